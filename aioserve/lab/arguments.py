@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from aioserve.arguments import TakesArguments, assignment, output_file, positive
-from aioserve.lab.slo import Slo
+from aioserve.lab.slo import StatedSlo
 
 
 def add_settings(
@@ -25,12 +25,16 @@ def add_settings(
 
 
 def add_slo(parser: argparse.ArgumentParser) -> None:
-    """Add the argument `--slo`, an `Slo`."""
+    """Add the argument `--slo`, a list of `StatedSlo`."""
     parser.add_argument(
         "--slo",
-        type=Slo.parse,
-        metavar="LIMITS",
-        help="latency limits in seconds that goodput counts against: ttft=0.5,tpot=0.05,e2e=10",
+        action="append",
+        default=[],
+        type=StatedSlo.parse,
+        metavar="[CLASS:]LIMITS",
+        help="limits that goodput counts against, for all requests or one class of the workload; "
+        "repeatable: chat:ttft=0.5,gap=0.2 batch:e2e=60. Seconds of ttft, tpot, e2e, gap (the "
+        "largest between two tokens of a request); deadline: the request's own timeout is kept",
     )
 
 

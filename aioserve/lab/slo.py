@@ -1,44 +1,147 @@
-"""What a request must not exceed to count as good: the limits behind goodput.
+"""What a request must not exceed to count as good: the limits behind goodput, by class of clients.
 
-Knows how they are written and kept. Measures nothing.
+Knows how limits are written, and which hold for whom. Measures nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from aioserve.errors import ConfigError
+
+Limit = Annotated[float, Meta(gt=0)]
+Floats = npt.NDArray[np.float64]
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request must not exceed to count as good, in seconds; None: any."""
 
-    ttft: float | None = None
-    tpot: float | None = None
-    e2e: float | None = None
+    ttft: Limit | None = None
+    tpot: Limit | None = None
+    gap: Limit | None = None  # of the largest gap between two tokens of the request
+    e2e: Limit | None = None
+    deadline: bool = False  # it ends within its own timeout, if it states one
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` if there is no limit."""
+        if not any(msgspec.structs.astuple(self)):
+            names = ", ".join(self.__struct_fields__)
+            raise ValueError(f"expected at least one limit of {names}")
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
-        """Parse limits in seconds such as `ttft=0.5,tpot=0.05`. Raises `ConfigError`."""
+        """Parse limits in seconds: `ttft=0.5,gap=0.2`, or `deadline`. Raises `ConfigError`."""
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        pairs = {name: value or "true" for name, _, value in (p.partition("=") for p in parts)}
         try:
-            pairs = dict(part.strip().split("=", 1) for part in text.split(",") if part.strip())
-            slo = msgspec.convert(pairs, cls, strict=False)
+            if without := [part for part in parts if "=" not in part and part != "deadline"]:
+                raise ValueError(f"{without[0]} has no value")
+            return msgspec.convert(pairs, cls, strict=False)
         except (ValueError, msgspec.ValidationError) as error:
             raise ConfigError(
-                f"an SLO looks like ttft=0.5,tpot=0.05,e2e=10 (seconds), got {text!r}: {error}"
+                "an SLO looks like ttft=0.5,tpot=0.05,gap=0.2,e2e=10 (seconds, above 0) or "
+                f"deadline, got {text!r}: {error}"
             ) from error
-        if not any(limit is not None and limit > 0 for limit in msgspec.structs.astuple(slo)):
-            raise ConfigError(f"the SLO {text!r} sets no limit above 0")
-        return slo
 
-    def is_met(self, durations: Mapping[str, npt.NDArray[np.float64]]) -> npt.NDArray[np.bool_]:
-        """By request, from its seconds by name. What is undefined, such as the time per token of a
-        reply of one, misses no limit.
+    def is_met(self, durations: Mapping[str, Floats]) -> npt.NDArray[np.bool_]:
+        """By request, from its seconds by name; `overtime` are those beyond its timeout. What is
+        undefined, such as the time per token of a reply of one, misses no limit.
         """
         met: npt.NDArray[np.bool_] = np.full(len(durations["e2e"]), True)
-        for name, limit in msgspec.structs.asdict(self).items():
+        for name in ("ttft", "tpot", "gap", "e2e"):
+            limit = getattr(self, name)
             if limit is not None:
                 met &= ~(durations[name] > limit)
+        if self.deadline:
+            met &= ~(durations["overtime"] > 0)
         return met
+
+    def __str__(self) -> str:
+        """The limits in words: `TTFT within 0.5 s and deadline kept`."""
+        labels = {"ttft": "TTFT", "tpot": "TPOT", "gap": "largest gap", "e2e": "end to end"}
+        limits = [
+            f"{label} within {limit:g} s"
+            for name, label in labels.items()
+            if (limit := getattr(self, name)) is not None
+        ]
+        return " and ".join([*limits, *(["deadline kept"] if self.deadline else [])])
+
+
+class StatedSlo(NamedTuple):
+    """One `--slo` of the command: for the requests of one class, or for all (None)."""
+
+    kind: str | None
+    slo: Slo
+
+    @classmethod
+    def parse(cls, text: str) -> "StatedSlo":
+        """Parse `ttft=0.5` or `chat:ttft=0.5`. Raises `ConfigError`."""
+        kind, colon, limits = text.rpartition(":")
+        return cls(kind if colon else None, Slo.parse(limits))
+
+
+class ServiceLevels(msgspec.Struct, frozen=True):
+    """Which limits hold for whom: those of its class, else those of all; perhaps none."""
+
+    for_all: Slo | None = None
+    by_class: dict[str, Slo] = {}
+
+    @classmethod
+    def of(
+        cls, stated: Sequence[StatedSlo], classes: Mapping[str, Slo | None]
+    ) -> "ServiceLevels | None":
+        """`classes` are those of the workload, with what it states itself. A class of the command
+        goes before what the command states for all, and that before the workload. None if nobody
+        states anything. Raises `ConfigError` for a class that the workload does not have, or two
+        statements for one.
+        """
+        for_all: Slo | None = None
+        of_command: dict[str, Slo] = {}
+        known = sorted(filter(None, classes))
+        for kind, slo in stated:
+            if kind is None and for_all is None:
+                for_all = slo
+            elif kind is None:
+                raise ConfigError("--slo without a class is given twice: name a class in one")
+            elif kind not in known:
+                has = f"it has {', '.join(known)}" if known else "it has no classes"
+                raise ConfigError(f"--slo {kind}:...: the workload has no class {kind!r}; {has}")
+            elif kind in of_command:
+                raise ConfigError(f"--slo {kind}:... is given twice")
+            else:
+                of_command[kind] = slo
+        own = {kind: slo for kind, slo in classes.items() if slo is not None}
+        if for_all is not None:
+            own = {}
+        if for_all is None and not own and not of_command:
+            return None
+        return cls(for_all, dict(sorted((own | of_command).items())))
+
+    def of_class(self, kind: str) -> Slo | None:
+        """The limits of requests of a class."""
+        return self.by_class.get(kind, self.for_all)
+
+    def judge(self, kinds: Sequence[str], durations: Mapping[str, Floats]) -> Floats:
+        """By request, 1 if it is within its limits and 0 if not; NaN where it has none. `kinds` are
+        the classes of the requests, `durations` their seconds by name.
+        """
+        good = np.full(len(kinds), np.nan)
+        of = np.array(kinds)
+        for kind in sorted(set(kinds)):
+            slo = self.of_class(kind)
+            if slo is not None:
+                is_own = of == kind
+                own = {name: values[is_own] for name, values in durations.items()}
+                good[is_own] = slo.is_met(own)
+        return good
+
+    def __str__(self) -> str:
+        """The limits of all and of each class, in words."""
+        said = [f"{kind}: {slo}" for kind, slo in self.by_class.items()]
+        if self.for_all is not None:
+            said.insert(0, f"all others: {self.for_all}" if said else str(self.for_all))
+        return "; ".join(said)

@@ -21,6 +21,7 @@ from aioserve.lab.arguments import (
 )
 from aioserve.lab.bench.exchange import Load, Target
 from aioserve.lab.bench.summary import render, summarize
+from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.synthetic import (
@@ -46,6 +47,7 @@ def run_bench(words: Sequence[str]) -> int:
     arguments = _parser().parse_args(words)
     target = _target(arguments)
     workload = _workload(arguments, arguments.seed)
+    levels = ServiceLevels.of(arguments.slo, workload.all_classes)
     warmup = _alone(_workload(arguments, arguments.seed + WARMUP_SEED).requests[: arguments.warmup])
     is_interrupted = False
     with progress(len(workload.requests)) as report:
@@ -54,7 +56,7 @@ def run_bench(words: Sequence[str]) -> int:
             _run(load.run(warmup=warmup, max_seconds=arguments.max_seconds))
         except KeyboardInterrupt:
             is_interrupted = True
-    document = summarize(load, arguments.slo)
+    document = summarize(load, levels)
     print(paint(render(document)))
     # JSON has no NaN: msgspec writes null.
     encoded = msgspec.json.encode(document)

@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 
 from aioserve.lab.bench.exchange import Exchange, Load
-from aioserve.lab.comparison.measures import STATISTICS, statistics_of
+from aioserve.lab.comparison.measures import STATISTICS, good_totals, statistics_of
+from aioserve.lab.comparison.service import Floats
 from aioserve.lab.legend import legend
-from aioserve.lab.slo import Slo
+from aioserve.lab.slo import ServiceLevels
 
 Document = dict[str, Any]
 
@@ -21,7 +22,7 @@ BUSY_SHARE = 0.5  # of a core: from here on the client may be what is measured. 
 LABELS = {"ttft": "TTFT", "tpot": "TPOT", "gap": "gap", "e2e": "end to end"}
 
 
-def summarize(load: Load, slo: Slo | None = None) -> Document:
+def summarize(load: Load, slo: ServiceLevels | None = None) -> Document:
     """All numbers of a load that ended, or was interrupted: whatever has come is counted."""
     sent = [exchange for exchange in load.exchanges if exchange.is_sent]
     finished = [exchange for exchange in sent if exchange.error is None and exchange.is_finished]
@@ -40,10 +41,14 @@ def summarize(load: Load, slo: Slo | None = None) -> Document:
         "total_tokens_per_second": (tokens["output"] + tokens["prompt"]) / seconds,
         "requests_per_second": len(finished) / seconds,
     }
+    by_class: dict[str, dict[str, float]] = {}
     if slo is not None:
-        num_good = int(np.sum(slo.is_met(durations)))
-        totals["goodput_per_second"] = num_good / seconds
-        totals["good_share"] = num_good / max(len(sent), 1)
+        kinds, good = _judge(load, slo)
+        totals |= good_totals(good, kinds, seconds)
+        of = np.array(kinds)
+        for kind in sorted(set(kinds)):
+            own = good_totals(good[of == kind], [kind] * kinds.count(kind), seconds)
+            by_class[kind] = {"requests": float(kinds.count(kind)), **own}
     document: Document = {
         "target": {
             "url": load.target.url,
@@ -56,7 +61,8 @@ def summarize(load: Load, slo: Slo | None = None) -> Document:
             "seed": load.workload.seed,
             "requests": len(load.workload.requests),
         },
-        "slo": None if slo is None else msgspec.to_builtins(slo),
+        "slo": None if slo is None else msgspec.to_builtins(slo) | {"words": str(slo)},
+        "by_class": by_class,
         "requests": {
             "sent": len(sent),
             "finished": len(finished),
@@ -78,6 +84,29 @@ def summarize(load: Load, slo: Slo | None = None) -> Document:
     }
     document["notes"] = _notes(document, load)
     return document
+
+
+def _judge(load: Load, slo: ServiceLevels) -> tuple[list[str], Floats]:
+    """The class of each request that was sent, and whether it finished within its limits."""
+    sent = [
+        (request, exchange)
+        for request, exchange in zip(load.workload.requests, load.exchanges, strict=True)
+        if exchange.is_sent
+    ]
+    e2e = np.array([e.end - e.arrival for _, e in sent])
+    timeouts = np.array([r.timeout or np.nan for r, _ in sent])
+    durations = {
+        "ttft": np.array([e.ttft for _, e in sent]),
+        "tpot": np.array([_per_token(e) for _, e in sent]),
+        "gap": np.array([max(np.diff(e.token_times), default=np.nan) for _, e in sent]),
+        "e2e": e2e,
+        "overtime": e2e - timeouts,
+    }
+    kinds = [request.kind for request, _ in sent]
+    good = slo.judge(kinds, durations)
+    is_whole = np.array([e.error is None and e.is_finished for _, e in sent], dtype=bool)
+    good[~is_whole & ~np.isnan(good)] = 0.0
+    return kinds, good
 
 
 def _per_token(exchange: Exchange) -> float:
@@ -177,11 +206,17 @@ def render(document: Document) -> str:
         f"all tokens/s      {totals['total_tokens_per_second']:10.1f}",
         f"requests/s        {totals['requests_per_second']:10.2f}",
     ]
-    if document["slo"] is not None:
+    if "good_share" in totals:
         lines.append(
             f"goodput, requests/s {totals['goodput_per_second']:8.2f}  "
             f"({100 * totals['good_share']:.1f}% of the requests)"
         )
+    if "worst_class_share" in totals:
+        shares = {n: c["good_share"] for n, c in document["by_class"].items() if "good_share" in c}
+        said = (
+            f"{name} {100 * shares[name]:.1f}%" for name in sorted(shares, key=shares.__getitem__)
+        )
+        lines.append(f"within the SLO by class, the worst first: {', '.join(said)}")
     lines.append(f"client, us/token  {document['client']['cpu_us_per_token']:10.1f}")
     lines += ["", legend(list(LABELS.values()))]
     for error in document["errors"]:

@@ -17,13 +17,15 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output, add_settings, add_slo, add_time_scale
 from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candidates
-from aioserve.lab.comparison.document import Document, compare, encode
+from aioserve.lab.comparison.document import Document, classes_of, compare, encode
 from aioserve.lab.comparison.knee import Knee, Probe, search
+from aioserve.lab.comparison.quality import Reader
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.words import render_sweep, render_table
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.simulation.parallel import choose_num_jobs
+from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workloads.reply_limit import DEFAULT_MAX_TOKENS, ReplyLimit
 from aioserve.lab.workloads.source import WorkloadSource
@@ -45,7 +47,7 @@ def run_compare(words: Sequence[str]) -> int:
         help="decision log: repeat its requests with the step times and memory of its server",
     )
     _add_common(parser)
-    _add_jobs(parser)
+    _add_quality_and_jobs(parser)
     add_output(parser, "--html", help="write a report with plots to this HTML file")
     parser.add_argument(
         "--live", action="store_true", help="run the real engine in real time, in rounds"
@@ -123,6 +125,11 @@ def run_search(words: Sequence[str]) -> int:
         help="share of requests that must be within the SLO",
     )
     parser.add_argument(
+        "--each-class",
+        action="store_true",
+        help="each class with an SLO must reach that share alone, not only all requests together",
+    )
+    parser.add_argument(
         "--tolerance",
         type=float,
         default=0.02,
@@ -130,19 +137,22 @@ def run_search(words: Sequence[str]) -> int:
         help="relative precision of the rate found",
     )
     arguments = parser.parse_args(words)
-    if arguments.slo is None:
-        raise ConfigError("search needs --slo, for example --slo ttft=0.5,tpot=0.05")
     for name in ("goodput", "tolerance"):
         if not 0 < getattr(arguments, name) <= 1:
             raise ConfigError(f"--{name} must be above 0 and at most 1")
     (candidate,) = load_candidates([arguments.config], arguments.set)
+    workloads = _workloads(arguments, 1)
+    levels = ServiceLevels.of(arguments.slo, classes_of(workloads))
+    if levels is None:
+        raise ConfigError("search needs --slo, for example --slo ttft=0.5,tpot=0.05")
     print(f"{'requests/s':>12}  {'time scale':>12}  {'within the SLO':>14}")
     with _running(None) as report:
         knee = search(
             candidate,
-            _workloads(arguments, 1),
-            arguments.slo,
+            workloads,
+            levels,
             target=arguments.goodput,
+            each_class=arguments.each_class,
             tolerance=arguments.tolerance,
             clip=arguments.clip,
             progress=report,
@@ -156,6 +166,8 @@ def run_search(words: Sequence[str]) -> int:
 def _print_probe(probe: Probe) -> None:
     mark = "" if probe.is_met else "  too few"
     share = f"{100 * probe.good_share:.2f}%"
+    if probe.worst_class is not None:
+        mark = f"  {probe.worst_class} {100 * (probe.worst_class_share or 0):.2f}%{mark}"
     row = f"{probe.rate:12.3f}  {probe.time_scale:12.4f}  {share:>14}{mark}"
     print(paint(row), flush=True)
 
@@ -163,8 +175,9 @@ def _print_probe(probe: Probe) -> None:
 def _knee_in_words(candidate: Candidate, knee: Knee) -> str:
     if knee.rate is None or knee.rate_above is None:
         return f"{candidate.name}: no knee found: {knee.note}"
+    whom = "each class" if knee.each_class else "the requests"
     return (
-        f"{candidate.name} meets the SLO for {100 * knee.target:g}% of the requests up to "
+        f"{candidate.name} meets the SLO for {100 * knee.target:g}% of {whom} up to "
         f"{knee.rate:.3g} requests/s, and not at {knee.rate_above:.3g}"
     )
 
@@ -179,7 +192,7 @@ def run_sweep(words: Sequence[str]) -> int:
         set_help="setting to sweep, with several values separated by commas, such as "
         "scheduler.options.chunk_size=64,128,256; a --set with one value holds for all runs",
     )
-    _add_jobs(parser)
+    _add_quality_and_jobs(parser)
     add_output(parser, "--html", help="write a report with plots to this HTML file")
     arguments = parser.parse_args(words)
     swept = [(name, value) for name, value in arguments.set if _is_list(value)]
@@ -214,6 +227,7 @@ def _compare(
             candidates,
             workloads,
             slo=arguments.slo,
+            reader=arguments.reading_speed,
             is_live=arguments.live,
             clip=arguments.clip,
             num_jobs=jobs or choose_num_jobs(workloads, len(candidates)),
@@ -292,7 +306,14 @@ def _add_common(
     parser.set_defaults(live=False)
 
 
-def _add_jobs(parser: argparse.ArgumentParser) -> None:
+def _add_quality_and_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--reading-speed",
+        type=Reader.parse,
+        metavar="TOKENS",
+        help="measure the quality of experience (Andes) of readers of so many tokens per second "
+        "who expect the first after 1 second: 5, or 5,ttft=2",
+    )
     parser.add_argument(
         "--jobs",
         type=int,

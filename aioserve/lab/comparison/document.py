@@ -4,6 +4,7 @@ Runs every configuration on every seed, in rounds, and puts all numbers into one
 data. Knows nothing about how it is shown.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,18 +27,24 @@ from aioserve.lab.comparison.candidates import (
 from aioserve.lab.comparison.fleet_totals import fleet_totals
 from aioserve.lab.comparison.groups import (
     compare_groups,
+    good_of,
     group_requests,
     list_groups,
     summarize_groups,
+    worst_class,
 )
 from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, tidy, tidy_statistics
+from aioserve.lab.comparison.quality import Reader
+from aioserve.lab.comparison.service import service_bound
 from aioserve.lab.comparison.timeline import distributions, timelines
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet import FleetOutcome
 from aioserve.lab.simulation.parallel import simulate_all
 from aioserve.lab.simulation.run import run_live
-from aioserve.lab.slo import Slo
+from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
 from aioserve.lab.workloads.workload import Workload
+from aioserve.model_info import ModelInfo
+from aioserve.runner.simulation.simulated import SimulatedRunner
 
 NUM_VICTIMS = 5
 Document = dict[str, Any]
@@ -47,7 +54,8 @@ def compare(
     candidates: list[Candidate],
     workloads: list[Workload],
     *,
-    slo: Slo | None = None,
+    slo: Sequence[StatedSlo] = (),
+    reader: Reader | None = None,
     is_live: bool = False,
     clip: bool = False,
     num_jobs: int = 1,
@@ -55,8 +63,11 @@ def compare(
 ) -> Document:
     """Run all candidates on all workloads (one per seed); the first is what the others are
     compared with. The same input gives the same document, byte for byte, unless `is_live`.
-    Simulated runs are spread over `num_jobs` processes.
+    Simulated runs are spread over `num_jobs` processes. `slo` are the limits that the command
+    states, beside those of the workload; with a `reader` the quality of experience is measured.
+    Raises `ConfigError` for a class that the workload does not have.
     """
+    levels = ServiceLevels.of(slo, classes_of(workloads))
     candidates, workloads, notes = prepare(candidates, workloads, is_live=is_live, clip=clip)
     # in rounds: what changes on the machine meanwhile hits all alike
     runs = [(c.config, workload, c.fleet) for workload in workloads for c in candidates]
@@ -68,7 +79,7 @@ def compare(
     curves: list[dict[str, Any]] = [{} for _ in candidates]
     for number, (outcome, (_, workload, fleet)) in enumerate(zip(outcomes, runs, strict=True)):
         i = number % len(candidates)
-        run = RunMeasures(outcome, workload, slo, weights[i] if stated_by else None)
+        run = RunMeasures(outcome, workload, levels, weights[i] if stated_by else None, reader)
         if fleet is not None and isinstance(outcome, FleetOutcome):
             run.totals |= fleet_totals(outcome, fleet, run.totals)
         measures[i].append(run)
@@ -84,6 +95,8 @@ def compare(
             "fleet": msgspec.to_builtins(candidate.fleet),
             "weights": weights[i],
             **summarize(measures[i]),
+            "slo": _by_class(workloads, measures[i]),
+            "service_bound": None if is_live else _service_bound(candidate, workloads),
             "groups": summarize_groups(groups, measures[i]),
             "distributions": distributions(measures[i]),
             "timelines": curves[i],
@@ -104,7 +117,8 @@ def compare(
     return {
         "mode": "live" if is_live else "simulated",
         "workload": _describe(workloads),
-        "slo": None if slo is None else msgspec.to_builtins(slo),
+        "slo": None if levels is None else msgspec.to_builtins(levels) | {"words": str(levels)},
+        "reader": msgspec.to_builtins(reader),
         "notes": notes,
         "weights_stated_by": stated_by,
         "listed_groups": listed,
@@ -143,7 +157,6 @@ def differences(
         for name in PER_REQUEST
     }
     found["gap"] = compare_gaps(first, second, sampling)
-    good = [[run.is_good for run in runs] for runs in (first, second)]
     found["totals"] = {
         name: compare_totals(
             [run.totals[name] for run in first], [run.totals[name] for run in second]
@@ -151,8 +164,14 @@ def differences(
         for name in first[0].totals
         if all(name in run.totals for run in (*first, *second))  # not all have drafts
     }
-    # It has one value per request, so blocks of one seed are enough for an interval.
-    found["totals"]["good_share"] = compare_requests(good[0], good[1], sampling)["mean"]
+    # These have one value per request, so blocks of one seed are enough for an interval.
+    for name, measure, statistic in (
+        ("good_share", "is_good", "mean"),
+        ("quality", "quality", "mean"),
+    ):
+        if name in found["totals"]:
+            values = [[getattr(run, measure) for run in runs] for runs in (first, second)]
+            found["totals"][name] = compare_requests(values[0], values[1], sampling)[statistic]
     return dict(_as_data(found))
 
 
@@ -231,6 +250,37 @@ def _allowed(workloads: list[Workload]) -> list[int]:
     """The least and the most that clients allow for a reply, in tokens, by a server with room."""
     allowed = [limit for workload in workloads for limit in workload.max_tokens(room=2**62)]
     return [min(allowed), max(allowed)]
+
+
+def classes_of(workloads: Sequence[Workload]) -> dict[str, Slo | None]:
+    """Classes of clients of any seed, each with the limits that the workload states for it."""
+    return {kind: slo for workload in workloads for kind, slo in workload.all_classes.items()}
+
+
+def _by_class(workloads: list[Workload], runs: list[RunMeasures]) -> dict[str, Any]:
+    """Requests, goodput and share within the SLO by class, over all seeds; and the worst class."""
+    places = [
+        {
+            kind: np.flatnonzero(np.array([r.kind for r in workload.requests]) == kind)
+            for kind in workload.all_classes
+        }
+        for workload in workloads
+    ]
+    found = {}
+    for kind in sorted({kind for of_seed in places for kind in of_seed}):
+        own = [of_seed.get(kind, np.empty(0, dtype=np.int64)) for of_seed in places]
+        found[kind] = {"requests": sum(map(len, own)), **good_of(runs, own)}
+    return {"by_class": found, "worst_class": worst_class(found)}
+
+
+def _service_bound(candidate: Candidate, workloads: list[Workload]) -> float | None:
+    """What VTC promises with the KV cache of one engine."""
+    if candidate.fleet is not None:
+        return None
+    config = candidate.config
+    num_blocks = SimulatedRunner(config, ModelInfo(config.model)).info.num_kv_blocks
+    prompts = (r.num_prompt_tokens for workload in workloads for r in workload.requests)
+    return service_bound(max(prompts, default=0), num_blocks * config.cache.block_size)
 
 
 def encode(document: Document) -> bytes:

@@ -19,10 +19,12 @@ COLUMNS = [
         ("e2e", "e2e", "p99"),
     )
 ]
+GOOD = Row("SLO, %", "is_good", "mean", "points", 100, 1, 1)
 SURE = "*"
 COMPETING = (
     "competing: of the time, steps left out a waiting request of this client and one of another; "
-    "share: of the tokens that such clients were served then; due: by weight"
+    "share: of the tokens that such clients were served then; due: by weight; behind: "
+    "the most service by which it fell behind another one then"
 )
 
 
@@ -41,10 +43,16 @@ class GroupRow(NamedTuple):
     config: str
     requests: int
     unfinished: int
-    cells: list[Cell]  # of `COLUMNS`
+    cells: list[Cell]  # of `columns`
     competing: float | None  # share of the time; clients only
     share: float | None  # of what was served while clients competed
     due_share: float | None
+    behind: float | None  # service
+
+
+def columns(document: Document) -> list[Row]:
+    """What tables have of each group: latencies, and the share within the SLO if there is one."""
+    return COLUMNS if document["slo"] is None else [*COLUMNS, GOOD]
 
 
 class GroupTable(NamedTuple):
@@ -76,9 +84,8 @@ def _row(document: Document, result: dict[str, Any], kind: str, name: str) -> Gr
     first = document["results"][0]["groups"][kind][name]
     differences = result.get("against_first", {}).get("groups", {}).get(kind, {}).get(name, {})
     cells = []
-    for column in COLUMNS:
-        value = group["durations"][column.measure][column.statistic] * column.factor
-        base = first["durations"][column.measure][column.statistic] * column.factor
+    for column in columns(document):
+        value, base = (_value(g, column) * column.factor for g in (group, first))
         difference = differences.get(column.measure, {}).get(column.statistic)
         if math.isnan(value) or math.isnan(base):
             difference = None
@@ -93,14 +100,21 @@ def _row(document: Document, result: dict[str, Any], kind: str, name: str) -> Gr
         None if not service else service["competing_seconds"] / max(sum(seconds), 1e-9),
         service.get("share"),
         service.get("due_share"),
+        service.get("behind"),
     )
+
+
+def _value(group: dict[str, Any], column: Row) -> float:
+    if column is GOOD:
+        return float(group.get("good_share", math.nan))
+    return float(group["durations"][column.measure][column.statistic])
 
 
 def render_groups(document: Document) -> list[str]:
     """Lines of fixed width, with an empty one before each table."""
     lines: list[str] = []
     for table in group_tables(document):
-        lines += ["", *_table(table)]
+        lines += ["", *_table(table, columns(document))]
     if any(SURE in line for line in lines):
         first = document["results"][0]["name"]
         lines.append(f"{SURE} surely differs from {first}, by more than 1%")
@@ -109,21 +123,22 @@ def render_groups(document: Document) -> list[str]:
     return lines
 
 
-def _table(table: GroupTable) -> list[str]:
+def _table(table: GroupTable, columns: list[Row]) -> list[str]:
     has_shares = any(row.share is not None for row in table.rows)
     has_unfinished = any(row.unfinished for row in table.rows)
     heads = [f"by {table.kind}, ms", "", "requests", *(["unfinished"] if has_unfinished else [])]
-    heads += [column.label for column in COLUMNS]
-    heads += ["competing, %", "share, %", "due, %"] if has_shares else []
+    heads += [column.label for column in columns]
+    heads += ["competing, %", "share, %", "due, %", "behind"] if has_shares else []
     lines = [heads]
     last = None
     for row in table.rows:
         words = ["" if row.name == last else row.name, row.config, str(row.requests)]
         words += [str(row.unfinished)] if has_unfinished else []
-        words += [_shown(cell, column) for cell, column in zip(row.cells, COLUMNS, strict=True)]
+        words += [_shown(cell, column) for cell, column in zip(row.cells, columns, strict=True)]
         if has_shares:
             shares = (row.competing, row.share, row.due_share)
             words += ["-" if share is None else f"{100 * share:.1f}" for share in shares]
+            words.append("-" if row.behind is None else f"{row.behind:.0f}")
         lines.append(words)
         last = row.name
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -12,7 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from aioserve.lab.comparison.bootstrap import Difference, Sampling, compare_requests
-from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, tidy, tidy_statistics
+from aioserve.lab.comparison.measures import (
+    PER_REQUEST,
+    RunMeasures,
+    good_totals,
+    tidy,
+    tidy_statistics,
+)
 from aioserve.lab.comparison.service import Floats
 from aioserve.lab.workloads.workload import Workload
 
@@ -64,10 +70,24 @@ def summarize_groups(groups: Groups, runs: list[RunMeasures]) -> dict[str, Any]:
                 "requests": sum(map(len, places)),
                 "unfinished": int(np.isnan(durations["e2e"]).sum()),
                 "durations": {m: tidy_statistics(values) for m, values in durations.items()},
+                **good_of(runs, places),
             }
     for name, group in found.get("client", {}).items():
         group["service"] = _service(name, runs)
     return found
+
+
+def good_of(runs: list[RunMeasures], places: list[Places]) -> dict[str, float]:
+    """Goodput and the share within the SLO, where one holds for some request of the group."""
+    good = np.concatenate([run.is_good[p] for run, p in zip(runs, places, strict=True)])
+    found = good_totals(good, [""] * len(good), sum(run.totals["seconds"] for run in runs))
+    return {name: tidy(value) for name, value in found.items()}
+
+
+def worst_class(classes: dict[str, dict[str, Any]]) -> str | None:
+    """The class of which the least share is within its SLO, if several have one."""
+    shares = {n: group["good_share"] for n, group in classes.items() if "good_share" in group}
+    return min(shares, key=lambda name: (shares[name], name)) if len(shares) > 1 else None
 
 
 def _service(client: str, runs: list[RunMeasures]) -> dict[str, float | None]:
@@ -83,6 +103,7 @@ def _service(client: str, runs: list[RunMeasures]) -> dict[str, float | None]:
         "competing_seconds": tidy(sum(service.competing for service in own)),
         "share": tidy(sum(s.got for s in own) / contested) if contested else None,
         "due_share": tidy(sum(s.due for s in own) / contested) if contested else None,
+        "behind": tidy(max((s.behind for s in own), default=0.0)),
     }
 
 
@@ -111,6 +132,7 @@ def compare_groups(
     def alone(runs: list[RunMeasures], measure: str, places: list[Places]) -> list[Floats]:
         return [_only(getattr(run, measure), p) for run, p in zip(runs, places, strict=True)]
 
+    has_slo = any("good_share" in run.totals for run in (*first, *second))
     return {
         kind: {
             name: {
@@ -119,7 +141,7 @@ def compare_groups(
                     alone(second, measure, groups[kind][name]),
                     sampling,
                 )
-                for measure in PER_REQUEST
+                for measure in (*PER_REQUEST, *(["is_good"] if has_slo else []))
             }
             for name in names
         }

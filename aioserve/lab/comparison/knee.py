@@ -13,7 +13,7 @@ from aioserve.lab.comparison.candidates import Candidate, prepare
 from aioserve.lab.comparison.measures import RunMeasures, tidy
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.run import simulate
-from aioserve.lab.slo import Slo
+from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.workloads.workload import Workload
 
 MAX_DOUBLINGS = 12  # away from the workload's own rate, before giving up
@@ -24,8 +24,10 @@ class Probe(msgspec.Struct, frozen=True):
 
     rate: float  # requests or conversations that begin, per second
     time_scale: float  # of the workload
-    good_share: float  # of the requests, over all seeds
+    good_share: float  # of the requests with an SLO, over all seeds
     is_met: bool
+    worst_class: str | None = None  # of several with an SLO, that with the lowest share
+    worst_class_share: float | None = None
 
 
 class Knee(msgspec.Struct, frozen=True):
@@ -36,31 +38,53 @@ class Knee(msgspec.Struct, frozen=True):
     target: float
     probes: list[Probe]
     note: str = ""
+    each_class: bool = False  # the target holds for each class alone
 
 
 def search(
     candidate: Candidate,
     workloads: Sequence[Workload],
-    slo: Slo,
+    slo: ServiceLevels,
     *,
     target: float = 0.99,
+    each_class: bool = False,
     tolerance: float = 0.02,
     clip: bool = False,
     progress: Progress = lambda count: None,
     on_probe: Callable[[Probe], None] = lambda probe: None,
 ) -> Knee:
-    """The knee to within `tolerance` (as a share of the rate); `target` is the share of requests
-    that must meet `slo`. Raises `ConfigError` for a workload without arrivals over time.
+    """The knee to within `tolerance` (as a share of the rate). `target` is the share of requests
+    that must meet `slo`: of all that have limits, or, with `each_class`, of those of every class.
+    Raises `ConfigError` for a workload without arrivals over time, or without limits.
     """
     (candidate,), fitting, _ = prepare([candidate], list(workloads), is_live=False, clip=clip)
     base_rate = float(np.mean([_rate(workload) for workload in fitting]))
     probes: list[Probe] = []
+    kinds = np.array([request.kind for workload in fitting for request in workload.requests])
+    if all(slo.of_class(kind) is None for kind in kinds):
+        raise ConfigError(f"{fitting[0].name}: no request has an SLO")
 
     def is_met(rate: float) -> bool:
         scale = base_rate / rate
-        good = [_good(candidate, workload.scaled(scale), slo, progress) for workload in fitting]
-        share = float(np.mean(np.concatenate(good)))
-        probe = Probe(tidy(rate), tidy(scale), tidy(share), share >= target)
+        good = np.concatenate(
+            [_good(candidate, workload.scaled(scale), slo, progress) for workload in fitting]
+        )
+        shares = {
+            kind: float(np.mean(of_class))
+            for kind in sorted(set(kinds.tolist()))
+            if len(of_class := good[(kinds == kind) & ~np.isnan(good)])
+        }
+        share = float(np.nanmean(good))
+        worst = min(shares, key=lambda kind: shares[kind]) if len(shares) > 1 else None
+        lowest = min(shares.values()) if each_class else share
+        probe = Probe(
+            tidy(rate),
+            tidy(scale),
+            tidy(share),
+            lowest >= target,
+            worst,
+            None if worst is None else tidy(shares[worst]),
+        )
         probes.append(probe)
         on_probe(probe)
         return probe.is_met
@@ -84,6 +108,7 @@ def search(
         target,
         probes,
         note,
+        each_class,
     )
 
 
@@ -109,7 +134,7 @@ def _rate(workload: Workload) -> float:
 
 
 def _good(
-    candidate: Candidate, workload: Workload, slo: Slo, progress: Progress
+    candidate: Candidate, workload: Workload, slo: ServiceLevels, progress: Progress
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     outcome = simulate(candidate.config, workload, progress)
     return RunMeasures(outcome, workload, slo).is_good

@@ -5,15 +5,16 @@ without a first token has no time to it.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.lab.comparison.service import Floats, jain_index, service_by_client
+from aioserve.lab.comparison.quality import Reader
+from aioserve.lab.comparison.service import Floats, service_by_client
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
-from aioserve.lab.slo import Slo
+from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.workloads.workload import Workload
 
 Ints = npt.NDArray[np.int64]
@@ -34,35 +35,42 @@ class RunMeasures:
         self,
         outcome: RunOutcome,
         workload: Workload,
-        slo: Slo | None,
+        slo: ServiceLevels | None,
         weights: Mapping[str, float] | None = None,
+        reader: Reader | None = None,
     ) -> None:
-        """`weights` say what clients are due beside each other; None: none are stated, and
-        there is no fairness by weight.
+        """`weights` say what clients are due beside each other, each 1 if it is not stated. With a
+        `reader` the quality of experience is measured.
         """
         requests = outcome.requests
         self.weights = weights or {}
-        self.service = service_by_client(outcome, workload, self.weights)
+        self.service, difference = service_by_client(outcome, workload, self.weights)
         self.ttft = np.array([r.ttft for r in requests])
         self.tpot = np.array([_per_output_token(r) for r in requests])
         self.e2e = np.array([r.end - r.arrival if r.is_finished else np.nan for r in requests])
-        self.is_good = np.full(len(requests), np.nan)
-        if slo is not None:
-            is_met = slo.is_met({name: getattr(self, name) for name in PER_REQUEST})
-            self.is_good = (is_met & ~np.isnan(self.e2e)).astype(float)
         self.block = block_numbers(len(requests))
         self._count_gaps(requests)
-        self.totals = _totals(outcome, workload, self.is_good)
-        rates = np.array([service.rate for service in self.service.values()])
-        self.totals["fairness"] = jain_index(rates)
-        if weights is not None:
-            due = np.array([weights.get(client, 1.0) for client in self.service])
-            self.totals["fairness_by_weight"] = jain_index(rates / due)
+        self.is_good = np.full(len(requests), np.nan)  # NaN: no limits hold for it
+        kinds = [request.kind for request in workload.requests]
+        if slo is not None:
+            timeouts = np.array([r.timeout or np.nan for r in workload.requests])
+            durations = {name: getattr(self, name) for name in (*PER_REQUEST, "gap")}
+            self.is_good = slo.judge(kinds, durations | {"overtime": self.e2e - timeouts})
+            self.is_good[np.isnan(self.e2e) & ~np.isnan(self.is_good)] = 0.0
+        self.totals = _totals(outcome, workload)
+        self.totals |= good_totals(self.is_good, kinds, outcome.end)
+        if reader is not None:
+            self.quality = _quality(outcome, workload, reader)
+            self.totals["quality"] = float(np.mean(self.quality))
+            self.totals["quality_p10"] = quantile(self.quality, 0.1)
+        self.totals["service_difference"] = difference.largest
+        self.totals["service_difference_mean"] = difference.mean
         self.finish_reasons = dict(sorted(Counter(r.finish_reason for r in requests).items()))
 
     def _count_gaps(self, requests: list[RequestOutcome]) -> None:
         """Gaps between deliveries: exact quantiles, and counts by block for the bootstrap."""
         gaps = [np.diff(np.frombuffer(r.token_times)) for r in requests]
+        self.gap = np.array([np.max(g) if len(g) else np.nan for g in gaps])  # the largest
         num_blocks = int(self.block[-1]) + 1 if len(requests) else 0
         self.gap_counts = np.zeros((num_blocks, len(GAP_EDGES) + 1), dtype=np.int64)
         for i, block in enumerate(self.block):
@@ -113,7 +121,38 @@ def _per_output_token(request: RequestOutcome) -> float:
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else np.nan
 
 
-def _totals(outcome: RunOutcome, workload: Workload, is_good: Floats) -> dict[str, Any]:
+def good_totals(is_good: Floats, kinds: Sequence[str], seconds: float) -> dict[str, float]:
+    """Goodput, the share of the requests with limits that were within them, and that of the worst
+    class, if several classes have limits; nothing where no limits hold for any request.
+    """
+    known = ~np.isnan(is_good)
+    if not known.any():
+        return {}
+    found = {
+        "goodput_per_second": float(np.sum(is_good[known])) / max(seconds, 1e-9),
+        "good_share": float(np.mean(is_good[known])),
+    }
+    of = np.array(kinds)
+    shares = [float(np.mean(is_good[known & (of == kind)])) for kind in set(of[known])]
+    if len(shares) > 1:
+        found["worst_class_share"] = min(shares)
+    return found
+
+
+def _quality(outcome: RunOutcome, workload: Workload, reader: Reader) -> Floats:
+    return np.array(
+        [
+            reader.quality(
+                np.frombuffer(result.token_times) - result.arrival,
+                request.output_tokens,
+                result.end - result.arrival,
+            )
+            for request, result in zip(workload.requests, outcome.requests, strict=True)
+        ]
+    )
+
+
+def _totals(outcome: RunOutcome, workload: Workload) -> dict[str, Any]:
     """One number each for the whole run."""
     pairs = list(zip(workload.requests, outcome.requests, strict=True))
     seconds = max(outcome.end, 1e-9)
@@ -139,8 +178,6 @@ def _totals(outcome: RunOutcome, workload: Workload, is_good: Floats) -> dict[st
         "output_tokens_per_second": num_output / seconds,
         "total_tokens_per_second": (num_prompt + num_output) / seconds,
         "requests_per_second": num_finished / seconds,
-        "goodput_per_second": float(np.sum(is_good)) / seconds,
-        "good_share": float(np.mean(is_good)),
         "prefix_hit_share": num_cached / max(num_prompt, 1),
         "wasted_share": (scheduled - needed) / max(scheduled, 1),
         "wasted_tokens": scheduled - needed,

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from aioserve.lab.comparison.document import Document
-from aioserve.lab.comparison.group_words import COLUMNS, COMPETING, Cell, group_tables
+from aioserve.lab.comparison.group_words import COMPETING, Cell, columns, group_tables
 from aioserve.lab.comparison.rows import Row, difference_of, meanings, shown_rows, value_of, verdict
-from aioserve.lab.comparison.words import headline, pair_summary, remarks
+from aioserve.lab.comparison.words import headline, pair_summary, remarks, slo_in_words
 
 FOLDER = Path(__file__).parent / "page"
 
@@ -23,7 +23,7 @@ def render_html(document: Document) -> str:
         "headline": headline(document),
         "remarks": remarks(document),
         "mode": document["mode"],
-        "slo": document["slo"],
+        "slo": slo_in_words(document),
         "sweep": document.get("sweep"),
         "workload": document["workload"],
         "results": [
@@ -79,23 +79,26 @@ def _groups(document: Document) -> list[dict[str, object]]:
     return [
         {
             "kind": table.kind,
-            "columns": [column.label for column in COLUMNS],
+            "columns": [f"{c.label}, ms" if c.unit == "ms" else c.label for c in columns(document)],
             "more": table.num_more,
             "note": COMPETING,
-            "rows": [row._asdict() | {"cells": _cells(row.cells)} for row in table.rows],
+            "rows": [
+                row._asdict() | {"cells": _cells(row.cells, columns(document))}
+                for row in table.rows
+            ],
         }
         for table in group_tables(document)
     ]
 
 
-def _cells(cells: list[Cell]) -> list[dict[str, object]]:
+def _cells(cells: list[Cell], columns: list[Row]) -> list[dict[str, object]]:
     return [
         {
             "value": cell.value,
             "difference": _scaled(cell.difference, column),
             "verdict": cell.verdict,
         }
-        for cell, column in zip(cells, COLUMNS, strict=True)
+        for cell, column in zip(cells, columns, strict=True)
     ]
 
 

@@ -43,8 +43,11 @@ ROWS = [
     Row("all tokens/s", "totals", "total_tokens_per_second", "tokens/s", 1, 0, 1),
     Row("goodput, requests/s", "totals", "goodput_per_second", "requests/s", 1, 2, 1),
     Row("within the SLO, %", "totals", "good_share", "points", 100, 1, 1),
-    Row("fairness (Jain)", "totals", "fairness", "", 1, 3, 1),
-    Row("fairness by weight", "totals", "fairness_by_weight", "", 1, 3, 1),
+    Row("worst class, %", "totals", "worst_class_share", "points", 100, 1, 1),
+    Row("QoE mean", "totals", "quality", "", 1, 3, 1),
+    Row("QoE p10", "totals", "quality_p10", "", 1, 3, 1),
+    Row("service apart max", "totals", "service_difference", "", 1, 0, -1),
+    Row("service apart mean", "totals", "service_difference_mean", "", 1, 0, -1),
     Row("prefix hits, %", "totals", "prefix_hit_share", "points", 100, 1, 1),
     Row("wasted tokens, %", "totals", "wasted_share", "points", 100, 2, -1),
     Row("draft tokens", "totals", "draft_tokens", "", 1, 0, 0),
@@ -65,13 +68,15 @@ MEANINGS = {
     "output tokens/s": "Tokens of replies per second, from the first arrival to the last token.",
     "all tokens/s": "The same with the tokens of prompts.",
     "goodput": "Requests per second that finished within all limits of the SLO.",
-    "within the SLO": "The share of the requests that finished within all limits of the SLO.",
-    "fairness (Jain)": (
-        "Jain's index of the clients' rates of service, in tokens per second that their requests "
-        "spent in the system: 1 if all are served at the same rate, 1/n if one of n has everything."
+    "within the SLO": "The share of the requests with an SLO that kept to all of its limits.",
+    "worst class": "The share within the SLO of the class of which it is the lowest.",
+    "QoE": (
+        "Quality of experience (Andes): 1 if every token is there when its reader comes to it, "
+        "less the area that late tokens take from the curve of what was to be read."
     ),
-    "fairness by weight": (
-        "The same of rates divided by weights: 1 if all are served as their weights say."
+    "service apart": (
+        "Fairness as VTC has it: how differently two clients were served while both had requests "
+        "waiting (1 for a token of a prompt, 2 for one of a reply, divided by weights)."
     ),
     "prefix hits": "The share of prompt tokens that were found in the KV cache.",
     "wasted tokens": (
@@ -106,7 +111,7 @@ def meanings(rows: list[Row]) -> dict[str, str]:
 def value_of(result: dict[str, Any], row: Row) -> float:
     """The value of a row under one configuration, in the row's unit; NaN if there is none."""
     section = result["totals"] if row.measure == "totals" else result["durations"][row.measure]
-    value = section.get(row.statistic)  # without weights there is no fairness by weight
+    value = section.get(row.statistic)  # without an SLO there is no goodput
     return math.nan if value is None else value * row.factor
 
 
@@ -128,17 +133,11 @@ def verdict(difference: dict[str, Any] | None, row: Row, first: float) -> str:
 
 
 def shown_rows(results: list[dict[str, Any]]) -> list[Row]:
-    """Rows that say something: some value is known and not 0, and not all users are one.
-
-    Where weights say that clients are due unequal shares, equal ones are not better.
-    """
-    users = {user for result in results for user in result["timelines"]["service"]["users"]}
-    has_weights = any(result["weights"] for result in results)
+    """Rows that say something: some value is known and not 0."""
     return [
-        row._replace(good=0) if row.statistic == "fairness" and has_weights else row
+        row
         for row in ROWS
         if any(value_of(r, row) != 0 and not math.isnan(value_of(r, row)) for r in results)
-        and (not row.statistic.startswith("fairness") or len(users) > 1)
     ]
 
 

@@ -1,12 +1,13 @@
-"""How much each client was served: rates, Jain's index, and shares while clients competed.
+"""How much each client was served: differences while clients waited, and shares of what is due.
 
 Knows outcomes of one run, and the weights that were stated. Judges nothing: what a client is due
-is its weight's share of what the clients that waited with it got.
+is its weight's share of what the clients that waited with it got. The difference of service is that
+of "Fairness in Serving Large Language Models" (Sheng et al., OSDI'24, theorem 4.4).
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,9 @@ from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.workloads.workload import Workload
 
 Floats = npt.NDArray[np.float64]
+
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0  # service of a token, as the paper has it
+MAX_CLIENTS = 16  # that are compared two by two: those that waited longest
 
 
 class Service(NamedTuple):
@@ -30,6 +34,7 @@ class Service(NamedTuple):
     competing: float  # seconds in which it competed, and so did another client
     got: float  # in these
     due: float  # its weight's share of what all clients got that competed then
+    behind: float = 0.0  # service by which it fell behind another, at the most: `Difference`
 
     @property
     def rate(self) -> float:
@@ -37,14 +42,28 @@ class Service(NamedTuple):
         return self.tokens / max(self.seconds, 1e-9)
 
 
+class Difference(NamedTuple):
+    """How far apart clients were served while they waited together, over all pairs of them.
+
+    Service is 1 for a token of a prompt, counted when it is admitted, and 2 for a token of a reply,
+    divided by the client's weight. Between two moments of a stretch of time in which both clients
+    have a request waiting, each is served so much; that the two are served alike is what fairness
+    promises. Clients of which one never waits while the other does are not compared.
+    """
+
+    largest: float = 0.0  # of any pair, between any two moments of a stretch
+    mean: float = 0.0  # since the beginning of the stretch, over its time and over the pairs
+
+
 def service_by_client(
     outcome: RunOutcome, workload: Workload, weights: Mapping[str, float]
-) -> dict[str, Service]:
+) -> tuple[dict[str, Service], Difference]:
     """By the `user` of the requests, in alphabetical order; a client without a weight has 1."""
     tokens: Counter[str] = Counter()
     seconds: dict[str, float] = {}
     waits: dict[str, list[tuple[float, float]]] = {}
-    served: dict[str, list[tuple[Floats, Floats]]] = {}  # when, and how many tokens
+    prompts: dict[str, list[tuple[Floats, Floats]]] = {}  # when, and how many tokens
+    replies: dict[str, list[tuple[Floats, Floats]]] = {}
     planned = np.frombuffer(outcome.steps.planned)
     for request, result in zip(workload.requests, outcome.requests, strict=True):
         user, times = request.user, np.frombuffer(result.token_times)
@@ -55,28 +74,81 @@ def service_by_client(
         step = np.searchsorted(planned, result.arrival)
         since = min(planned[step], until) if step < len(planned) else until
         waits.setdefault(user, []).append((since, until))
-        served.setdefault(user, []).append((times, np.ones(len(times))))
+        replies.setdefault(user, []).append((times, np.ones(len(times))))
         if result.admitted is not None:
-            whole = np.array([request.num_prompt_tokens])
-            served[user].append((np.array([result.admitted]), whole))
+            whole = np.array([float(request.num_prompt_tokens)])
+            prompts.setdefault(user, []).append((np.array([result.admitted]), whole))
     users = sorted(seconds)
-    competing, got, due = _compete(
-        [_union(waits[user]) for user in users],
-        [_joined(served[user]) for user in users],
-        np.array([weights.get(user, 1.0) for user in users]),
+    unions = [_union(waits[user]) for user in users]
+    due = np.array([weights.get(user, 1.0) for user in users])
+    competing, got, share = _compete(
+        unions, [_joined(prompts.get(user, []) + replies[user]) for user in users], due
     )
-    return {
+    weighted = [
+        _joined(
+            [(when, INPUT_WEIGHT / own * n) for when, n in prompts.get(user, [])]
+            + [(when, OUTPUT_WEIGHT / own * n) for when, n in replies[user]]
+        )
+        for user, own in zip(users, due, strict=True)
+    ]
+    difference, behind = _differ(unions, weighted)
+    services = {
         user: Service(
-            tokens[user], seconds[user], float(competing[i]), float(got[i]), float(due[i])
+            tokens[user],
+            seconds[user],
+            float(competing[i]),
+            float(got[i]),
+            float(share[i]),
+            float(behind[i]),
         )
         for i, user in enumerate(users)
     }
+    return services, difference
 
 
-def jain_index(values: Floats) -> float:
-    """(sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has everything (Jain, 1984)."""
-    squares = float(np.sum(values**2))
-    return float(np.sum(values)) ** 2 / (len(values) * squares) if squares else 1.0
+def service_bound(longest_prompt: int, kv_tokens: int) -> float:
+    """What VTC promises that no difference of service exceeds, with all weights 1: twice the larger
+    of the longest prompt and of a batch that fills the KV cache with tokens of replies.
+    """
+    return 2 * max(INPUT_WEIGHT * longest_prompt, OUTPUT_WEIGHT * kv_tokens)
+
+
+def _differ(waits: list[Floats], served: list[tuple[Floats, Floats]]) -> tuple[Difference, Floats]:
+    """Over all pairs; and for each client, by how much it fell behind another at the most."""
+    behind = np.zeros(len(waits))
+    order = np.argsort([-float(np.sum(w[:, 1] - w[:, 0])) for w in waits], kind="stable")
+    total = seconds = 0.0
+    for i, j in combinations(order[:MAX_CLIENTS].tolist(), 2):
+        stretches = _intersection(waits[i], waits[j])
+        if not len(stretches):
+            continue
+        times = np.concatenate([served[i][0], served[j][0]])
+        amounts = np.concatenate([served[i][1], -served[j][1]])
+        by_time = np.argsort(times, kind="stable")
+        times = times[by_time]
+        ahead = np.concatenate([[0.0], np.cumsum(amounts[by_time])])  # i's, after so many of them
+        places = np.searchsorted(times, stretches, side="right")
+        for (begin, end), (first, last) in zip(stretches, places, strict=True):
+            curve = ahead[first : last + 1] - ahead[first]
+            behind[i] = max(behind[i], np.max(np.maximum.accumulate(curve) - curve))
+            behind[j] = max(behind[j], np.max(curve - np.minimum.accumulate(curve)))
+            edges = np.concatenate([[begin], times[first:last], [end]])
+            total += float(np.abs(curve) @ np.diff(edges))
+            seconds += end - begin
+    return Difference(float(np.max(behind, initial=0.0)), total / max(seconds, 1e-9)), behind
+
+
+def _intersection(a: Floats, b: Floats) -> Floats:
+    """The stretches of time that lie in one of `a` and in one of `b`, both in order."""
+    # Of b, those that end after the begin of one of a, up to those that begin before its end.
+    first = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    last = np.searchsorted(b[:, 0], a[:, 1], side="left")
+    found = [
+        (max(begin, other_begin), min(end, other_end))
+        for (begin, end), i, j in zip(a, first, last, strict=True)
+        for other_begin, other_end in b[i:j]
+    ]
+    return np.array([stretch for stretch in found if stretch[0] < stretch[1]]).reshape(-1, 2)
 
 
 def _compete(
@@ -128,4 +200,6 @@ def _union(stretches: list[tuple[float, float]]) -> Floats:
 
 
 def _joined(parts: list[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    if not parts:
+        return np.empty(0), np.empty(0)
     return np.concatenate([t for t, _ in parts]), np.concatenate([n for _, n in parts])

@@ -81,9 +81,26 @@ def remarks(document: Document, *, with_differences: bool = True) -> list[str]:
             "Live, the machine is another one in every round: an interval needs at least "
             f"{MIN_SEEDS} seeds."
         )
-    if document["weights_stated_by"]:
-        found.append(_about_weights(document))
+    if has_service(document):
+        found.append(_about_service(document))
     return found
+
+
+def slo_in_words(document: Document) -> str | None:
+    """What a request must keep to, and under which configuration which class does so least."""
+    if document["slo"] is None:
+        return None
+    said = f"Good is a request within its SLO: {document['slo']['words']}."
+    worst = {result["name"]: result["slo"]["worst_class"] for result in document["results"]}
+    if any(worst.values()):
+        named = (f"{name or 'no class'} under {config}" for config, name in worst.items())
+        said += f" The worst class is {', '.join(named)}."
+    return said
+
+
+def has_service(document: Document) -> bool:
+    """Whether some configuration served clients differently while they waited together."""
+    return any(result["totals"]["service_difference"] > 0 for result in document["results"])
 
 
 def _about_intervals(document: Document) -> str:
@@ -119,18 +136,24 @@ def _about_recorded(document: Document) -> str:
     return f"{said} Simulated, {same[0]['name']} is off by: {', '.join(parts)}." if parts else said
 
 
-def _about_weights(document: Document) -> str:
+def _about_service(document: Document) -> str:
+    said = "Service is 1 for a token of a prompt and 2 for one of a reply"
+    if document["weights_stated_by"]:
+        said += f", divided by the weights that {_stated_weights(document)}"
+    bounds = [result["service_bound"] for result in document["results"]]
+    if bounds[0] is not None and not document["weights_stated_by"]:
+        said += f"; VTC promises at most {bounds[0]:,.0f} apart with this KV cache"
+    return f"{said}."
+
+
+def _stated_weights(document: Document) -> str:
     weights = document["results"][0]["weights"]
     named = [f"{client} {weight:g}" for client, weight in list(weights.items())[:MAX_WEIGHTS]]
     if len(weights) > MAX_WEIGHTS:
         named.append(f"and {len(weights) - MAX_WEIGHTS} more")
     if document["weights_stated_by"] == "each configuration":
         named = ["its own"]
-    return (
-        "Fairness by weight is Jain's index of rates of service divided by the weights that "
-        f"{document['weights_stated_by']} states ({', '.join(named)}); fairness (Jain) takes the "
-        "rates as they are, and is below 1 where weights are kept to."
-    )
+    return f"{document['weights_stated_by']} states ({', '.join(named)})"
 
 
 def pair_summary(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -165,7 +188,8 @@ def _change(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
 def render_table(document: Document) -> str:
     """All of it as text of fixed width."""
     first, *others = document["results"]
-    lines = [headline(document), ""]
+    slo = slo_in_words(document)
+    lines = [headline(document), *([] if slo is None else [slo]), ""]
     if not others:
         lines += _single(first)
     for number_of, other in enumerate(others):

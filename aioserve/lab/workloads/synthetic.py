@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
+from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.yaml_file import read_struct
@@ -169,6 +170,7 @@ class ClientClass(Spec, frozen=True, kw_only=True):
     prefixes: Prefixes | None = None
     session: Session | None = None
     images: Images | None = None
+    slo: Slo | None = None  # what its requests must not exceed to count as good
 
     @property
     def user_names(self) -> list[str]:
@@ -222,7 +224,10 @@ def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Work
             break
     weights = {u: c.weight for c in spec.classes if c.weight is not None for u in c.user_names}
     kept = tuple(requests[: spec.num_requests])
-    return Workload(name, kept, seed=seed, weights=weights, incidents=spec.incidents)
+    classes = {c.name: c.slo for c in spec.classes}
+    return Workload(
+        name, kept, seed=seed, weights=weights, incidents=spec.incidents, classes=classes
+    )
 
 
 def _arrivals(spec: WorkloadSpec, seed: int) -> Iterator[tuple[float, str]]:

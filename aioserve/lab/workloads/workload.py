@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from aioserve.errors import ConfigError
+from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.reply_limit import ReplyLimit, default_max_tokens
 from aioserve.request import EncoderInput
@@ -81,6 +82,12 @@ class Workload(msgspec.Struct, frozen=True):
     weights: dict[str, float] = {}  # of users: what they are due beside each other, if it is stated
     incidents: Incidents = Incidents()  # what befalls the fleet that serves it
     reply_limit: ReplyLimit = ReplyLimit()  # what clients allow for a reply
+    classes: dict[str, Slo | None] = {}  # that its file names, with the SLO that it states for each
+
+    @property
+    def all_classes(self) -> dict[str, Slo | None]:
+        """Classes of the file and of the requests, each with the SLO that is stated for it."""
+        return dict.fromkeys((r.kind for r in self.requests if r.kind), None) | self.classes
 
     @property
     def duration(self) -> float:

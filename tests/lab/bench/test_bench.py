@@ -22,7 +22,7 @@ from aioserve.cli import main
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.lab.bench.exchange import Load, Target
 from aioserve.lab.bench.summary import render, summarize
-from aioserve.lab.slo import Slo
+from aioserve.lab.slo import ServiceLevels, Slo
 from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.server.app import listening
@@ -77,7 +77,7 @@ async def answering(handler: Callable[[web.Request], Any]) -> AsyncIterator[str]
 async def measure(url: str, workload: Workload, **target: Any) -> tuple[Load, dict[str, Any]]:
     load = Load(Target(url=url, **target), workload)
     await load.run()
-    return load, summarize(load, Slo(ttft=60.0))
+    return load, summarize(load, ServiceLevels(Slo(ttft=60.0)))
 
 
 async def test_every_token_that_was_asked_for_is_counted() -> None:

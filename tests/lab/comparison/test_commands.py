@@ -67,6 +67,59 @@ def test_search_finds_the_knee_between_two_probes(
     assert "meets the SLO for 99% of the requests up to" in capsys.readouterr().out
 
 
+def test_classes_have_limits_of_their_own_in_table_report_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, page = tmp_path / "out.json", tmp_path / "out.html"
+    limits = ["--slo", "chat:ttft=0.3,gap=0.05", "--slo", "document:e2e=60"]
+    words = ["compare", "fcfs", "chunked_prefill", *SMALL, "--seeds", "3", *limits]
+    words += ["--reading-speed", "8,ttft=0.2", "--json", str(data), "--html", str(page)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    said = "Good is a request within its SLO: chat: TTFT within 0.3 s and largest gap within 0.05 s"
+    assert said in printed
+    assert f"{said}; document: end to end within 60 s" in page.read_text()
+    assert "The worst class is chat under fcfs, chat under chunked_prefill." in printed
+    document = json.loads(data.read_bytes())
+    for result in document["results"]:
+        by_class = result["slo"]["by_class"]
+        assert result["slo"]["worst_class"] == "chat"
+        assert by_class["document"]["good_share"] == 1 > by_class["chat"]["good_share"]
+        together = sum(c["requests"] * c["good_share"] for c in by_class.values()) / 120
+        assert result["totals"]["good_share"] == pytest.approx(together, abs=1e-4)
+        assert 0 < result["totals"]["quality"] < 1
+    for label in ("worst class, %", "QoE mean", "goodput, requests/s"):
+        assert re.search(rf"{label} +[\d.]+ +[\d.]+", printed)
+    assert re.search(r"by client, ms .* SLO, %", printed)
+
+
+def test_a_class_that_is_not_there_is_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in ("compare", "search"):
+        assert main([command, "fcfs", *SMALL, "--slo", "chta:ttft=1"]) == 2
+        assert "no class 'chta'; it has chat, document" in capsys.readouterr().err
+
+
+def test_a_workload_states_limits_and_search_asks_each_class_for_its_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, found = tmp_path / "own.yaml", []
+    text = Path(MIXED).read_text()
+    path.write_text(text.replace("    share: 0.1", "    slo: {ttft: 0.5, gap: 2}\n    share: 0.1"))
+    words = ["search", CHUNKED, "--workload", str(path), "--limit", "150", "--goodput", "0.9"]
+    words += ["--slo", "chat:ttft=0.5", "--tolerance", "0.2"]
+    for more in ([], ["--each-class"]):
+        data = tmp_path / "knee.json"
+        assert main([*words, *more, "--json", str(data)]) == 0
+        found.append(json.loads(data.read_bytes()))
+    together, each = found
+    assert each["rate"] <= together["rate"]
+    assert all(p["is_met"] == (p["worst_class_share"] >= 0.9) for p in each["probes"])
+    assert {probe["worst_class"] for probe in each["probes"]} <= {"chat", "document"}
+    assert "90% of each class up to" in capsys.readouterr().out
+
+
 def test_sweep_prints_a_line_for_each_value(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

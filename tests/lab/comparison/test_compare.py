@@ -14,7 +14,7 @@ from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.rows import NOISE
 from aioserve.lab.comparison.words import headline, remarks, render_table
-from aioserve.lab.slo import Slo
+from aioserve.lab.slo import Slo, StatedSlo
 from aioserve.lab.workloads.synthetic import ClosedLoop, WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
@@ -56,7 +56,7 @@ def candidate(name: str, policy: str = "fcfs", **cache: Any) -> Candidate:
 @pytest.fixture(scope="module")
 def document() -> Document:
     candidates = [candidate("whole"), candidate("chunked", "chunked_prefill")]
-    return compare(candidates, WORKLOADS, slo=Slo(ttft=0.5))
+    return compare(candidates, WORKLOADS, slo=[StatedSlo(None, Slo(ttft=0.5))])
 
 
 def differences(document: Document, measure: str) -> dict[str, Any]:
@@ -65,7 +65,9 @@ def differences(document: Document, measure: str) -> dict[str, Any]:
 
 
 def test_a_configuration_is_not_distinguishable_from_itself() -> None:
-    document = compare([candidate("a"), candidate("b")], WORKLOADS, slo=Slo(ttft=0.5))
+    document = compare(
+        [candidate("a"), candidate("b")], WORKLOADS, slo=[StatedSlo(None, Slo(ttft=0.5))]
+    )
     for measure in ("ttft", "tpot", "e2e", "gap", "totals"):
         for difference in differences(document, measure).values():
             assert difference["is_nothing"]
@@ -93,7 +95,7 @@ def test_the_table_says_in_words_what_is_noise(document: Document) -> None:
 
 def test_the_same_seeds_give_the_same_json_byte_for_byte(document: Document) -> None:
     candidates = [candidate("whole"), candidate("chunked", "chunked_prefill")]
-    again = compare(candidates, WORKLOADS, slo=Slo(ttft=0.5))
+    again = compare(candidates, WORKLOADS, slo=[StatedSlo(None, Slo(ttft=0.5))])
     assert encode(again) == encode(document)
     assert json.loads(encode(document))["workload"]["seeds"] == [0, 1, 2]
 

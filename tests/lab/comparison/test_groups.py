@@ -17,7 +17,6 @@ from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Workload
 
 ARRIVALS = {"kind": "poisson", "rate": 60}
-INDEXES = ("(Jain)", "by weight")
 
 
 def client(name: str, **fields: Any) -> dict[str, Any]:
@@ -73,13 +72,12 @@ def test_a_weighted_policy_gives_a_client_less_wait_and_its_share(tiers: Documen
     assert difference["value"] == pytest.approx(waits[1] - waits[0], rel=1e-4)
 
 
-def test_equal_shares_are_not_called_better_where_weights_are_stated(tiers: Document) -> None:
-    sure = {"value": -0.15, "low": -0.2, "high": -0.1, "is_distinguishable": True}
-    rows = {row.label: row for row in shown_rows(tiers["results"])}
-    said = [verdict(sure | {"is_nothing": False}, rows[f"fairness {by}"], 1.0) for by in INDEXES]
-    assert said == ["lower", "worse"]
-    by_weight = [result["totals"]["fairness_by_weight"] for result in tiers["results"]]
-    assert by_weight[1] > by_weight[0]
+def test_service_by_weight_is_fairer_where_weights_are_stated(tiers: Document) -> None:
+    apart = [result["totals"]["service_difference"] for result in tiers["results"]]
+    assert apart[1] < apart[0]
+    (row,) = [row for row in shown_rows(tiers["results"]) if row.label == "service apart max"]
+    sure = {"value": -100.0, "low": -120.0, "high": -90.0, "is_distinguishable": True}
+    assert verdict(sure | {"is_nothing": False}, row, 1000.0) == "better"
     assert any("configuration weighted states (gold 3)" in remark for remark in remarks(tiers))
 
 
@@ -102,7 +100,9 @@ def test_configurations_that_contradict_each_other_are_measured_by_their_own_wei
 
 def test_without_weights_nothing_is_said_of_them() -> None:
     document = compare([candidate("plain")], workloads(client("a"), client("b"), requests=30))
-    assert "weight" not in render_table(document).replace("due: by weight", "")
+    assert "weight" not in render_table(document).replace("due: by weight", "").replace(
+        "divided by weights", ""
+    )
 
 
 def test_the_worst_off_of_many_clients_are_listed_and_the_rest_counted() -> None:
@@ -128,6 +128,6 @@ def test_the_report_has_the_tables_and_says_what_the_words_mean(tiers: Document)
         '"kind":"client"',
         "Time to first token: from the arrival",
         "Time per output token: the mean time",
-        "The same of rates divided by weights",
+        "Fairness as VTC has it",
     ):
         assert said in page

@@ -3,13 +3,15 @@
 from array import array
 from math import isnan
 
+import msgspec
 import numpy as np
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.measures import RunMeasures, block_numbers, jain_index, quantile
+from aioserve.lab.comparison.measures import RunMeasures, block_numbers, quantile
+from aioserve.lab.comparison.quality import Reader
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
-from aioserve.lab.slo import Slo
+from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 WORKLOAD = Workload(
@@ -35,7 +37,7 @@ def outcome() -> RunOutcome:
 
 
 def measures(slo: str | None = None) -> RunMeasures:
-    return RunMeasures(outcome(), WORKLOAD, None if slo is None else Slo.parse(slo))
+    return RunMeasures(outcome(), WORKLOAD, None if slo is None else ServiceLevels(Slo.parse(slo)))
 
 
 def test_durations_of_requests() -> None:
@@ -61,8 +63,6 @@ def test_totals_of_a_run() -> None:
     assert totals["unfinished"] == 1
     assert totals["good_share"] == pytest.approx(1 / 3)
     assert totals["goodput_per_second"] == 1 / 5
-    # a: 13 tokens in 3 s; b: 21 + 32 tokens in 4 s.
-    assert totals["fairness"] == pytest.approx(jain_index(np.array([13 / 3, 53 / 4])))
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,93 @@ def test_goodput_counts_requests_within_all_limits(slo: str, good: list[int]) ->
     assert measures(slo).is_good.tolist() == good
 
 
-@pytest.mark.parametrize("text", ["", "ttft", "ttft=soon", "tftt=1", "ttft=0"])
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=soon", "tftt=1", "ttft=0", "deadline=false"])
 def test_a_bad_slo_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="SLO"):
         Slo.parse(text)
+
+
+def test_the_largest_gap_and_the_timeout_of_a_request_are_limits_too() -> None:
+    late = msgspec.structs.replace(WORKLOAD.requests[0], timeout=2.5)
+    workload = msgspec.structs.replace(WORKLOAD, requests=(late, *WORKLOAD.requests[1:]))
+
+    def good(text: str) -> list[float]:
+        return RunMeasures(outcome(), workload, ServiceLevels(Slo.parse(text))).is_good.tolist()
+
+    assert good("gap=1.4") == [0, 1, 0]  # gaps of 0.5 and 1.5; one token has none
+    assert good("gap=1.5") == [1, 1, 0]
+    assert good("deadline") == [0, 1, 0]  # 3 s are more than 2.5; the second states no timeout
+
+
+def test_each_class_is_held_to_its_own_limits_and_the_worst_is_told() -> None:
+    kinds = ("chat", "batch", "none")
+    requests = [
+        msgspec.structs.replace(request, kind=kind)
+        for request, kind in zip(WORKLOAD.requests, kinds, strict=True)
+    ]
+    workload = msgspec.structs.replace(WORKLOAD, requests=tuple(requests))
+    levels = ServiceLevels(None, {"chat": Slo(ttft=0.5), "batch": Slo(e2e=60)})
+    found = RunMeasures(outcome(), workload, levels)
+    assert found.is_good.tolist()[:2] == [0, 1]
+    assert isnan(found.is_good[2])  # no limits hold for its class: it is not counted
+    assert found.totals["good_share"] == 0.5
+    assert found.totals["worst_class_share"] == 0
+    assert found.totals["goodput_per_second"] == 1 / 5
+
+
+def test_the_command_goes_before_the_workload_and_a_class_before_all() -> None:
+    own = {"chat": Slo(ttft=1), "batch": Slo(e2e=60), "none": None}
+    stated = [StatedSlo.parse("chat:ttft=0.5,gap=0.2")]
+    levels = ServiceLevels.of(stated, own)
+    assert levels is not None
+    assert levels.of_class("chat") == Slo(ttft=0.5, gap=0.2)
+    assert levels.of_class("batch") == Slo(e2e=60)
+    assert levels.of_class("none") is None
+    levels = ServiceLevels.of([*stated, StatedSlo.parse("tpot=1")], own)
+    assert levels is not None
+    assert levels.of_class("batch") == Slo(tpot=1)
+    assert str(levels) == (
+        "all others: TPOT within 1 s; chat: TTFT within 0.5 s and largest gap within 0.2 s"
+    )
+    assert ServiceLevels.of([], {"chat": None}) is None
+
+
+def test_a_class_that_the_workload_does_not_have_is_refused_with_those_it_has() -> None:
+    stated = [StatedSlo.parse("chta:ttft=0.5")]
+    with pytest.raises(ConfigError, match="no class 'chta'; it has batch, chat"):
+        ServiceLevels.of(stated, {"chat": None, "batch": None})
+    with pytest.raises(ConfigError, match="it has no classes"):
+        ServiceLevels.of(stated, {})
+    with pytest.raises(ConfigError, match="given twice"):
+        ServiceLevels.of([StatedSlo.parse("chat:ttft=1")] * 2, {"chat": None})
+
+
+def test_quality_of_experience_is_1_less_the_area_of_late_tokens() -> None:
+    reader = Reader(speed=2.0, ttft=1.0)  # expects tokens at 1.0, 1.5, 2.0; each takes 0.5 to read
+    assert reader.quality(np.array([0.1, 0.2, 0.3]), 3, 0.3) == 1  # sooner is no better
+    assert reader.quality(np.array([1.0, 1.5, 2.0]), 3, 2.0) == 1
+    # Token 2 comes 1 s late, so token 3 is read 1 s late; reading ends at 3.5. Under the expected
+    # curve are 2.25 + 1.75 + 1.25, of which two tokens lose a second each.
+    late = reader.quality(np.array([1.0, 2.5, 2.5]), 3, 2.5)
+    assert late == pytest.approx(1 - 2 / 5.25)
+    # The last one never comes: what it would have had until the end, at 4, is lost.
+    assert reader.quality(np.array([1.0, 1.5]), 3, 4.0) == pytest.approx(1 - 1.75 / 6.75)
+    assert reader.quality(np.array([]), 3, 9.0) == 0
+    measured = RunMeasures(outcome(), WORKLOAD, None, reader=reader)
+    assert measured.totals["quality"] == pytest.approx(np.mean(measured.quality))
+
+
+@pytest.mark.parametrize("text", ["0", "fast", "5,ttft=-1", "nan", "5,tpot=1"])
+def test_a_bad_reading_speed_is_refused(text: str) -> None:
+    assert Reader.parse("5,ttft=2") == Reader(5.0, 2.0)
+    with pytest.raises(ConfigError, match="reading speed"):
+        Reader.parse(text)
 
 
 def test_quantiles_are_values_that_occurred() -> None:
     values = np.array([4.0, 1.0, np.nan, 3.0, 2.0])
     assert [quantile(values, q) for q in (0.25, 0.5, 0.51, 1.0)] == [1, 2, 3, 4]
     assert isnan(quantile(np.array([np.nan]), 0.5))
-
-
-def test_jain_index_is_1_for_equals_and_1_over_n_for_one_who_has_all() -> None:
-    assert jain_index(np.array([3.0, 3.0, 3.0])) == pytest.approx(1)
-    assert jain_index(np.array([5.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
-    assert jain_index(np.array([0.0])) == 1
 
 
 def test_blocks_are_consecutive_and_nearly_equal() -> None:

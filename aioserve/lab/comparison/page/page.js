@@ -21,10 +21,7 @@ function header() {
   const names = data.sweep ? `${data.sweep.setting} from ${data.sweep.values[0]} to ${data.sweep.values.at(-1)}`
     : results.length > 1 ? `${results.slice(1).map((r) => r.name).join(" and ")} against ${results[0].name}` : results[0].name;
   page.append(element("h1", {}, names), element("p", { class: "faint" }, data.headline));
-  if (data.slo) {
-    const limits = Object.entries(data.slo).filter(([, v]) => v !== null).map(([k, v]) => `${k} within ${seconds(v)}`);
-    page.append(element("p", { class: "faint" }, `A request is good with ${limits.join(" and ")}.`));
-  }
+  if (data.slo) page.append(element("p", { class: "faint" }, data.slo));
   if (data.remarks.length)
     page.append(element("ul", { class: "remarks" }, ...data.remarks.map((r) => element("li", {}, r))));
 }
@@ -131,8 +128,8 @@ function groups() {
   const share = (v) => (v === null ? "–" : `${(100 * v).toFixed(1)}%`);
   for (const { kind, columns, rows, more, note } of data.groups) {
     const hasShares = rows.some((row) => row.share !== null), hasUnfinished = rows.some((row) => row.unfinished);
-    const heads = [kind, "under", "requests", ...(hasUnfinished ? ["unfinished"] : []), ...columns.map((c) => `${c}, ms`),
-      ...(hasShares ? ["competing", "share", "due"] : [])];
+    const heads = [kind, "under", "requests", ...(hasUnfinished ? ["unfinished"] : []), ...columns,
+      ...(hasShares ? ["competing", "share", "due", "behind"] : [])];
     const ms = { digits: 1 };
     const lines = rows.map((row, i) => element("tr", { class: i && rows[i - 1].name === row.name ? "" : "first" },
       element("td", {}, i && rows[i - 1].name === row.name ? "" : row.name), element("td", { class: "left" }, row.config),
@@ -141,7 +138,8 @@ function groups() {
         class: ["better", "worse"].includes(cell.verdict) ? tone(cell.verdict) : "",
         title: cell.difference ? `${signed(cell.difference.value, ms)} (${interval(cell.difference, ms)}): ${cell.verdict}` : "",
       }, number(cell.value, ms))),
-      ...(hasShares ? [row.competing, row.share, row.due_share].map((v) => element("td", {}, share(v))) : [])));
+      ...(hasShares ? [row.competing, row.share, row.due_share].map((v) => element("td", {}, share(v))) : []),
+      ...(hasShares ? [element("td", {}, row.behind === null ? "–" : row.behind.toFixed(0))] : [])));
     const text = results.length > 1 ? `Green and red differ from ${results[0].name} for sure, by more than 1%.` : "";
     const after = [hasShares ? `${note[0].toUpperCase()}${note.slice(1)}.` : "",
       more ? `${more} more waited less for their first tokens; they are in the JSON.` : ""].filter(Boolean).join(" ");
