@@ -23,6 +23,7 @@ from aioserve.errors import (
     RequestFailedError,
     one_line,
 )
+from aioserve.hints import Hints
 from aioserve.operations import (
     AdapterMethods,
     ControlMethods,
@@ -81,6 +82,7 @@ class ClientFields(TypedDict, total=False):
     user: str  # for the server's policy
     timeout: float | None  # seconds until an unfinished one ends with finish reason `timeout`
     cache_salt: str  # prefixes are shared within one only
+    hints: Hints  # for the server's policy: named values, such as `predicted_output_tokens`
 
 
 class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
@@ -150,6 +152,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
         user: str = "",
         timeout: float | None = None,
         cache_salt: str = "",
+        hints: Hints | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas of all samples of `prompt`, a text or token ids, as `AsyncEngine.generate`.
 
@@ -167,6 +170,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
             user=user or None,
             timeout=timeout,
             cache_salt=cache_salt or None,
+            hints=hints or None,
         )
         if body.stream:
             return self._deltas("/v1/completions", body, _completion_decoder)
@@ -182,6 +186,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
         user: str = "",
         timeout: float | None = None,
         cache_salt: str = "",
+        hints: Hints | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for a conversation of `{"role": ..., "content": ...}` mappings."""
         params = sampling_params or SamplingParams()
@@ -201,6 +206,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
             user=user or None,
             timeout=timeout,
             cache_salt=cache_salt or None,
+            hints=hints or None,
         )
         if body.stream:
             return self._deltas("/v1/chat/completions", body, _chat_chunk_decoder)

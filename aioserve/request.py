@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import RequestError
+from aioserve.hints import Hints, check_hints
 from aioserve.outputs import FinishReason
 from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_params import SamplingParams
@@ -128,8 +129,10 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     client_index: int = 0  # index of the front end that receives its outputs
     pooling_params: PoolingParams | None = None  # set: an embedding request, no output tokens
     key_name: str = ""  # name of its API key; empty: none is required
+    hints: Hints = {}  # what the client tells the policy, by name; never changed
 
     def __post_init__(self) -> None:
+        check_hints(self.hints)
         for name in ("request_id", "user", "cache_salt", "adapter_id"):
             text = getattr(self, name)
             if not isinstance(text, str):
@@ -140,7 +143,7 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 raise RequestError(f"{name} is not valid Unicode: {error}", name) from error
         if not (isinstance(self.priority, int) and -(2**63) <= self.priority < 2**63):
             raise RequestError(
-                f"priority must be a 64-bit integer, got {self.priority!r}", param="priority"
+                f"priority must be a 64-bit integer, got {self.priority!r}", "priority"
             )
 
     def without_arrays(self) -> "RequestSpec":
@@ -175,6 +178,7 @@ class Request:
         "deadline",
         "draft_token_ids",
         "encoder_inputs",
+        "hints",
         "max_total_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
@@ -210,6 +214,7 @@ class Request:
         self.arrival_time = spec.arrival_time
         self.priority = spec.priority
         self.user = spec.user
+        self.hints = spec.hints
         self.cache_salt = spec.cache_salt
         self.adapter_id = spec.adapter_id
         self.encoder_inputs = tuple(spec.encoder_inputs)
@@ -257,7 +262,7 @@ class Request:
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {max_model_len} "
                 "for prompt and output together",
-                param="prompt",
+                "prompt",
             )
         self.max_total_tokens = max_model_len
         if max_tokens is not None:  # of none, one is sampled and dropped: it ends the request

@@ -24,7 +24,7 @@ PARTS = (
         "workers",
         "client.py",
     ),
-    *("pooling_params.py", "grammars/structural_tag.py"),
+    *("pooling_params.py", "hints.py", "grammars/structural_tag.py"),
     *("model_source/adapter.py", "model_source/checkpoint*.py", "model_source/gguf_*.py"),
     *("model_source/quant*.py", "kv_cache/connector.py", "kv_cache/encoder_cache.py"),
     *("kv_cache/events.py", "kv_cache/resources/adapters.py", "kv_cache/resources/encoder.py"),

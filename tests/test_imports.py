@@ -19,6 +19,7 @@ ALLOWED = {
     "aioserve.structured_outputs": {"aioserve.errors"},
     "aioserve.sampling_params": {"aioserve.errors", "aioserve.structured_outputs"},
     "aioserve.sampling_defaults": {"aioserve.errors", "aioserve.sampling_params"},
+    "aioserve.hints": {"aioserve.errors"},
     "aioserve.pooling_params": {"aioserve.errors", "aioserve.sampling_params"},
     "aioserve.grammars": {
         "aioserve.errors",
@@ -52,6 +53,7 @@ ALLOWED = {
         "aioserve.sampling_defaults",
     },
     "aioserve.request": {
+        "aioserve.hints",
         "aioserve.errors",
         "aioserve.outputs",
         "aioserve.pooling_params",
@@ -132,6 +134,7 @@ ALLOWED = {
         "aioserve.model_source.adapter",
     },
     "aioserve.engine": {
+        "aioserve.hints",
         "aioserve.operations.answers",
         "aioserve.operations.command",
         "aioserve.kv_connector",
@@ -171,6 +174,7 @@ ALLOWED = {
         "aioserve.grammars",
     },
     "aioserve.lab": {
+        "aioserve.hints",
         "aioserve.arguments",
         "aioserve.output_file",
         "aioserve.config",
@@ -233,6 +237,7 @@ ALLOWED = {
         "aioserve.scheduler.output",
     },
     "aioserve.server": {
+        "aioserve.hints",
         "aioserve.arguments",
         "aioserve.config",
         "aioserve.engine",
@@ -331,6 +336,7 @@ ALLOWED = {
         "aioserve.sampling_params",
     },
     "aioserve.client": {
+        "aioserve.hints",
         "aioserve.errors",
         "aioserve.operations",
         "aioserve.operations.command",

@@ -20,6 +20,7 @@ from aioserve.engine.admission.pooling_validator import (
 )
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestAbortedError, UnknownModelError
+from aioserve.hints import Hints
 from aioserve.model_info import ModelInfo
 from aioserve.operations.command import Answer, EngineCommand
 from aioserve.outputs import EmbeddingOutput, RequestOutput
@@ -71,6 +72,7 @@ class RequestFields(TypedDict, total=False):
     user: str  # for the policy
     timeout: float | None  # seconds until an unfinished one ends with finish reason `timeout`
     cache_salt: str  # prefixes are shared within one only
+    hints: Hints  # for the policy: named values, such as `predicted_output_tokens`
     adapter: str  # one of `EngineClient.adapters`, or the model itself
     client: str  # where it comes from, for the log
     trace_headers: Mapping[str, str]  # `traceparent`, `tracestate`: the trace that it belongs to

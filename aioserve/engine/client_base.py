@@ -24,6 +24,7 @@ from aioserve.engine.delivery.tracing import operation_of
 from aioserve.engine.samples import Claims, Origin, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestError
+from aioserve.hints import NO_HINTS, Hints
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import RequestSpec
 from aioserve.sampling_params import SamplingParams
@@ -57,6 +58,7 @@ class EngineClientBase(EngineClient, Generic[Parts]):
         timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
         cache_salt: str = "",
         adapter: str = "",
+        hints: Hints = NO_HINTS,
         key_name: str = "",
         client: str = "",
         trace_headers: Mapping[str, str] = NO_HEADERS,
@@ -102,6 +104,7 @@ class EngineClientBase(EngineClient, Generic[Parts]):
                     deadline=None if timeout is None else arrival_time + timeout,
                     pooling_params=pooling,
                     key_name=key_name,
+                    hints=hints,
                 )
                 await self._submit(spec, samples, stream, adapter, timeout, parts)
         return stream

@@ -87,7 +87,6 @@ class Kernels:
         attention = (_P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P)
         self._paged_attention = by_dtype("paged_attention", *attention)
         self._paged_attention_int8 = by_dtype("paged_attention_int8", *attention)
-        self._clamped_swiglu = by_dtype("clamped_swiglu", _P, _P, _I, _I, _F, _F)
         self._route = by_dtype("route", _P, _P, _P, _P, _I)
         self._mix = by_dtype("mix", *[_P] * 5, _I)
         self._linear = by_dtype("linear", _P, _P, _P, _I)
@@ -196,13 +195,6 @@ class Kernels:
         """The same with gelu in its tanh form."""
         tokens, n = out.shape
         self._gelu_tanh_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)
-
-    def clamped_swiglu(self, x: Tensor, out: Tensor, alpha: float, limit: float) -> None:
-        """gate * sigmoid(alpha * gate) * (factor + 1), both at most `limit`, factors at least
-        -`limit`.
-        """
-        tokens, n = out.shape
-        self._clamped_swiglu[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n, alpha, limit)
 
     def route(self, experts: ExpertsStruct, x: Tensor, chosen: Tensor, shares: Tensor) -> None:
         """The experts of each row of `x` [T, inputs]: `chosen` int32 and `shares` float32 [T, k],

@@ -151,6 +151,7 @@ class RayFront(EngineClientBase[RayParts]):
             "user": spec.user,
             "timeout": None if spec.deadline is None else TimeLeft(spec.deadline),
             "cache_salt": spec.cache_salt,
+            "hints": spec.hints,
             "adapter": adapter,
             "client": samples.origin.client,
             "trace_headers": samples.origin.trace_headers,

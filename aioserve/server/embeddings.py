@@ -12,6 +12,7 @@ from aiohttp import web
 
 from aioserve.engine import Prompt
 from aioserve.errors import RequestAbortedError, RequestError
+from aioserve.hints import Hints
 from aioserve.outputs import Vector
 from aioserve.pooling_params import Pooling, PoolingParams
 from aioserve.server.access.gate import allowed_fields, entered, owner_of
@@ -41,6 +42,7 @@ class EmbeddingRequest(ModelRequest, kw_only=True, omit_defaults=True):
     priority: Int | None = None
     timeout: float | None = None
     cache_salt: str | None = None
+    hints: Hints | None = None
 
     def prompts(self) -> dict[str, Prompt]:
         """Every input by its place. Raises `RequestError` for one that is empty, and for texts and

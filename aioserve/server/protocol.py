@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
+from aioserve.hints import Hints
 from aioserve.outputs import FinishReason, TokenLogprobs
 from aioserve.request import RequestSpec
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -130,6 +131,7 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     user: str | None = None
     timeout: float | None = None  # extension: seconds until finish_reason "timeout"
     cache_salt: str | None = None  # as in vLLM: prefixes are shared within one salt only
+    hints: Hints | None = None  # extension: named values for the policy
     return_token_ids: bool | None = None  # extension: choices carry ids and raw logprobs
 
     def sampling_params(

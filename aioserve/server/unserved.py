@@ -24,12 +24,8 @@ class Unserved(NamedTuple):
 
 # Labels and hints: whatever they say, the answer is the same.
 HINTS = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "session_id",
+    *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("safety_identifier", "session_id"),
 )
 
 _OPENAI = {

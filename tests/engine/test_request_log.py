@@ -30,10 +30,10 @@ async def test_requests_are_read_back_as_they_came(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         await asyncio.gather(ask([5] * 9, 2, 60.0, "bob"), ask([6] * 4, 40, None, ""))
     ann, bob, nobody = read_trace(path).requests
-    assert (ann.num_prompt_tokens, ann.max_tokens, ann.user, ann.priority) == (7, 3, "ann", 3)
-    assert (bob.num_prompt_tokens, bob.max_tokens, bob.user) == (9, 2, "bob")
+    assert (ann.num_prompt_tokens, ann.output_tokens, ann.user, ann.priority) == (7, 3, "ann", 3)
+    assert (bob.num_prompt_tokens, bob.output_tokens, bob.user) == (9, 2, "bob")
     assert bob.timeout == pytest.approx(60.0)
-    assert (nobody.num_prompt_tokens, nobody.max_tokens, nobody.user) == (4, 40, "")
+    assert (nobody.num_prompt_tokens, nobody.output_tokens, nobody.user) == (4, 40, "")
     assert bob.arrival >= ann.arrival + 0.04  # a loop may have a grain of a millisecond
 
 

@@ -222,6 +222,7 @@ class Load(Clients):
             "ignore_eos": True,
             "priority": request.priority or None,
             "user": request.user or None,
+            "hints": request.hints or None,
             "timeout": request.timeout,
             "return_token_ids": wants_ids or None,
         }

@@ -27,6 +27,7 @@ from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.simulation.parallel import choose_num_jobs
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import paint, progress
+from aioserve.lab.workloads.predictions import parse_prediction
 from aioserve.lab.workloads.reply_limit import DEFAULT_MAX_TOKENS, ReplyLimit
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
@@ -284,6 +285,14 @@ def _add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
         f"else {DEFAULT_MAX_TOKENS} or the next power of two above the longest reply)",
     )
     group.add_argument(
+        "--predict",
+        type=parse_prediction,
+        metavar="KIND",
+        help="give each request the hint predicted_output_tokens: exact; lognormal:SIGMA, off by "
+        "a factor with that spread; classes:BOUND,...:ACCURACY, the class of lengths that it falls "
+        "into, right with that chance (default: no hint, unless the workload states one)",
+    )
+    group.add_argument(
         "--clip", action="store_true", help="shorten requests that exceed max_model_len"
     )
     return sources
@@ -339,6 +348,7 @@ def _source(arguments: argparse.Namespace) -> WorkloadSource:
         copies=arguments.copies,
         min_turns=arguments.min_turns,
         reply_limit=arguments.max_tokens,
+        prediction=arguments.predict,
     )
 
 

@@ -80,6 +80,7 @@ def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
                 timeout=_timeout(life),
                 draft_acceptance=_draft_acceptance(life),
                 max_tokens=life.spec.sampling_params.max_tokens,
+                hints=life.spec.hints,
             )
             for life, chain in lives
         ),

@@ -201,6 +201,7 @@ class _EngineClients(Clients):
             request_id=str(i),
             priority=request.priority,
             user=request.user,
+            hints=request.hints,
             timeout=request.timeout,
         )
         token_ids: list[int] = []

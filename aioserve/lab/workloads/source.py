@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from aioserve.errors import ConfigError
+from aioserve.lab.workloads.predictions import Prediction, with_predictions
 from aioserve.lab.workloads.reply_limit import ReplyLimit
 from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.traces import read_trace
@@ -26,6 +27,7 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     min_turns: int = 1  # of the conversations that are kept
     copies: int = 1  # crowds of such clients, each with texts of its own
     reply_limit: ReplyLimit = ReplyLimit()  # what clients allow for a reply
+    prediction: Prediction | None = None  # of each reply's length, as a hint
 
     @property
     def is_trace(self) -> bool:
@@ -56,4 +58,6 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
             workload = workload.times(self.copies)
         if self.reply_limit != workload.reply_limit:
             workload = msgspec.structs.replace(workload, reply_limit=self.reply_limit)
+        if self.prediction is not None:
+            workload = with_predictions(workload, self.prediction)
         return workload if self.time_scale == 1 else workload.scaled(self.time_scale)

@@ -16,9 +16,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, RequestError
+from aioserve.hints import PREDICTED_OUTPUT_TOKENS, Hints, check_hints
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.incidents import Incidents
+from aioserve.lab.workloads.predictions import Prediction
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.yaml_file import read_struct
 
@@ -160,6 +162,8 @@ class ClientClass(Spec, frozen=True, kw_only=True):
     prompt: Distribution  # tokens, without prefix and earlier turns
     output: Distribution  # tokens, at which the model ends the reply
     max_tokens: Count | None = None  # what these clients allow for a reply; none: see ReplyLimit
+    prediction: Prediction | None = None  # of each reply's length, as a hint for the policy
+    hints: Hints = {}  # for the policy, the same for all of this class
     share: Positive = 1.0  # of the arrivals, relative to the other classes
     arrivals: Arrivals | None = None  # of its own, instead of a share
     users: Count = 1  # named after the class; requests (or sessions) are spread evenly
@@ -171,6 +175,12 @@ class ClientClass(Spec, frozen=True, kw_only=True):
     session: Session | None = None
     images: Images | None = None
     slo: Slo | None = None  # what its requests must not exceed to count as good
+
+    def __post_init__(self) -> None:
+        try:
+            check_hints(self.hints)
+        except RequestError as error:
+            raise ValueError(str(error)) from error
 
     @property
     def user_names(self) -> list[str]:
@@ -272,6 +282,7 @@ class _Maker:
         self._seed = seed
         self._users = kind.user_names
         self._rng = random.Random(f"{seed} requests {kind.name}")
+        self._predictor = random.Random(f"{seed} predictions {kind.name}")
         self._num_texts = 0
         self._num_made = 0
         self._prefixes: list[Piece] = []
@@ -321,12 +332,19 @@ class _Maker:
                     draft_acceptance=kind.draft_acceptance,
                     session=place if kind.session is not None else -1,
                     max_tokens=kind.max_tokens,
+                    hints=self._hints(num_output),
                 )
             )
             said.append(Piece(self._text(), num_output, reply_of=place + turn))
             if kind.session is not None:
                 arrival = kind.session.think_seconds.draw(rng)
         return requests
+
+    def _hints(self, num_output: int) -> Hints:
+        if self._kind.prediction is None:
+            return self._kind.hints
+        predicted = self._kind.prediction.predict(num_output, self._predictor)
+        return {**self._kind.hints, PREDICTED_OUTPUT_TOKENS: predicted}
 
     def _prefix(self) -> list[Piece]:
         if not self._prefixes:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from aioserve.errors import ConfigError
+from aioserve.hints import Hints
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.reply_limit import ReplyLimit, default_max_tokens
@@ -60,6 +61,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     session: int = -1  # the conversation that it is a turn of, by a number of its own; -1: none
     crowd: int = 0  # texts of the same name differ from crowd to crowd
     max_tokens: int | None = None  # what the client allows for the reply, if it is stated
+    hints: Hints = {}  # what the client tells the policy
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from aioserve.hints import Hints
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.protocol import Empty, Int, ModelRequest, RequestPart, Usage
@@ -144,6 +145,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
     priority: Int | None = None
     timeout: float | None = None
     cache_salt: str | None = None
+    hints: Hints | None = None
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """The request's sampling parameters; `defaults` are for what it leaves open. Raises
@@ -158,7 +160,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
-        given = {name: getattr(self, name) for name in ("priority", "timeout", "cache_salt")}
+        names = ("priority", "timeout", "cache_salt", "hints")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
         given["user"] = self.metadata and self.metadata.user_id
         return {k: v for k, v in given.items() if v is not None}
 

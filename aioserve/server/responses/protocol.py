@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
+from aioserve.hints import Hints
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.protocol import (
@@ -159,6 +160,7 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
     priority: Int | None = None
     timeout: float | None = None
     cache_salt: str | None = None
+    hints: Hints | None = None
 
     def sampling_params(
         self, defaults: SamplingDefaults, default_max_tokens: int | None
@@ -179,7 +181,7 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
-        names = ("user", "priority", "timeout", "cache_salt")
+        names = ("user", "priority", "timeout", "cache_salt", "hints")
         given = {name: getattr(self, name) for name in names}
         return {k: v for k, v in given.items() if v is not None}
 
