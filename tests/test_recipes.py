@@ -129,3 +129,18 @@ def test_a_pinned_prefix_outlives_traffic_that_would_have_evicted_it(
     again = harness.add_request("again", [1] * 16, max_tokens=1, user="a")
     harness.run_until_idle()
     assert again.num_cached_tokens == num_cached
+
+
+def test_the_shortest_predicted_reply_goes_first_until_another_has_waited_long_enough() -> None:
+    harness = SchedulerHarness(policy("shortest_predicted"), max_num_seqs=1)
+    for name, hints in (
+        ("long", {"predicted_output_tokens": 900}),
+        ("unknown", {}),
+        ("text", {"predicted_output_tokens": "many"}),
+        ("short", {"predicted_output_tokens": 5}),
+    ):
+        harness.add_request(name, [1] * 4, max_tokens=3, hints=hints)
+    harness.wait(100)  # as long as 1,000 tokens are worth
+    harness.add_request("late", [1] * 4, max_tokens=3, hints={"predicted_output_tokens": 1})
+    harness.run_until_idle()
+    assert order_of_first_tokens(harness) == ["short", "unknown", "text", "long", "late"]

@@ -1,0 +1,39 @@
+"""Hints: the request with the shortest predicted reply first, and no request waits for ever.
+
+A client, or a predictor in front of the server, states the hint `predicted_output_tokens`. A
+request stands in line as if it had come a second later for every `tokens_per_second` tokens that
+its reply is predicted to have; one without a hint counts as long as `usual`.
+"""
+
+from aioserve.scheduler import (
+    BaseScheduler,
+    PolicyOptions,
+    PositiveFloat,
+    Request,
+    SchedulerOutput,
+)
+
+
+class ShortestPredictedScheduler(BaseScheduler):
+    """Decodes first, then the prompts with the shortest predicted replies."""
+
+    admits_in_order = "all"
+
+    class Options(PolicyOptions):
+        usual: PositiveFloat = 200.0  # tokens of a reply of which nothing is predicted
+        tokens_per_second: PositiveFloat = 10.0  # of reply, that a second of waiting is worth
+
+    def order(self, request: Request) -> float:
+        predicted = request.hints.get("predicted_output_tokens", self.options.usual)
+        length = self.options.usual if isinstance(predicted, str) else predicted
+        ahead: float = length / self.options.tokens_per_second
+        return request.arrival_time + ahead
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in step.run_decodes():  # returns those that are half-way in their prompts
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()
