@@ -24,6 +24,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tpot: Limit | None = None
     gap: Limit | None = None  # of the largest gap between two tokens of the request
     e2e: Limit | None = None
+    program: Limit | None = None  # of a whole program, from its first arrival to its last token
     deadline: bool = False  # it ends within its own timeout, if it states one
 
     def __post_init__(self) -> None:
@@ -43,8 +44,8 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.convert(pairs, cls, strict=False)
         except (ValueError, msgspec.ValidationError) as error:
             raise ConfigError(
-                "an SLO looks like ttft=0.5,tpot=0.05,gap=0.2,e2e=10 (seconds, above 0) or "
-                f"deadline, got {text!r}: {error}"
+                "an SLO looks like ttft=0.5,tpot=0.05,gap=0.2,e2e=10,program=60 (seconds, above 0) "
+                f"or deadline, got {text!r}: {error}"
             ) from error
 
     def is_met(self, durations: Mapping[str, Floats]) -> npt.NDArray[np.bool_]:
@@ -60,9 +61,15 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             met &= ~(durations["overtime"] > 0)
         return met
 
+    @property
+    def is_of_requests(self) -> bool:
+        """Whether it limits single requests, not only programs."""
+        return any((self.ttft, self.tpot, self.gap, self.e2e, self.deadline))
+
     def __str__(self) -> str:
         """The limits in words: `TTFT within 0.5 s and deadline kept`."""
         labels = {"ttft": "TTFT", "tpot": "TPOT", "gap": "largest gap", "e2e": "end to end"}
+        labels["program"] = "programs"
         limits = [
             f"{label} within {limit:g} s"
             for name, label in labels.items()
@@ -133,7 +140,7 @@ class ServiceLevels(msgspec.Struct, frozen=True):
         of = np.array(kinds)
         for kind in sorted(set(kinds)):
             slo = self.of_class(kind)
-            if slo is not None:
+            if slo is not None and slo.is_of_requests:
                 is_own = of == kind
                 own = {name: values[is_own] for name, values in durations.items()}
                 good[is_own] = slo.is_met(own)

@@ -225,7 +225,7 @@ def _workload(arguments: argparse.Namespace, seed: int) -> Workload:
 
 def _alone(requests: tuple[WorkloadRequest, ...]) -> tuple[WorkloadRequest, ...]:
     """The requests without waiting for a time or for each other."""
-    return tuple(msgspec.structs.replace(r, arrival=0.0, follows=-1) for r in requests)
+    return tuple(msgspec.structs.replace(r, arrival=0.0, follows=-1, after=()) for r in requests)
 
 
 def _run(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -4,7 +4,8 @@ Runs every configuration on every seed, in rounds, and puts all numbers into one
 data. Knows nothing about how it is shown.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -34,11 +35,13 @@ from aioserve.lab.comparison.groups import (
     worst_class,
 )
 from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, tidy, tidy_statistics
+from aioserve.lab.comparison.programs import aborts, one_by_one, programs_of
 from aioserve.lab.comparison.quality import Reader
 from aioserve.lab.comparison.service import service_bound
 from aioserve.lab.comparison.timeline import distributions, timelines
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet import FleetOutcome
+from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.parallel import simulate_all
 from aioserve.lab.simulation.run import run_live
 from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
@@ -74,12 +77,18 @@ def compare(
     outcomes = simulate_all(runs, num_jobs, progress)
     if is_live:
         outcomes = (run_live(config, workload, progress) for config, workload, _ in runs)
+    alone: Iterator[RunOutcome | None] = repeat(None)
+    if not is_live and any(r.program >= 0 for r in workloads[0].requests):
+        programs = [(config, one_by_one(workload), None) for config, workload, _ in runs]
+        alone = simulate_all(programs, num_jobs, lambda count: None)
     weights, stated_by = stated_weights(candidates, workloads[0])
     measures: list[list[RunMeasures]] = [[] for _ in candidates]
     curves: list[dict[str, Any]] = [{} for _ in candidates]
     for number, (outcome, (_, workload, fleet)) in enumerate(zip(outcomes, runs, strict=True)):
         i = number % len(candidates)
-        run = RunMeasures(outcome, workload, levels, weights[i] if stated_by else None, reader)
+        run = RunMeasures(
+            outcome, workload, levels, weights[i] if stated_by else None, reader, next(alone)
+        )
         if fleet is not None and isinstance(outcome, FleetOutcome):
             run.totals |= fleet_totals(outcome, fleet, run.totals)
         measures[i].append(run)
@@ -129,7 +138,7 @@ def compare(
 def summarize(runs: list[RunMeasures]) -> dict[str, Any]:
     """Durations over the requests of all seeds, in seconds; totals as means over the seeds."""
     statistics: dict[str, dict[str, float]] = {}
-    for name in PER_REQUEST:
+    for name in runs[0].measured:
         values = np.concatenate([getattr(run, name) for run in runs])
         statistics[name] = tidy_statistics(values)
     statistics["gap"] = tidy_statistics(np.concatenate([run.gaps for run in runs]).astype(float))
@@ -154,7 +163,7 @@ def differences(
             [getattr(run, name) for run in second],
             sampling,
         )
-        for name in PER_REQUEST
+        for name in first[0].measured
     }
     found["gap"] = compare_gaps(first, second, sampling)
     found["totals"] = {
@@ -168,6 +177,7 @@ def differences(
     for name, measure, statistic in (
         ("good_share", "is_good", "mean"),
         ("quality", "quality", "mean"),
+        ("programs_in_time", "program_good", "mean"),
     ):
         if name in found["totals"]:
             values = [[getattr(run, measure) for run in runs] for runs in (first, second)]
@@ -243,6 +253,8 @@ def _describe(workloads: list[Workload]) -> dict[str, Any]:
         "prompt_tokens": sum(r.num_prompt_tokens for r in first.requests),
         "output_tokens": sum(r.output_tokens for r in first.requests),
         "max_tokens": _allowed(workloads),
+        "programs": len(programs_of(first)),
+        "aborted_programs": sum(aborts(first, program) for program in programs_of(first)),
     }
 
 

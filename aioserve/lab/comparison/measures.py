@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.lab.comparison.programs import completion_times, in_time, slowdowns
 from aioserve.lab.comparison.quality import Reader
 from aioserve.lab.comparison.service import Floats, service_by_client
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
@@ -25,6 +26,7 @@ MAX_BLOCKS = 50  # of consecutive requests, for the bootstrap
 REQUESTS_PER_BLOCK = 20
 
 PER_REQUEST = ("ttft", "tpot", "e2e")
+PER_PROGRAM = ("program", "slowdown")  # at the places of the programs' first requests
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
@@ -38,9 +40,11 @@ class RunMeasures:
         slo: ServiceLevels | None,
         weights: Mapping[str, float] | None = None,
         reader: Reader | None = None,
+        alone: RunOutcome | None = None,
     ) -> None:
         """`weights` say what clients are due beside each other, each 1 if it is not stated. With a
-        `reader` the quality of experience is measured.
+        `reader` the quality of experience is measured; `alone` is the outcome of the programs
+        `one_by_one`, without which they have no slowdown.
         """
         requests = outcome.requests
         self.weights = weights or {}
@@ -63,9 +67,31 @@ class RunMeasures:
             self.quality = _quality(outcome, workload, reader)
             self.totals["quality"] = float(np.mean(self.quality))
             self.totals["quality_p10"] = quantile(self.quality, 0.1)
+        if any(request.program >= 0 for request in workload.requests):
+            self._measure_programs(outcome, workload, slo, alone)
         self.totals["service_difference"] = difference.largest
         self.totals["service_difference_mean"] = difference.mean
         self.finish_reasons = dict(sorted(Counter(r.finish_reason for r in requests).items()))
+
+    def _measure_programs(
+        self,
+        outcome: RunOutcome,
+        workload: Workload,
+        slo: ServiceLevels | None,
+        alone: RunOutcome | None,
+    ) -> None:
+        self.program = completion_times(outcome, workload)
+        self.slowdown = np.full(len(self.program), np.nan)
+        if alone is not None:
+            self.slowdown = slowdowns(self.program, workload, alone)
+        self.program_good = in_time(self.program, workload, slo)
+        if not np.isnan(self.program_good).all():
+            self.totals["programs_in_time"] = float(np.nanmean(self.program_good))
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The names of the durations that requests and programs have."""
+        return PER_REQUEST + PER_PROGRAM if hasattr(self, "program") else PER_REQUEST
 
     def _count_gaps(self, requests: list[RequestOutcome]) -> None:
         """Gaps between deliveries: exact quantiles, and counts by block for the bootstrap."""

@@ -39,6 +39,10 @@ def _durations() -> list[Row]:
 
 ROWS = [
     *_durations(),
+    *(Row(f"program {s}, s", "program", s, "s", 1, 2, -1) for s in ("mean", "p50", "p99")),
+    Row("slowdown mean", "slowdown", "mean", "", 1, 2, -1),
+    Row("slowdown p99", "slowdown", "p99", "", 1, 2, -1),
+    Row("programs in time, %", "totals", "programs_in_time", "points", 100, 1, 1),
     Row("output tokens/s", "totals", "output_tokens_per_second", "tokens/s", 1, 1, 1),
     Row("all tokens/s", "totals", "total_tokens_per_second", "tokens/s", 1, 0, 1),
     Row("goodput, requests/s", "totals", "goodput_per_second", "requests/s", 1, 2, 1),
@@ -69,6 +73,12 @@ MEANINGS = {
     "all tokens/s": "The same with the tokens of prompts.",
     "goodput": "Requests per second that finished within all limits of the SLO.",
     "within the SLO": "The share of the requests with an SLO that kept to all of its limits.",
+    "program": (
+        "From the first arrival of a program of several requests, pauses of tools included, to its "
+        "last token, of those that got there."
+    ),
+    "slowdown": "That time over the program's own when it runs alone on an empty engine.",
+    "programs in time": "The share of the programs that completed within their SLO's `program`.",
     "worst class": "The share within the SLO of the class of which it is the lowest.",
     "QoE": (
         "Quality of experience (Andes): 1 if every token is there when its reader comes to it, "
@@ -110,7 +120,9 @@ def meanings(rows: list[Row]) -> dict[str, str]:
 
 def value_of(result: dict[str, Any], row: Row) -> float:
     """The value of a row under one configuration, in the row's unit; NaN if there is none."""
-    section = result["totals"] if row.measure == "totals" else result["durations"][row.measure]
+    section = (
+        result["totals"] if row.measure == "totals" else result["durations"].get(row.measure, {})
+    )
     value = section.get(row.statistic)  # without an SLO there is no goodput
     return math.nan if value is None else value * row.factor
 

@@ -72,6 +72,8 @@ def remarks(document: Document, *, with_differences: bool = True) -> list[str]:
                 f"Under {result['name']} requests did not finish ({text}); their missing times "
                 "are in no mean or quantile."
             )
+    if document["workload"]["programs"]:
+        found.append(_about_programs(document))
     if document["workload"]["is_recorded"]:
         found.append(_about_intervals(document))
     if document.get("recorded") is not None:
@@ -101,6 +103,13 @@ def slo_in_words(document: Document) -> str | None:
 def has_service(document: Document) -> bool:
     """Whether some configuration served clients differently while they waited together."""
     return any(result["totals"]["service_difference"] > 0 for result in document["results"])
+
+
+def _about_programs(document: Document) -> str:
+    count, aborted = document["workload"]["programs"], document["workload"]["aborted_programs"]
+    left = f" {aborted} are left by their clients, and have no completion time." if aborted else ""
+    how = "" if document["mode"] == "simulated" else " Live, they are not run alone."
+    return f"The requests make up {count} programs.{left}{how}"
 
 
 def _about_intervals(document: Document) -> str:

@@ -1,4 +1,4 @@
-"""Clients that ask when a workload says: at a time, or after the end of what they follow.
+"""Clients that ask when a workload says: at a time, or after the end of all that they follow.
 
 Knows arrivals and turns. A derived class says which engine they ask and what is kept of it.
 """
@@ -7,7 +7,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from aioserve.lab.workloads.workload import Workload, replied_to
+from aioserve.lab.workloads.workload import Workload, followers, replied_to
 
 Progress = Callable[[int], None]  # told how many more requests have ended
 
@@ -22,10 +22,8 @@ class Clients(ABC):
         self.replies: dict[int, list[int]] = {}  # token ids, of those that later prompts hold
         self.is_replied_to = replied_to(workload.requests)
         self._progress = progress
-        self._followers: dict[int, list[int]] = {}
-        for i, request in enumerate(workload.requests):
-            if request.follows >= 0:
-                self._followers.setdefault(request.follows, []).append(i)
+        self._followers = followers(workload.requests)
+        self._num_missing = [len(request.waits_for) for request in workload.requests]
 
     @abstractmethod
     async def ask(self, i: int, due: float) -> list[int]:
@@ -50,6 +48,9 @@ class Clients(ABC):
             self.replies[i] = reply
         self._progress(1)
         for follower in self._followers.get(i, ()):
+            self._num_missing[follower] -= 1
+            if self._num_missing[follower]:
+                continue
             tasks.create_task(self._follow(follower, tasks))
 
     async def _follow(self, i: int, tasks: asyncio.TaskGroup) -> None:

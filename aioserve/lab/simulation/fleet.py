@@ -19,7 +19,13 @@ from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.outcome import RunObserver, RunOutcome
 from aioserve.lab.simulation.reply_end import extra_stop_ids
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
-from aioserve.lab.workloads.workload import Workload, build_images, build_prompt, replied_to
+from aioserve.lab.workloads.workload import (
+    Workload,
+    build_images,
+    build_prompt,
+    followers,
+    replied_to,
+)
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.routing import Assignment, Replica, RoutedRequest, make_router
@@ -108,10 +114,8 @@ class _Run:
         self._stop_token_ids = extra_stop_ids(self._blueprint.model_info)
         self._replies: dict[int, list[int]] = {}
         self._is_replied_to = replied_to(workload.requests)
-        self._followers: dict[int, list[int]] = {}
-        for i, request in enumerate(workload.requests):
-            if request.follows >= 0:
-                self._followers.setdefault(request.follows, []).append(i)
+        self._followers = followers(workload.requests)
+        self._num_missing = [len(request.waits_for) for request in workload.requests]
         self._seats = [_Seat(place) for place in range(fleet.num_replicas)]
         self._up: tuple[_Seat, ...] = ()
         self._replicas: tuple[Replica, ...] = ()
@@ -229,6 +233,9 @@ class _Run:
                 self._replies[i] = request.output_token_ids
         self._progress(1)
         for follower in self._followers.get(i, ()):
+            self._num_missing[follower] -= 1
+            if self._num_missing[follower]:
+                continue
             self._at(
                 now + self._workload.requests[follower].arrival,
                 ARRIVAL,

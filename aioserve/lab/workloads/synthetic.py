@@ -153,6 +153,30 @@ class Session(Spec, frozen=True, kw_only=True):
 
     turns: Distribution
     think_seconds: Distribution
+    abort: Chance = 0.0  # of each conversation, to end in the middle of a reply
+
+
+class Stage(Spec, frozen=True, kw_only=True):
+    """One step of a program: `width` requests at once, each after all of the stage before."""
+
+    width: Distribution = Constant(value=1)
+    pause_seconds: Distribution | None = None  # before each request: a tool runs; none: program's
+    prompt: Distribution | None = None  # new tokens; none: as the class says
+    output: Distribution | None = None
+    max_tokens: Count | None = None  # what the client allows for a reply; none: as the class says
+
+
+class Program(Spec, frozen=True, kw_only=True):
+    """Requests of which some wait for several others: an agent that fans out, joins, calls tools.
+
+    The prompt of a stage holds all that was said before: prompts and replies of stages with one
+    request, and the replies alone of stages with several.
+    """
+
+    stages: Annotated[list[Stage], Meta(min_length=1)]
+    rounds: Distribution = Constant(value=1)  # how often the stages are gone through
+    pause_seconds: Distribution = Constant(value=0)  # from the end of a stage to the next
+    abort: Chance = 0.0  # of each program, to end in the middle of a reply
 
 
 class ClientClass(Spec, frozen=True, kw_only=True):
@@ -173,6 +197,7 @@ class ClientClass(Spec, frozen=True, kw_only=True):
     draft_acceptance: Chance | None = None  # of a guessed token, if the one before it was right
     prefixes: Prefixes | None = None
     session: Session | None = None
+    program: Program | None = None  # instead of a session
     images: Images | None = None
     slo: Slo | None = None  # what its requests must not exceed to count as good
 
@@ -211,6 +236,11 @@ def read_spec(path: str | Path) -> WorkloadSpec:
             raise ConfigError(f"workload {path}: a closed loop has no duration: give num_requests")
         if any(c.arrivals is not None for c in spec.classes):
             raise ConfigError(f"workload {path}: a closed loop leaves no arrivals to a class")
+    for c in spec.classes:
+        if c.program is not None and (c.session is not None or c.images is not None):
+            raise ConfigError(
+                f"workload {path}: class {c.name} has a program, and so no session and no images"
+            )
     names = [c.name for c in spec.classes]
     if len(set(names)) < len(names):
         raise ConfigError(f"workload {path}: two classes have the same name")
@@ -223,13 +253,17 @@ def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Work
     limit = spec.num_requests or math.inf
     requests: list[WorkloadRequest] = []
     num_clients = spec.arrivals.clients if isinstance(spec.arrivals, ClosedLoop) else 0
-    last: deque[int] = deque(maxlen=num_clients)  # of each client in turn: its last request
+    # Of each client in turn: its last requests.
+    last: deque[tuple[int, ...]] = deque(maxlen=num_clients)
     for arrival, kind in _arrivals(spec, seed):
         if spec.duration is not None and arrival >= spec.duration:
             break
-        follows = last[0] if num_clients and len(last) == num_clients else -1
-        requests += makers[kind].make(arrival, len(requests), follows)
-        last.append(len(requests) - 1)
+        before = last[0] if num_clients and len(last) == num_clients else ()
+        made = makers[kind].make(arrival, len(requests), before)
+        awaited = {place for request in made for place in request.waits_for}
+        places = range(len(requests), len(requests) + len(made))
+        last.append(tuple(place for place in places if place not in awaited))
+        requests += made
         if len(requests) >= limit:
             break
     weights = {u: c.weight for c in spec.classes if c.weight is not None for u in c.user_names}
@@ -302,11 +336,16 @@ class _Maker:
             weights = (1 / (k + 1) ** kind.prefixes.zipf for k in range(len(self._prefixes)))
             self._popularity = list(accumulate(weights))
 
-    def make(self, arrival: float, place: int, follows: int = -1) -> list[WorkloadRequest]:
-        """One request, or all turns of a conversation, that begins at `place` in the workload.
+    def make(
+        self, arrival: float, place: int, before: tuple[int, ...] = ()
+    ) -> list[WorkloadRequest]:
+        """One request, or all of a conversation or program, that begins at `place` in the workload.
 
-        In a closed loop it begins `arrival` seconds after the end of the request it `follows`.
+        In a closed loop it begins `arrival` seconds after the end of the requests `before` it.
         """
+        if self._kind.program is not None:
+            return self._make_program(self._kind.program, arrival, place, before)
+        follows = before[0] if before else -1
         kind, rng = self._kind, self._rng
         user = self._users[self._num_made % kind.users]
         self._num_made += 1
@@ -338,6 +377,9 @@ class _Maker:
             said.append(Piece(self._text(), num_output, reply_of=place + turn))
             if kind.session is not None:
                 arrival = kind.session.think_seconds.draw(rng)
+        if kind.session is not None and kind.session.abort and rng.random() < kind.session.abort:
+            last = rng.randrange(len(requests))
+            return [*requests[:last], self._aborted(requests[last])]
         return requests
 
     def _hints(self, num_output: int) -> Hints:
@@ -345,6 +387,56 @@ class _Maker:
             return self._kind.hints
         predicted = self._kind.prediction.predict(num_output, self._predictor)
         return {**self._kind.hints, PREDICTED_OUTPUT_TOKENS: predicted}
+
+    def _make_program(
+        self, program: Program, arrival: float, place: int, before: tuple[int, ...]
+    ) -> list[WorkloadRequest]:
+        kind, rng, user = self._kind, self._rng, self._users[self._num_made % self._kind.users]
+        self._num_made += 1
+        said, requests = self._prefix(), list[WorkloadRequest]()
+        stage_of: list[int] = []
+        stages = program.stages * _tokens(program.rounds, rng)
+        for number, stage in enumerate(stages):
+            pause = stage.pause_seconds or program.pause_seconds
+            width = _tokens(stage.width, rng)
+            first = place + len(requests)
+            own: list[Piece] = []
+            for i in range(width):
+                text = Piece(self._text(), _tokens(stage.prompt or kind.prompt, rng))
+                num_output = _tokens(stage.output or kind.output, rng)
+                requests.append(
+                    WorkloadRequest(
+                        pause.draw(rng) if number else arrival,
+                        (*said, text),
+                        num_output,
+                        priority=kind.priority,
+                        user=user,
+                        timeout=kind.timeout,
+                        follows=before[0] if before else -1,
+                        after=before[1:],
+                        kind=kind.name,
+                        draft_acceptance=kind.draft_acceptance,
+                        session=place,
+                        program=place,
+                        max_tokens=stage.max_tokens or kind.max_tokens,
+                        hints=self._hints(num_output),
+                    )
+                )
+                stage_of.append(number)
+                own += [text] if width == 1 else []
+                own.append(Piece(self._text(), num_output, reply_of=first + i))
+            said += own
+            before = tuple(range(first, first + width))
+        if program.abort and rng.random() < program.abort:
+            last = rng.randrange(len(requests))
+            requests[last] = self._aborted(requests[last])
+            requests = [r for r, s in zip(requests, stage_of, strict=True) if s <= stage_of[last]]
+        return requests
+
+    def _aborted(self, request: WorkloadRequest) -> WorkloadRequest:
+        """The request of a client that leaves somewhere in the reply."""
+        num_tokens = self._rng.randint(1, request.output_tokens)
+        return msgspec.structs.replace(request, output_tokens=num_tokens, aborts=True)
 
     def _prefix(self) -> list[Piece]:
         if not self._prefixes:

@@ -46,7 +46,8 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     The engine is not told that length: it is told what the client allows, `max_tokens`, if the
     workload states it (None: `Workload.reply_limit` decides). `arrival` is in seconds from the
     start; for one that `follows` another (by its place in the workload) in seconds from that one's
-    end: the next turn of a conversation.
+    end: the next turn of a conversation. One that comes `after` others as well waits for the end of
+    the last of them all: it joins what a program had fanned out.
     """
 
     arrival: float
@@ -62,6 +63,19 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     crowd: int = 0  # texts of the same name differ from crowd to crowd
     max_tokens: int | None = None  # what the client allows for the reply, if it is stated
     hints: Hints = {}  # what the client tells the policy
+    after: tuple[int, ...] = ()  # places of the others that it waits for beside the one it follows
+    program: int = -1  # that it is a part of, by a number of its own; -1: none
+    aborts: bool = False  # its client leaves after the last of the output tokens, and its program
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a request that comes after others and follows none."""
+        if self.after and self.follows < 0:
+            raise ValueError(f"a request comes after {self.after} and follows none")
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """Places of the requests whose end it waits for; empty for one that comes by itself."""
+        return () if self.follows < 0 else (self.follows, *self.after)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -167,10 +181,8 @@ class Workload(msgspec.Struct, frozen=True):
         for i, request in enumerate(self.requests):
             if limit is not None and len(kept) >= limit:
                 break
-            is_in = request.follows in places or (
-                request.follows < 0 and start <= request.arrival < end
-            )
-            if is_in:
+            is_in = request.follows >= 0 or start <= request.arrival < end
+            if is_in and all(place in places for place in request.waits_for):
                 places[i] = len(kept)
                 kept.append(_moved(request, start, places))
         if not kept:
@@ -184,7 +196,7 @@ class Workload(msgspec.Struct, frozen=True):
         kept: list[WorkloadRequest] = []
         places: dict[int, int] = {}
         for i, request in enumerate(self.requests):
-            is_in = request.follows < 0 or request.follows in places
+            is_in = all(place in places for place in request.waits_for)
             if is_in and turns[request.session] >= min_turns:
                 places[i] = len(kept)
                 kept.append(_moved(request, 0.0, places))
@@ -305,6 +317,15 @@ def text_name(*parts: int | str) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
+def followers(requests: Sequence[WorkloadRequest]) -> dict[int, list[int]]:
+    """By the place of a request, those that wait for its end."""
+    found: dict[int, list[int]] = {}
+    for i, request in enumerate(requests):
+        for place in request.waits_for:
+            found.setdefault(place, []).append(i)
+    return found
+
+
 def replied_to(requests: Sequence[WorkloadRequest]) -> set[int]:
     """Requests whose replies are part of later prompts."""
     return {piece.reply_of for r in requests if r.follows >= 0 for piece in r.pieces} - {-1}
@@ -318,7 +339,12 @@ def _moved(request: WorkloadRequest, start: float, places: dict[int, int]) -> Wo
         piece if piece.reply_of < 0 else piece._replace(reply_of=places[piece.reply_of])
         for piece in request.pieces
     )
-    return msgspec.structs.replace(request, pieces=pieces, follows=places[request.follows])
+    return msgspec.structs.replace(
+        request,
+        pieces=pieces,
+        follows=places[request.follows],
+        after=tuple(places[place] for place in request.after),
+    )
 
 
 def _copied(
@@ -337,8 +363,9 @@ def _copied(
             piece if piece.reply_of < 0 else piece._replace(reply_of=piece.reply_of + offset)
             for piece in pieces
         )
+    after = tuple(place + offset for place in request.after)
     return msgspec.structs.replace(
-        request, arrival=arrival, follows=follows, pieces=pieces, crowd=crowd
+        request, arrival=arrival, follows=follows, after=after, pieces=pieces, crowd=crowd
     )
 
 

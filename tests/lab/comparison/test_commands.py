@@ -93,6 +93,23 @@ def test_classes_have_limits_of_their_own_in_table_report_and_json(
     assert re.search(r"by client, ms .* SLO, %", printed)
 
 
+def test_the_shipped_programs_are_measured_against_themselves_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, page = tmp_path / "out.json", tmp_path / "out.html"
+    words = ["compare", "fcfs", "--workload", "agents", "--seeds", "2", "--limit", "150"]
+    assert main([*words, "--json", str(data), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "The requests make up" in printed
+    for label in ("program p99, s", "slowdown mean", "programs in time, %"):
+        assert re.search(rf"{label} +[\d.]+", printed)
+    document = json.loads(data.read_bytes())
+    assert document["workload"]["programs"] > 3
+    slowdown = document["results"][0]["durations"]["slowdown"]
+    assert slowdown["mean"] > 1
+    assert '"program p50, s"' in page.read_text()
+
+
 def test_a_class_that_is_not_there_is_refused_before_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

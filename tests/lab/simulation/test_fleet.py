@@ -67,6 +67,23 @@ def check_equal(settings: EngineConfig, asked: Workload) -> FleetOutcome:
     return fleet
 
 
+def test_a_replica_serves_programs_as_the_engine_does() -> None:
+    """Fan-out and join, with deadlines and a full queue."""
+    rng = random.Random(3)
+    plain = traffic().requests
+    joined = tuple(
+        msgspec.structs.replace(r, after=tuple(sorted(rng.sample(range(i), min(i, 3)))))
+        if r.follows >= 0
+        else r
+        for i, r in enumerate(plain)
+    )
+    settings = crowded(config("chunked_prefill", num_kv_blocks=61, max_num_seqs=8))
+    outcome = check_equal(settings, Workload("test", joined))
+    for asked, result in zip(joined, outcome.requests, strict=True):
+        last = max((outcome.requests[place].end for place in asked.waits_for), default=0.0)
+        assert result.arrival == pytest.approx(last + asked.arrival)
+
+
 def ends(outcome: FleetOutcome) -> Counter[str]:
     return Counter(r.finish_reason for r in outcome.requests)
 

@@ -53,6 +53,20 @@ def test_times_of_one_request_are_those_of_the_step_time_model() -> None:
     assert outcome.num_scheduled_tokens == 103
 
 
+def test_a_request_waits_for_the_last_of_several_others_and_its_pause() -> None:
+    asked = workload(
+        request(0.0, 100, 4),
+        request(0.5, 10, 9, follows=0),
+        request(1.5, 10, 2, follows=0),
+        request(2.0, 10, 2, follows=1, after=(2, 0)),
+    )
+    first, one, two, join = simulate(config(), asked).requests
+    assert one.arrival == pytest.approx(first.end + 0.5)
+    assert two.arrival == pytest.approx(first.end + 1.5)
+    assert join.arrival == pytest.approx(two.end + 2.0)
+    assert join.is_finished
+
+
 def illustrated(arrival: float, image: int, text: int = 100) -> WorkloadRequest:
     """A picture of that name, 80 tokens large, before so many tokens of a text of its own."""
     pieces = (Piece(image, 80, is_image=True), Piece(int(1000 * arrival) + 7, text))

@@ -10,6 +10,7 @@ import pytest
 
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.synthetic import WorkloadSpec, generate, read_spec
+from aioserve.lab.workloads.workload import WorkloadRequest
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "configs/workloads").glob("*.yaml"))
@@ -95,6 +96,72 @@ def test_each_turn_of_a_conversation_holds_all_that_was_said_before() -> None:
     assert third.pieces[: len(second.pieces)] == second.pieces
     assert second.pieces[1].reply_of == 3
     assert second.pieces[1].length == first.output_tokens
+
+
+PROGRAM = {
+    "stages": [
+        {},
+        {
+            "width": {"kind": "constant", "value": 3},
+            "pause_seconds": {"kind": "uniform", "min": 1, "max": 2},
+        },
+        {"output": {"kind": "constant", "value": 7}},
+    ],
+    "pause_seconds": {"kind": "constant", "value": 5},
+}
+
+
+def test_a_program_fans_out_joins_and_holds_what_was_said() -> None:
+    requests = generate(spec(classes=[CLASS | {"program": PROGRAM}], num_requests=10)).requests
+    plan, *parts, join = requests[5:]
+    assert plan.waits_for == ()
+    assert [part.waits_for for part in parts] == [(5,)] * 3
+    assert join.waits_for == (6, 7, 8)
+    assert all(1 <= part.arrival <= 2 for part in parts)
+    assert (join.arrival, join.output_tokens) == (5, 7)
+    assert {request.program for request in requests[5:]} == {5}
+    reply = plan.pieces[0], parts[0].pieces[1]
+    assert all(part.pieces[:2] == reply for part in parts)
+    assert len({part.pieces[-1].text for part in parts}) == 3
+    assert [piece.reply_of for piece in join.pieces] == [-1, 5, 6, 7, 8, -1]
+
+
+def test_in_a_closed_loop_a_client_waits_for_all_of_its_program() -> None:
+    wide = {"stages": PROGRAM["stages"][:2]}
+    arrivals = {"kind": "closed", "clients": 1}
+    classes = [CLASS | {"program": wide}]
+    requests = generate(spec(arrivals=arrivals, num_requests=8, classes=classes)).requests
+    assert requests[4].waits_for == (1, 2, 3)
+    assert requests[4].program == 4
+
+
+@pytest.mark.parametrize("kind", ["program", "session"])
+def test_a_client_that_leaves_has_a_shorter_reply_and_asks_nothing_more(kind: str) -> None:
+    turns = {"kind": "constant", "value": 4}
+    session = {"turns": turns, "think_seconds": turns, "abort": 1.0}
+    own = {"program": PROGRAM | {"abort": 1.0}} if kind == "program" else {"session": session}
+    requests = generate(spec(classes=[CLASS | own], num_requests=400)).requests
+    by_start: dict[int, list[WorkloadRequest]] = {}
+    for request in requests:
+        by_start.setdefault(request.session, []).append(request)
+    assert all(sum(r.aborts for r in of_one) == 1 for of_one in [*by_start.values()][:-1])
+    assert {len(of_one) for of_one in [*by_start.values()][:-1]} <= {1, 2, 3, 4, 5}
+    stopped = [r.output_tokens for r in requests if r.aborts]
+    others = [r.output_tokens for r in requests if not r.aborts]
+    assert 0 < sum(stopped) / len(stopped) < sum(others) / max(len(others), 1)
+
+
+def test_a_class_with_a_program_and_a_session_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "both.yaml"
+    path.write_text(
+        "arrivals: {kind: poisson, rate: 1}\nnum_requests: 9\nclasses:\n"
+        "  - name: a\n    prompt: {kind: constant, value: 9}\n"
+        "    output: {kind: constant, value: 9}\n    program: {stages: [{}]}\n"
+        "    session:\n      turns: {kind: constant, value: 2}\n"
+        "      think_seconds: {kind: constant, value: 2}\n"
+    )
+    with pytest.raises(ConfigError, match="class a has a program, and so no session"):
+        read_spec(path)
 
 
 def test_images_come_before_the_text_and_some_again() -> None:

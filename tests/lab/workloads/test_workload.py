@@ -25,6 +25,22 @@ THREE = Workload(
 )
 
 
+def test_cuts_and_copies_keep_what_a_program_waits_for() -> None:
+    requests = (
+        WorkloadRequest(0.0, (Piece(1, 5),), 5),
+        WorkloadRequest(1.0, (Piece(2, 5),), 5, program=1),
+        WorkloadRequest(0.5, (Piece(3, 5),), 5, follows=1, program=1),
+        WorkloadRequest(0.5, (Piece(4, 5),), 5, follows=1, program=1),
+        WorkloadRequest(0.2, (Piece(5, 5),), 5, follows=2, after=(3,), program=1),
+    )
+    workload = Workload("test", requests)
+    assert [r.waits_for for r in workload.cut(start=0.5).requests] == [(), (0,), (0,), (1, 2)]
+    twice = workload.times(2).requests
+    assert twice[9].waits_for == (7, 8)
+    with pytest.raises(ValueError, match="follows none"):
+        WorkloadRequest(0.0, (Piece(1, 5),), 5, after=(0,))
+
+
 def test_equal_names_are_equal_tokens_and_others_differ_from_the_start() -> None:
     assert text_tokens(7, 100, 2048) == text_tokens(7, 100, 2048)
     assert text_tokens(7, 40, 2048) == text_tokens(7, 100, 2048)[:40]
