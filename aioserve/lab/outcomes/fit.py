@@ -31,6 +31,7 @@ DECODE_SECONDS = 0.02
 ROW_KNOTS = (1.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 40.0, 48.0, 64.0, 96.0, 128.0)
 MIN_DECODES = 31  # of a request whose decodes count: below, one step more or less is a large error
 NUM_PASSES = 30
+MIN_SEEN = 10.0  # requests whose whole time a number of rows must have been seen for, to be told
 IDLE_MS = 11.0  # half of a poll of 10 ms and the way of a request to the server; a guess
 COLD_SECONDS = 0.1  # a first token that is later than predicted by more found a cold server
 
@@ -133,7 +134,8 @@ def _fit_decodes(
     spans = [decode_spans(log, round_seconds, ROW_KNOTS, MIN_DECODES) for log in logs]
     if not all(len(of_log.seconds) for of_log in spans):
         raise ConfigError(f"a log has no request of more than {MIN_DECODES} output tokens")
-    seen = np.concatenate([of_log.rows for of_log in spans]).sum(axis=0) > 1.0
+    seen = np.concatenate([of_log.rows for of_log in spans]).sum(axis=0) > MIN_SEEN
+    spans = [of_log._replace(rows=_folded(of_log.rows, seen)) for of_log in spans]
     # Each log counts by the root of its requests, lest the longest decide alone.
     weights = [np.full(len(s.seconds), len(s.seconds) ** -0.5) for s in spans]
     weight, seconds = np.concatenate(weights), np.concatenate([s.seconds for s in spans])
@@ -160,6 +162,15 @@ def _fit_decodes(
         [float(factor) for factor in factors],
         errors,
     )
+
+
+def _folded(rows: Floats, seen: npt.NDArray[np.bool_]) -> Floats:
+    """The shares of numbers of rows that were hardly seen, given to the nearest that was."""
+    knots, found = np.array(ROW_KNOTS), rows * seen
+    for place in np.flatnonzero(~seen):
+        nearest = np.flatnonzero(seen)[np.argmin(np.abs(knots[seen] - knots[place]))]
+        found[:, nearest] += rows[:, place]
+    return found
 
 
 def _cold_ms(log: Sequence[Outcome], tokens: Floats, seconds: Floats) -> float:

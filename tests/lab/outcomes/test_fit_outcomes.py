@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aioserve.cli import main
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration.measurement import write_profile
 from aioserve.lab.outcomes.fit import Session, fit_outcomes
@@ -13,7 +14,7 @@ from aioserve.lab.outcomes.reader import Outcome, as_workload, read_outcomes
 from aioserve.lab.outcomes.rounds import events
 from aioserve.lab.reproduce.vtc import Target, make_config
 from aioserve.lab.simulation.run import simulate
-from aioserve.runner.profile import StepTimeModel
+from aioserve.runner.profile import StepTimeModel, load_profile
 
 TRUE = StepTimeModel(
     base_ms=0.0,
@@ -125,3 +126,21 @@ def test_prompts_are_longer_by_what_the_server_puts_around_them(tmp_path: Path) 
         ("b", 8, 1.5, 2.5),
         ("a", 7, 2.5, 3.5),
     ]
+
+
+def test_the_command_fits_a_profile_to_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.csv"
+    with log.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(Outcome.__struct_fields__)
+        for o in served(tmp_path, 1, 1.0):
+            rows.writerow([getattr(o, name) for name in Outcome.__struct_fields__])
+    profile = tmp_path / "profile.yaml"
+    assert main(["calibrate", "--outcomes", str(log), "-o", str(profile)]) == 0
+    assert "runner.step_host_factor 1," in capsys.readouterr().out
+    assert load_profile(str(profile)).context_token_us == pytest.approx(1.5, rel=0.1)
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--outcomes"])
+    assert main(["calibrate", "--outcomes", str(log), "--quick"]) == 2
