@@ -54,6 +54,7 @@ from tests.processes import PATIENCE
 from tests.server.serving import SIMULATED, running
 
 ROOT = Path(__file__).parents[2]
+TRACES = ROOT / "tests" / "lab" / "workloads" / "traces"
 EMBEDDED = find_model(ModelConfig()).path
 
 
@@ -741,6 +742,7 @@ class Logs(Target):
             ("requests.jsonl", json.dumps(line).encode() + b"\n" + json.dumps(line).encode()),
             ("mooncake.jsonl", json.dumps(cool).encode()),
             ("azure.csv", rows),
+            *((path.name, path.read_bytes()) for path in sorted(TRACES.iterdir())),
         ]
         return [name.encode() + b"\n" + data for name, data in found]
 

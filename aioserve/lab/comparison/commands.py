@@ -247,8 +247,16 @@ def _add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
     sources.add_argument(
         "--workload",
         metavar="FILE",
-        help="requests to send; .yaml or a shipped name: a description; .csv: an Azure trace; "
-        ".jsonl: a Mooncake trace or request log",
+        help="requests to send; .yaml or a shipped name: a description; .csv: a trace of Azure or "
+        "BurstGPT, or a list of lengths; .jsonl: a trace of Mooncake, Qwen-Bailian or agents, or a "
+        "request log",
+    )
+    group.add_argument(
+        "--rate",
+        type=positive,
+        metavar="R",
+        help="arrivals per second, Poisson, of a trace without arrivals: a list of lengths, or "
+        "sessions of agents",
     )
     add_time_scale(group)
     group.add_argument(
@@ -342,6 +350,7 @@ def _source(arguments: argparse.Namespace) -> WorkloadSource:
     return WorkloadSource(
         path=arguments.workload or "",
         time_scale=arguments.time_scale,
+        rate=arguments.rate,
         start=arguments.start,
         duration=arguments.duration,
         limit=arguments.limit,

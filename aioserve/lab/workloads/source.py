@@ -11,7 +11,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.workloads.predictions import Prediction, with_predictions
 from aioserve.lab.workloads.reply_limit import ReplyLimit
 from aioserve.lab.workloads.synthetic import generate, read_spec
-from aioserve.lab.workloads.traces import read_trace
+from aioserve.lab.workloads.traces import SUFFIXES, read_trace
 from aioserve.lab.workloads.workload import Workload
 from aioserve.shipped import find_workload
 
@@ -27,24 +27,28 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     min_turns: int = 1  # of the conversations that are kept
     copies: int = 1  # crowds of such clients, each with texts of its own
     reply_limit: ReplyLimit = ReplyLimit()  # what clients allow for a reply
+    rate: float | None = None  # of the arrivals of a trace that has none, per second
     prediction: Prediction | None = None  # of each reply's length, as a hint
 
     @property
     def is_trace(self) -> bool:
         """Whether other seeds would only change token ids."""
-        return Path(self.path).suffix in (".csv", ".jsonl")
+        return Path(self.path).suffix in SUFFIXES and self.rate is None
 
     def load(self, seed: int) -> Workload:
         """The requests for this seed. Raises `ConfigError` that says what is wrong where."""
         path = find_workload(self.path)
-        if self.is_trace:
-            workload = read_trace(self.path, seed)
+        if path.suffix in SUFFIXES:
+            workload = read_trace(self.path, seed, self.rate)
+        elif self.rate is not None:
+            raise ConfigError(f"workload {self.path}: --rate is for traces without arrivals")
         elif path.suffix in (".yaml", ".yml"):
             workload = generate(read_spec(path), seed, path.name)
         else:
             raise ConfigError(
-                f"workload {self.path}: expected .yaml (a description), .csv (Azure) or .jsonl "
-                f"(Mooncake or a request log), got {path.suffix or 'no suffix'!r}"
+                f"workload {self.path}: expected .yaml (a description), .csv (Azure, BurstGPT, "
+                "lengths) or .jsonl (Mooncake, Qwen-Bailian, sessions of agents or a request log), "
+                f"got {path.suffix or 'no suffix'!r}"
             )
         return self.cut(workload)
 

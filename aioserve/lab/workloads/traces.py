@@ -1,49 +1,30 @@
-"""Traces of real traffic: Azure's CSV, Mooncake's JSONL, and request logs in a JSONL of our own.
+"""Traces of real traffic, by their formats: which one a file has is read from its first line.
 
 A broken line is named by file and number. Knows formats; knows nothing about serving.
 """
 
-import csv
-from collections.abc import Callable, Iterator
-from datetime import datetime
+import random
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta
 
-from aioserve.engine.delivery.request_log import Count, RequestLogLine
-from aioserve.errors import UNREADABLE, ConfigError, one_line
+from aioserve.engine.delivery.request_log import RequestLogLine
+from aioserve.errors import ConfigError
+from aioserve.lab.workloads.block_traces import read_bailian, read_mooncake, read_weka
+from aioserve.lab.workloads.csv_traces import Reader, csv_reader, has_no_arrivals
+from aioserve.lab.workloads.trace_lines import json_lines
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 
-MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
-AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
-
-Seconds = Annotated[float, Meta(ge=0)]
-T = TypeVar("T")
+SUFFIXES = (".csv", ".jsonl")
 
 
-class AzureLine(msgspec.Struct):
-    """A row of the Azure LLM inference traces (2023 and 2024)."""
-
-    TIMESTAMP: str
-    ContextTokens: Count
-    GeneratedTokens: Count
-
-
-class MooncakeLine(msgspec.Struct):
-    """A line of the Mooncake traces; equal `hash_ids` mean equal blocks of 512 prompt tokens."""
-
-    timestamp: Seconds  # milliseconds
-    input_length: Count
-    output_length: Count
-    hash_ids: list[int]
-
-
-def read_trace(path: str | Path, seed: int = 0) -> Workload:
+def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Workload:
     """The workload in a `.csv` or `.jsonl` file; arrivals count from the first one.
 
-    `seed` chooses the token ids. Raises `ConfigError` that names file and line.
+    `seed` chooses the token ids. Of a file without arrivals, requests (or the sessions of agents)
+    come at random, `rate` a second on average, as the seed says. Raises `ConfigError` that names
+    file and line, or what is missing.
     """
     path = Path(path)
     try:
@@ -53,72 +34,63 @@ def read_trace(path: str | Path, seed: int = 0) -> Workload:
     except UnicodeDecodeError as error:
         raise ConfigError(f"trace {path} is not UTF-8 text: {error}") from error
     lines = text.splitlines()
-    read = _read_azure if path.suffix == ".csv" else _jsonl_reader(path, lines)
-    requests = sorted(read(path, lines, seed), key=lambda request: request.arrival)
+    is_csv = path.suffix == ".csv"
+    read = csv_reader(path, lines) if is_csv else _jsonl_reader(lines)
+    requests = list(read(path, lines, seed))
     if not requests:
         raise ConfigError(f"trace {path} has no requests")
-    first = requests[0].arrival
+    lacks_arrivals = has_no_arrivals(lines) if is_csv else read is read_weka
+    if lacks_arrivals != (rate is not None):
+        raise ConfigError(
+            f"trace {path} does not say when requests come: give compare, search or sweep --rate R"
+            if lacks_arrivals
+            else f"trace {path} says when requests come: --rate is for files that do not "
+            "(--time-scale changes the speed)"
+        )
+    if rate is not None:
+        requests = _at_random(requests, rate, random.Random(f"{seed} arrivals"))
+    elif all(request.follows < 0 for request in requests):
+        requests.sort(key=lambda request: request.arrival)
+    first = min(request.arrival for request in requests if request.follows < 0)
     return Workload(
         path.name,
-        tuple(msgspec.structs.replace(r, arrival=r.arrival - first) for r in requests),
+        tuple(
+            r if r.follows >= 0 else msgspec.structs.replace(r, arrival=r.arrival - first)
+            for r in requests
+        ),
         seed=seed,
-        is_trace=True,
+        is_trace=rate is None,
     )
 
 
-Reader = Callable[[Path, list[str], int], Iterator[WorkloadRequest]]
+def _at_random(
+    requests: list[WorkloadRequest], rate: float, rng: random.Random
+) -> list[WorkloadRequest]:
+    """With arrivals of a Poisson process; those of one program come as far apart as they are."""
+    found, now, last = [], 0.0, -1
+    for request in requests:
+        if request.follows < 0:
+            if request.program < 0 or request.program != last:
+                now += rng.expovariate(rate)
+            last = request.program
+            request = msgspec.structs.replace(request, arrival=now + request.arrival)
+        found.append(request)
+    return found
 
 
-def _jsonl_reader(path: Path, lines: list[str]) -> Reader:
-    """Which of the two kinds of JSONL it is: the first line says."""
+def _jsonl_reader(lines: list[str]) -> Reader:
+    """Which of the kinds of JSONL it is: the first line says."""
     first = next(filter(None, map(str.strip, lines)), "")
-    return _read_mooncake if '"input_length"' in first else _read_request_log
+    if '"parent_chat_id"' in first:
+        return read_bailian
+    if '"input_length"' in first:
+        return read_mooncake
+    return read_weka if '"requests"' in first else read_request_log
 
 
-def _read_azure(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    rows = csv.reader(lines)
-    header = next(rows, [])
-    if header[:3] != AZURE_COLUMNS:
-        raise ConfigError(
-            f"{path}:1: expected the columns {','.join(AZURE_COLUMNS)}, got {','.join(header)!r}"
-        )
-    for row in rows:
-        if not row:
-            continue
-        where = f"{path}:{rows.line_num}"
-        if len(row) < 3:
-            raise ConfigError(f"{where}: expected 3 columns, got {len(row)}")
-        try:
-            line = msgspec.convert(
-                dict(zip(AZURE_COLUMNS, row, strict=False)), AzureLine, strict=False
-            )
-            arrival = datetime.fromisoformat(line.TIMESTAMP).timestamp()
-        except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigError(f"{where}: {one_line(error)}") from error
-        text = text_name("azure", seed, rows.line_num)
-        yield WorkloadRequest(arrival, (Piece(text, line.ContextTokens),), line.GeneratedTokens)
-
-
-def _read_mooncake(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    for where, line in _decode(path, lines, MooncakeLine):
-        blocks, rest = divmod(line.input_length, MOONCAKE_BLOCK)
-        if len(line.hash_ids) != blocks + (rest > 0):
-            raise ConfigError(
-                f"{where}: {line.input_length} tokens are {blocks + (rest > 0)} blocks of "
-                f"{MOONCAKE_BLOCK}, but there are {len(line.hash_ids)} hash_ids"
-            )
-        lengths = [MOONCAKE_BLOCK] * blocks + [rest] * (rest > 0)
-        pieces = tuple(
-            Piece(text_name("mooncake", seed, name), length)
-            for name, length in zip(line.hash_ids, lengths, strict=True)
-        )
-        # The first block is a prompt of the system, the same for all: the next one is theirs.
-        session = pieces[min(1, len(pieces) - 1)].text if pieces else -1
-        yield WorkloadRequest(line.timestamp / 1e3, pieces, line.output_length, session=session)
-
-
-def _read_request_log(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    for where, line in _decode(path, lines, RequestLogLine):
+def read_request_log(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
+    """Requests of a log that `serve` has written."""
+    for where, line in json_lines(path, lines, RequestLogLine):
         yield WorkloadRequest(
             line.arrival,
             (Piece(text_name("log", seed, where), line.prompt_tokens),),
@@ -127,14 +99,3 @@ def _read_request_log(path: Path, lines: list[str], seed: int) -> Iterator[Workl
             user=line.user,
             timeout=line.timeout,
         )
-
-
-def _decode(path: Path, lines: list[str], kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Lines with where they stand, empty ones left out."""
-    decoder = msgspec.json.Decoder(kind)
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield f"{path}:{number}", decoder.decode(line)
-            except UNREADABLE as error:
-                raise ConfigError(f"{path}:{number}: {one_line(error)}") from error

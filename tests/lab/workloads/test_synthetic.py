@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
+from typing import Any
 
 import msgspec
 import pytest
@@ -98,7 +99,7 @@ def test_each_turn_of_a_conversation_holds_all_that_was_said_before() -> None:
     assert second.pieces[1].length == first.output_tokens
 
 
-PROGRAM = {
+PROGRAM: dict[str, Any] = {
     "stages": [
         {},
         {
