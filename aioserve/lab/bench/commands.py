@@ -48,6 +48,8 @@ def run_bench(words: Sequence[str]) -> int:
     target = _target(arguments)
     workload = _workload(arguments, arguments.seed)
     levels = ServiceLevels.of(arguments.slo, workload.all_classes)
+    if any(slo.program is not None for _, slo in arguments.slo):
+        raise ConfigError("--slo program=...: bench measures requests and no programs")
     warmup = _alone(_workload(arguments, arguments.seed + WARMUP_SEED).requests[: arguments.warmup])
     is_interrupted = False
     with progress(len(workload.requests)) as report:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from aioserve.cli import main
+from aioserve.lab.comparison.programs import aborts, programs_of
+from aioserve.lab.workloads.synthetic import generate, read_spec
 from tests import processes
 
 ROOT = Path(__file__).parents[3]
@@ -108,6 +110,22 @@ def test_the_shipped_programs_are_measured_against_themselves_alone(
     slowdown = document["results"][0]["durations"]["slowdown"]
     assert slowdown["mean"] > 1
     assert '"program p50, s"' in page.read_text()
+
+
+def test_search_counts_a_program_as_one(tmp_path: Path) -> None:
+    data = tmp_path / "knee.json"
+    words = ["search", "fcfs", "--workload", "agents", "--limit", "120", "--tolerance", "0.5"]
+    limits = ["--slo", "agent:program=20", "--goodput", "0.5"]
+    assert main([*words, *limits, "--json", str(data)]) == 0
+    knee = json.loads(data.read_bytes())
+    programs = generate(read_spec(ROOT / "configs/workloads/agents.yaml"), 0).cut(limit=120)
+    own = [requests for requests in programs_of(programs) if not aborts(programs, requests)]
+    chats = [request for request in programs.requests if request.kind == "chat"]
+    # What the file says of chats holds beside what the command says of agents.
+    counted = len(own) + len(chats)
+    for probe in knee["probes"]:
+        good = probe["good_share"] * counted
+        assert good == pytest.approx(round(good), abs=1e-3)
 
 
 def test_a_class_that_is_not_there_is_refused_before_the_run(

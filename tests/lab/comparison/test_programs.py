@@ -1,5 +1,7 @@
 """Completion times of programs, against numbers that were computed by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 CONFIG = EngineConfig(runner=RunnerConfig(runner="simulated"))
 
 
-def part(arrival: float, program: int, *waits_for: int, **fields: object) -> WorkloadRequest:
+def part(arrival: float, program: int, *waits_for: int, **fields: Any) -> WorkloadRequest:
     follows, after = (waits_for[0], waits_for[1:]) if waits_for else (-1, ())
     text = Piece(7, 200)  # the same for all: a cache would hold it
     return WorkloadRequest(
