@@ -60,7 +60,7 @@ CONTROLS = {
     f"/admin/{name}"
     for name in ("policy", "try_policy", "pause", "resume", "sleep", "wake", "reload", "shadow")
 } | {"/admin/log_level"}
-THIN = 40  # one body in so many of a field, of routes with large bodies; all in the slow test
+THIN = 90  # one body in so many of a field, of routes with large bodies; all in the slow test
 LARGE = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 
 
