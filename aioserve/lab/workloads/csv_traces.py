@@ -17,6 +17,7 @@ from aioserve.lab.workloads.workload import Piece, WorkloadRequest, text_name
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 BURSTGPT_COLUMNS = ["Timestamp", "Request tokens", "Response tokens"]
 LENGTH_COLUMNS = ["num_prefill_tokens", "num_decode_tokens"]
+OUTCOME_COLUMNS = ["arrival_s", "client", "prompt_tokens", "output_tokens"]
 
 Reader = Callable[[Path, list[str], int], Iterator[WorkloadRequest]]
 
@@ -47,6 +48,15 @@ class LengthLine(msgspec.Struct):
     arrived_at: Seconds | None = None
 
 
+class OutcomeLine(msgspec.Struct):
+    """A row of outcomes, of which a workload takes what came and not what became of it."""
+
+    arrival_s: Seconds
+    client: str
+    prompt_tokens: Count
+    output_tokens: Count
+
+
 def csv_reader(path: Path, lines: list[str]) -> Reader:
     """Which of the kinds of CSV it is: the columns say. Raises `ConfigError`."""
     header = [name.strip() for name in (lines[0] if lines else "").split(",")]
@@ -54,13 +64,15 @@ def csv_reader(path: Path, lines: list[str]) -> Reader:
         (AZURE_COLUMNS, read_azure),
         (BURSTGPT_COLUMNS, read_burstgpt),
         (LENGTH_COLUMNS, read_lengths),
+        (OUTCOME_COLUMNS, read_outcome_arrivals),
     ):
         if set(columns) <= set(header):
             return reader
     raise ConfigError(
         f"{path}:1: expected the columns {','.join(AZURE_COLUMNS)} (Azure), "
-        f"{','.join(BURSTGPT_COLUMNS)} (BurstGPT) or {','.join(LENGTH_COLUMNS)} (lengths, as "
-        f"Sarathi-Serve's), got {','.join(header)!r}"
+        f"{','.join(BURSTGPT_COLUMNS)} (BurstGPT), {','.join(LENGTH_COLUMNS)} (lengths, as "
+        f"Sarathi-Serve's) or {','.join(OUTCOME_COLUMNS)} (outcomes, as for calibrate), got "
+        f"{','.join(header)!r}"
     )
 
 
@@ -106,6 +118,17 @@ def read_lengths(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRe
             line.arrived_at or 0.0,
             (Piece(text_name("lengths", seed, where), line.num_prefill_tokens),),
             line.num_decode_tokens,
+        )
+
+
+def read_outcome_arrivals(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
+    """Requests of a file of outcomes, such as `calibrate --outcomes` and `reproduce` take."""
+    for where, line in csv_rows(path, lines, OutcomeLine):
+        yield WorkloadRequest(
+            line.arrival_s,
+            (Piece(text_name("outcome", seed, where), line.prompt_tokens),),
+            line.output_tokens,
+            user=line.client,
         )
 
 

@@ -190,3 +190,16 @@ def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
         read_trace(tmp_path / "b.csv")
+
+
+def test_outcomes_are_read_for_what_came_and_not_for_what_became_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "o.csv"
+    path.write_text(
+        "arrival_s,client,prompt_tokens,output_tokens,ttft_s,latency_s\n"
+        "2.5,b,9,4,1,2\n2.0,a,7,3,1,2\n"
+    )
+    trace = read_trace(path)
+    assert [(r.arrival, r.user, r.num_prompt_tokens, r.output_tokens) for r in trace.requests] == [
+        (0.0, "a", 7, 3),
+        (0.5, "b", 9, 4),
+    ]
