@@ -79,7 +79,7 @@ def _groups(document: Document) -> list[dict[str, object]]:
     return [
         {
             "kind": table.kind,
-            "columns": [f"{c.label}, ms" if c.unit == "ms" else c.label for c in columns(document)],
+            "columns": [column.label for column in columns(document)],
             "more": table.num_more,
             "note": COMPETING,
             "rows": [

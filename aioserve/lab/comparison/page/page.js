@@ -140,7 +140,7 @@ function groups() {
       }, number(cell.value, ms))),
       ...(hasShares ? [row.competing, row.share, row.due_share].map((v) => element("td", {}, share(v))) : []),
       ...(hasShares ? [element("td", {}, row.behind === null ? "–" : row.behind.toFixed(0))] : [])));
-    const text = results.length > 1 ? `Green and red differ from ${results[0].name} for sure, by more than 1%.` : "";
+    const text = `Latencies in milliseconds.${results.length > 1 ? ` Green and red differ from ${results[0].name} for sure, by more than 1%.` : ""}`;
     const after = [hasShares ? `${note[0].toUpperCase()}${note.slice(1)}.` : "",
       more ? `${more} more waited less for their first tokens; they are in the JSON.` : ""].filter(Boolean).join(" ");
     section(`By ${kind}`, text, makeTable(heads.map((h, i) => element("th", { class: i < 2 ? "left" : "" }, h)), lines),
