@@ -28,7 +28,7 @@ model: .venv/runtime  ## fetch a small model that can talk, 98 MB, into models/:
 	@$(BIN)/python -m aioserve fetch smollm2
 
 test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not dist and not architectures and not browser" $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow and not dist and not architectures and not browser" $(ARGS)
 
 test-all: .venv/test check  ## the slow tests as well
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist and not architectures and not browser" $(ARGS)
