@@ -62,14 +62,19 @@ class Sampling(NamedTuple):
 def sample(blocks: Sequence[Ints], *, is_live: bool, num_draws: int = NUM_DRAWS) -> Sampling:
     """How to draw from seeds whose requests belong to these blocks, each counted from 0.
 
-    Live, the machine is another one in every round: only rounds tell by how much.
+    Live, the machine is another one in every round: only rounds tell by how much. A few seeds tell
+    little of how seeds vary, so that intervals from three on are stretched by Student's factor.
     """
     sizes = [int(block[-1]) + 1 for block in blocks]
     offsets = np.cumsum([0, *sizes[:-1]])
     block = np.concatenate([b + offset for b, offset in zip(blocks, offsets, strict=True)])
     if len(blocks) < MIN_SEEDS and (is_live or sum(sizes) < MIN_BLOCKS):
         return Sampling(block, None)
-    stretch = student(len(blocks)) / NormalDist().inv_cdf((1 + LEVEL) / 2) if is_live else 1.0
+    stretch = 1.0
+    if (num_seeds := len(blocks)) >= MIN_SEEDS:
+        # Drawn from n seeds, a mean varies by a factor of (n - 1) / n less than it does.
+        usual = NormalDist().inv_cdf((1 + LEVEL) / 2)
+        stretch = student(num_seeds) / usual * (num_seeds / (num_seeds - 1)) ** 0.5
     return Sampling(block, draw_weights(sizes, num_draws), stretch)
 
 

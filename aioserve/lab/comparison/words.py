@@ -119,7 +119,11 @@ def _about_intervals(document: Document) -> str:
             "No difference has an interval, and none is called better or worse: a recorded trace "
             f"needs {missing} requests more for that."
         )
-    return "A recorded trace has no other seeds: intervals come from blocks of time."
+    return (
+        "A recorded trace has no other seeds: an interval is of other draws of the blocks of "
+        "requests that this one has, not of other days. Where the queue hardly ever empties, these "
+        "blocks are not independent, and the interval is too narrow."
+    )
 
 
 def _about_recorded(document: Document) -> str:

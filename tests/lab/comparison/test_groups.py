@@ -31,7 +31,7 @@ def client(name: str, **fields: Any) -> dict[str, Any]:
 def workloads(*classes: dict[str, Any], requests: int = 80) -> list[Workload]:
     description = {"arrivals": ARRIVALS, "num_requests": requests, "classes": list(classes)}
     spec = msgspec.convert(description, WorkloadSpec)
-    return [generate(spec, seed) for seed in range(3)]
+    return [generate(spec, seed) for seed in range(8)]
 
 
 def candidate(name: str, policy: str = "fair", **options: Any) -> Candidate:
