@@ -182,7 +182,16 @@ async def ask(engine: AsyncEngine, case: Case, place: int) -> tuple[list[int], i
 
 async def ask_all(engine: AsyncEngine, case: Case) -> None:
     """All prompts at once; their tokens are the reference's."""
-    found = await asyncio.gather(*(ask(engine, case, i) for i in range(len(case.prompts))))
+    # Images are prepared in threads, so that requests arrive when they are ready: the pause lets
+    # them begin in the same step.
+    await engine.pause()
+    asked = asyncio.gather(*(ask(engine, case, i) for i in range(len(case.prompts))))
+    while not asked.done():
+        if stats_of(engine).num_waiting_reqs == len(case.prompts):
+            break
+        await asyncio.sleep(0.001)
+    await engine.resume()
+    found = await asked
     assert [tokens for tokens, _ in found] == case.expected
 
 
