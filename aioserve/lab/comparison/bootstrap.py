@@ -5,7 +5,9 @@ replacement, and from each of them blocks of consecutive requests. Both configur
 draw, so what they share cancels out. Knows arrays; knows nothing about serving.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -24,19 +26,22 @@ LEVEL = 0.95
 # came with a noise of its own, as live ones do.
 MIN_SEEDS = 3
 MIN_BLOCKS = 10  # of a simulation, which repeats exactly: fewer seeds will do then
-# Student's quantiles of 97.5% for 2, 3, ... degrees of freedom.
-STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+LIKE_NORMAL = 200  # degrees of freedom from which Student's distribution is taken as normal
 
 Weights = npt.NDArray[np.float64]  # [draws, blocks of all seeds]: how often each was drawn
 Ints = npt.NDArray[np.int64]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Of one statistic, second configuration minus first, with its 95% interval."""
+    """Of one statistic, second configuration minus first, with its 95% interval; and the 95%
+    interval of the second over the first, where both are positive in all draws.
+    """
 
     value: float
     low: float | None = None
     high: float | None = None
+    low_ratio: float | None = None
+    high_ratio: float | None = None
 
     @property
     def is_distinguishable(self) -> bool:
@@ -56,7 +61,23 @@ class Sampling(NamedTuple):
 
     block: Ints  # of each request, all seeds one after the other
     weights: Weights | None  # None: there is too little to draw from
-    stretch: float = 1.0  # by which few seeds would make an interval too narrow
+    num_seeds: int
+    num_intervals: int = 1  # that are to cover what they are of all at once, in 95% of the cases
+
+    def for_many(self, num_intervals: int) -> "Sampling":
+        """The same draws for intervals that hold together (Bonferroni)."""
+        return self._replace(num_intervals=max(num_intervals, 1))
+
+    @property
+    def stretch(self) -> float:
+        """The factor by which an interval is wider than the middle 95% of its draws."""
+        usual = normal_quantile(LEVEL)
+        level = 1 - (1 - LEVEL) / self.num_intervals
+        if self.num_seeds < MIN_SEEDS:
+            return normal_quantile(level) / usual
+        # Drawn from n seeds, a mean varies by a factor of (n - 1) / n less than it does.
+        lost = math.sqrt(self.num_seeds / (self.num_seeds - 1))
+        return student_quantile(level, self.num_seeds - 1) / usual * lost
 
 
 def sample(blocks: Sequence[Ints], *, is_live: bool, num_draws: int = NUM_DRAWS) -> Sampling:
@@ -69,20 +90,44 @@ def sample(blocks: Sequence[Ints], *, is_live: bool, num_draws: int = NUM_DRAWS)
     offsets = np.cumsum([0, *sizes[:-1]])
     block = np.concatenate([b + offset for b, offset in zip(blocks, offsets, strict=True)])
     if len(blocks) < MIN_SEEDS and (is_live or sum(sizes) < MIN_BLOCKS):
-        return Sampling(block, None)
-    stretch = 1.0
-    if (num_seeds := len(blocks)) >= MIN_SEEDS:
-        # Drawn from n seeds, a mean varies by a factor of (n - 1) / n less than it does.
-        usual = NormalDist().inv_cdf((1 + LEVEL) / 2)
-        stretch = student(num_seeds) / usual * (num_seeds / (num_seeds - 1)) ** 0.5
-    return Sampling(block, draw_weights(sizes, num_draws), stretch)
+        return Sampling(block, None, len(blocks))
+    return Sampling(block, draw_weights(sizes, num_draws), len(blocks))
 
 
-def student(num_values: int) -> float:
-    """Student's quantile for an interval of the mean of `num_values` values, at least 3."""
-    if num_values - 3 < len(STUDENT):
-        return STUDENT[num_values - 3]
-    return NormalDist().inv_cdf((1 + LEVEL) / 2) + 2.4 / (num_values - 1)
+def normal_quantile(level: float) -> float:
+    """The t for which a standard normal value lies between -t and t with probability `level`."""
+    return NormalDist().inv_cdf((1 + level) / 2)
+
+
+@cache
+def student_quantile(level: float, degrees: int) -> float:
+    """The t for which Student's value of `degrees` degrees of freedom lies between -t and t with
+    probability `level`.
+    """
+    if degrees >= LIKE_NORMAL:
+        return normal_quantile(level)
+    low, high = 0.0, 1.0
+    while student_share(high, degrees) < level:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        if student_share(middle, degrees) < level:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def student_share(t: float, degrees: int) -> float:
+    """The probability of a value between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / degrees**0.5)
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = degrees % 2
+    term, total = (cosine if is_odd else 1.0), 0.0
+    for i in range(1 + is_odd, degrees, 2):
+        total += term
+        term *= cosine**2 * i / (i + 1)
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
 
 
 def draw_weights(blocks_per_seed: Sequence[int], num_draws: int = NUM_DRAWS) -> Weights:
@@ -111,14 +156,12 @@ def compare_requests(
         "p99": lambda values, w: _quantiles(values, block, w, 0.99),
     }
     ones = np.ones((1, int(block[-1]) + 1))
-    return {
-        name: _difference(
-            float((statistic(b, ones) - statistic(a, ones))[0]),
-            None if weights is None else statistic(b, weights) - statistic(a, weights),
-            sampling.stretch,
-        )
-        for name, statistic in statistics.items()
-    }
+    differences = {}
+    for name, statistic in statistics.items():
+        values = float(statistic(a, ones)[0]), float(statistic(b, ones)[0])
+        draws = None if weights is None else (statistic(a, weights), statistic(b, weights))
+        differences[name] = _difference(*values, draws, sampling.stretch)
+    return differences
 
 
 def compare_gaps(
@@ -133,15 +176,16 @@ def compare_gaps(
     differences = {}
     for name, q in (("p50", 0.5), ("p99", 0.99)):
         a, b = (float(gaps[max(int(np.ceil(q * len(gaps))) - 1, 0)]) for gaps in exact)
-        draws = np.zeros(1) if np.array_equal(exact[0], exact[1]) else None
-        if sampling.weights is not None:
+        draws = None
+        if np.array_equal(exact[0], exact[1]):
+            draws = np.array([a]), np.array([a])
+        elif sampling.weights is not None:
             binned = [
                 _bin_quantiles(np.concatenate([whole, sampling.weights]) @ c, q) for c in counts
             ]
             # Bins are off by up to 1%, in all draws alike: what all of them say is moved.
-            drawn = binned[1] - binned[0]
-            draws = drawn[1:] - drawn[0] + (b - a)
-        differences[name] = _difference(b - a, draws, sampling.stretch)
+            draws = binned[0][1:] - binned[0][0] + a, binned[1][1:] - binned[1][0] + b
+        differences[name] = _difference(a, b, draws, sampling.stretch)
     return differences
 
 
@@ -154,20 +198,42 @@ def compare_totals(first: Sequence[float], second: Sequence[float]) -> Differenc
     if np.isnan(mean) or len(differences) < MIN_SEEDS:
         return Difference(mean)
     error = float(np.std(differences, ddof=1)) / len(differences) ** 0.5
-    reach = student(len(differences)) * error
-    return Difference(mean, mean - reach, mean + reach)
+    quantile = student_quantile(LEVEL, len(differences) - 1)
+    reach = quantile * error
+    ratios: tuple[float, float] | tuple[()] = ()
+    if min(*first, *second) > 0:
+        logs = np.log(np.array(second, dtype=float) / np.array(first, dtype=float))
+        error = float(np.std(logs, ddof=1)) / len(logs) ** 0.5
+        factor = math.exp(quantile * error)
+        ratio = float(np.mean(second)) / float(np.mean(first))
+        ratios = ratio / factor, ratio * factor
+    return Difference(mean, mean - reach, mean + reach, *ratios)
 
 
-def _difference(value: float, draws: Floats | None, stretch: float) -> Difference:
+def _difference(
+    first: float, second: float, draws: tuple[Floats, Floats] | None, stretch: float
+) -> Difference:
+    """Of two values, with draws of both."""
+    value = second - first
     if draws is None or np.isnan(value):
         return Difference(value)
-    known = draws[~np.isnan(draws)]
-    if not len(known):
+    known = ~np.isnan(draws[0]) & ~np.isnan(draws[1])
+    if not known.any():
         return Difference(float("nan"))
-    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    a, b = draws[0][known], draws[1][known]
+    ends = _interval(value, b - a, stretch)
+    if min(first, second, float(np.min(a)), float(np.min(b))) <= 0:
+        return Difference(value, *ends)
+    # Ratios are drawn as logarithms, so that no interval of a latency reaches below 0.
+    logs = _interval(math.log(second / first), np.log(b / a), stretch)
+    return Difference(value, *ends, *map(math.exp, logs))
+
+
+def _interval(value: float, draws: Floats, stretch: float) -> tuple[float, float]:
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     # Draws of a few blocks may all lie on one side of the estimate, which is an estimate still.
     low, high = min(float(low), value), max(float(high), value)
-    return Difference(value, value - stretch * (value - low), value + stretch * (high - value))
+    return value - stretch * (value - low), value + stretch * (high - value)
 
 
 def _means(values: Floats, block: npt.NDArray[np.int64], weights: Weights) -> Floats:

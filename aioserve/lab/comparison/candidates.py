@@ -15,7 +15,7 @@ from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_info import ModelInfo
-from aioserve.scheduler import available_policies
+from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.shipped import config_names
 
 # They change which clients are served and where, and what is noted, not how requests are scheduled.
@@ -81,8 +81,11 @@ def _load(
 
 
 def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
-    """Settings in which two configurations differ besides the policy and its options."""
+    """Settings in which two configurations differ besides the policy, and options that both
+    policies have with different values, stated or not.
+    """
     a, b = _flat(msgspec.to_builtins(first)), _flat(msgspec.to_builtins(second))
+    mine, others = _options(first), _options(second)
     return [
         f"{name} ({a.get(name)} against {b.get(name)})"
         for name in sorted(a | b)
@@ -90,7 +93,21 @@ def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
         and name.split(".")[0] not in IGNORED_SECTIONS
         and name not in IGNORED_SETTINGS
         and not name.startswith("scheduler.options")
+    ] + [
+        f"scheduler.options.{name} ({mine[name]} against {others[name]})"
+        for name in sorted(mine.keys() & others.keys())
+        if mine[name] != others[name]
     ]
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    """What the policy goes by: its defaults, and what the configuration states instead."""
+    stated = config.scheduler.options
+    policy = load_policy(config.scheduler.policy)
+    if not issubclass(policy, BaseScheduler):
+        return stated
+    effective: dict[str, Any] = msgspec.to_builtins(policy.parse_options(stated))
+    return effective
 
 
 def prepare(

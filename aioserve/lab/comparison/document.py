@@ -194,6 +194,8 @@ def _as_data(found: Any) -> Any:
         "value": tidy(found.value),
         "low": None if found.low is None else tidy(found.low),
         "high": None if found.high is None else tidy(found.high),
+        "low_ratio": None if found.low_ratio is None else tidy(found.low_ratio),
+        "high_ratio": None if found.high_ratio is None else tidy(found.high_ratio),
         "is_distinguishable": found.is_distinguishable,
         "is_nothing": found.is_nothing,
     }

@@ -117,7 +117,10 @@ def render_groups(document: Document) -> list[str]:
         lines += ["", *_table(table, columns(document))]
     if any(SURE in line for line in lines):
         first = document["results"][0]["name"]
-        lines.append(f"{SURE} surely differs from {first}, by more than 1%")
+        lines.append(
+            f"{SURE} surely differs from {first}, by more than 1%: the 95% intervals hold for all "
+            "groups of a kind together"
+        )
     if any(" share, %" in line for line in lines):
         lines.append(COMPETING)
     return lines

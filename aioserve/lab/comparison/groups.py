@@ -127,21 +127,25 @@ def compare_groups(
     second: list[RunMeasures],
     sampling: Sampling,
 ) -> dict[str, dict[str, dict[str, dict[str, Difference]]]]:
-    """Second minus first of the listed groups: by kind, name, measure and statistic."""
+    """Second minus first of the listed groups: by kind, name, measure and statistic. The intervals
+    of a measure hold for all groups of a kind together: of many, some would differ by chance.
+    """
 
     def alone(runs: list[RunMeasures], measure: str, places: list[Places]) -> list[Floats]:
         return [_only(getattr(run, measure), p) for run, p in zip(runs, places, strict=True)]
 
     has_slo = any("good_share" in run.totals for run in (*first, *second))
+    measures = (*PER_REQUEST, *(["is_good"] if has_slo else []))
+    samplings = {kind: sampling.for_many(len(groups[kind])) for kind in listed}
     return {
         kind: {
             name: {
                 measure: compare_requests(
                     alone(first, measure, groups[kind][name]),
                     alone(second, measure, groups[kind][name]),
-                    sampling,
+                    samplings[kind],
                 )
-                for measure in (*PER_REQUEST, *(["is_good"] if has_slo else []))
+                for measure in measures
             }
             for name in names
         }

@@ -12,7 +12,13 @@ import msgspec
 from aioserve.lab.comparison.document import Document
 from aioserve.lab.comparison.group_words import COMPETING, Cell, columns, group_tables
 from aioserve.lab.comparison.rows import Row, difference_of, meanings, shown_rows, value_of, verdict
-from aioserve.lab.comparison.words import headline, pair_summary, remarks, slo_in_words
+from aioserve.lab.comparison.words import (
+    headline,
+    other_differences,
+    pair_summary,
+    remarks,
+    slo_in_words,
+)
 
 FOLDER = Path(__file__).parent / "page"
 
@@ -21,7 +27,10 @@ def render_html(document: Document) -> str:
     """The page; words and table rows are those of the terminal."""
     data = {
         "headline": headline(document),
-        "remarks": remarks(document),
+        "remarks": [
+            *([] if "sweep" in document else other_differences(document)),
+            *remarks(document),
+        ],
         "mode": document["mode"],
         "slo": slo_in_words(document),
         "sweep": document.get("sweep"),

@@ -49,17 +49,19 @@ def headline(document: Document) -> str:
     )
 
 
-def remarks(document: Document, *, with_differences: bool = True) -> list[str]:
-    """Sentences that a reader of the numbers should know."""
+def other_differences(document: Document) -> list[str]:
+    """A sentence for each configuration that differs from the first in more than its policy."""
     first, *others = document["results"]
+    return [
+        f"{first['name']} and {other['name']} differ in more than the policy: {', '.join(names)}."
+        for other in others
+        if (names := other["against_first"]["other_differences"])
+    ]
+
+
+def remarks(document: Document) -> list[str]:
+    """Sentences that a reader of the numbers should know."""
     found = list(document["notes"])
-    for other in others:
-        names = other["against_first"]["other_differences"]
-        if names and with_differences:
-            found.append(
-                f"{first['name']} and {other['name']} differ in more than the policy: "
-                f"{', '.join(names)}."
-            )
     for result in document["results"]:
         ended = {
             reason: count
@@ -202,7 +204,7 @@ def render_table(document: Document) -> str:
     """All of it as text of fixed width."""
     first, *others = document["results"]
     slo = slo_in_words(document)
-    lines = [headline(document), *([] if slo is None else [slo]), ""]
+    lines = [headline(document), *([] if slo is None else [slo]), *other_differences(document), ""]
     if not others:
         lines += _single(first)
     for number_of, other in enumerate(others):
@@ -269,7 +271,7 @@ def render_sweep(document: Document) -> str:
     lines = [[setting.rpartition(".")[2], *(_short(row) for row in rows)]]
     for result in results:
         lines.append([result["name"], *(number(value_of(result, row), row) for row in rows)])
-        intervals = [_interval(results[0], result, row) for row in rows]
+        intervals = [_interval(result, row) for row in rows]
         if any(intervals):
             lines.append(["", *intervals])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -283,11 +285,11 @@ def render_sweep(document: Document) -> str:
     shown += ["", f"{units}."]
     if len(lines) > 1 + len(results):
         shown.append(
-            f"Below a value: the 95% interval of its change from that of {results[0]['name']}."
+            f"Below a value: the 95% interval of its ratio to that of {results[0]['name']}."
         )
     elif len(results) > 1:
         shown.append(f"There is {UNKNOWN}.")
-    return "\n".join([headline(document), "", *shown, *remarks(document, with_differences=False)])
+    return "\n".join([headline(document), "", *shown, *remarks(document)])
 
 
 def _short(row: Row) -> str:
@@ -295,15 +297,11 @@ def _short(row: Row) -> str:
     return label.split(",")[0]
 
 
-def _interval(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
-    """As a share or a multiple of the first value; in the row's unit where that is 0 or a share."""
-    difference, base = difference_of(other, row), value_of(first, row)
+def _interval(other: dict[str, Any], row: Row) -> str:
+    """As factors of the first value; in the row's unit where it has no factor, or is a share."""
+    difference = difference_of(other, row)
     if difference is None or difference["low"] is None:
         return ""
-    low, high = (difference[end] * row.factor for end in ("low", "high"))
-    if base <= 0 or row.unit == "points":
-        return f"{signed(low, row)} .. {signed(high, row)}"
-    if high > base:  # more than doubled: "1.9 .. 3.5x" says it better than "+89% .. +245%"
-        return f"{1 + low / base:.1f} .. {1 + high / base:.1f}x"
-    shares = (round(100 * end / base) for end in (low, high))
-    return " .. ".join(f"{share:+d}%" if share else "0%" for share in shares)
+    if difference["low_ratio"] is None or row.unit == "points":
+        return " .. ".join(signed(difference[end] * row.factor, row) for end in ("low", "high"))
+    return " .. ".join(f"{difference[end]:.2f}x" for end in ("low_ratio", "high_ratio"))

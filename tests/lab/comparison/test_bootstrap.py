@@ -12,6 +12,7 @@ from aioserve.lab.comparison.bootstrap import (
     compare_totals,
     draw_weights,
     sample,
+    student_quantile,
 )
 from aioserve.lab.comparison.measures import RunMeasures, block_numbers
 from aioserve.lab.comparison.service import Floats
@@ -75,6 +76,53 @@ def test_totals_need_three_seeds_for_an_interval() -> None:
     assert compare_totals([1.0] * 5, [2.0, 2.1, 1.9, 2.0, 2.2]).is_distinguishable
     assert not compare_totals([1.0] * 5, [2.0, 0.1, 1.9, 0.5, 0.4]).is_distinguishable
     assert compare_totals([1.0], [1.0]).is_nothing
+
+
+def test_student_quantiles_are_those_of_the_printed_tables() -> None:
+    for level, degrees, printed in (
+        (0.95, 2, 4.303),
+        (0.95, 4, 2.776),
+        (0.95, 9, 2.262),
+        (0.99, 1, 63.657),
+        (0.99, 4, 4.604),
+        (0.999, 5, 6.869),
+        (0.95, 1000, 1.96),
+    ):
+        assert student_quantile(level, degrees) == pytest.approx(printed, rel=3e-4)
+
+
+def test_a_ratio_of_latencies_has_an_interval_of_positive_factors() -> None:
+    rng = np.random.default_rng(0)
+    first = [rng.lognormal(0, 2, 200) for _ in range(5)]
+    second = [0.4 * rng.lognormal(0, 2, 200) for _ in range(5)]
+    for difference in compare(first, second).values():
+        assert difference.low_ratio is not None
+        assert difference.high_ratio is not None
+        assert 0 < difference.low_ratio <= difference.high_ratio
+    totals = compare_totals([10.0, 11.0, 9.0], [5.0, 6.0, 4.0])
+    assert totals.low_ratio == pytest.approx(0.387, rel=0.01)
+    assert compare_totals([0.0, 1.0, 2.0], [5.0, 6.0, 4.0]).low_ratio is None
+
+
+def test_of_many_equal_clients_seldom_one_differs() -> None:
+    comparisons_with_a_difference = {1: 0, 20: 0}
+    for i in range(20):
+        rng = np.random.default_rng(i)
+        first, second = rng.exponential(1.0, (2, 4000))
+        sampling = sample([block_numbers(4000)], is_live=False, num_draws=400)
+        for num_intervals in comparisons_with_a_difference:
+            differences = [
+                compare_requests(
+                    [first[client::20]],
+                    [second[client::20]],
+                    sampling._replace(block=sampling.block[client::20]).for_many(num_intervals),
+                )["mean"]
+                for client in range(20)
+            ]
+            is_any = any(difference.is_distinguishable for difference in differences)
+            comparisons_with_a_difference[num_intervals] += is_any
+    assert comparisons_with_a_difference[1] >= 8  # 64% of 20 are 13
+    assert comparisons_with_a_difference[20] <= 4  # 5% of 20 are 1
 
 
 def test_so_little_that_an_interval_would_claim_too_much_has_none() -> None:

@@ -113,6 +113,16 @@ def test_configurations_that_differ_in_more_than_the_policy_are_pointed_out() ->
     assert "differ in more than the policy" in render_html(document)
 
 
+def test_options_that_two_policies_have_with_different_values_are_pointed_out() -> None:
+    first = candidate("a", "chunked_prefill")
+    assert other_differences(first.config, candidate("b", "fair").config) == [
+        "scheduler.options.chunk_size (512 against None)"
+    ]
+    text = render_table(compare([first, candidate("b", "fair")], WORKLOADS[:1]))
+    above = text[: text.index("95% interval")]
+    assert "a and b differ in more than the policy: scheduler.options.chunk_size" in above
+
+
 def test_the_report_is_one_file_that_names_no_other(document: Document) -> None:
     page = render_html(document)
     addresses = set(re.findall(r"https?://[^\s\"'<]*", page))
