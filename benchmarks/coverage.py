@@ -36,7 +36,7 @@ NOT_OF_TIME = ("prefix_hit_share", "draft_tokens")
 
 
 class Case(NamedTuple):
-    """A load, a number of seeds, and the runs of both configurations to draw them from."""
+    """How many seeds a replicate has, and the runs of both configurations to draw them from."""
 
     num_seeds: int
     first: list[RunMeasures]

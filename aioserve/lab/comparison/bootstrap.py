@@ -62,11 +62,11 @@ class Sampling(NamedTuple):
     block: Ints  # of each request, all seeds one after the other
     weights: Weights | None  # None: there is too little to draw from
     num_seeds: int
-    num_intervals: int = 1  # that are to cover what they are of all at once, in 95% of the cases
+    num_intervals: int = 1  # all of which cover the truth at once, with a probability of 95%
 
     def for_many(self, num_intervals: int) -> "Sampling":
         """The same draws for intervals that hold together (Bonferroni)."""
-        return self._replace(num_intervals=max(num_intervals, 1))
+        return self._replace(num_intervals=num_intervals)
 
     @property
     def stretch(self) -> float:
@@ -213,7 +213,7 @@ def compare_totals(first: Sequence[float], second: Sequence[float]) -> Differenc
 def _difference(
     first: float, second: float, draws: tuple[Floats, Floats] | None, stretch: float
 ) -> Difference:
-    """Of two values, with draws of both."""
+    """The difference and the ratio of two values, with intervals from draws of both."""
     value = second - first
     if draws is None or np.isnan(value):
         return Difference(value)
