@@ -7,6 +7,8 @@
 there are seats come at once to a pool that has room for half of the seats, so that some are
 preempted, and again when as many have ended. Of these `add_request()`, `schedule()` and
 `update_from_output()`, without model or event loop, with prefix caching in blocks of 16 tokens.
+Requests come from 100 clients in turn; under `fair`, whose choice is among the clients that wait,
+from 10,000 as well where requests wait (`--users`).
 `engine`: streams of `AsyncEngine` on the virtual clock, with a simulated runner, without text: CPU
 time per token, the scheduler's included.
 
@@ -32,7 +34,7 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import EncoderInput, Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
-from aioserve.scheduler import SchedulerInterface, SchedulerOutput, load_policy
+from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 
 POLICIES = sorted(path.stem for path in (against.ROOT / "policies").glob("[a-z]*.py"))
 CASES = ("steady", "churn", "bursts", "engine")
@@ -43,6 +45,7 @@ LIFE = 64  # steps that a request stays, about, where any end
 EOS = 1
 MAX_STEPS = 5000  # in steady decode
 MAX_FILL_STEPS = 5000
+FEW_USERS, MANY_USERS = 100, 10_000
 
 
 class Case(NamedTuple):
@@ -52,7 +55,7 @@ class Case(NamedTuple):
     kind: str
     running: int
     waiting: int = 0
-    users: int = 100
+    users: int = FEW_USERS  # who ask, in turn
     images: int = 0  # in every prompt, at most 20
 
     @property
@@ -60,6 +63,7 @@ class Case(NamedTuple):
         """For people."""
         parts = [self.policy, self.kind, f"{self.running} run"]
         parts += [f"{self.waiting} wait"] if self.waiting else []
+        parts += [f"{self.users} ask"] if self.users != FEW_USERS else []
         return " ".join(parts)
 
 
@@ -82,19 +86,20 @@ class SchedulerWork:
         self._known: dict[str, int] = {}  # tokens of those in the batch; by admission
         self.num_ended = self.num_preempted = 0
         self._num_to_come = 0
-        self._scheduler = self._make_scheduler()
+        self.scheduler = self._make_scheduler()
         for _ in range(case.waiting + (0 if case.kind == "bursts" else case.running)):
-            self._scheduler.add_request(self._make_request())
+            self.scheduler.add_request(self._make_request())
         if case.kind != "bursts":
             self._fill()
 
-    def _make_scheduler(self) -> SchedulerInterface:
+    def _make_scheduler(self) -> BaseScheduler:
         case, seats = self.case, self.case.running
         num_blocks = {
             "steady": seats * -(-(PROMPT_TOKENS + MAX_STEPS) // BLOCK_SIZE),
             "churn": seats * -(-(PROMPT_TOKENS + 4 * LIFE) // BLOCK_SIZE),
             "bursts": seats // 2 * -(-(PROMPT_TOKENS + LIFE) // BLOCK_SIZE),
         }[case.kind]
+        num_blocks = max(num_blocks, -(-(PROMPT_TOKENS + 2 * LIFE) // BLOCK_SIZE))  # of the longest
         options: dict[str, Any] = {}
         if case.policy == "chunked_prefill":
             options = {"chunk_size": max(512, 2 * seats)}  # all decodes, and some prompts
@@ -107,7 +112,7 @@ class SchedulerWork:
             options=options,
         )
         make_scheduler: Any = load_policy(case.policy)
-        scheduler: SchedulerInterface = make_scheduler(
+        scheduler: BaseScheduler = make_scheduler(
             config,
             KVCacheManager(num_blocks, BLOCK_SIZE),
             max_model_len=PROMPT_TOKENS + MAX_STEPS,
@@ -173,7 +178,7 @@ class SchedulerWork:
 
     def step(self, coming: list[Request], num_leaving: int) -> Times:
         """Add requests, plan a step and take in a result by which the oldest requests end."""
-        scheduler, clock = self._scheduler, time.thread_time
+        scheduler, clock = self.scheduler, time.thread_time
         began = clock()
         for request in coming:
             scheduler.add_request(request)
@@ -311,10 +316,15 @@ def measure(case: Case, num_steps: int) -> dict[str, Any]:
     return {**row, "us_per_row": round(1e6 * spent / sum(step.rows for step in times), 3)}
 
 
+def usual_users(policy: str, waiting: int) -> list[int]:
+    """How many clients ask; `fair` decides among those that wait."""
+    return [FEW_USERS, MANY_USERS] if policy == "fair" and waiting else [FEW_USERS]
+
+
 def print_all(cases: list[Case], num_steps: int) -> None:
     """A line for each."""
     print(
-        f"{'policy':16}{'case':8}{'running':>8}{'waiting':>8}"
+        f"{'policy':16}{'case':8}{'running':>8}{'waiting':>8}{'users':>7}"
         f"{'add':>9}{'schedule':>10}{'update':>9}{'us/row':>9}"
     )
     rows = []
@@ -327,7 +337,7 @@ def print_all(cases: list[Case], num_steps: int) -> None:
             for name, width in (("add", 9), ("schedule", 10), ("update", 9))
         )
         print(
-            f"{case.policy:16}{case.kind:8}{case.running:8}{case.waiting:8}{cells}"
+            f"{case.policy:16}{case.kind:8}{case.running:8}{case.waiting:8}{case.users:7}{cells}"
             f"{row['us_per_row']:9.3f}",
             flush=True,
         )
@@ -340,7 +350,13 @@ def main() -> int:
     parser.add_argument("--case", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--running", nargs="+", type=int, default=[64], help="at once")
     parser.add_argument("--waiting", nargs="+", type=int, default=[0, 10_000], help="behind them")
-    parser.add_argument("--users", type=int, default=100, help="who ask, in turn")
+    parser.add_argument(
+        "--users",
+        nargs="+",
+        type=int,
+        help=f"clients that ask, in turn (default: {FEW_USERS}; fair with requests waiting: "
+        f"{MANY_USERS} as well)",
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--images", type=int, default=0, help="in every prompt (at most 20)")
     parser.add_argument("--against", metavar="REV_OR_DIR", help="compare with another checkout")
@@ -353,11 +369,12 @@ def main() -> int:
         against.take_turns(make_work)
         return 0
     cases = [
-        Case(policy, kind, running, waiting, args.users, args.images)
+        Case(policy, kind, running, waiting, users, args.images)
         for policy in args.policy
         for kind in args.case
         for running in args.running
         for waiting in (args.waiting if kind != "engine" else [0])
+        for users in args.users or usual_users(policy, waiting)
     ]
     if args.against is None:
         print_all(cases, args.steps)

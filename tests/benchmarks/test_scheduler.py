@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from against import ROOT, checkout
-from scheduler import POLICIES, Case, SchedulerWork
+from scheduler import POLICIES, Case, SchedulerWork, usual_users
 
 from tests.processes import run
 
@@ -24,6 +24,21 @@ def test_every_policy_is_measured_in_what_the_names_of_cases_say(policy: str) ->
     bursts.steps(3)
     assert bursts.num_ended >= 3 * 16
     assert bursts.num_preempted > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bursts_to_a_single_seat_have_blocks_for_every_request(policy: str) -> None:
+    work = SchedulerWork(Case(policy, "bursts", 1, waiting=70))
+    work.steps(40)
+    assert work.num_ended >= 80
+
+
+def test_fair_is_measured_with_as_many_clients_as_requests() -> None:
+    assert usual_users("fair", 10_000) == [100, 10_000]
+    assert usual_users("mlfq", 10_000) == [100]
+    work = SchedulerWork(Case("fair", "churn", 8, waiting=300, users=300))
+    work.steps(10)
+    assert len({request.user for request in work.scheduler.get_requests()}) > 250
 
 
 def test_the_same_case_is_the_same_work_every_time() -> None:
