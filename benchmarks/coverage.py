@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
-from aioserve.lab.comparison.document import differences, summarize
+from aioserve.lab.comparison.document import differences, sampling_of, summarize
 from aioserve.lab.comparison.measures import RunMeasures
 from aioserve.lab.comparison.rows import ROWS, Row, value_of, verdict
 from aioserve.lab.simulation.run import simulate
@@ -87,8 +87,8 @@ def tally(case: Case, num_replicates: int, *, truth_is_zero: bool = False) -> Ta
             base, other = (value_of(truth, row) for truth in truths)
             truth = 0.0 if truth_is_zero else other - base
             difference = found[row.measure].get(row.statistic)
-            if difference is None or difference["low"] is None:
-                continue
+            if difference is None or difference["low"] is None or difference["is_nothing"]:
+                continue  # "the same" says what was measured, and promises nothing
             low, high = (difference[end] * row.factor for end in ("low", "high"))
             # Six digits are kept of a document's numbers.
             covered[row.label].append(low - 1e-5 * abs(low) <= truth <= high + 1e-5 * abs(high))
@@ -103,9 +103,7 @@ def tally(case: Case, num_replicates: int, *, truth_is_zero: bool = False) -> Ta
 
 def compared(first: list[RunMeasures], second: list[RunMeasures]) -> dict[str, Any]:
     """Differences with intervals, as `compare` finds them."""
-    from aioserve.lab.comparison.bootstrap import sample
-
-    return differences(first, second, sample([run.block for run in first], is_live=False))
+    return differences(first, second, sampling_of(first, second, is_live=False))
 
 
 def is_measured(row: Row, *results: dict[str, Any]) -> bool:

@@ -16,8 +16,9 @@ from aioserve.lab.comparison.bootstrap import (
     Sampling,
     compare_gaps,
     compare_requests,
-    compare_totals,
-    sample,
+    compare_seeds,
+    sample_one,
+    sample_seeds,
 )
 from aioserve.lab.comparison.candidates import (
     Candidate,
@@ -34,7 +35,7 @@ from aioserve.lab.comparison.groups import (
     summarize_groups,
     worst_class,
 )
-from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, tidy, tidy_statistics
+from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, over_seeds, tidy
 from aioserve.lab.comparison.programs import aborts, one_by_one, programs_of
 from aioserve.lab.comparison.quality import Reader
 from aioserve.lab.comparison.service import service_bound
@@ -113,9 +114,9 @@ def compare(
         for i, candidate in enumerate(candidates)
     ]
     listed = list_groups([result["groups"] for result in results])
-    sampling = sample([run.block for run in measures[0]], is_live=is_live)
     first = candidates[0]
     for i, candidate in enumerate(candidates[1:], start=1):
+        sampling = sampling_of(measures[0], measures[i], is_live=is_live)
         results[i]["against_first"] = {
             "other_differences": other_differences(first.config, candidate.config),
             "differences": differences(measures[0], measures[i], sampling),
@@ -136,12 +137,11 @@ def compare(
 
 
 def summarize(runs: list[RunMeasures]) -> dict[str, Any]:
-    """Durations over the requests of all seeds, in seconds; totals as means over the seeds."""
-    statistics: dict[str, dict[str, float]] = {}
-    for name in runs[0].measured:
-        values = np.concatenate([getattr(run, name) for run in runs])
-        statistics[name] = tidy_statistics(values)
-    statistics["gap"] = tidy_statistics(np.concatenate([run.gaps for run in runs]).astype(float))
+    """Means over the seeds of what was measured in each: statistics of durations, in seconds, and
+    totals.
+    """
+    statistics = {n: over_seeds([getattr(run, n) for run in runs]) for n in runs[0].measured}
+    statistics["gap"] = over_seeds([run.gaps.astype(float) for run in runs])
     names = [name for name in runs[0].totals if all(name in run.totals for run in runs)]
     totals = {name: [run.totals[name] for run in runs] for name in names}
     reasons = sorted({reason for run in runs for reason in run.finish_reasons})
@@ -151,6 +151,19 @@ def summarize(runs: list[RunMeasures]) -> dict[str, Any]:
         "totals_by_seed": {name: [tidy(v) for v in values] for name, values in totals.items()},
         "finish_reasons": {r: sum(run.finish_reasons.get(r, 0) for run in runs) for r in reasons},
     }
+
+
+def sampling_of(first: list[RunMeasures], second: list[RunMeasures], *, is_live: bool) -> Sampling:
+    """Several seeds give intervals as they are. One gives them by what is drawn from it, but not
+    live: the machine is another one in every round, and only rounds tell by how much.
+    """
+    if len(first) > 1:
+        return sample_seeds([run.block for run in first])
+    if is_live:
+        return Sampling()
+    a, b = ([getattr(runs[0], name) for name in PER_REQUEST] for runs in (first, second))
+    apart = [y - x for x, y in zip(a, b, strict=True)]
+    return sample_one(first[0].block, [*a, *b, *apart])
 
 
 def differences(
@@ -167,8 +180,8 @@ def differences(
     }
     found["gap"] = compare_gaps(first, second, sampling)
     found["totals"] = {
-        name: compare_totals(
-            [run.totals[name] for run in first], [run.totals[name] for run in second]
+        name: compare_seeds(
+            [run.totals[name] for run in first], [run.totals[name] for run in second], sampling
         )
         for name in first[0].totals
         if all(name in run.totals for run in (*first, *second))  # not all have drafts

@@ -16,8 +16,8 @@ from aioserve.lab.comparison.measures import (
     PER_REQUEST,
     RunMeasures,
     good_totals,
+    over_seeds,
     tidy,
-    tidy_statistics,
 )
 from aioserve.lab.comparison.service import Floats
 from aioserve.lab.workloads.workload import Workload
@@ -55,21 +55,19 @@ def _partition(groups: dict[str, list[Places]]) -> set[tuple[bytes, ...]]:
 
 
 def summarize_groups(groups: Groups, runs: list[RunMeasures]) -> dict[str, Any]:
-    """Per group its durations, in seconds, over all seeds; per client what it was served."""
+    """Per group its durations, in seconds, as means over seeds; per client what it was served."""
     found: dict[str, Any] = {}
     for kind, by_name in groups.items():
         found[kind] = {}
         for name, places in by_name.items():
             durations = {
-                measure: np.concatenate(
-                    [getattr(run, measure)[p] for run, p in zip(runs, places, strict=True)]
-                )
+                measure: [getattr(run, measure)[p] for run, p in zip(runs, places, strict=True)]
                 for measure in PER_REQUEST
             }
             found[kind][name] = {
                 "requests": sum(map(len, places)),
-                "unfinished": int(np.isnan(durations["e2e"]).sum()),
-                "durations": {m: tidy_statistics(values) for m, values in durations.items()},
+                "unfinished": sum(int(np.isnan(values).sum()) for values in durations["e2e"]),
+                "durations": {m: over_seeds(seeds) for m, seeds in durations.items()},
                 **good_of(runs, places),
             }
     for name, group in found.get("client", {}).items():

@@ -114,7 +114,7 @@ def block_numbers(num_requests: int) -> Ints:
     return np.arange(num_requests) * num_blocks // max(num_requests, 1)
 
 
-def quantile(values: Floats, q: float) -> float:
+def quantile(values: npt.NDArray[np.floating[Any]], q: float) -> float:
     """The smallest value that at least a share `q` of `values` does not exceed; NaN of none."""
     known = np.sort(values[~np.isnan(values)])
     if not len(known):
@@ -137,9 +137,16 @@ def statistics_of(values: Floats) -> dict[str, float]:
     return dict(zip(STATISTICS, found, strict=True))
 
 
-def tidy_statistics(values: Floats) -> dict[str, float]:
-    """The same in as many digits as a document has."""
-    return {name: tidy(value) for name, value in statistics_of(values).items()}
+def over_seeds(seeds: Sequence[Floats]) -> dict[str, float]:
+    """Means over seeds of each one's mean and quantiles, and the maximum of all, in as many digits
+    as a document has. Seeds with no known value are left out.
+    """
+    found = [statistics_of(values) for values in seeds if not np.isnan(values).all()]
+    if not found:
+        return statistics_of(np.empty(0))
+    of_all = {name: float(np.mean([of[name] for of in found])) for name in STATISTICS}
+    of_all["max"] = max(of["max"] for of in found)
+    return {name: tidy(value) for name, value in of_all.items()}
 
 
 def _per_output_token(request: RequestOutcome) -> float:

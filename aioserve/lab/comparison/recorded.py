@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from aioserve.lab.comparison.measures import tidy_statistics
+from aioserve.lab.comparison.measures import over_seeds
 from aioserve.lab.logs.traffic import Traffic
 
 
@@ -26,7 +26,7 @@ def measure_recorded(traffic: Traffic) -> dict[str, Any]:
         "durations": {
             "ttft": _statistics([t[0] - life.arrival for life, t in pairs if len(t)]),
             "tpot": _statistics([(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]),
-            "gap": tidy_statistics(np.concatenate([np.empty(0), *map(np.diff, times)])),
+            "gap": over_seeds([np.concatenate([np.empty(0), *map(np.diff, times)])]),
             "e2e": _statistics([(life.end or 0.0) - life.arrival for life, _ in finished]),
         },
         "totals": {},
@@ -34,4 +34,4 @@ def measure_recorded(traffic: Traffic) -> dict[str, Any]:
 
 
 def _statistics(values: list[float]) -> dict[str, float]:
-    return tidy_statistics(np.array(values, dtype=float))
+    return over_seeds([np.array(values, dtype=float)])

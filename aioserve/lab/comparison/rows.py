@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from aioserve.lab.legend import DURATIONS
 
 NOISE = "not distinguishable from noise"
-UNKNOWN = "no interval from so few seeds or requests"
+UNKNOWN = "no interval from so little"
 TINY = "less than 1% apart"
 
 

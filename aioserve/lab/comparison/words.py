@@ -76,15 +76,10 @@ def remarks(document: Document) -> list[str]:
             )
     if document["workload"]["programs"]:
         found.append(_about_programs(document))
-    if document["workload"]["is_recorded"]:
-        found.append(_about_intervals(document))
+    if len(document["workload"]["seeds"]) < MIN_SEEDS and len(document["results"]) > 1:
+        found.append(_about_one_seed(document))
     if document.get("recorded") is not None:
         found.append(_about_recorded(document))
-    if len(document["workload"]["seeds"]) < MIN_SEEDS and document["mode"] == "live":
-        found.append(
-            "Live, the machine is another one in every round: an interval needs at least "
-            f"{MIN_SEEDS} seeds."
-        )
     if has_service(document):
         found.append(_about_service(document))
     return found
@@ -114,17 +109,26 @@ def _about_programs(document: Document) -> str:
     return f"The requests make up {count} programs.{left}{how}"
 
 
-def _about_intervals(document: Document) -> str:
+def _about_one_seed(document: Document) -> str:
+    """What intervals are of, or what a difference needs to have one."""
+    is_trace = document["workload"]["is_recorded"]
     missing = MIN_BLOCKS * REQUESTS_PER_BLOCK - document["workload"]["requests"]
-    if missing > 0 and len(document["workload"]["seeds"]) < MIN_SEEDS:
+    none = "No difference has an interval, and none is called better or worse: "
+    if document["mode"] == "live":
+        why = "live, the machine is another one in every round"
+        return f"{none}{why}. Take at least {MIN_SEEDS} seeds."
+    if missing > 0 and is_trace:
+        return f"{none}a recorded trace needs {missing} requests more for that."
+    found = document["results"][1]["against_first"]["differences"]["e2e"]["mean"]
+    if found["low"] is not None:
         return (
-            "No difference has an interval, and none is called better or worse: a recorded trace "
-            f"needs {missing} requests more for that."
+            "An interval of one seed is of other draws of the stretches of requests that this one "
+            "has, not of other days."
         )
+    instead = "Take a longer trace, or one with pauses." if is_trace else "Take several seeds."
     return (
-        "A recorded trace has no other seeds: an interval is of other draws of the blocks of "
-        "requests that this one has, not of other days. Where the queue hardly ever empties, these "
-        "blocks are not independent, and the interval is too narrow."
+        f"{none}the time of a request depends on so many before it that the run has fewer than "
+        f"{MIN_BLOCKS} independent stretches. {instead}"
     )
 
 
