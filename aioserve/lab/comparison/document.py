@@ -297,6 +297,10 @@ def _by_class(workloads: list[Workload], runs: list[RunMeasures]) -> dict[str, A
     for kind in sorted({kind for of_seed in places for kind in of_seed}):
         own = [of_seed.get(kind, np.empty(0, dtype=np.int64)) for of_seed in places]
         found[kind] = {"requests": sum(map(len, own)), **good_of(runs, own)}
+        if any("programs_in_time" in run.totals for run in runs):
+            good = [run.program_good[p] for run, p in zip(runs, own, strict=True)]
+            if not np.isnan(np.concatenate(good)).all():
+                found[kind]["programs_in_time"] = tidy(float(np.nanmean(np.concatenate(good))))
     return {"by_class": found, "worst_class": worst_class(found)}
 
 

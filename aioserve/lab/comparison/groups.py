@@ -83,8 +83,14 @@ def good_of(runs: list[RunMeasures], places: list[Places]) -> dict[str, float]:
 
 
 def worst_class(classes: dict[str, dict[str, Any]]) -> str | None:
-    """The class of which the least share is within its SLO, if several have one."""
-    shares = {n: group["good_share"] for n, group in classes.items() if "good_share" in group}
+    """The class of which the least share is within its SLO, if several have one: of its requests,
+    or of its programs where only these have limits.
+    """
+    shares = {
+        name: group.get("good_share", group.get("programs_in_time"))
+        for name, group in classes.items()
+    }
+    shares = {name: share for name, share in shares.items() if share is not None}
     return min(shares, key=lambda name: (shares[name], name)) if len(shares) > 1 else None
 
 

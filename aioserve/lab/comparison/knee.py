@@ -1,16 +1,18 @@
-"""The knee: the highest rate of requests at which a configuration still meets its SLO.
+"""The knee: the highest rate of requests at which a configuration still meets its SLO, and keeps
+bounds on statistics of a whole run, as Sarathi-Serve's capacity does.
 
 Bisection over the time scale of a workload, in virtual time. Prints nothing.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.candidates import Candidate, prepare
-from aioserve.lab.comparison.measures import RunMeasures, tidy
+from aioserve.lab.comparison.measures import PER_REQUEST, STATISTICS, RunMeasures, over_seeds, tidy
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.slo import ServiceLevels
@@ -19,15 +21,46 @@ from aioserve.lab.workloads.workload import Workload
 MAX_DOUBLINGS = 12  # away from the workload's own rate, before giving up
 
 
+class Bound(NamedTuple):
+    """A statistic of a whole run, and what it may be at most."""
+
+    measure: str
+    statistic: str
+    limit: float  # seconds
+
+    @classmethod
+    def parse(cls, text: str) -> "Bound":
+        """Parse `gap:p99=0.2`. Raises `ConfigError`."""
+        name, _, limit = text.partition("=")
+        measure, _, statistic = name.partition(":")
+        try:
+            seconds = float(limit)
+        except ValueError:
+            seconds = 0.0
+        measures = (*PER_REQUEST, "gap")
+        if measure not in measures or statistic not in STATISTICS or not 0 < seconds < np.inf:
+            raise ConfigError(
+                "a bound looks like gap:p99=0.2 (seconds, above 0), of "
+                f"{', '.join(measures)} and {', '.join(STATISTICS)}; got {text!r}"
+            )
+        return cls(measure, statistic, seconds)
+
+    def value(self, runs: Sequence[RunMeasures]) -> float:
+        """The mean of the statistic over the runs, in seconds."""
+        name = "gaps" if self.measure == "gap" else self.measure
+        return over_seeds([getattr(run, name) for run in runs])[self.statistic]
+
+
 class Probe(msgspec.Struct, frozen=True):
     """One rate that was tried."""
 
     rate: float  # requests or conversations that begin, per second
     time_scale: float  # of the workload
-    good_share: float  # of the requests with an SLO, over all seeds
+    good_share: float | None  # of the requests with an SLO, if any, over all seeds
     is_met: bool
     worst_class: str | None = None  # of several with an SLO, that with the lowest share
     worst_class_share: float | None = None
+    bounded: dict[str, float] = {}  # what the bounds are on, such as "gap p99", in seconds
 
 
 class Knee(msgspec.Struct, frozen=True):
@@ -44,8 +77,9 @@ class Knee(msgspec.Struct, frozen=True):
 def search(
     candidate: Candidate,
     workloads: Sequence[Workload],
-    slo: ServiceLevels,
+    slo: ServiceLevels | None,
     *,
+    bounds: Sequence[Bound] = (),
     target: float = 0.99,
     each_class: bool = False,
     tolerance: float = 0.02,
@@ -55,35 +89,38 @@ def search(
 ) -> Knee:
     """The knee to within `tolerance` (as a share of the rate). `target` is the share of requests
     that must meet `slo`: of all that have limits, or, with `each_class`, of those of every class.
-    Raises `ConfigError` for a workload without arrivals over time, or without limits.
+    All `bounds` must be kept, too. Raises `ConfigError` for a workload without arrivals over time,
+    or without limits and bounds.
     """
     (candidate,), fitting, _ = prepare([candidate], list(workloads), is_live=False, clip=clip)
     base_rate = float(np.mean([_rate(workload) for workload in fitting]))
     probes: list[Probe] = []
     kinds = np.array([request.kind for workload in fitting for request in workload.requests])
-    if all(slo.of_class(kind) is None for kind in kinds):
+    if not bounds and (slo is None or all(slo.of_class(kind) is None for kind in kinds)):
         raise ConfigError(f"{fitting[0].name}: no request has an SLO")
 
     def is_met(rate: float) -> bool:
         scale = base_rate / rate
-        good = np.concatenate(
-            [_good(candidate, workload.scaled(scale), slo, progress) for workload in fitting]
-        )
+        runs = [_measure(candidate, workload.scaled(scale), slo, progress) for workload in fitting]
+        good = np.concatenate([_good(run) for run in runs])
+        values = [bound.value(runs) for bound in bounds]
+        is_kept = all(v <= bound.limit for v, bound in zip(values, bounds, strict=True))
         shares = {
             kind: float(np.mean(of_class))
             for kind in sorted(set(kinds.tolist()))
             if len(of_class := good[(kinds == kind) & ~np.isnan(good)])
         }
-        share = float(np.nanmean(good))
+        share = float(np.nanmean(good)) if shares else None
         worst = min(shares, key=lambda kind: shares[kind]) if len(shares) > 1 else None
-        lowest = min(shares.values()) if each_class else share
+        lowest = min(shares.values()) if each_class and shares else share
         probe = Probe(
             tidy(rate),
             tidy(scale),
-            tidy(share),
-            lowest >= target,
+            None if share is None else tidy(share),
+            is_kept and (lowest is None or lowest >= target),
             worst,
             None if worst is None else tidy(shares[worst]),
+            {f"{b.measure} {b.statistic}": v for b, v in zip(bounds, values, strict=True)},
         )
         probes.append(probe)
         on_probe(probe)
@@ -99,9 +136,9 @@ def search(
                 high = middle
     note = ""
     if low is None:
-        note = "not even the lowest rate that was tried meets the SLO"
+        note = "not even the lowest rate that was tried is low enough"
     elif high is None:
-        note = "even the highest rate that was tried meets the SLO: the workload is too short"
+        note = "even the highest rate that was tried is low enough: the workload is too short"
     return Knee(
         None if low is None else tidy(low),
         None if high is None else tidy(high),
@@ -133,11 +170,13 @@ def _rate(workload: Workload) -> float:
     return sum(r.follows < 0 for r in workload.requests) / workload.duration
 
 
-def _good(
-    candidate: Candidate, workload: Workload, slo: ServiceLevels, progress: Progress
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    outcome = simulate(candidate.config, workload, progress)
-    run = RunMeasures(outcome, workload, slo)
+def _measure(
+    candidate: Candidate, workload: Workload, slo: ServiceLevels | None, progress: Progress
+) -> RunMeasures:
+    return RunMeasures(simulate(candidate.config, workload, progress), workload, slo)
+
+
+def _good(run: RunMeasures) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     if "programs_in_time" not in run.totals:
         return run.is_good
     # A program counts once, at its first request, which is good if both are within their limits.

@@ -87,6 +87,8 @@ class RunMeasures:
         self.program_good = in_time(self.program, workload, slo)
         if not np.isnan(self.program_good).all():
             self.totals["programs_in_time"] = float(np.nanmean(self.program_good))
+            kinds = [request.kind for request in workload.requests]
+            self.totals |= _worst_class(self.is_good, self.program_good, kinds)
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -165,11 +167,22 @@ def good_totals(is_good: Floats, kinds: Sequence[str], seconds: float) -> dict[s
         "goodput_per_second": float(np.sum(is_good[known])) / max(seconds, 1e-9),
         "good_share": float(np.mean(is_good[known])),
     }
+    return found | _worst_class(is_good, np.full(len(is_good), np.nan), kinds)
+
+
+def _worst_class(is_good: Floats, program_good: Floats, kinds: Sequence[str]) -> dict[str, float]:
+    """The least share of a class within its SLO, if several have one: of its requests, or of its
+    programs where only these have limits.
+    """
     of = np.array(kinds)
-    shares = [float(np.mean(is_good[known & (of == kind)])) for kind in set(of[known])]
-    if len(shares) > 1:
-        found["worst_class_share"] = min(shares)
-    return found
+    shares = []
+    for kind in sorted(set(kinds)):
+        for good in (is_good, program_good):
+            own = good[of == kind]
+            if not np.isnan(own).all():
+                shares.append(float(np.nanmean(own)))
+                break
+    return {"worst_class_share": min(shares)} if len(shares) > 1 else {}
 
 
 def _quality(outcome: RunOutcome, workload: Workload, reader: Reader) -> Floats:

@@ -155,6 +155,26 @@ def test_a_workload_states_limits_and_search_asks_each_class_for_its_share(
     assert "90% of each class up to" in capsys.readouterr().out
 
 
+def test_search_keeps_statistics_of_the_whole_run_within_bounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "knee.json"
+    words = ["search", CHUNKED, *SMALL, "--tolerance", "0.1", "--json", str(data)]
+    assert main([*words, "--bound", "ttft:p50=0.5", "--bound", "gap:p99=0.05"]) == 0
+    printed = capsys.readouterr().out
+    assert "keeps ttft p50 within 0.5 s and keeps gap p99 within 0.05 s up to" in printed
+    probes = json.loads(data.read_bytes())["probes"]
+    assert {p["is_met"] for p in probes} == {True, False}
+    for probe in probes:
+        kept = probe["bounded"]["ttft p50"] <= 0.5 and probe["bounded"]["gap p99"] <= 0.05
+        assert probe["is_met"] == kept
+        assert probe["good_share"] is None
+    assert main([*words, "--bound", "gap:p9=1"]) == 2
+    assert "a bound looks like gap:p99=0.2" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "or --bound gap:p99=0.2" in capsys.readouterr().err
+
+
 def test_sweep_prints_a_line_for_each_value(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

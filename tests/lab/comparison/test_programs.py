@@ -60,6 +60,9 @@ def test_a_program_that_failed_is_late_and_one_that_was_left_is_not_counted() ->
     assert measures.program_good[[0, 5]].tolist() == [0, 1]
     assert measures.totals["programs_in_time"] == 0.5
     assert "good_share" not in measures.totals  # the SLO says nothing of single requests
+    assert "worst_class_share" not in measures.totals  # a single class has an SLO
+    both = ServiceLevels(by_class={**levels.by_class, "": Slo(e2e=60)})  # all others make it
+    assert RunMeasures(run, workload(), both).totals["worst_class_share"] == 0.5
     run.requests[6].finish_reason = "timeout"
     assert RunMeasures(run, workload(), levels).totals["programs_in_time"] == 0
     left = Workload("left", (part(0.0, 0, kind="agent", aborts=True), part(1.0, 1, kind="agent")))
