@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_605
+CORE_LIMIT = 26_879
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -54,6 +54,21 @@ PARTS = (
     *("operations/upkeep.py", "server/admin.py", "server/anthropic", "server/embeddings.py"),
     *("server/images.py", "server/operators.py", "server/page", "server/responses"),
     *("server/openapi.py", "server/service_manager.py", "server/tokenization.py"),
+    # Structured output.
+    *("grammars", "structured_outputs.py", "runner/batch/grammar_rows.py"),
+    # Tool calls and reasoning: what models write, read.
+    *("server/formats", "server/chat/tool_use.py", "server/chat/binding.py"),
+    *("server/chat/reply_reader.py", "server/chat/schema_check.py"),
+    # Keys, accounts, origins, TLS: a server without keys on loopback asks none of them.
+    *("server/access/access.py", "server/access/accounts.py", "server/access/exposure.py"),
+    *("server/access/hosts.py", "server/access/keyring.py", "server/access/origins.py"),
+    *("server/access/site.py", "server/access/tls.py", "config/access.py", "server/keys.py"),
+    # Logprobs; models from a hub; rows that fail alone.
+    *("server/logprobs.py", "runner/cpu/logprobs.py"),
+    *("model_source/downloads.py", "runner/batch/rescue.py", "runner/batch/lost_rows.py"),
+    *("scheduler/blame.py", "runner/cpu/each_row.py", "runner/unsound.py"),
+    # Kernels of adapters and of experts.
+    *("kernels/src/low_rank.h", "kernels/src/experts.h"),
 )
 SUFFIXES = {".py", ".c", ".h", ".js", ".css", ".html"}
 

@@ -173,7 +173,7 @@ class StepRescue(Generic[T]):
             self._num_small_steps = NUM_SMALL_STEPS
 
     def _is_large(self, part: SchedulerOutput) -> bool:
-        """Whether it would not fit, by what did not fit of late, and can be halved."""
+        """Whether it would not fit, by what did not fit recently, and whether it can be halved."""
         most, num_rows = self._most_tokens, len(part.num_scheduled_tokens)
         return most is not None and num_rows > 1 and part.total_num_scheduled_tokens > most
 

@@ -43,7 +43,7 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         if config.speculation.speculative_method != "none":
             raise ConfigError(
                 f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but "
-                "speculation is not served so on CUDA: leave speculative_method out"
+                "CUDA ranks do not serve speculation: leave speculative_method out"
             )
         check_model(config, model_info)
         model_info.check_positions()

@@ -32,7 +32,7 @@ TRIAL_SHARE = 0.01  # of the time of steps, for trials of a draft model that pay
 
 
 class _Record:
-    """How often the drafts of a request were right, of late."""
+    """How often the recent drafts of a request were right."""
 
     __slots__ = ("belief", "right", "tried")
 
@@ -56,7 +56,7 @@ class _Record:
 
 
 class _StepCost:
-    """A line through the steps of late: seconds = base + tokens * slope, in both directions.
+    """A line through the recent steps: seconds = base + tokens * slope, in both directions.
 
     Least squares of the relative error, with weights that fade.
     """

@@ -23,17 +23,17 @@ def check_settings(config: EngineConfig) -> None:
     ranks = f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}"
     if config.model.quantization is not None:
         raise ConfigError(
-            f"{ranks}, but model.quantization is not served so: leave one of them out"
+            f"{ranks}, but ranks do not serve model.quantization: leave one of them out"
         )
     if config.adapters.lora:
-        raise ConfigError(f"{ranks}, but adapters are not served so: leave adapters.lora out")
+        raise ConfigError(f"{ranks}, but ranks do not serve adapters: leave adapters.lora out")
     if config.speculation.speculative_method == "draft":
         raise ConfigError(
-            f"{ranks}, but a draft model is not served so: leave speculation.speculative_method "
+            f"{ranks}, but ranks do not serve a draft model: leave speculation.speculative_method "
             "draft out, or take ngram"
         )
     if config.cache.kv_connector != "none":
-        raise ConfigError(f"{ranks}, but cache.kv_connector is not served so: leave it out")
+        raise ConfigError(f"{ranks}, but ranks do not serve cache.kv_connector: leave it out")
     threads, size = config.runner.threads, config.runner.tensor_parallel_size
     if threads is not None and threads % size:
         raise ConfigError(
@@ -50,10 +50,12 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
     ranks = f"runner.tensor_parallel_size is {size}, but"
     hf_config = info.hf_config
     if info.source.path.suffix == ".gguf":
-        raise ConfigError(f"{ranks} {config.model.model} is a GGUF file, which is not served so")
+        raise ConfigError(f"{ranks} {config.model.model} is a GGUF file, which ranks do not serve")
     stated = (getattr(c, "quantization_config", None) for c in (hf_config, info.whole_config))
     if any(stated):
-        raise ConfigError(f"{ranks} quantized weights are not served so: take an unquantized model")
+        raise ConfigError(
+            f"{ranks} ranks do not serve quantized weights: take an unquantized model"
+        )
     body = getattr(hf_config, "base_model_tp_plan", None) or {}
     name = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
     styles = {_SYNONYMS.get(style, style) for style in body.values()}

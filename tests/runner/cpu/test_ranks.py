@@ -269,13 +269,13 @@ def test_a_width_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": {"quantization": "int8"}}, "model.quantization is not served so"),
+        ({"model": {"quantization": "int8"}}, "ranks do not serve model.quantization"),
         ({"adapters": {"lora": ["a=b"]}}, "leave adapters.lora out"),
         (
             {"speculation": {"speculative_method": "draft", "draft_model": "x"}},
-            "a draft model is not served so",
+            "ranks do not serve a draft model",
         ),
-        ({"cache": {"kv_connector": "memory"}}, "cache.kv_connector is not served so"),
+        ({"cache": {"kv_connector": "memory"}}, "ranks do not serve cache.kv_connector"),
         ({"runner": {"threads": 3}}, "runner.threads: give a multiple of 2, not 3"),
         ({"runner": {"runner": "simulated"}}, "tensor_parallel_size is 2, which has no effect"),
         (

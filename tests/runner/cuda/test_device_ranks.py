@@ -133,5 +133,5 @@ def test_guesses_with_ranks_on_devices_are_refused(model: str) -> None:
         runner=RunnerConfig(tensor_parallel_size=2),
         speculation=SpeculationConfig(speculative_method="ngram"),
     )
-    with pytest.raises(ConfigError, match="speculation is not served so on CUDA"):
+    with pytest.raises(ConfigError, match="CUDA ranks do not serve speculation"):
         ShardedOverlappedRunner(config, ModelInfo(config.model))
