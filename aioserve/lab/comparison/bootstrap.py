@@ -26,7 +26,7 @@ NUM_DRAWS_WITHIN = 200  # of each of several seeds: enough for a standard deviat
 CHUNK = 50  # draws at a time: bounds the memory
 LEVEL = 0.95
 MIN_SEEDS = 2  # for Student's interval, which is wide with two
-FEW_SEEDS = 5  # which seldom hold a rare one
+FEW_SEEDS = 10  # which seldom hold a rare one
 MIN_BLOCKS = 10  # of one seed: with less to draw from, an interval claims more than it knows
 # Stretches of so many correlation times are nearly independent: measured, intervals of long runs
 # covered less with 2 or 3 of them.
