@@ -64,22 +64,6 @@ class WaitReason(enum.StrEnum):
     IN_FLIGHT = "in_flight"  # preempted; a step that contains it is still running
     POLICY = "policy"  # the policy did not ask for it
 
-    @property
-    def is_held_by_running(self) -> bool:
-        """Whether running requests hold what this one lacks: then a policy can make room by
-        preempting one of them.
-        """
-        return self in _HELD_BY_RUNNING
-
-
-_HELD_BY_RUNNING = {
-    WaitReason.SEATS,
-    WaitReason.ADAPTERS,
-    WaitReason.BLOCKS,
-    WaitReason.STATES,
-    WaitReason.WINDOWS,
-}
-
 
 class EncoderInput(msgspec.Struct, frozen=True, eq=False):
     """One image or sound in a prompt: it stands for `num_tokens` tokens from `position` on.

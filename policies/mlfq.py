@@ -18,7 +18,6 @@ from aioserve.scheduler import (
     PositiveFloat,
     PositiveInt,
     Request,
-    RequestStatus,
     SchedulerOutput,
     Step,
 )
@@ -77,12 +76,5 @@ class MLFQScheduler(BaseScheduler):
     def admit(self, step: Step, request: Request, victims: list[Request]) -> bool:
         """Let a request in, in the place of lower levels if there is no other."""
         level = self.level(request)
-        while not step.admit(request):
-            if not request.wait_reason.is_held_by_running:
-                return False
-            running = (v for v in victims if v.status is RequestStatus.RUNNING)
-            lower = [v for v in running if self.level(v) > level]
-            if not lower:
-                return False
-            step.preempt(max(lower, key=self.lowness))
-        return True
+        lower = sorted((v for v in victims if self.level(v) > level), key=self.lowness)
+        return step.admit(request, displacing=reversed(lower)) > 0

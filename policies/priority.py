@@ -7,7 +7,7 @@ places; they are computed again later. Urgent traffic can starve the rest: that 
 from heapq import merge
 from operator import attrgetter
 
-from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, Step
+from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput
 
 order_key = attrgetter("order_key")
 
@@ -27,21 +27,9 @@ class PriorityScheduler(BaseScheduler):
         line = merge(running, self.waiting, key=order_key) if self.waiting else running
         for request in line:
             if not step.run(request) and request in self.waiting:
-                if not self.admit(step, request):
+                less_urgent = (r for r in reversed(running) if r.priority > request.priority)
+                if not step.admit(request, displacing=less_urgent):
                     for behind in running:  # those after the one that has to wait
                         step.run(behind)
                     break
         return step.output()
-
-    def admit(self, step: Step, request: Request) -> bool:
-        """Let a request in, throwing out less urgent ones as long as that can help."""
-        while not step.admit(request):
-            victim = self.choose_victim()
-            if (
-                not request.wait_reason.is_held_by_running
-                or victim is None
-                or victim.priority <= request.priority
-            ):
-                return False  # one behind it stays out: it would have to leave for it soon
-            step.preempt(victim)
-        return True

@@ -29,7 +29,12 @@ PARTS = (
     *("model_source/quant*.py", "kv_cache/connector.py", "kv_cache/encoder_cache.py"),
     *("kv_cache/events.py", "kv_cache/resources/adapters.py", "kv_cache/resources/encoder.py"),
     *("kv_cache/resources/loads.py", "kv_cache/resources/states.py"),
-    *("kv_cache/resources/windows.py", "scheduler/multi_step_decode.py", "scheduler/drafts.py"),
+    *(
+        "kv_cache/resources/windows.py",
+        "kv_cache/vacancy.py",
+        "scheduler/multi_step_decode.py",
+        "scheduler/drafts.py",
+    ),
     *("scheduler/option_fields.py", "scheduler/peak_memory.py", "scheduler/pooling.py"),
     "scheduler/recompute.py",
     *("scheduler/succession.py", "engine/control", "engine/kv_connector.py", "engine/snapshot.py"),

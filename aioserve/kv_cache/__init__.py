@@ -15,6 +15,7 @@ from aioserve.kv_cache.resources.base import Resource
 from aioserve.kv_cache.resources.encoder import EncoderLimits
 from aioserve.kv_cache.resources.states import StatePool, StateSlots
 from aioserve.kv_cache.resources.windows import WindowBlocks, WindowPool, WindowSpec
+from aioserve.kv_cache.vacancy import Vacancy
 
 __all__ = [
     "AllBlocksCleared",
@@ -32,6 +33,7 @@ __all__ = [
     "Resource",
     "StatePool",
     "StateSlots",
+    "Vacancy",
     "WindowBlocks",
     "WindowPool",
     "WindowSpec",

@@ -16,6 +16,7 @@ from aioserve.kv_cache.resources.base import Resource
 from aioserve.kv_cache.resources.loads import ConnectorLoads
 from aioserve.kv_cache.resources.states import StatePool
 from aioserve.kv_cache.resources.windows import WindowPool
+from aioserve.kv_cache.vacancy import Vacancy
 from aioserve.request import Request, WaitReason
 
 
@@ -122,13 +123,16 @@ class KVCacheManager:
         """Tokens that the whole pool can hold."""
         return self.pool.num_blocks * self.block_size
 
-    def get_computed_blocks(self, request: Request) -> list[int]:
+    def get_computed_blocks(self, request: Request, gone: Vacancy | None = None) -> list[int]:
         """Blocks of the longest cached prefix; takes no reference and changes nothing.
 
         At most `num_tokens - 1` tokens, so that at least one is left to compute and sample from.
-        Of a model with states or windows, only as far as those are there, too.
+        Of a model with states or windows, only as far as those are there, too. What the requests
+        of `gone` were to compute in this step is not there.
         """
         block_ids = self._find_blocks(request)
+        if gone is not None:
+            block_ids = gone.leave_found(block_ids)
         if self._reaches:
             del block_ids[self._num_reached_blocks(request, len(block_ids)) :]
         return block_ids
@@ -191,10 +195,12 @@ class KVCacheManager:
             touch(request, len(block_ids))
         return len(block_ids) * self.block_size
 
-    def shortage(self, request: Request) -> WaitReason | None:
-        """Of what besides blocks there is too little to admit the request now; None: of nothing."""
+    def shortage(self, request: Request, gone: Vacancy | None = None) -> WaitReason | None:
+        """Of what besides blocks there is too little to admit the request now, were the requests of
+        `gone` away; None: of nothing.
+        """
         for shortage in self._shortages:
-            if (reason := shortage(request)) is not None:
+            if (reason := shortage(request, () if gone is None else gone.requests)) is not None:
                 return WaitReason(reason)
         return None
 
@@ -220,21 +226,16 @@ class KVCacheManager:
             refund(request)
 
     def can_admit(
-        self,
-        request: Request,
-        computed_blocks: list[int],
-        num_slots: int,
-        *,
-        is_alone: bool,
+        self, computed_blocks: list[int], num_slots: int, is_alone: bool, gone: Vacancy | None
     ) -> bool:
-        """Whether `num_slots` tokens fit beside what is held, with the watermark left free.
-
-        `is_alone` waives the watermark: there is no other request that could need it.
+        """Whether `num_slots` tokens fit beside what all but the requests of `gone` hold, with the
+        watermark left free, which `is_alone` waives: there is no other request to need it.
         """
         num_needed = self._num_blocks(num_slots) - len(computed_blocks)
         num_revived = sum(self.pool.ref_counts[b] == 0 for b in computed_blocks)
+        num_freed = 0 if gone is None else gone.num_freed(computed_blocks)
         num_kept = 0 if is_alone else self.num_watermark_blocks
-        return num_needed + num_revived + num_kept <= self.pool.num_free_blocks
+        return num_needed + num_revived + num_kept <= self.pool.num_free_blocks + num_freed
 
     def get_num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """How many tokens behind the cached prefix can be loaded from elsewhere."""

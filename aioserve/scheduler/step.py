@@ -3,10 +3,12 @@
 Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Decides nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError
+from aioserve.kv_cache import Vacancy
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.request_table import OpenStep, Order, RequestTable
@@ -165,16 +167,21 @@ class Step(OpenStep):
         self._note_chunk(request, num_computed, num_tokens)
         return num_tokens
 
-    def admit(self, request: Request, max_tokens: int | None = None, whole: bool = False) -> int:
+    def admit(
+        self,
+        request: Request,
+        max_tokens: int | None = None,
+        whole: bool = False,
+        displacing: Iterable[Request] = (),
+    ) -> int:
         """Move a waiting request to `running` and give it tokens after its cached prefix.
 
-        Takes a seat and blocks for all its known tokens; never preempts a request. `whole` refuses
-        a first chunk that is not all it lacks. Returns the tokens granted; 0: it has to wait.
+        Takes a seat and blocks for all its known tokens. `whole` refuses a first chunk that is not
+        all it lacks. If running requests hold what it needs, those of `displacing` may lose it, the
+        first of them first: as few as are needed are preempted, and none if the request would have
+        to wait all the same. Returns the tokens granted; 0: it has to wait.
         """
-        book, kv_cache = self._book, self._kv_cache
-        limit = min(self.token_budget, self._request_limit)
-        if max_tokens is not None:
-            limit = min(limit, max_tokens)
+        book = self._book
         if request not in book.waiting:
             if not isinstance(request, Request):  # which no policy would notice but by a stall
                 raise PolicyError(
@@ -185,33 +192,22 @@ class Step(OpenStep):
             return self.hold(request, WaitReason.PREEMPTED)  # it may come back in the next step
         if request.status is RequestStatus.PREEMPTED and book.in_flight.carries(request):
             return self.hold(request, WaitReason.IN_FLIGHT)  # its next token is on the way
-        if limit <= 0:
-            return self.hold(request, WaitReason.BUDGET)
-        if len(book.running) >= self._max_num_seqs:
-            return self.hold(request, WaitReason.SEATS)
-        if (lacking := kv_cache.shortage(request)) is not None:
-            return self.hold(request, lacking)
-        computed_blocks = kv_cache.get_computed_blocks(request)
-        num_cached = len(computed_blocks) * kv_cache.block_size
-        num_external = kv_cache.get_num_external_tokens(request, num_cached)
-        num_computed = num_cached + num_external
-        num_lacking = request.num_target_tokens - num_computed
-        if whole and num_lacking > limit:
-            return self.hold(request, WaitReason.BUDGET)
-        if num_computed < request.plain_from:
-            wanted = min(num_lacking, limit)
-            fitting, unfit = kv_cache.fit(request, wanted, num_computed, self._most())
-            if fitting <= 0 or (whole and fitting < num_lacking):
-                return self.hold(request, unfit)
-        num_slots = self._num_slots(request, request.num_target_tokens)
-        is_alone = not book.running
-        if not kv_cache.can_admit(request, computed_blocks, num_slots, is_alone=is_alone):
-            return self.hold(request, WaitReason.BLOCKS)
+        place = self._find_place(request, max_tokens, whole)
+        of_step = (WaitReason.BUDGET, WaitReason.ENCODER_BUDGET)  # not held by requests
+        if displacing and isinstance(place, WaitReason) and place not in of_step:
+            gone = Vacancy(self._kv_cache.pool, self._fresh_blocks, self._dependents)
+            find = partial(self._find_place, request, max_tokens, whole, gone)
+            for victim in gone.choose(displacing, find):
+                self.preempt(victim)
+            place = self._find_place(request, max_tokens, whole)
+        if isinstance(place, WaitReason):
+            return self.hold(request, place)
+        computed_blocks, num_slots, num_external = place
         for owner in {self._fresh_blocks[b] for b in computed_blocks if b in self._fresh_blocks}:
             self._dependents.setdefault(owner, []).append(request)
-        kv_cache.admit(request, computed_blocks, num_slots, num_external)
+        self._kv_cache.admit(request, computed_blocks, num_slots, num_external)
         if request.num_preemptions == 0:
-            request.num_cached_tokens = num_computed
+            request.num_cached_tokens = request.num_computed_tokens
             request.num_external_tokens = num_external
         self._admitted[request] = request.status
         book.start(request)
@@ -288,6 +284,41 @@ class Step(OpenStep):
         if self._on_output is not None:
             self._on_output(output)
         return output
+
+    def _find_place(
+        self, request: Request, max_tokens: int | None, whole: bool, gone: Vacancy | None = None
+    ) -> WaitReason | tuple[list[int], int, int]:
+        """The cached blocks behind which a waiting request can begin now, the slots that it takes
+        and the tokens that are loaded; or why it has to wait, were the requests of `gone` away.
+        """
+        kv_cache, num_running = self._kv_cache, len(self._book.running)
+        if gone is not None:
+            num_running -= len(gone.requests)
+        limit = min(self.token_budget, self._request_limit)
+        if max_tokens is not None:
+            limit = min(limit, max_tokens)
+        if limit <= 0:
+            return WaitReason.BUDGET
+        if num_running >= self._max_num_seqs:
+            return WaitReason.SEATS
+        if (lacking := kv_cache.shortage(request, gone)) is not None:
+            return lacking
+        computed_blocks = kv_cache.get_computed_blocks(request, gone)
+        num_cached = len(computed_blocks) * kv_cache.block_size
+        num_external = kv_cache.get_num_external_tokens(request, num_cached)
+        num_computed = num_cached + num_external
+        num_lacking = request.num_target_tokens - num_computed
+        if whole and num_lacking > limit:
+            return WaitReason.BUDGET
+        if num_computed < request.plain_from:
+            wanted = min(num_lacking, limit)
+            fitting, unfit = kv_cache.fit(request, wanted, num_computed, self._most())
+            if fitting <= 0 or (whole and fitting < num_lacking):
+                return unfit
+        num_slots = self._num_slots(request, request.num_target_tokens)
+        if not kv_cache.can_admit(computed_blocks, num_slots, not num_running, gone):
+            return WaitReason.BLOCKS
+        return computed_blocks, num_slots, num_external
 
     def _most(self) -> int:
         """Tokens that a request may still get for an image that runs whole, beyond the budget."""

@@ -65,14 +65,15 @@ def test_admission_counts_cached_blocks_that_are_free_as_taken() -> None:
     longer = make_request(list(range(10)))
     blocks = manager.get_computed_blocks(longer)
     assert len(blocks) == 4
-    assert not manager.can_admit(longer, blocks, 10, is_alone=True)  # five blocks, there are four
+    assert not manager.can_admit(
+        blocks, 10, is_alone=True, gone=None
+    )  # five blocks, there are four
 
 
 def test_the_watermark_is_waived_for_a_request_alone() -> None:
     manager = KVCacheManager(4, 2, watermark=0.25)
-    request = make_request(list(range(8)))
-    assert not manager.can_admit(request, [], 8, is_alone=False)
-    assert manager.can_admit(request, [], 8, is_alone=True)
+    assert not manager.can_admit([], 8, is_alone=False, gone=None)
+    assert manager.can_admit([], 8, is_alone=True, gone=None)
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:

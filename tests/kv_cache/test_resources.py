@@ -1,6 +1,6 @@
 """What is off costs no call, and a new kind of cache is one class that is handed to the manager."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from aioserve.kv_cache import KVCacheManager, Resource
@@ -18,8 +18,9 @@ class Desks(Resource):
         self._free = list(range(num_desks))
         self._taken: dict[Request, int] = {}
 
-    def shortage(self, request: Request) -> WaitReason | None:
-        return None if self._free else WaitReason.BLOCKS
+    def shortage(self, request: Request, gone: Collection[Request]) -> WaitReason | None:
+        is_free = self._free or any(r in self._taken for r in gone)
+        return None if is_free else WaitReason.BLOCKS
 
     def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
         self._taken[request] = self._free.pop()

@@ -4,6 +4,8 @@ A request keeps its adapter's place until it ends or is preempted, so no step ev
 running request waits for another's. Knows adapter ids; knows nothing about weights.
 """
 
+from collections.abc import Collection
+
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.request import Request, WaitReason
 
@@ -20,11 +22,12 @@ class AdapterSlots(Resource):
     def concerns(self, request: Request) -> bool:
         return bool(request.adapter_id)
 
-    def shortage(self, request: Request) -> WaitReason | None:
+    def shortage(self, request: Request, gone: Collection[Request] = ()) -> WaitReason | None:
         if not request.adapter_id:
             return None
-        adapters = {*self._held.values(), request.adapter_id}
-        is_held = len(adapters) == len(set(self._held.values()))
+        held = {adapter_id for r, adapter_id in self._held.items() if r not in gone}
+        adapters = held | {request.adapter_id}
+        is_held = len(adapters) == len(held)
         return None if is_held or len(adapters) <= self.max_adapters else WaitReason.ADAPTERS
 
     def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:

@@ -57,8 +57,10 @@ class Resource:
 
     # Admission.
 
-    def shortage(self, request: Request) -> WaitReason | None:
-        """Why the request cannot be admitted now; None if there is room. Changes nothing."""
+    def shortage(self, request: Request, gone: Collection[Request]) -> WaitReason | None:
+        """Why the request cannot be admitted now; None if there is room, or would be if the running
+        requests `gone` lost their places. Changes nothing.
+        """
         return None
 
     def num_reached_blocks(self, request: Request, num_blocks: int) -> int:

@@ -4,7 +4,7 @@ State-space, linear-attention and convolution layers have such states. Knows slo
 the hashes of blocks; does not know what is in a state, nor which request deserves one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -76,8 +76,9 @@ class StatePool(Resource):
             num_blocks -= 1
         return num_blocks
 
-    def shortage(self, request: Request) -> WaitReason | None:
-        return None if self.num_free_slots else WaitReason.STATES
+    def shortage(self, request: Request, gone: Collection[Request] = ()) -> WaitReason | None:
+        is_free = self.num_free_slots or any(r in self._held for r in gone)
+        return None if is_free else WaitReason.STATES
 
     def held(self) -> str:
         num = self.num_slots - self.num_free_slots

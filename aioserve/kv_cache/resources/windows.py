@@ -4,7 +4,7 @@ Those layers have a pool and block tables of their own, beside those of layers t
 Knows positions, blocks and hashes; does not know what is in a block, nor which requests need one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -114,8 +114,9 @@ class WindowPool(Resource):
         self.pool.touch(block_ids)
         self.pool.free(block_ids)
 
-    def shortage(self, request: Request) -> WaitReason | None:
-        is_short = self.num_needed_blocks(request) > self.num_free_blocks
+    def shortage(self, request: Request, gone: Collection[Request] = ()) -> WaitReason | None:
+        num_returned = sum(self._held[r].num_reserved for r in gone if r in self._held)
+        is_short = self.num_needed_blocks(request) > self.num_free_blocks + num_returned
         return WaitReason.WINDOWS if is_short else None
 
     def check_alone(self, request: Request) -> None:
