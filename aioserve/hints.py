@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from aioserve.errors import RequestError
 
-Hints: TypeAlias = dict[str, str | int | float]
+Hints: TypeAlias = dict[str, str | bool | int | float]
 NO_HINTS: Hints = {}
 
 MAX_HINTS = 16
@@ -24,11 +24,19 @@ PREDICTED_OUTPUT_TOKENS = "predicted_output_tokens"
 SESSION, PROGRAM = "session", "program"
 #: The class of service levels that the request is to be held to.
 SLO_CLASS = "slo_class"
+#: Time to first token, and time per further token, that the request should keep to, in seconds.
+SLO_TTFT, SLO_TPOT = "slo_ttft", "slo_tpot"
+#: How fast the reply is read, in tokens per second.
+READING_SPEED = "reading_speed"
+#: The name of the tool whose result the prompt ends with, or which the reply will call.
+TOOL = "tool"
+#: A flag: nobody waits for the reply now.
+OFFLINE = "offline"
 
 
 def check_hints(hints: Mapping[str, object]) -> None:
     """Raises `RequestError` for too many hints, a name that is none, or a value that is neither a
-    short text nor a finite number.
+    short text nor a flag nor a finite number.
     """
     if not isinstance(hints, dict):
         raise RequestError(f"hints must be a map of names to values, got {hints!r:.80}", "hints")
@@ -46,9 +54,9 @@ def check_hints(hints: Mapping[str, object]) -> None:
                 raise RequestError(
                     f"hints.{name} must be printable text of up to {MAX_TEXT} characters", "hints"
                 )
-        elif isinstance(value, bool) or not isinstance(value, int | float):
+        elif not isinstance(value, int | float):
             raise RequestError(
-                f"hints.{name} must be a text or a number, got {value!r:.80}", "hints"
+                f"hints.{name} must be a text, a number or a flag, got {value!r:.80}", "hints"
             )
         elif not math.isfinite(value) or abs(value) >= 2**63:
             raise RequestError(f"hints.{name} must be a finite 64-bit number, got {value}", "hints")

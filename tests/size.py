@@ -57,6 +57,7 @@ PARTS = (
     *("runner/fused/adapters.py", "runner/fused/experts.py", "runner/fused/shares.py"),
     *("operations/adapters.py", "operations/control.py", "operations/policy.py"),
     *("operations/upkeep.py", "server/admin.py", "server/anthropic", "server/embeddings.py"),
+    "server/hints.py",
     *("server/images.py", "server/operators.py", "server/page", "server/responses"),
     *("server/openapi.py", "server/service_manager.py", "server/tokenization.py"),
     # Structured output.

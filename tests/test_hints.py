@@ -35,7 +35,12 @@ class Noting(BaseScheduler):
                 break
         return step.output()
 '''
-GOOD: Hints = {"predicted_output_tokens": 12, "session": "s-1", "reading_speed": 4.5}
+GOOD: Hints = {
+    "predicted_output_tokens": 12,
+    "session": "s-1",
+    "reading_speed": 4.5,
+    "offline": True,
+}
 
 
 def noting(tmp_path: Path) -> str:
@@ -53,9 +58,8 @@ def noting(tmp_path: Path) -> str:
         ({f"h{i}": 1 for i in range(MAX_HINTS + 1)}, "at most 16 hints"),
         ({"a": "x" * 257}, "up to 256 characters"),
         ({"a": "line\nline"}, "printable"),
-        ({"a": True}, "text or a number"),
-        ({"a": None}, "text or a number"),
-        ({"a": [1]}, "text or a number"),
+        ({"a": None}, "a text, a number or a flag"),
+        ({"a": [1]}, "a text, a number or a flag"),
         ({"a": float("nan")}, "finite"),
         ({"a": 2**63}, "finite 64-bit"),
         ([("a", 1)], "must be a map"),

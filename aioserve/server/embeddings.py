@@ -21,7 +21,7 @@ from aioserve.server.generation import run_all
 from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING, check_id
 from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import SHARED_REQUEST_FIELDS, Int, ModelRequest
-from aioserve.server.unserved import NOT_ON_EMBEDDINGS
+from aioserve.server.unserved import HINT_FIELDS, NOT_ON_EMBEDDINGS
 from aioserve.server.validation import BodyDecoder
 
 MAX_INPUTS = 2048  # OpenAI's limit
@@ -102,7 +102,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
-decoder = BodyDecoder(EmbeddingRequest, NOT_ON_EMBEDDINGS, shared={}, hints=())
+decoder = BodyDecoder(EmbeddingRequest, NOT_ON_EMBEDDINGS, shared={}, hints=HINT_FIELDS)
 _encoder = msgspec.json.Encoder()
 
 
@@ -114,7 +114,7 @@ async def create_embedding(request: web.Request) -> web.Response:
     """
     body = await decode_body(request, decoder)
     prompts, params = body.prompts(), body.pooling_params()
-    fields = allowed_fields(request, body.request_fields()) | {"adapter": body.model or ""}
+    fields = allowed_fields(request, body) | {"adapter": body.model or ""}
     own_id = f"embd-{uuid.uuid4().hex}" if body.request_id is None else body.request_id
     check_id(own_id)
     request[RESPONSE_ID] = own_id

@@ -212,7 +212,7 @@ async def respond(
     if best_of is not None and best_of > params.n:
         # What is best, log probabilities tell.
         params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
-    fields = allowed_fields(request, body.request_fields())
+    fields = allowed_fields(request, body)
     async with AsyncExitStack() as stack:
         leave = await stack.enter_async_context(entered(request))
         is_aborted = stack.enter_context(

@@ -22,10 +22,12 @@ class Unserved(NamedTuple):
         return any(type(value) is type(no_op) and value == no_op for no_op in self.no_ops)
 
 
-# Labels and hints: whatever they say, the answer is the same.
+#: Hints for the policy by the names that other servers' clients have for them.
+HINT_FIELDS = ("kv_hints", "nvext", "session_id", "vllm_xargs")
+#: Labels and hints: whatever they say, the answer is the same.
 HINTS = (
     *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    *("safety_identifier", "session_id"),
+    *("safety_identifier", *HINT_FIELDS),
 )
 
 _OPENAI = {
@@ -70,7 +72,6 @@ _VLLM = {
     "thinking_token_budget": Unserved(),
     "truncation_side": Unserved(("left",)),
     "use_beam_search": Unserved(),
-    "vllm_xargs": Unserved(({},)),
     "watermarking": Unserved(),
 }
 _SGLANG = {
@@ -147,7 +148,7 @@ NOT_ON_CHAT: Mapping[str, Unserved] = {
 # Of Anthropic's routes.
 
 #: Labels and hints: prefixes are cached without being told.
-HINTS_ON_MESSAGES = ("cache_control",)
+HINTS_ON_MESSAGES = ("cache_control", *HINT_FIELDS)
 #: What neither of them serves.
 UNSERVED_ANTHROPIC: Mapping[str, Unserved] = {
     "context_management": Unserved(({},)),
@@ -168,12 +169,7 @@ NOT_ON_MESSAGES: Mapping[str, Unserved] = {
 # Of /v1/responses.
 
 #: Labels and hints: whatever they say, the answer is the same.
-HINTS_ON_RESPONSES = (
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-)
+HINTS_ON_RESPONSES = tuple(name for name in HINTS if name != "metadata")
 NOT_ON_RESPONSES: Mapping[str, Unserved] = {
     "access_programs": Unserved(),
     "background": Unserved((), "stream, or wait"),

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.lab.logs.traffic import make_workload, read_traffic
 from tests.test_hints import GOOD, noting
 
 
@@ -27,3 +29,111 @@ async def test_every_route_takes_hints_and_refuses_what_is_none(
             assert reply.status == status, reply.json()
         reply = await server.request("POST", path, json={**body, "hints": {"A B": 1}})
         assert "the name of a hint" in str(reply.json())
+
+
+COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "hints"),
+    [
+        ({"session_id": "s", "prompt_cache_key": "k"}, {}, {"session": "s"}),
+        ({"prompt_cache_key": "k"}, {"X-Session-Id": "h"}, {"session": "k"}),
+        ({"prompt_cache_key": 5}, {"X-Dynamo-Session-Id": "h"}, {"session": "h"}),
+        ({"hints": {"session": "own"}, "session_id": "s"}, {}, {"session": "own"}),
+        ({"vllm_xargs": {"a": 1, "b": "x"}, "kv_hints": {"a": 2}}, {}, {"a": 2, "b": "x"}),
+        (
+            {"nvext": {"agent_hints": {"osl": 90, "priority": 5}}},
+            {},
+            {"predicted_output_tokens": 90, "priority": 5},
+        ),
+        ({"metadata": {"program": "p", "Not One": "x", "long": "x" * 300}}, {}, {"program": "p"}),
+        (
+            {},
+            {"X-Request-Class": "fast", "x-slo-ttft-ms": "200", "x-slo-tpot-ms": "50"},
+            {"slo_class": "fast", "slo_ttft": 0.2, "slo_tpot": 0.05},
+        ),
+        (
+            {"hints": {f"h{i}": i for i in range(16)}},
+            {"X-Session-Id": "no room"},
+            {f"h{i}": i for i in range(16)},
+        ),
+    ],
+)
+async def test_what_says_the_same_to_others_is_a_hint(
+    start_server: Any,
+    tmp_path: Path,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    hints: dict[str, Any],
+) -> None:
+    log = tmp_path / "log"
+    policy = {"policy": noting(tmp_path), "options": {}, "decision_log": str(log)}
+    async with start_server(scheduler=policy) as server:
+        path = "/v1/completions"
+        reply = await server.request("POST", path, json=COMPLETION | body, headers=headers)
+        assert reply.status == 200, reply.json()
+    workload = make_workload(read_traffic(DecisionLog(str(log))), "log")
+    assert [request.hints for request in workload.requests] == [hints]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param"),
+    [
+        ({"vllm_xargs": {"a": [1]}}, {}, "vllm_xargs"),
+        ({"kv_hints": {"actions": []}}, {}, "kv_hints"),
+        ({"nvext": {"annotations": ["x"]}}, {}, "nvext.annotations"),
+        ({"nvext": 5}, {}, "nvext"),
+        ({"nvext": {"agent_hints": {"A": 1}}}, {}, "nvext.agent_hints"),
+        ({}, {"x-slo-ttft-ms": "soon"}, "x-slo-ttft-ms"),
+        ({}, {"X-Session-Id": "x" * 300}, "session"),
+        (
+            {
+                "vllm_xargs": {f"a{i}": i for i in range(10)},
+                "hints": {f"b{i}": i for i in range(10)},
+            },
+            {},
+            "hints",
+        ),
+    ],
+)
+async def test_what_is_stated_as_a_hint_and_is_none_is_refused(
+    start_server: Any, body: dict[str, Any], headers: dict[str, str], param: str
+) -> None:
+    async with start_server() as server:
+        path = "/v1/completions"
+        reply = await server.request("POST", path, json=COMPLETION | body, headers=headers)
+        assert reply.status == 400
+        assert reply.json()["error"]["param"] == param
+
+
+async def test_a_key_may_be_limited_to_some_hints(start_server: Any, tmp_path: Path) -> None:
+    log, keys = tmp_path / "log", tmp_path / "keys.yaml"
+    keys.write_text(
+        "keys:\n"
+        "  - {name: ann, key: sk-ann-0123456789, hints: [session]}\n"
+        "  - {name: ben, key: sk-ben-0123456789, hints: []}\n"
+    )
+    keys.chmod(0o600)
+    policy = {"policy": noting(tmp_path), "options": {}, "decision_log": str(log)}
+    labels = {"session_id": "s", "metadata": {"slo_class": "fast"}}
+    async with start_server(scheduler=policy, access={"api_keys_file": str(keys)}) as server:
+        for name, own, status in (
+            ("ann", {}, 200),
+            ("ben", {}, 200),
+            ("ann", {"hints": {"session": "t"}}, 200),
+            ("ann", {"hints": {"slo_class": "fast"}}, 403),
+            ("ben", {"vllm_xargs": {"session": "t"}}, 403),
+        ):
+            reply = await server.request(
+                "POST",
+                "/v1/completions",
+                json=COMPLETION | labels | own,
+                headers={"Authorization": f"Bearer sk-{name}-0123456789"},
+            )
+            assert reply.status == status, reply.json()
+            if status == 403:
+                assert reply.json()["error"]["param"].startswith("hints.")
+    workload = make_workload(read_traffic(DecisionLog(str(log))), "log")
+    seen = [request.hints for request in workload.requests]
+    assert seen == [{"session": "s"}, {}, {"session": "t"}]

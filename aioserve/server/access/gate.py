@@ -5,7 +5,6 @@ Knows requests and keys; what is counted where, `access` knows.
 
 import contextlib
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -17,6 +16,7 @@ from aioserve.server.access.hosts import is_near
 from aioserve.server.access.keyring import Key
 from aioserve.server.access.origins import check_page
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, is_for_anthropic
+from aioserve.server.hints import hints_of
 from aioserve.server.keys import ACCESS, ENGINE, KEY, NEEDS
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # the trace of a request, in W3C's format
@@ -61,12 +61,12 @@ async def check_key(request: web.Request, handler: Handler) -> web.StreamRespons
     return await handler(request)
 
 
-def allowed_fields(request: web.Request, given: Mapping[str, Any]) -> dict[str, Any]:
+def allowed_fields(request: web.Request, body: Any) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngine.add_request` for what a body says, with what headers and
-    the key add. Raises `ForbiddenError` for a priority beyond the key's, `RequestError` for a
-    header that makes no sense.
+    the key add. Raises `ForbiddenError` for a priority or a hint beyond the key's, `RequestError`
+    for a header, or what stands for a hint, that makes no sense.
     """
-    fields = dict(given)
+    fields: dict[str, Any] = body.request_fields()
     fields["client"] = request.remote or ""
     if request.app[ENGINE].config.server.otlp_traces_endpoint is not None:
         headers = {name: request.headers.get(name) for name in TRACE_HEADERS}
@@ -74,6 +74,8 @@ def allowed_fields(request: web.Request, given: Mapping[str, Any]) -> dict[str, 
     if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
         fields["timeout"] = min(_seconds(text), fields.get("timeout", math.inf))
     key = request.get(KEY)
+    if hints := hints_of(request, body, fields.pop("hints", None), key):
+        fields["hints"] = hints
     if key is not None:
         fields["key_name"] = key.name
         fields.setdefault("user", key.name)

@@ -38,6 +38,7 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_requests: PositiveInt | None = None  # at once
     tokens_per_minute: PositiveInt | None = None  # of prompts and outputs together
     most_urgent_priority: Priority | None = None  # the smallest that its requests may have
+    hints: tuple[Name, ...] | None = None  # names of those that its requests may have
     cache_salt: Name | None = None  # keys that have it share cached prefixes; None: its name
 
     @property
