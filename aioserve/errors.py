@@ -111,6 +111,10 @@ class EngineOverloadedError(AioserveError):
         self.retry_after = retry_after
 
 
+class RequestRejectedError(EngineOverloadedError):
+    """The policy has rejected the request, for a reason of its own, before any work on it."""
+
+
 class EnginePausedError(EngineOverloadedError):
     """An operator has paused the engine, and wants new requests refused."""
 

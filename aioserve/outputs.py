@@ -25,6 +25,7 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"  # the client left, or the engine shut down
     TIMEOUT = "timeout"  # a deadline passed; never disguised as length
     ERROR = "error"  # its step raised
+    REJECTED = "rejected"  # by the policy, before it ran
     TOOL_CALLS = "tool_calls"  # a chat reply stopped after calls: the server's word, for stop
 
 

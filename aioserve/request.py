@@ -27,6 +27,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ABORTED = enum.auto()  # by the client or the server
     FINISHED_TIMEOUT = enum.auto()  # its deadline or --queue-timeout passed
     FINISHED_ERROR = enum.auto()  # by a failed step or policy
+    FINISHED_REJECTED = enum.auto()  # by the policy, before it ran
 
     @property
     def is_finished(self) -> bool:
@@ -45,6 +46,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_TIMEOUT: FinishReason.TIMEOUT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REJECTED: FinishReason.REJECTED,
 }
 
 

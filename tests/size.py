@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 26_879
+CORE_LIMIT = 26_771
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -35,7 +35,13 @@ PARTS = (
         "scheduler/multi_step_decode.py",
         "scheduler/drafts.py",
     ),
-    *("scheduler/option_fields.py", "scheduler/peak_memory.py", "scheduler/pooling.py"),
+    *(
+        "scheduler/rejection.py",
+        "progress.py",
+        "scheduler/option_fields.py",
+        "scheduler/peak_memory.py",
+        "scheduler/pooling.py",
+    ),
     "scheduler/recompute.py",
     *("scheduler/succession.py", "engine/control", "engine/kv_connector.py", "engine/snapshot.py"),
     *("engine/admission/image_memory.py", "engine/admission/multimodal_prompts.py"),

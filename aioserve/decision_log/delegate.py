@@ -11,7 +11,7 @@ from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler import SchedulerInterface, SchedulerOutput
+from aioserve.scheduler import Rejection, SchedulerInterface, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,12 @@ class DelegatingScheduler(SchedulerInterface):
 
     def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
         self.live.check_queue(num_tokens, num_arriving, arriving_tokens)
+
+    def take_rejections(self) -> dict[str, Rejection]:
+        return self.live.take_rejections()
+
+    def next_wake(self) -> float | None:
+        return self.live.next_wake()
 
     def next_expiry(self) -> float | None:
         return self.live.next_expiry()

@@ -13,6 +13,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 from aioserve.scheduler.peak_memory import PeakMemory
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.registry import available_policies, load_policy
+from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
 from aioserve.scheduler.succession import make_successor
@@ -36,6 +37,7 @@ __all__ = [
     "PolicyOptions",
     "PositiveFloat",
     "PositiveInt",
+    "Rejection",
     "Request",
     "RequestQueue",
     "RequestStatus",

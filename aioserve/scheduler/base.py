@@ -23,6 +23,7 @@ from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
+from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.request_table import RequestTable
 from aioserve.scheduler.results import take_results
 from aioserve.scheduler.step import Step
@@ -100,6 +101,9 @@ class BaseScheduler(Switchable):
             config.max_whole(max_model_len),
             self.runs_whole_prompts,
         )
+        self._wants_ends = type(self).on_finish is not BaseScheduler.on_finish
+        self.book.just_ended = [] if self._wants_ends else None
+        self._wake_time: float | None = None  # of the newest step
         self._limits = make_limits(config.max_loras, encoder)
         kv_cache.limit(self._limits)
         self._config = config
@@ -163,6 +167,11 @@ class BaseScheduler(Switchable):
         """
         return max(self.running, key=order_key, default=None)
 
+    def on_finish(self, request: Request, reason: str) -> None:
+        """Called for each request that has ended, before the next step: `reason` is what its client
+        was told (`stop`, `length`, `abort`, `timeout`, `error`, `rejected`).
+        """
+
     # What a policy uses.
 
     def new_step(self, token_budget: int | None = None) -> Step:
@@ -171,6 +180,11 @@ class BaseScheduler(Switchable):
         if token_budget is not None:
             limit = min(token_budget, limit)
         self.step_limit = limit
+        self._wake_time = None
+        if self.book.just_ended:
+            ended, self.book.just_ended = self.book.just_ended, []
+            for request in ended:
+                self.on_finish(request, request.status.finish_reason or "")
         return Step(
             self.book,
             self._config,
@@ -181,6 +195,13 @@ class BaseScheduler(Switchable):
             None if self._step_time is None else self._note_planned,
             self.max_num_batched_tokens,
         )
+
+    def wake_at(self, when: float) -> None:
+        """Have `schedule` called at this time of the clock at the latest, if it serves no request
+        now; otherwise it is asked every 10 ms, and holding all requests back for long is a fault.
+        Holds until the next step is begun; the earliest of several times counts.
+        """
+        self._wake_time = when if self._wake_time is None else min(when, self._wake_time)
 
     def take_over(self, other: "BaseScheduler") -> None:
         """Continue where `other`, which shares the KV cache, stands: between two steps, and before
@@ -195,6 +216,7 @@ class BaseScheduler(Switchable):
             self._check_takeover(request)
         other.book.follow(type(self).__name__, self._ask_order)
         self.book = other.book
+        self.book.just_ended = [] if self._wants_ends else None
         self.kv_cache.follow(self._limits)
 
     def choose_victim(self) -> Request | None:
@@ -256,6 +278,12 @@ class BaseScheduler(Switchable):
 
     def next_expiry(self) -> float | None:
         return self.book.timers.next_due()
+
+    def next_wake(self) -> float | None:
+        return self._wake_time
+
+    def take_rejections(self) -> dict[str, Rejection]:
+        return self.book.take_rejected() if self.book.rejected else {}
 
     def expire_requests(self) -> list[str]:
         timers = self.book.timers

@@ -13,6 +13,7 @@ from aioserve.kv_cache import KVConnectorBase
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.rejection import Rejection
 
 #: Version of the policy API, which docs/policy-api.md lists. It rises when a policy that keeps to
 #: that page may have to change.
@@ -112,6 +113,18 @@ class SchedulerInterface(ABC):
         Asked before the work of tokenizing, with a lower bound. `num_arriving` requests, of
         `arriving_tokens` at least, are being tokenized: they wait, but not in this queue yet.
         """
+
+    def take_rejections(self) -> dict[str, Rejection]:
+        """By id, the waiting requests that the newest step rejects: the engine then ends them, by
+        `finish_requests`, and tells their clients. Asked once after each step that is planned.
+        """
+        return {}
+
+    def next_wake(self) -> float | None:
+        """When to call `schedule` again if its last plan served no request, in seconds of the
+        clock. None: the scheduler did not say, and is asked every 10 ms.
+        """
+        return None
 
     def next_expiry(self) -> float | None:
         """When the next deadline of a request passes, in seconds of the clock; None: there is none.

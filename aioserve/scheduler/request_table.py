@@ -14,6 +14,7 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
+from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.timers import Timers
 
 #: A policy's: smaller keys go first. What it raises is a `PolicyError`.
@@ -92,6 +93,8 @@ class RequestTable:
         self.open_step: OpenStep | None = None
         self.last_output: SchedulerOutput | None = None
         self.finished_req_ids: list[str] = []  # not yet told to the runner
+        self.rejected: dict[Request, Rejection] = {}  # by the step that is planned
+        self.just_ended: list[Request] | None = None  # for a policy that wants to know; None: no
         self._untold_preempted: list[str] = []  # from a step that the runner never saw
         self._last_decodes = Decodes([])
         self._num_added = 0
@@ -216,6 +219,8 @@ class RequestTable:
                 "was not returned"
             )
         self.open_step = step
+        if self.rejected:  # by a step that came to nothing
+            self.rejected = {}
         step.tokens = {}
         step.preempted_req_ids, self._untold_preempted = self._untold_preempted, []
         for resource in self.kv_cache.holding:
@@ -305,6 +310,11 @@ class RequestTable:
 
     # Ends of requests.
 
+    def take_rejected(self) -> dict[str, Rejection]:
+        """What the newest step rejects and has not admitted all the same, by id."""
+        rejected, self.rejected = self.rejected, {}
+        return {r.request_id: why for r, why in rejected.items() if r in self.waiting}
+
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
@@ -339,6 +349,8 @@ class RequestTable:
         if request.status is not RequestStatus.WAITING:  # else the runner never heard of it
             self.finished_req_ids.append(request.request_id)
         request.status = status
+        if self.just_ended is not None:
+            self.just_ended.append(request)
         del self.requests[request.request_id]
         self.timers.forget(request)
         self.kv_cache.leave(request)

@@ -11,6 +11,7 @@ from aioserve.errors import PolicyError
 from aioserve.kv_cache import Vacancy
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.scheduler.rejection import make_rejection
 from aioserve.scheduler.request_table import OpenStep, Order, RequestTable
 
 
@@ -218,6 +219,18 @@ class Step(OpenStep):
         request.wait_reason = reason
         request.wait_step_id = self.step_id
         return 0
+
+    def reject(self, request: Request, reason: str, retry_after: float = 1.0) -> bool:
+        """End a waiting request that never ran: its client is told the `reason`, and after how
+        many seconds to ask again. False: it does not wait, or has run. Raises `PolicyError` for a
+        reason without words.
+        """
+        book = self._book
+        why = make_rejection(book.policy_name, reason, retry_after)
+        if request not in book.waiting or request.status is not RequestStatus.WAITING:
+            return False
+        book.rejected[request] = why
+        return True
 
     def preempt(self, request: Request) -> None:
         """Free the blocks of a running request, refund its tokens of this step, put it in line.

@@ -18,6 +18,7 @@ from aioserve.errors import (
     AioserveError,
     PolicyError,
     RequestFailedError,
+    RequestRejectedError,
     StalledError,
 )
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
@@ -78,8 +79,9 @@ class StepLoop(Generic[T]):
         self.observers = Observers(clock)
         self.failures = PolicyFailures()
         self.log = FailureLog(clock)
-        #: Requests whose step or policy has failed (None: any that has ended) and why. The driver
-        #: tells their readers, after the tokens of the same turn, and clears the list.
+        #: Requests whose step or policy has failed (None: any that has ended), or which it has
+        #: rejected, and why. The driver tells their readers, after the tokens of the same turn, and
+        #: clears the list.
         self.failed: list[tuple[list[str] | None, BaseException]] = []
         #: The steps that are with the runner, the oldest first.
         self.in_flight: deque[StepInFlight[T]] = deque()
@@ -185,7 +187,8 @@ class StepLoop(Generic[T]):
             return None
         if self.failures.last is not None and not self.scheduler.has_unfinished_requests():
             return None  # a policy that has just failed every request is asked when one comes
-        return IDLE_POLL_SECONDS
+        wake, now = self.scheduler.next_wake(), self._clock()
+        return wake - now if wake is not None and wake > now else IDLE_POLL_SECONDS
 
     # A turn.
 
@@ -211,6 +214,9 @@ class StepLoop(Generic[T]):
         if output is None:
             return None
         self._last_step_id = output.step_id
+        for request_id, why in self.scheduler.take_rejections().items():
+            ended = self._finish([request_id], RequestStatus.FINISHED_REJECTED)
+            self.failed.append((ended, RequestRejectedError(why.reason, why.retry_after)))
         now = self._clock()
         if output.total_num_scheduled_tokens:
             self._stalled_since = None
@@ -342,6 +348,9 @@ class StepLoop(Generic[T]):
             return
         if set(self.scheduler.get_wait_reasons().values()) == {WaitReason.REMOTE_KVS}:
             self._stalled_since = None  # none that a policy could serve
+            return
+        if (wake := self.scheduler.next_wake()) is not None and wake > now:
+            self._stalled_since = None  # the policy waits for a time that it has stated
             return
         if self._stalled_since is None:
             self._stalled_since = now

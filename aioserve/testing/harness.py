@@ -16,6 +16,7 @@ from aioserve.errors import (
     EngineOverloadedError,
     PolicyError,
     RequestError,
+    RequestRejectedError,
     StalledError,
 )
 from aioserve.kv_cache import (
@@ -50,6 +51,8 @@ from aioserve.testing.toy_runner import ToyRunner
 from aioserve.testing.violation import ContractViolation, NoReturn, Starvation
 
 __all__ = ["ContractViolation", "SchedulerHarness"]
+
+MIN_REJECTED = 5  # requests of a run that are all rejected: fewer may have been too many at once
 
 
 class _Ends(StepObserver):
@@ -321,6 +324,7 @@ class SchedulerHarness:
         self._ends.take(FinishReason.ERROR)
         with self._blame("schedule"):
             step = self.loop.plan()
+        self._note_rejected()
         if self.loop.failed:
             self._give_up()
         if step is None:
@@ -332,9 +336,23 @@ class SchedulerHarness:
         self.num_tokens_planned += output.total_num_scheduled_tokens
         if self.loop.is_stalled:
             self.now += 1.0  # the engine sleeps before it asks again
+        elif not self.loop.in_flight and (wake := self.scheduler.next_wake()) is not None:
+            self.now = max(self.now, wake)
         self._check_line(output)
         self.check()
         return output
+
+    def _note_rejected(self) -> None:
+        """The step has rejected requests, which must not have run."""
+        failed, self.loop.failed = self.loop.failed, []
+        for ended, error in failed:
+            if not isinstance(error, RequestRejectedError):
+                self.loop.failed.append((ended, error))
+                continue
+            for name in ended or ():
+                if self.ledger.lives[name].was_scheduled:
+                    raise ContractViolation(f"{self._where}: {name} was rejected after it had run")
+            self._end(ended, ended or [], RequestStatus.FINISHED_REJECTED)
 
     def _give_up(self) -> None:
         """The policy raised: the requests of that step have ended, the others go on."""
@@ -548,6 +566,9 @@ class SchedulerHarness:
         """Nothing remains: no request, no row in the runner's batch, no block."""
         if lost := list(self.ledger.alive):
             raise ContractViolation(f"{self._where}: requests were lost: {lost}")
+        ends = [life.finish_reason for life in self.ledger.lives.values()]
+        if len(ends) >= MIN_REJECTED and set(ends) == {FinishReason.REJECTED}:
+            raise ContractViolation(f"{self._where}: all {len(ends)} requests were rejected")
         rows = sorted({*self.runner.request_ids, *self.planned.rows})
         if rows and not self.errors:  # it could not be told by a policy that raises
             raise ContractViolation(

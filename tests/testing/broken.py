@@ -47,6 +47,39 @@ class SoundScheduler(BaseScheduler):
         return step.output()
 
 
+# Rejection.
+
+
+@caught_by(r"all \d+ requests were rejected")
+class RejectsEverybody(SoundScheduler):
+    """Turns every request away before it has run."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            if not step.reject(request, "no"):
+                step.admit(request)
+        return step.output()
+
+
+@caught_by(r"reject\(\) takes a reason of up to 200 characters, got ''")
+class RejectsWithoutAReason(SoundScheduler):
+    """Turns the second request in line away, and does not say why."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for i, request in enumerate(list(self.waiting)):
+            if i == 1:
+                step.reject(request, "")
+            elif not step.admit(request):
+                break
+        return step.output()
+
+
 # What `schedule` returns.
 
 

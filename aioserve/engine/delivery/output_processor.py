@@ -19,7 +19,7 @@ from aioserve.engine.delivery.tracing import Tracing
 from aioserve.engine.observe.metrics import RequestCounts
 from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import RequestFailedError
+from aioserve.errors import RequestFailedError, RequestRejectedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, RequestTimes
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
@@ -288,10 +288,12 @@ class OutputProcessor(StepObserver):
         self, request_ids: Iterable[str] | None, error: BaseException, now: float
     ) -> None:
         """Give readers an error instead of more tokens; None: all of them."""
+        is_rejected = isinstance(error, RequestRejectedError)
+        reason = FinishReason.REJECTED if is_rejected else FinishReason.ERROR
         for request_id in list(self._states) if request_ids is None else request_ids:
             if (state := self._states.get(request_id)) is not None:
                 self._tell(state, error)
-                self._finish(state, FinishReason.ERROR, now)
+                self._finish(state, reason, now)
 
     def drop(self, samples: Samples, now: float) -> list[str]:
         """Forget a request whose reader has left; return the ids of samples that still lived."""

@@ -6,7 +6,7 @@ Knows what a reader is told when a step or a policy fails. Knows no settings and
 from collections.abc import Callable
 
 from aioserve.engine.delivery.output_processor import OutputProcessor
-from aioserve.errors import PolicyError, RequestFailedError
+from aioserve.errors import PolicyError, RequestFailedError, RequestRejectedError
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.step_loop import FAULTS, FailureLog
 
@@ -42,16 +42,16 @@ class OutputRouter:
         self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())
 
     def fail(self, request_ids: list[str] | None, cause: BaseException) -> None:
-        """These requests, of all if None, lost their step or their policy: those that have ended by
-        that are told so. An id may be another request's by now.
+        """These requests, of all if None, lost their step or policy, or were rejected: those that
+        have ended by that are told so. An id may be another request's by now.
         """
         # An error of ours says what it should. Any other may quote anything: clients get its type,
         # the log and Python callers (as __cause__) get it all.
-        error = RequestFailedError(
-            str(cause)
-            if isinstance(cause, (PolicyError, RequestFailedError))
-            else f"the step that served this request failed ({type(cause).__name__})"
-        )
-        error.__cause__ = cause
+        error: BaseException = cause
+        if not isinstance(cause, RequestRejectedError):
+            is_ours = isinstance(cause, (PolicyError, RequestFailedError))
+            words = f"the step that served this request failed ({type(cause).__name__})"
+            error = RequestFailedError(str(cause) if is_ours else words)
+            error.__cause__ = cause
         ended = self._output_processor.ended_among(request_ids)
         self._output_processor.fail_requests(ended, error, self._clock())

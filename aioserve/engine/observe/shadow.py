@@ -167,6 +167,9 @@ class Shadow:
                 step.handle = self.now + self.step_time.seconds_of(step.output)
             else:  # it tells a runner which requests left; here is no runner
                 step.handle = self.now
+        while self._loop.failed:  # rejected: other failures are raised
+            for request_id in self._loop.failed.pop()[0] or ():
+                self._forget(request_id)
 
     def _finish_step(self) -> None:
         output = self._loop.in_flight[0].output

@@ -20,7 +20,7 @@ from aioserve.decision_log.recorder import RecordingScheduler, RecordSink
 from aioserve.decision_log.records import Header, Record
 from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.kv_cache import make_kv_cache
-from aioserve.errors import AioserveError, ConfigError
+from aioserve.errors import AioserveError, ConfigError, RequestRejectedError
 from aioserve.kv_cache import WindowSpec
 from aioserve.lab.logs.replies import RepliesRunner
 from aioserve.lab.logs.traffic import Traffic, read_traffic
@@ -238,7 +238,8 @@ class _Rerun:
 
     def fail(self, request_ids: list[str] | None, error: BaseException) -> None:
         """What was recorded may have failed in reality, too; another policy has to work."""
-        if not self._is_recorded and self._error is None:
+        is_failure = not isinstance(error, RequestRejectedError)
+        if is_failure and not self._is_recorded and self._error is None:
             self._error = error
 
     def _abort(self, request_id: str) -> None:

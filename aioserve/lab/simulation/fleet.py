@@ -271,6 +271,10 @@ class _Run:
                 del seat.live[output.request_id]
                 assignment.has_ended()
                 self._end(i, output.finish_reason, request)
+        while engine.rejected:
+            i, request, assignment = seat.live.pop(engine.rejected.pop(0))
+            assignment.has_ended()
+            self._end(i, "refused", request)
         if self._router.follows_kv_events:
             for event in engine.take_events():
                 self._router.on_kv_event(seat.replica.name, event)

@@ -100,6 +100,8 @@ class SteppedEngine:
         self.busy_seconds = 0.0
         #: Ids of requests of which nothing has come back yet.
         self.unstarted: set[str] = set()
+        #: Ids of requests that the policy has rejected, until the caller takes them.
+        self.rejected: list[str] = []
         self._kv_cache = blueprint.make_kv_cache(record_events=record_events)
         settings = blueprint.config.scheduler
         self._scheduler = blueprint.make_scheduler(self._kv_cache, clock)
@@ -180,6 +182,10 @@ class SteppedEngine:
             step.handle = _Result(*self.runner.run_step(step.told, now))
             self.busy_seconds += step.handle.end - max(now, self._last_end)
             self._last_end = step.handle.end
+        while loop.failed:  # rejected: other failures are raised
+            rejected, _ = loop.failed.pop()
+            self.rejected += rejected or ()
+            self.unstarted.difference_update(rejected or ())
         if loop.in_flight:
             return outputs, self._look_ahead()
         seconds = loop.idle_seconds()

@@ -228,7 +228,7 @@ export class Lanes extends Plot {
   // Told apart by form, not by colour alone.
   drawEnd({ finish }, x, y, height) {
     const { pen, palette } = this;
-    const isWell = !["abort", "timeout", "error"].includes(finish);
+    const isWell = !["abort", "timeout", "error", "rejected"].includes(finish);
     pen.fillStyle = pen.strokeStyle = isWell ? palette.done : palette.bad;
     if (finish === "abort") pen.strokeRect(x + 0.5, y + 0.5, 4, Math.max(height - 1, 2));
     else if (finish === "timeout") {
