@@ -80,6 +80,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: int  # known tokens of those in the queue
     num_kv_blocks: int
     num_used_kv_blocks: int
+    num_leased_kv_blocks: int = 0  # of these, held by leases alone
     num_state_slots: int = 0  # 0: a model without states
     num_free_state_slots: int = 0  # that no running request has
     num_window_blocks: int = 0  # of layers with a sliding window; 0: they have none of their own
@@ -98,7 +99,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that live requests hold, 0 to 1."""
+        """Share of the blocks that live requests and leases hold, 0 to 1."""
         return self.num_used_kv_blocks / self.num_kv_blocks
 
     @property

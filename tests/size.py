@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 26_771
+CORE_LIMIT = 26_609
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -37,6 +37,8 @@ PARTS = (
     ),
     *(
         "scheduler/rejection.py",
+        "kv_cache/leases.py",
+        "server/unserved.py",
         "progress.py",
         "scheduler/option_fields.py",
         "scheduler/peak_memory.py",

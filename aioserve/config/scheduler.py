@@ -41,6 +41,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
             "in the policy's order"
         ),
     ] = "policy"
+    max_leased_share: Annotated[
+        float, doc("share of the KV cache that prefixes pinned by a policy may hold", ge=0, le=1)
+    ] = 0.5
     max_waiting_requests: Annotated[
         PositiveInt, doc("queue limit in requests; beyond it requests are refused with 429")
     ] = 10_000

@@ -12,6 +12,7 @@ from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.kv_cache.hashing import hash_blocks
+from aioserve.kv_cache.leases import Leases
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.kv_cache.resources.loads import ConnectorLoads
 from aioserve.kv_cache.resources.states import StatePool
@@ -48,6 +49,7 @@ class KVCacheManager:
         own = list(resources)
         if connector is not None:
             own.append(ConnectorLoads(connector, block_size, self.pool.forget_blocks))
+        self.leases = Leases(self.pool)  # prefixes that a policy has pinned
         limits = [r.max_drafts for r in own if r.max_drafts is not None]
         self.max_drafts = min(limits, default=None)  # of a request in one step; None: any number
         self._limits: list[Resource] = []
@@ -86,7 +88,8 @@ class KVCacheManager:
             self._unused += self._limits
 
     def follow(self, limits: Iterable[Resource]) -> None:
-        """Another scheduler is in charge, whose settings limit these instead."""
+        """Another scheduler is in charge, whose settings limit these instead; leases end."""
+        self.leases.end_all()
         for mine, other in zip(self._limits, limits, strict=True):
             mine.follow(other)
 
@@ -336,6 +339,7 @@ class KVCacheManager:
 
     def clear_index(self) -> None:
         """Forget which block has which content: it is not wanted any more."""
+        self.leases.end_all()
         self.pool.clear_index()
         for resource in self.resources:
             resource.clear()

@@ -14,6 +14,7 @@ import msgspec
 from aioserve.config import SchedulerConfig
 from aioserve.errors import FROM_OUTSIDE, ConfigError, InvariantError, PolicyError, RequestError
 from aioserve.kv_cache import EncoderLimits, KVCacheManager, KVConnectorBase, make_limits
+from aioserve.kv_cache.leases import lease_key
 from aioserve.nearest import explain
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
@@ -105,6 +106,8 @@ class BaseScheduler(Switchable):
         self.book.just_ended = [] if self._wants_ends else None
         self._wake_time: float | None = None  # of the newest step
         self._limits = make_limits(config.max_loras, encoder)
+        self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
+        kv_cache.leases.max_blocks = self._max_leased
         kv_cache.limit(self._limits)
         self._config = config
         self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
@@ -181,6 +184,8 @@ class BaseScheduler(Switchable):
             limit = min(token_budget, limit)
         self.step_limit = limit
         self._wake_time = None
+        if self.kv_cache.leases:
+            self.kv_cache.leases.expire(self.clock())
         if self.book.just_ended:
             ended, self.book.just_ended = self.book.just_ended, []
             for request in ended:
@@ -195,6 +200,25 @@ class BaseScheduler(Switchable):
             None if self._step_time is None else self._note_planned,
             self.max_num_batched_tokens,
         )
+
+    def pin(self, request: Request, until: float) -> int:
+        """Keep the request's cached prefix until a time of the clock: for the next turn of its
+        conversation, when it has ended (`on_finish`). A client's conversation, by the hint
+        `session`, has one such lease, and a request without one has its own: a new one takes its
+        place, and `unpin` ends it.
+
+        All leases hold at most the share `max_leased_share` of the KV blocks. The oldest make room
+        for a new one, and for a request beside which nothing runs. Returns the tokens that are
+        kept.
+        """
+        leases = self.kv_cache.leases
+        block_ids = self.kv_cache.get_computed_blocks(request)
+        num_blocks = leases.pin(lease_key(request), block_ids, until)
+        return num_blocks * self.kv_cache.block_size
+
+    def unpin(self, request: Request) -> None:
+        """End the lease of the request's conversation before its time, if there is one."""
+        self.kv_cache.leases.end(lease_key(request))
 
     def wake_at(self, when: float) -> None:
         """Have `schedule` called at this time of the clock at the latest, if it serves no request
@@ -218,6 +242,7 @@ class BaseScheduler(Switchable):
         self.book = other.book
         self.book.just_ended = [] if self._wants_ends else None
         self.kv_cache.follow(self._limits)
+        self.kv_cache.leases.max_blocks = self._max_leased
 
     def choose_victim(self) -> Request | None:
         """The request to preempt when KV blocks run out: by `--victim` or the policy."""
@@ -344,6 +369,7 @@ class BaseScheduler(Switchable):
         step = self.new_step()
         for request in self.running:
             step.preempt(request)
+        self.kv_cache.leases.end_all()
         for resource in self.kv_cache.resources:
             resource.vacate()
         return step.output()

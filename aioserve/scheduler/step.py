@@ -194,6 +194,11 @@ class Step(OpenStep):
         if request.status is RequestStatus.PREEMPTED and book.in_flight.carries(request):
             return self.hold(request, WaitReason.IN_FLIGHT)  # its next token is on the way
         place = self._find_place(request, max_tokens, whole)
+        if leases := self._kv_cache.leases:
+            while place is WaitReason.BLOCKS and not book.running and leases.give_way():
+                place = self._find_place(request, max_tokens, whole)
+            if place is WaitReason.BLOCKS and leases.num_held_blocks:
+                place = WaitReason.LEASES
         of_step = (WaitReason.BUDGET, WaitReason.ENCODER_BUDGET)  # not held by requests
         if displacing and isinstance(place, WaitReason) and place not in of_step:
             gone = Vacancy(self._kv_cache.pool, self._fresh_blocks, self._dependents)
@@ -351,6 +356,8 @@ class Step(OpenStep):
             return True  # near its limit it needs no lookahead
         kv_cache.cache_full_blocks(request)  # filled by earlier steps
         while num_missing > pool.num_free_blocks:
+            if self._book.running == [request] and kv_cache.leases.give_way():
+                continue  # else it would be its own victim
             victim = self._choose_victim()
             if not isinstance(victim, Request) or victim.status is not RequestStatus.RUNNING:
                 raise PolicyError(

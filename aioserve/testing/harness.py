@@ -575,8 +575,8 @@ class SchedulerHarness:
                 f"{self._where}: the runner was never told of the end of {rows}"
             )
         pool = self.kv_cache.pool
-        if pool.num_free_blocks != pool.num_blocks:
-            raise ContractViolation(f"{self._where}: {pool.num_used_blocks} blocks leaked")
+        if leaked := pool.num_used_blocks - self.kv_cache.leases.num_held_blocks:
+            raise ContractViolation(f"{self._where}: {leaked} blocks leaked")
         for resource in self.kv_cache.resources:
             if what := resource.held():
                 raise ContractViolation(f"{self._where}: {what} leaked")
@@ -652,6 +652,7 @@ class SchedulerHarness:
             for row in self.planned.holders(self._rows_in_flight())
             for block_id in row.block_ids
         )
+        holders += self.kv_cache.leases.references
         expected = [holders.get(block_id, 0) for block_id in range(pool.num_blocks)]
         if pool.ref_counts != expected:
             wrong = [b for b in range(pool.num_blocks) if pool.ref_counts[b] != expected[b]]

@@ -188,7 +188,7 @@ class _Run:
             eos_token_ids=info.eos_token_ids,
             priority=asked.priority,
             user=asked.user,
-            hints=asked.hints,
+            hints=asked.all_hints,
             encoder_inputs=build_images(asked),
             deadline=None if asked.timeout is None else arrival + asked.timeout,
         )

@@ -201,7 +201,7 @@ class _EngineClients(Clients):
             request_id=str(i),
             priority=request.priority,
             user=request.user,
-            hints=request.hints,
+            hints=request.all_hints,
             timeout=request.timeout,
         )
         token_ids: list[int] = []

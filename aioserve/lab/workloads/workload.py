@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from aioserve.errors import ConfigError
-from aioserve.hints import Hints
+from aioserve.hints import PROGRAM, SESSION, Hints
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.reply_limit import ReplyLimit, default_max_tokens
@@ -76,6 +76,13 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     def waits_for(self) -> tuple[int, ...]:
         """Places of the requests whose end it waits for; empty for one that comes by itself."""
         return () if self.follows < 0 else (self.follows, *self.after)
+
+    @property
+    def all_hints(self) -> Hints:
+        """What the client tells the policy: stated hints, and its session and program."""
+        own = {SESSION: self.session, PROGRAM: self.program}
+        numbered: Hints = {n: f"{self.crowd}.{i}" for n, i in own.items() if i >= 0}
+        return self.hints if not numbered else {**numbered, **self.hints}
 
     @property
     def num_prompt_tokens(self) -> int:

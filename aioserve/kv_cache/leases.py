@@ -1,0 +1,92 @@
+"""Leases: cached prefixes that stay for a time because a policy has pinned them.
+
+A lease holds its blocks as a request does, so that no other request gets them; but it gives way to
+a request that nothing else runs beside. Knows blocks and times; which prefix is worth a lease, the
+policy knows. (Continuum, Li et al., 2025, pins a program's prefix while its tool runs.)
+"""
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+from aioserve.hints import SESSION
+from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.request import Request
+
+
+def lease_key(request: Request) -> str:
+    """The conversation that the request belongs to, or else its id; of its client alone."""
+    own = request.hints.get(SESSION, request.request_id)
+    return f"{request.cache_salt}\0{request.user}\0{own}"
+
+
+class _Lease(NamedTuple):
+    block_ids: list[int]
+    until: float  # seconds of the scheduler's clock
+
+
+class Leases:
+    """The leases of one pool, by key, the oldest first; a key has one lease."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.max_blocks = pool.num_blocks  # that all leases hold at most, shared ones counted twice
+        self._pool = pool
+        self._leases: dict[str, _Lease] = {}
+        self._num_blocks = 0
+        self._next_end = math.inf  # no lease ends before
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def references(self) -> Counter[int]:
+        """By block: how many leases hold it."""
+        return Counter(b for lease in self._leases.values() for b in lease.block_ids)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that leases hold, and no request does."""
+        own = self.references
+        return sum(self._pool.ref_counts[b] == count for b, count in own.items())
+
+    def pin(self, key: str, block_ids: list[int], until: float) -> int:
+        """Hold these cached blocks until a time, or as many of the first as `max_blocks` allows, in
+        the place of what the key has held; older leases end where there is no room beside them.
+        Returns how many are held.
+        """
+        block_ids = block_ids[: self.max_blocks]
+        self._pool.touch(block_ids)
+        self.end(key)
+        while self._leases and self._num_blocks + len(block_ids) > self.max_blocks:
+            self.give_way()
+        if block_ids:
+            self._leases[key] = _Lease(block_ids, until)
+            self._num_blocks += len(block_ids)
+            self._next_end = min(self._next_end, until)
+        return len(block_ids)
+
+    def end(self, key: str) -> None:
+        """Let go of what the key holds, if anything: it stays cached until it is evicted."""
+        if (lease := self._leases.pop(key, None)) is not None:
+            self._num_blocks -= len(lease.block_ids)
+            self._pool.free(reversed(lease.block_ids))  # the head of a prefix is evicted last
+
+    def give_way(self) -> bool:
+        """End the oldest lease. False: there is none."""
+        for key in self._leases:
+            self.end(key)
+            return True
+        return False
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time has passed."""
+        if now < self._next_end:
+            return
+        for key in [key for key, lease in self._leases.items() if lease.until <= now]:
+            self.end(key)
+        self._next_end = min((lease.until for lease in self._leases.values()), default=math.inf)
+
+    def end_all(self) -> None:
+        """Let go of everything."""
+        while self.give_way():
+            pass

@@ -1,0 +1,54 @@
+"""Pauses of tools: a conversation's KV blocks stay for a while, so that its next turn finds them.
+
+An agent's turn ends with a call of a tool, and its next one comes a moment later, with all that was
+said before. `pin` keeps that prefix for `ttl` seconds, and `unpin` gives it back once the turn runs
+that it was kept for. Turns of conversations that are held go first: they free what they hold. A
+simple form of Continuum (Li et al., 2025), which computes the time to live from tools' durations.
+"""
+
+from typing import Any
+
+from aioserve.scheduler import (
+    BaseScheduler,
+    PolicyOptions,
+    PositiveFloat,
+    Request,
+    SchedulerOutput,
+)
+
+
+class ToolPausesScheduler(BaseScheduler):
+    """Turns of pinned conversations first, then order of arrival."""
+
+    class Options(PolicyOptions):
+        ttl: PositiveFloat = 5.0  # seconds for which the prefix of a conversation stays
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pinned_until: dict[tuple[str, object], float] = {}  # by client and conversation
+
+    def order(self, request: Request) -> tuple[bool, float]:
+        until = self.pinned_until.get(conversation(request), 0.0)
+        return until <= self.clock(), request.arrival_time
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in step.run_decodes():
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+            if self.pinned_until.pop(conversation(request), None) is not None:
+                self.unpin(request)  # which holds the prefix itself now
+        return step.output()
+
+    def on_finish(self, request: Request, reason: str) -> None:
+        if reason in ("stop", "length") and "session" in request.hints:
+            until = self.clock() + self.options.ttl
+            if self.pin(request, until):
+                self.pinned_until[conversation(request)] = until
+
+
+def conversation(request: Request) -> tuple[str, object]:
+    """Of one client: others may call theirs the same."""
+    return request.user, request.hints.get("session")

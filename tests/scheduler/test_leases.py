@@ -1,0 +1,160 @@
+"""A policy pins what a conversation will ask for again, and no other request starves for it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
+from aioserve.lab.simulation.run import simulate
+from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.request import Request, WaitReason
+from aioserve.scheduler import BaseScheduler, SchedulerOutput, make_successor
+from aioserve.scheduler.fallback import FallbackScheduler
+from aioserve.testing import SchedulerHarness
+from aioserve.testing.contract import PolicyContract, Subject
+
+TOOL_PAUSES = f"{Path(__file__).parents[2]}/examples/recipes/tool_pauses.py:ToolPausesScheduler"
+
+
+class PinsEverything(BaseScheduler):
+    """Keeps the prefix of whoever has ended for long, and of one that runs."""
+
+    pins_running = True
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        if self.running and self.pins_running:
+            self.pin(self.running[0], self.clock() + 50)
+        return step.output()
+
+    def on_finish(self, request: Request, reason: str) -> None:
+        self.pin(request, self.clock() + 1000)
+        if request.priority > 0:
+            self.unpin(request)
+
+
+class PinsEnded(PinsEverything):
+    """Keeps the prefix of whoever has ended."""
+
+    pins_running = False
+
+
+class TestContract(PolicyContract):
+    @pytest.fixture
+    def subject(self) -> Subject:
+        return Subject(PinsEverything, max_examples=25)
+
+
+def harness(**setup: Any) -> SchedulerHarness:
+    return SchedulerHarness(PinsEnded, num_blocks=8, block_size=4, **setup)
+
+
+def test_a_pinned_prefix_is_found_after_others_have_filled_the_cache() -> None:
+    found = harness()
+    found.add_request("a", list(range(13)), max_tokens=1)
+    found.run_until_idle()
+    found.add_request("b", list(range(50, 60)), max_tokens=2)
+    found.add_request("c", list(range(70, 80)), max_tokens=2)
+    found.step()
+    assert found.scheduler.get_wait_reasons()["c"] is WaitReason.LEASES
+    found.add_request("a2", [*range(13), 99], max_tokens=1)
+    found.run_until_idle()
+    assert found.ledger.lives["a2"].request.num_cached_tokens == 12
+
+
+def test_when_nothing_runs_pinned_prefixes_make_room() -> None:
+    found = harness()
+    found.add_request("a", list(range(13)), max_tokens=1)
+    found.run_until_idle()
+    found.add_request("large", list(range(100, 128)), max_tokens=2)
+    found.run_until_idle()
+    assert found.ledger.lives["large"].finish_reason == "length"
+
+
+def test_a_request_that_runs_alone_takes_pinned_blocks_before_it_would_be_its_own_victim() -> None:
+    found = harness()
+    found.add_request("a", list(range(13)), max_tokens=1)
+    found.run_until_idle()
+    found.add_request("b", list(range(50, 58)), max_tokens=18)
+    found.run_until_idle()
+    assert not any(step.preempted_req_ids for step in found.steps)
+    assert found.ledger.lives["b"].finish_reason == "length"
+
+
+def test_leases_end_with_the_policy_and_with_the_cache() -> None:
+    for end in ("switch", "reset", "vacate"):
+        found = harness()
+        found.add_request("a", list(range(13)), max_tokens=1)
+        found.run_until_idle()
+        found.add_request("b", [7], max_tokens=1)
+        found.run_until_idle()
+        assert found.kv_cache.leases
+        if end == "switch":
+            make_successor(found.scheduler, FallbackScheduler, found.config)
+        elif end == "reset":
+            assert found.scheduler.reset_prefix_cache()
+        else:
+            found.scheduler.vacate()
+        assert not found.kv_cache.leases
+        assert found.kv_cache.pool.num_used_blocks == 0
+
+
+def test_others_sessions_of_the_same_name_are_not_touched() -> None:
+    found = harness()
+    spec = {"max_tokens": 1, "hints": {"session": "s"}}
+    found.add_request("a", list(range(9)), user="ann", **spec)
+    found.run_until_idle()
+    found.add_request("b", list(range(30, 39)), user="ben", **spec)
+    found.run_until_idle()
+    found.add_request("c", [1], max_tokens=1)
+    found.run_until_idle()
+    assert len(found.kv_cache.leases) == 2
+
+
+async def test_metrics_say_what_leases_hold(tmp_path: Path) -> None:
+    config = EngineConfig(
+        runner=RunnerConfig(runner="simulated"), scheduler=SchedulerConfig(policy=TOOL_PAUSES)
+    )
+    async with AsyncEngine(config) as engine:
+        for prompt in (list(range(100)), [5]):
+            params = SamplingParams(max_tokens=2)
+            async for _ in engine.generate(prompt, params, hints={"session": str(prompt[0])}):
+                pass
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_leased_kv_blocks == stats.num_used_kv_blocks == 6
+        assert b"aioserve_kv_cache_leased_blocks 6.0" in engine.render_metrics([])
+
+
+def test_an_agents_next_turn_is_computed_once_under_memory_pressure() -> None:
+    """Turns of two agents with pauses, among strangers that fill the cache in between."""
+    requests: list[WorkloadRequest] = []
+    for agent in range(2):
+        for turn in range(4):
+            follows = len(requests) - 1 if turn else -1
+            pieces = tuple(Piece(100 * agent + i, 160) for i in range(turn + 1))
+            requests.append(
+                WorkloadRequest(0.5, pieces, 4, user="agents", follows=follows, session=agent)
+            )
+    requests += [WorkloadRequest(0.02 * i, (Piece(1000 + i, 150),), 30) for i in range(250)]
+    cut = Workload("agents", tuple(requests))
+    base = EngineConfig(
+        runner=RunnerConfig(runner="simulated"),
+        cache=CacheConfig(num_kv_blocks=160, block_size=16),
+        scheduler=SchedulerConfig(policy="chunked_prefill"),
+    )
+    hits = {}
+    for policy in ("chunked_prefill", TOOL_PAUSES):
+        scheduler = msgspec.structs.replace(base.scheduler, policy=policy)
+        outcome = simulate(msgspec.structs.replace(base, scheduler=scheduler), cut)
+        hits[policy] = sum(r.num_cached_tokens for r in outcome.requests[:8])
+    assert hits[TOOL_PAUSES] == 2 * (160 + 320 + 480)
+    assert hits["chunked_prefill"] < 0.5 * hits[TOOL_PAUSES]
