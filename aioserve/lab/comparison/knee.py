@@ -1,5 +1,6 @@
-"""The knee: the highest rate of requests at which a configuration still meets its SLO, and keeps
-bounds on statistics of a whole run, as Sarathi-Serve's capacity does.
+"""The knee: the highest rate of requests at which a configuration still meets its SLO.
+
+It may also have to keep bounds on statistics of a whole run, as Sarathi-Serve's capacity does.
 
 Bisection over the time scale of a workload, in virtual time. Prints nothing.
 """

@@ -6,6 +6,7 @@ export const REASONS = {
   seats: "all seats are taken",
   adapters: "no place for its adapter",
   blocks: "its tokens do not fit the free KV blocks",
+  leases: "no free KV blocks: pinned prefixes hold some",
   states: "no slot for its states",
   windows: "no blocks for its windows",
   encoder_budget: "its image does not fit the step",
@@ -54,7 +55,8 @@ export function nameLane(lives, own, room) {
 }
 
 export const ENDS = { stop: "done", length: "done: it had all its tokens", tool_calls: "done: it called a tool",
-  abort: "aborted: its client left, or an operator ended it", timeout: "timed out", error: "failed" };
+  abort: "aborted: its client left, or an operator ended it", timeout: "timed out", error: "failed",
+  rejected: "rejected by the policy before it ran" };
 
 /**
  * An element of page.html, of the kind that it has there.
