@@ -31,17 +31,17 @@ class Leases:
     def __init__(self, pool: BlockPool) -> None:
         self.max_blocks = pool.num_blocks  # that all leases hold at most, shared ones counted twice
         self._pool = pool
-        self._leases: dict[str, _Lease] = {}
+        self.held: dict[str, _Lease] = {}  # what is asked in every step: a dict is cheap
         self._num_blocks = 0
         self._next_end = math.inf  # no lease ends before
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self.held)
 
     @property
     def references(self) -> Counter[int]:
         """By block: how many leases hold it."""
-        return Counter(b for lease in self._leases.values() for b in lease.block_ids)
+        return Counter(b for lease in self.held.values() for b in lease.block_ids)
 
     @property
     def num_held_blocks(self) -> int:
@@ -57,23 +57,23 @@ class Leases:
         block_ids = block_ids[: self.max_blocks]
         self._pool.touch(block_ids)
         self.end(key)
-        while self._leases and self._num_blocks + len(block_ids) > self.max_blocks:
+        while self.held and self._num_blocks + len(block_ids) > self.max_blocks:
             self.give_way()
         if block_ids:
-            self._leases[key] = _Lease(block_ids, until)
+            self.held[key] = _Lease(block_ids, until)
             self._num_blocks += len(block_ids)
             self._next_end = min(self._next_end, until)
         return len(block_ids)
 
     def end(self, key: str) -> None:
         """Let go of what the key holds, if anything: it stays cached until it is evicted."""
-        if (lease := self._leases.pop(key, None)) is not None:
+        if (lease := self.held.pop(key, None)) is not None:
             self._num_blocks -= len(lease.block_ids)
             self._pool.free(reversed(lease.block_ids))  # the head of a prefix is evicted last
 
     def give_way(self) -> bool:
         """End the oldest lease. False: there is none."""
-        for key in self._leases:
+        for key in self.held:
             self.end(key)
             return True
         return False
@@ -82,9 +82,9 @@ class Leases:
         """End the leases whose time has passed."""
         if now < self._next_end:
             return
-        for key in [key for key, lease in self._leases.items() if lease.until <= now]:
+        for key in [key for key, lease in self.held.items() if lease.until <= now]:
             self.end(key)
-        self._next_end = min((lease.until for lease in self._leases.values()), default=math.inf)
+        self._next_end = min((lease.until for lease in self.held.values()), default=math.inf)
 
     def end_all(self) -> None:
         """Let go of everything."""

@@ -37,6 +37,7 @@ class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 order_key = attrgetter("order_key")
+_NONE: dict[str, Rejection] = {}  # never changed
 
 #: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
 #: ties broken by the policy's order. Under each but the last one some request is never the victim,
@@ -184,7 +185,7 @@ class BaseScheduler(Switchable):
             limit = min(token_budget, limit)
         self.step_limit = limit
         self._wake_time = None
-        if self.kv_cache.leases:
+        if self.kv_cache.leases.held:
             self.kv_cache.leases.expire(self.clock())
         if self.book.just_ended:
             ended, self.book.just_ended = self.book.just_ended, []
@@ -202,14 +203,12 @@ class BaseScheduler(Switchable):
         )
 
     def pin(self, request: Request, until: float) -> int:
-        """Keep the request's cached prefix until a time of the clock: for the next turn of its
-        conversation, when it has ended (`on_finish`). A client's conversation, by the hint
-        `session`, has one such lease, and a request without one has its own: a new one takes its
-        place, and `unpin` ends it.
+        """Keep the request's cached prefix until a time of the clock, for the next turn of its
+        conversation: a lease, of which each conversation of a client (hint `session`, else the
+        request alone) has one. `unpin` ends it.
 
-        All leases hold at most the share `max_leased_share` of the KV blocks. The oldest make room
-        for a new one, and for a request beside which nothing runs. Returns the tokens that are
-        kept.
+        Leases hold at most the share `max_leased_share` of the KV blocks. The oldest make room for
+        a new one, and for a request beside which nothing runs. Returns the tokens that are kept.
         """
         leases = self.kv_cache.leases
         block_ids = self.kv_cache.get_computed_blocks(request)
@@ -308,7 +307,7 @@ class BaseScheduler(Switchable):
         return self._wake_time
 
     def take_rejections(self) -> dict[str, Rejection]:
-        return self.book.take_rejected() if self.book.rejected else {}
+        return self.book.take_rejected() if self.book.rejected else _NONE
 
     def expire_requests(self) -> list[str]:
         timers = self.book.timers

@@ -194,7 +194,8 @@ class Step(OpenStep):
         if request.status is RequestStatus.PREEMPTED and book.in_flight.carries(request):
             return self.hold(request, WaitReason.IN_FLIGHT)  # its next token is on the way
         place = self._find_place(request, max_tokens, whole)
-        if leases := self._kv_cache.leases:
+        if self._kv_cache.leases.held:
+            leases = self._kv_cache.leases
             while place is WaitReason.BLOCKS and not book.running and leases.give_way():
                 place = self._find_place(request, max_tokens, whole)
             if place is WaitReason.BLOCKS and leases.num_held_blocks:
