@@ -19,9 +19,10 @@ from aioserve.errors import (
 from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVEvent
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import ModelRunnerOutput, SchedulerStats
+from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
+from tests.kit import stats_of
 from tests.processes import PATIENCE
 
 FAST = RunnerConfig(runner="simulated", step_base_ms=0.5, simulated_output_tokens=20)
@@ -40,12 +41,6 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 def in_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
         runner.run(main())
-
-
-def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    stats = engine.get_stats()
-    assert stats is not None
-    return stats
 
 
 async def until_idle(engine: AsyncEngine) -> None:

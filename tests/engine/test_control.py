@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from aioserve.errors import (
     PolicyError,
     RunnerDeadError,
 )
-from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
 from aioserve.outputs import FinishReason
 from aioserve.runner.cpu.sleeper import SleepingRunner
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler import Request, RequestStatus
+from tests.kit import run
 from tests.models import make_model
 from tests.tokenizing import hold_tokenizing
 
@@ -46,17 +46,6 @@ def simulated(**scheduler: Any) -> EngineConfig:
         cache=CACHE,
         scheduler=SchedulerConfig(policy="chunked_prefill", **scheduler),
     )
-
-
-def run(main: Callable[[AsyncEngine], Any], config: EngineConfig) -> Any:
-    """In virtual time."""
-
-    async def with_engine() -> Any:
-        async with AsyncEngine(config) as engine:
-            return await main(engine)
-
-    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        return runner.run(with_engine())
 
 
 async def read(engine: AsyncEngine, prompt: Any, params: SamplingParams = PARAMS) -> list[int]:

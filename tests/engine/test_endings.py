@@ -14,9 +14,10 @@ from aioserve.engine import builder
 from aioserve.errors import AioserveError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import ModelRunnerOutput, SchedulerStats
+from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler import Request, SchedulerOutput
+from tests.kit import stats_of
 
 T = TypeVar("T")
 
@@ -65,12 +66,6 @@ class Moody(ChunkedPrefillScheduler):
         if mood == "after":
             raise ValueError("on second thoughts")
         return output
-
-
-def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    stats = engine.get_stats()
-    assert stats is not None
-    return stats
 
 
 async def read(stream: Any) -> tuple[list[int], FinishReason | None, int | None]:

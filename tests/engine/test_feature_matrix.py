@@ -23,10 +23,10 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
-from aioserve.outputs import SchedulerStats
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from tests.adapters import make_adapter, merge
 from tests.greedy import GreedyReference
+from tests.kit import stats_of
 from tests.models import make_model
 from tests.multimodal.test_vision_language import ONE, Seeing
 
@@ -193,12 +193,6 @@ async def ask_all(engine: AsyncEngine, case: Case) -> None:
     await engine.resume()
     found = await asked
     assert [tokens for tokens, _ in found] == case.expected
-
-
-def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    stats = engine.get_stats()
-    assert stats is not None
-    return stats
 
 
 async def test_prompts_in_pieces(case: Case) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 from tests.foreign_policy import FOREIGN
+from tests.kit import run
 
 LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
 STEP_SECONDS = 0.01
@@ -41,15 +41,6 @@ def make_config(policy: str = "fcfs", **scheduler: Any) -> EngineConfig:
             step_decode_us=0,
         ),
     )
-
-
-def run(main: Callable[[AsyncEngine], Coroutine[Any, Any, None]], config: EngineConfig) -> None:
-    async def with_engine() -> None:
-        async with AsyncEngine(config) as engine:
-            await main(engine)
-
-    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        runner.run(with_engine())
 
 
 def look(engine: AsyncEngine) -> EngineSnapshot:

@@ -15,9 +15,10 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import RequestError, RequestFailedError
 from aioserve.grammars import compiler as grammars
-from aioserve.outputs import RequestOutput, SchedulerStats
+from aioserve.outputs import RequestOutput
 from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.structured_outputs import StructuredOutputs
+from tests.kit import stats_of
 from tests.slow import mostly_slow
 
 SCHEMAS: dict[str, Any] = json.loads(
@@ -51,12 +52,6 @@ def params(seed: int = 0, *, way: StructuredOutputs, **fields: Any) -> SamplingP
 
 def of_schema(name: str) -> StructuredOutputs:
     return StructuredOutputs(json=SCHEMAS[name])
-
-
-def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    stats = engine.get_stats()
-    assert stats is not None
-    return stats
 
 
 async def reply(engine: AsyncEngine, params: SamplingParams) -> RequestOutput:

@@ -11,8 +11,8 @@ from aioserve.policies.priority import PriorityScheduler
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, PolicyError
-from aioserve.lab import VirtualClockEventLoop
 from aioserve.scheduler import BaseScheduler, Request
+from tests import kit
 
 
 def run(main: Callable[[AsyncEngine], Any], depth: int = 1) -> Any:
@@ -22,12 +22,7 @@ def run(main: Callable[[AsyncEngine], Any], depth: int = 1) -> Any:
         scheduler=SchedulerConfig(pipeline_depth=depth),
     )
 
-    async def with_engine() -> Any:
-        async with AsyncEngine(config) as engine:
-            return await main(engine)
-
-    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        return runner.run(with_engine())
+    return kit.run(main, config)
 
 
 async def serve_many(engine: AsyncEngine) -> list[list[int]]:

@@ -4,7 +4,6 @@ In pieces, beside others, from prefixes, after preemptions, with slots for few s
 """
 
 import asyncio
-import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve import AsyncEngine
 from aioserve.config import (
     CacheConfig,
-    ModelConfig,
-    RunnerConfig,
     SchedulerConfig,
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import SchedulerStats
 from aioserve.runner.cpu.load import load_on_cpu
-from tests.greedy import GreedyReference
+from tests.kit import expected_tokens, greedy, make_prompts, small_config, stats_of, tokens_of
 from tests.models import edit_config, make_model
 from tests.slow import mostly_slow
 
@@ -43,14 +39,6 @@ MODELS: dict[str, dict[str, Any]] = {
 NUM_TOKENS = 24
 
 
-def make_prompts() -> list[list[int]]:
-    """Of 1 to 64 tokens; the last three have 40 in common."""
-    rng = random.Random(1)
-    shared = [rng.randrange(3, 500) for _ in range(40)]
-    prompts = [[rng.randrange(3, 500) for _ in range(n)] for n in (1, 3, 17, 45, 64)]
-    return prompts + [shared + [rng.randrange(3, 500) for _ in range(n)] for n in (5, 9, 3)]
-
-
 @pytest.fixture(scope="module", params=mostly_slow(MODELS, but=["qwen3_5_text", "mamba2"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(
@@ -61,40 +49,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[Any]:
     """What `transformers` generates for each prompt alone."""
-    import torch
-
-    reference = GreedyReference(model, torch.float32)
-    return [reference.tokens(prompt, NUM_TOKENS) for prompt in make_prompts()]
-
-
-def make_config(model: Path, **sections: Any) -> EngineConfig:
-    return EngineConfig(
-        **{
-            "model": ModelConfig(
-                model=str(model), dtype="float32", max_model_len=128, skip_tokenizer_init=True
-            ),
-            "cache": CacheConfig(num_kv_blocks=64),
-            "runner": RunnerConfig(threads=1),
-            "scheduler": SchedulerConfig(
-                policy="chunked_prefill", max_num_batched_tokens=24, max_num_seqs=4
-            ),
-            **sections,
-        }
-    )
-
-
-async def tokens_of(engine: AsyncEngine, prompt: list[int], num_tokens: int) -> list[int]:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
-    found: list[int] = []
-    async for output in engine.generate(prompt, params):
-        found += output.token_ids
-    return found
-
-
-def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    stats = engine.get_stats()
-    assert stats is not None
-    return stats
+    return expected_tokens(model, NUM_TOKENS)
 
 
 def slots_of(engine: AsyncEngine) -> Tensor:
@@ -108,12 +63,12 @@ async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
 ) -> None:
     prompts = make_prompts()
     cache = CacheConfig(num_kv_blocks=128, num_state_slots=40)
-    async with AsyncEngine(make_config(model, cache=cache)) as engine:
-        found = await asyncio.gather(*(tokens_of(engine, p, NUM_TOKENS) for p in prompts))
+    async with AsyncEngine(small_config(model, cache=cache)) as engine:
+        found = await asyncio.gather(*(tokens_of(engine, p, greedy(NUM_TOKENS)) for p in prompts))
         assert found == expected
         num_hits = stats_of(engine).num_prefix_hit_tokens
         for prompt, tokens in zip(prompts, expected, strict=True):  # their next turns
-            assert await tokens_of(engine, prompt + tokens[:-1], 1) == tokens[-1:]
+            assert await tokens_of(engine, prompt + tokens[:-1], greedy(1)) == tokens[-1:]
         stats = stats_of(engine)
         # Each goes on where its last whole block ended.
         whole = sum((len(prompt) + NUM_TOKENS - 2) // 16 * 16 for prompt in prompts)
@@ -150,11 +105,11 @@ async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
 async def test_pressure_changes_no_token(
     model: Path, expected: list[list[int]], cache: CacheConfig, scheduler: SchedulerConfig
 ) -> None:
-    config = make_config(model, cache=cache, scheduler=scheduler)
+    config = small_config(model, cache=cache, scheduler=scheduler)
     async with AsyncEngine(config) as engine:
         for _ in range(2):
             found = await asyncio.gather(
-                *(tokens_of(engine, prompt, NUM_TOKENS) for prompt in make_prompts())
+                *(tokens_of(engine, prompt, greedy(NUM_TOKENS)) for prompt in make_prompts())
             )
             assert found == expected
 
@@ -181,7 +136,7 @@ async def test_what_states_do_not_go_with_is_refused_in_a_line(
     model: Path, sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        async with AsyncEngine(make_config(model, **sections)):
+        async with AsyncEngine(small_config(model, **sections)):
             pass
 
 
@@ -189,7 +144,7 @@ async def test_slots_for_a_model_without_states_are_refused(tmp_path: Path) -> N
     plain = make_model("llama", tmp_path, num_hidden_layers=1)
     cache = CacheConfig(num_kv_blocks=16, num_state_slots=4)
     with pytest.raises(ConfigError, match=r"no layer of .*Llama.* has a state: leave it out"):
-        async with AsyncEngine(make_config(plain, cache=cache)):
+        async with AsyncEngine(small_config(plain, cache=cache)):
             pass
 
 
@@ -205,6 +160,6 @@ async def test_slots_for_a_model_without_states_are_refused(tmp_path: Path) -> N
 def test_sizes_that_make_no_sense_are_named(
     tmp_path: Path, kind: str, field: str, value: int
 ) -> None:
-    config = make_config(edit_config(make_model(kind, tmp_path, **MODELS[kind]), **{field: value}))
+    config = small_config(edit_config(make_model(kind, tmp_path, **MODELS[kind]), **{field: value}))
     with pytest.raises(ConfigError, match=f"makes no sense: {field} is {value}, not a number"):
         load_on_cpu(config, ModelInfo(config.model))

@@ -4,24 +4,20 @@ In pieces, beside others, from prefixes, after preemptions, two steps ahead, wit
 """
 
 import asyncio
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import (
     CacheConfig,
-    ModelConfig,
-    RunnerConfig,
     SchedulerConfig,
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
-from aioserve.outputs import SchedulerStats
 from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
-from tests.greedy import GreedyReference
+from tests.kit import expected_tokens, greedy, make_prompts, small_config, stats_of, tokens_of
 from tests.models import make_model
 from tests.slow import mostly_slow
 
@@ -51,14 +47,6 @@ def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "stepped", stepped)
 
 
-def make_prompts() -> list[list[int]]:
-    """Of 1 to 64 tokens; the last three have 40 in common."""
-    rng = random.Random(1)
-    shared = [rng.randrange(3, 500) for _ in range(40)]
-    prompts = [[rng.randrange(3, 500) for _ in range(n)] for n in (1, 3, 17, 45, 64)]
-    return prompts + [shared + [rng.randrange(3, 500) for _ in range(n)] for n in (5, 9, 3)]
-
-
 @pytest.fixture(scope="module", params=mostly_slow(MODELS, but=["mistral", "gemma3_text"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(
@@ -69,40 +57,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[Any]:
     """What `transformers` generates for each prompt alone."""
-    import torch
-
-    reference = GreedyReference(model, torch.float32)
-    return [reference.tokens(prompt, NUM_TOKENS) for prompt in make_prompts()]
-
-
-def make_config(model: Path, **sections: Any) -> EngineConfig:
-    return EngineConfig(
-        **{
-            "model": ModelConfig(
-                model=str(model), dtype="float32", max_model_len=128, skip_tokenizer_init=True
-            ),
-            "cache": CACHE,
-            "runner": RunnerConfig(threads=1),
-            "scheduler": SchedulerConfig(
-                policy="chunked_prefill", max_num_batched_tokens=24, max_num_seqs=4
-            ),
-            **sections,
-        }
-    )
-
-
-async def tokens_of(engine: AsyncEngine, prompt: list[int], num_tokens: int) -> list[int]:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
-    found: list[int] = []
-    async for output in engine.generate(prompt, params):
-        found += output.token_ids
-    return found
-
-
-def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    stats = engine.get_stats()
-    assert stats is not None
-    return stats
+    return expected_tokens(model, NUM_TOKENS)
 
 
 async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
@@ -110,12 +65,12 @@ async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
 ) -> None:
     prompts = make_prompts()
     cache = CacheConfig(num_kv_blocks=128, block_size=8, num_window_blocks=80)
-    async with AsyncEngine(make_config(model, cache=cache)) as engine:
-        found = await asyncio.gather(*(tokens_of(engine, p, NUM_TOKENS) for p in prompts))
+    async with AsyncEngine(small_config(model, cache=cache)) as engine:
+        found = await asyncio.gather(*(tokens_of(engine, p, greedy(NUM_TOKENS)) for p in prompts))
         assert found == expected
         num_hits = stats_of(engine).num_prefix_hit_tokens
         for prompt, tokens in zip(prompts[-2:], expected[-2:], strict=True):  # their next turns
-            assert await tokens_of(engine, prompt + tokens[:-1], 1) == tokens[-1:]
+            assert await tokens_of(engine, prompt + tokens[:-1], greedy(1)) == tokens[-1:]
         stats = stats_of(engine)
         whole = sum((len(prompt) + NUM_TOKENS - 2) // 8 * 8 for prompt in prompts[-2:])
         assert stats.num_prefix_hit_tokens - num_hits == whole
@@ -164,13 +119,13 @@ async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
 async def test_pressure_changes_no_token(
     model: Path, expected: list[list[int]], sections: dict[str, Any]
 ) -> None:
-    config = make_config(model, **sections)
+    config = small_config(model, **{"cache": CACHE, **sections})
     if config.cache.kv_cache_dtype == "int8":  # compared with itself, with one pool for all layers
-        expected = await alone(make_config(model, cache=CacheConfig(kv_cache_dtype="int8")))
+        expected = await alone(small_config(model, cache=CacheConfig(kv_cache_dtype="int8")))
     async with AsyncEngine(config) as engine:
         for _ in range(2):
             found = await asyncio.gather(
-                *(tokens_of(engine, prompt, NUM_TOKENS) for prompt in make_prompts())
+                *(tokens_of(engine, prompt, greedy(NUM_TOKENS)) for prompt in make_prompts())
             )
             assert found == expected
         stats = stats_of(engine)
@@ -185,9 +140,9 @@ async def test_a_drafting_model_guesses_for_a_model_with_windows(
 ) -> None:
     """By the same weights, so that most guesses are right; it keeps all blocks of its own."""
     speculation = SpeculationConfig(speculative_method="draft", draft_model=str(model))
-    async with AsyncEngine(make_config(model, speculation=speculation)) as engine:
+    async with AsyncEngine(small_config(model, cache=CACHE, speculation=speculation)) as engine:
         found = await asyncio.gather(
-            *(tokens_of(engine, prompt, NUM_TOKENS) for prompt in make_prompts())
+            *(tokens_of(engine, prompt, greedy(NUM_TOKENS)) for prompt in make_prompts())
         )
         assert found == expected
         stats = stats_of(engine)
@@ -198,7 +153,7 @@ async def test_a_drafting_model_guesses_for_a_model_with_windows(
 async def alone(config: EngineConfig) -> list[list[int]]:
     """What each prompt gets that nobody runs beside."""
     async with AsyncEngine(config) as engine:
-        return [await tokens_of(engine, prompt, NUM_TOKENS) for prompt in make_prompts()]
+        return [await tokens_of(engine, prompt, greedy(NUM_TOKENS)) for prompt in make_prompts()]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +171,7 @@ async def test_what_cannot_work_is_refused_in_a_line(
     tmp_path: Path, cache: dict[str, Any], message: str
 ) -> None:
     mistral = make_model("mistral", tmp_path, num_hidden_layers=1)
-    config = make_config(mistral, cache=CacheConfig(num_kv_blocks=64, block_size=8, **cache))
+    config = small_config(mistral, cache=CacheConfig(num_kv_blocks=64, block_size=8, **cache))
     with pytest.raises(ConfigError, match=message):
         async with AsyncEngine(config):
             pass
@@ -225,5 +180,5 @@ async def test_what_cannot_work_is_refused_in_a_line(
 async def test_window_blocks_for_a_model_without_windows_are_refused(tmp_path: Path) -> None:
     plain = make_model("llama", tmp_path, num_hidden_layers=1)
     with pytest.raises(ConfigError, match=r"no layer of .*Llama.* has a sliding window shorter"):
-        async with AsyncEngine(make_config(plain)):
+        async with AsyncEngine(small_config(plain, cache=CACHE)):
             pass
