@@ -161,7 +161,8 @@ class BaseScheduler(Switchable):
 
     def order(self, request: Request) -> Any:
         """Sort key of a waiting request: the smallest is admitted first. Called when a request
-        enters the queue: on arrival, after preemption, and for all when the policy takes over.
+        enters the queue (on arrival, after preemption, and for all when the policy takes over), and
+        by `reorder`.
         """
         return request.arrival_time
 
@@ -201,6 +202,12 @@ class BaseScheduler(Switchable):
             None if self._step_time is None else self._note_planned,
             self.max_num_batched_tokens,
         )
+
+    def reorder(self, request: Request) -> None:
+        """Ask `order` for a waiting request again, as its key has changed: it has aged, or its
+        client was served. Nothing happens to a request that does not wait.
+        """
+        self.book.reorder(request, self._ask_order)
 
     def pin(self, request: Request, until: float) -> int:
         """Keep the request's cached prefix until a time of the clock, for the next turn of its

@@ -138,6 +138,22 @@ class RequestTable:
         for request in waiting:
             self._line_up(request)
 
+    def reorder(self, request: Request, order: Order) -> None:
+        """A waiting request gets a new key, and the place that it says. If the policy raises,
+        nothing has changed.
+        """
+        if request not in self.waiting:
+            return
+        before, key = request.order_key, (order(request), request.order_key[1])
+        self.waiting.remove(request)
+        request.order_key = key
+        try:
+            self._line_up(request)
+        except PolicyError:
+            request.order_key = before
+            self._line_up(request)
+            raise
+
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
         """If the block raises, the policy, the keys and the line are what they were before."""

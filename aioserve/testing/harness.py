@@ -41,7 +41,7 @@ from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
 from aioserve.testing.calls import Call, kept, make_calls, with_other_ends
 from aioserve.testing.decoding_promise import check_keeps_decoding
-from aioserve.testing.ledger import Ledger, Life
+from aioserve.testing.ledger import STATED, Ledger, Life, stated
 from aioserve.testing.planned_batch import PlannedBatch, Row
 from aioserve.testing.replies import Drafter, Masked, Reply
 from aioserve.testing.successors import FAILURES
@@ -636,6 +636,17 @@ class SchedulerHarness:
         running, loading = set(scheduler.running), scheduler.book.aside
         for life in self.ledger.alive.values():
             request = life.request
+            for name, was, now in zip(STATED, life.stated, stated(request), strict=True):
+                if was != now:
+                    raise ContractViolation(
+                        f"{self._where}: the policy has changed {name} of {life.request_id} from "
+                        f"{was!r} to {now!r}"
+                    )
+            if _has_nan(request.order_key):
+                raise ContractViolation(
+                    f"{self._where}: order() returned {request.order_key[0]!r} for "
+                    f"{life.request_id}: NaN has no place in line"
+                )
             runs = request in running
             waits = (request in scheduler.waiting) != (request in loading)
             if runs == waits or runs != (request.status is RequestStatus.RUNNING):
@@ -861,3 +872,8 @@ def _without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("self", "policy", "settings"):
         del given[name]
     return {n: v for n, v in given.items() if n not in defaults or defaults[n] != v}
+
+
+def _has_nan(key: object) -> bool:
+    """Whether it is NaN, or a tuple that has one."""
+    return any(map(_has_nan, key)) if isinstance(key, tuple) else bool(key != key)

@@ -5,11 +5,21 @@ Knows tokens, clients and endings. Knows nothing about steps, blocks or the sche
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, ModelRunnerOutput
 from aioserve.request import Request
 from aioserve.testing.replies import Reply, next_of_reply
 from aioserve.testing.violation import ContractViolation
+
+#: What a client says of its request: no policy may write to it.
+STATED = ("priority", "user", "hints", "arrival_time", "deadline", "cache_salt", "adapter_id")
+
+
+def stated(request: Request) -> tuple[Any, ...]:
+    """The values of `STATED`; of hints a copy."""
+    values = (getattr(request, name) for name in STATED)
+    return tuple(dict(value) if isinstance(value, dict) else value for value in values)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +33,7 @@ class Life:
     tokens: list[int] = field(default_factory=list)  # received
     finish_reason: FinishReason | None = None
     was_scheduled: bool = False
+    stated: tuple[Any, ...] = ()  # what its client said, in the order of `STATED`
 
     @property
     def request_id(self) -> str:
@@ -61,6 +72,7 @@ class Ledger:
             max_model_len, max_tokens = max_model_len + 1, 1
         limit = max_model_len if max_tokens is None else len(prompt) + max_tokens
         life = Life(request, prompt, min(limit, max_model_len), reply)
+        life.stated = stated(request)
         self.lives[request.request_id] = self.alive[request.request_id] = life
 
     def end(

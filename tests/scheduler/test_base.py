@@ -1,5 +1,7 @@
 """BaseScheduler and the verbs of Step, one rule at a time, on the harness."""
 
+from typing import Any, ClassVar
+
 import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve.policies.fcfs import FCFSScheduler
@@ -270,4 +272,46 @@ def test_stats_count_what_happened() -> None:
     assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.num_preemptions) == (1, 1, 1)
     assert stats.num_used_kv_blocks == 3
     assert stats.num_prefix_hit_tokens == 8
+    harness.run_until_idle()
+
+
+class Aging(BaseScheduler):
+    """The order of a table that changes."""
+
+    keys: ClassVar[dict[str, Any]] = {}
+
+    def order(self, request: Request) -> Any:
+        return self.keys[request.request_id]
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()
+
+
+def test_a_waiting_request_is_put_where_its_new_key_says_or_stays_if_that_fails() -> None:
+    harness = SchedulerHarness(Aging, max_num_seqs=1)
+    scheduler = harness.scheduler
+    assert isinstance(scheduler, BaseScheduler)
+    Aging.keys |= {"first": 0, "a": 1, "b": 2, "c": 3}
+    for name in ("first", "a", "b", "c"):
+        harness.add_request(name, [1, 2], max_tokens=3)
+    harness.step()
+    [a, b, c] = scheduler.waiting
+    Aging.keys["a"] = 2.5
+    scheduler.reorder(a)
+    assert list(scheduler.waiting) == [b, a, c]
+    Aging.keys["c"] = "text"
+    with pytest.raises(PolicyError, match="cannot be compared"):
+        scheduler.reorder(c)
+    assert list(scheduler.waiting) == [b, a, c]
+    del Aging.keys["b"]
+    with pytest.raises(PolicyError, match="KeyError"):
+        scheduler.reorder(b)
+    assert list(scheduler.waiting) == [b, a, c]
+    scheduler.reorder(scheduler.running[0])
     harness.run_until_idle()

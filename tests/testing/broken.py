@@ -80,6 +80,26 @@ class RejectsWithoutAReason(SoundScheduler):
         return step.output()
 
 
+# Order.
+
+
+@caught_by(r"the policy has changed priority of \w+ from -?\d+ to 99")
+class WritesToTheRequest(SoundScheduler):
+    """Notes in a field of the client's that it has seen the request."""
+
+    def order(self, request: Request) -> Any:
+        request.priority = 99
+        return request.arrival_time
+
+
+@caught_by(r"order\(\) returned nan for \w+: NaN has no place in line")
+class OrdersByNothing(SoundScheduler):
+    """Divides by a count that is 0."""
+
+    def order(self, request: Request) -> Any:
+        return float("inf") * request.num_output_tokens
+
+
 # What `schedule` returns.
 
 
