@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import RequestError
-from aioserve.hints import Hints, check_hints
+from aioserve.hints import SESSION, Hints, check_hints
 from aioserve.outputs import FinishReason
 from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_params import SamplingParams
@@ -255,6 +255,11 @@ class Request:
         if max_tokens is not None:  # of none, one is sampled and dropped: it ends the request
             max_tokens = max(max_tokens, 1)
             self.max_total_tokens = min(max_model_len, num_prompt_tokens + max_tokens)
+
+    @property
+    def conversation(self) -> tuple[str, str, object]:
+        """Equal for turns of one conversation of a client (hint `session`), else of it alone."""
+        return self.cache_salt, self.user, self.hints.get(SESSION, (self.request_id,))
 
     @property
     def encoder_end(self) -> int:

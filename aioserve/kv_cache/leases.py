@@ -7,17 +7,10 @@ policy knows. (Continuum, Li et al., 2025, pins a program's prefix while its too
 
 import math
 from collections import Counter
+from collections.abc import Hashable
 from typing import NamedTuple
 
-from aioserve.hints import SESSION
 from aioserve.kv_cache.block_pool import BlockPool
-from aioserve.request import Request
-
-
-def lease_key(request: Request) -> str:
-    """The conversation that the request belongs to, or else its id; of its client alone."""
-    own = request.hints.get(SESSION, request.request_id)
-    return f"{request.cache_salt}\0{request.user}\0{own}"
 
 
 class _Lease(NamedTuple):
@@ -31,7 +24,7 @@ class Leases:
     def __init__(self, pool: BlockPool) -> None:
         self.max_blocks = pool.num_blocks  # that all leases hold at most, shared ones counted twice
         self._pool = pool
-        self.held: dict[str, _Lease] = {}  # what is asked in every step: a dict is cheap
+        self.held: dict[Hashable, _Lease] = {}  # what is asked in every step: a dict is cheap
         self._num_blocks = 0
         self._next_end = math.inf  # no lease ends before
 
@@ -49,7 +42,7 @@ class Leases:
         own = self.references
         return sum(self._pool.ref_counts[b] == count for b, count in own.items())
 
-    def pin(self, key: str, block_ids: list[int], until: float) -> int:
+    def pin(self, key: Hashable, block_ids: list[int], until: float) -> int:
         """Hold these cached blocks until a time, or as many of the first as `max_blocks` allows, in
         the place of what the key has held; older leases end where there is no room beside them.
         Returns how many are held.
@@ -65,7 +58,7 @@ class Leases:
             self._next_end = min(self._next_end, until)
         return len(block_ids)
 
-    def end(self, key: str) -> None:
+    def end(self, key: Hashable) -> None:
         """Let go of what the key holds, if anything: it stays cached until it is evicted."""
         if (lease := self.held.pop(key, None)) is not None:
             self._num_blocks -= len(lease.block_ids)

@@ -14,7 +14,6 @@ import msgspec
 from aioserve.config import SchedulerConfig
 from aioserve.errors import FROM_OUTSIDE, ConfigError, InvariantError, PolicyError, RequestError
 from aioserve.kv_cache import EncoderLimits, KVCacheManager, KVConnectorBase, make_limits
-from aioserve.kv_cache.leases import lease_key
 from aioserve.nearest import explain
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
@@ -219,12 +218,12 @@ class BaseScheduler(Switchable):
         """
         leases = self.kv_cache.leases
         block_ids = self.kv_cache.get_computed_blocks(request)
-        num_blocks = leases.pin(lease_key(request), block_ids, until)
+        num_blocks = leases.pin(request.conversation, block_ids, until)
         return num_blocks * self.kv_cache.block_size
 
     def unpin(self, request: Request) -> None:
         """End the lease of the request's conversation before its time, if there is one."""
-        self.kv_cache.leases.end(lease_key(request))
+        self.kv_cache.leases.end(request.conversation)
 
     def wake_at(self, when: float) -> None:
         """Have `schedule` called at this time of the clock at the latest, if it serves no request

@@ -115,15 +115,13 @@ class SchedulerInterface(ABC):
         """
 
     def take_rejections(self) -> dict[str, Rejection]:
-        """By id, the waiting requests that the newest step rejects: the engine then ends them, by
-        `finish_requests`, and tells their clients. Asked once after each step that is planned.
+        """By id, the waiting requests that the newest step rejects, told once: the engine then
+        ends them, by `finish_requests`, and tells their clients.
         """
         return {}
 
     def next_wake(self) -> float | None:
-        """When to call `schedule` again if its last plan served no request, in seconds of the
-        clock. None: the scheduler did not say, and is asked every 10 ms.
-        """
+        """When to call `schedule` again after a plan that served no request; None: in 10 ms."""
         return None
 
     def next_expiry(self) -> float | None:

@@ -139,9 +139,7 @@ class RequestTable:
             self._line_up(request)
 
     def reorder(self, request: Request, order: Order) -> None:
-        """A waiting request gets a new key, and the place that it says. If the policy raises,
-        nothing has changed.
-        """
+        """A waiting request gets a new key and place. If the policy raises, nothing has changed."""
         if request not in self.waiting:
             return
         before, key = request.order_key, (order(request), request.order_key[1])

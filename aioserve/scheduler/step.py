@@ -228,8 +228,7 @@ class Step(OpenStep):
 
     def reject(self, request: Request, reason: str, retry_after: float = 1.0) -> bool:
         """End a waiting request that never ran: its client is told the `reason`, and after how
-        many seconds to ask again. False: it does not wait, or has run. Raises `PolicyError` for a
-        reason without words.
+        many seconds to ask again. False: it does not wait, or has run.
         """
         book = self._book
         why = make_rejection(book.policy_name, reason, retry_after)

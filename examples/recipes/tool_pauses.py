@@ -25,10 +25,10 @@ class ToolPausesScheduler(BaseScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.pinned_until: dict[tuple[str, object], float] = {}  # by client and conversation
+        self.pinned_until: dict[object, float] = {}  # by conversation
 
     def order(self, request: Request) -> tuple[bool, float]:
-        until = self.pinned_until.get(conversation(request), 0.0)
+        until = self.pinned_until.get(request.conversation, 0.0)
         return until <= self.clock(), request.arrival_time
 
     def schedule(self) -> SchedulerOutput:
@@ -38,7 +38,7 @@ class ToolPausesScheduler(BaseScheduler):
         for request in self.waiting:
             if not step.admit(request):
                 break
-            if self.pinned_until.pop(conversation(request), None) is not None:
+            if self.pinned_until.pop(request.conversation, None) is not None:
                 self.unpin(request)  # which holds the prefix itself now
         return step.output()
 
@@ -46,9 +46,4 @@ class ToolPausesScheduler(BaseScheduler):
         if reason in ("stop", "length") and "session" in request.hints:
             until = self.clock() + self.options.ttl
             if self.pin(request, until):
-                self.pinned_until[conversation(request)] = until
-
-
-def conversation(request: Request) -> tuple[str, object]:
-    """Of one client: others may call theirs the same."""
-    return request.user, request.hints.get("session")
+                self.pinned_until[request.conversation] = until
