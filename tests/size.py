@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 26_489
+CORE_LIMIT = 26_444
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -40,6 +40,7 @@ PARTS = (
         "kv_cache/leases.py",
         "server/unserved.py",
         "nearest.py",
+        "whole.py",
         "progress.py",
         "scheduler/option_fields.py",
         "scheduler/peak_memory.py",

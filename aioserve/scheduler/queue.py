@@ -27,6 +27,7 @@ class RequestQueue:
         self._requests: list[Request] = []
         self._members: set[Request] = set()
         self._by_user: dict[str, list[Request]] = {}  # each sorted the same way
+        self._changed: set[str] | None = None  # users whose first request changed; None: unasked
         self._version = 0  # bumped by every change, so that iterators can find their place again
 
     def __len__(self) -> int:
@@ -57,6 +58,8 @@ class RequestQueue:
         own_place = bisect_right(own, request.order_key, key=_order_key)
         self._requests.insert(place, request)
         own.insert(own_place, request)
+        if own_place == 0 and self._changed is not None:
+            self._changed.add(request.user)
         self._by_user[request.user] = own
         self._members.add(request)
         self.num_tokens += request.num_tokens
@@ -67,6 +70,8 @@ class RequestQueue:
         if request not in self._members:
             raise InvariantError(f"{request!r} does not wait")
         own = self._by_user[request.user]
+        if own[0] is request and self._changed is not None:
+            self._changed.add(request.user)
         for requests in (self._requests, own):
             del requests[_place(requests, request)]
         if not own:
@@ -78,6 +83,18 @@ class RequestQueue:
     def heads(self) -> list[Request]:
         """The first waiting request of every user; the cost does not grow with the queue."""
         return [requests[0] for requests in self._by_user.values()]
+
+    def head(self, user: str) -> Request | None:
+        """The first waiting request of a user; None: none waits."""
+        requests = self._by_user.get(user)
+        return None if requests is None else requests[0]
+
+    def take_changed(self) -> list[str]:
+        """Users whose `head` is another one than at the last call, or none; at first all users. The
+        same events give the same order.
+        """
+        changed, self._changed = self._changed, set()
+        return list(self._by_user) if changed is None else sorted(changed)
 
 
 def _place(requests: list[Request], request: Request) -> int:

@@ -77,3 +77,24 @@ def test_nobody_is_lost_among_keys_that_are_no_numbers() -> None:
         queue.remove(request)
         assert request not in queue
     assert (len(queue), queue.num_tokens, queue.heads()) == (0, 0, [])
+
+
+def test_whose_first_request_changed_is_told_once() -> None:
+    queue, requests = RequestQueue(), []
+    for user, key in (("a", 2), ("a", 1), ("b", 3)):
+        request = Request(RequestSpec(f"{key}", [1], SamplingParams(), user=user))
+        request.order_key = (key, 0)
+        requests.append(request)
+    first, second, other = requests
+    queue.add(first)
+    assert queue.take_changed() == ["a"]  # at first, all
+    assert queue.take_changed() == []
+    queue.add(second)
+    queue.add(other)
+    assert queue.take_changed() == ["a", "b"]
+    assert queue.head("a") is second
+    queue.remove(first)
+    assert queue.take_changed() == []
+    queue.remove(second)
+    assert queue.take_changed() == ["a"]
+    assert queue.head("a") is None
