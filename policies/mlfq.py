@@ -4,11 +4,15 @@ A request's level follows from what it was served: its prompt counts at once, so
 the upper levels, and each output token counts like `output_weight` prompt tokens, so it sinks as
 it goes on; levels double in size. Upper levels go first, and take seats and blocks from lower
 ones. Waiting lifts a request in line, from the lowest level to the top in `starve_after` seconds.
-Short answers come back much sooner, without guessing lengths; long ones are put off, and may be
-computed again: at most `max_preemptions` times for the sake of others, so that no request is
-preempted for ever. Costs half a microsecond per running request in steps where one waits in vain.
+Short answers come back much sooner, without guessing lengths; long ones are put off. The paper
+swaps what it displaces; here that is computed again, so a request is displaced only if that pays:
+if the output that it is expected to have yet (as much as it had) is more work than what is computed
+again while all running requests wait, and than the output to come of the request in its place. At
+most `max_preemptions` times, so that none is preempted for ever. Costs half a microsecond per
+running request in steps where one waits in vain.
 """
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -17,9 +21,10 @@ from aioserve.scheduler import (
     PolicyOptions,
     PositiveFloat,
     PositiveInt,
+    RecomputePrice,
     Request,
+    RequestStatus,
     SchedulerOutput,
-    Step,
 )
 
 
@@ -38,6 +43,11 @@ class MLFQScheduler(BaseScheduler):
         window: PositiveInt = 128  # waiting requests examined per step
 
     options: Options
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.running_before: list[Request] = []
+        self.victims: list[tuple[tuple[int, Any], float, Request]] | None = None
 
     def level(self, request: Request) -> int:
         options = self.options
@@ -59,22 +69,46 @@ class MLFQScheduler(BaseScheduler):
         step = self.new_step(self.options.chunk_size)
         prefills = step.run_decodes()
         waiting = list(islice(self.waiting, self.options.window))
-        limit = self.options.max_preemptions
         # Not those that come in by this step: they would be thrown out of every step again.
-        victims = [r for r in self.running if r.num_preemptions < limit] if waiting else []
+        self.running_before, self.victims = self.running.copy(), None
         entering = set(waiting)
         blocked_level = self.options.num_levels
         for request in sorted(prefills + waiting, key=lambda r: r.order_key):
             if request not in entering:
                 step.run(request)
-            elif self.level(request) < blocked_level and not self.admit(step, request, victims):
-                # Only upper levels may pass one that does not fit; none, if it was lifted.
-                is_lifted = request.order_key[0] <= self.clock()
-                blocked_level = 0 if is_lifted else self.level(request)
+            elif self.level(request) < blocked_level:
+                if not step.admit(request, displacing=self.displaceable(request)):
+                    # Only upper levels may pass one that does not fit; none, if it was lifted.
+                    is_lifted = request.order_key[0] <= self.clock()
+                    blocked_level = 0 if is_lifted else self.level(request)
         return step.output()
 
-    def admit(self, step: Step, request: Request, victims: list[Request]) -> bool:
-        """Let a request in, in the place of lower levels if there is no other."""
-        level = self.level(request)
-        lower = sorted((v for v in victims if self.level(v) > level), key=self.lowness)
-        return step.admit(request, displacing=reversed(lower)) > 0
+    def displaceable(self, request: Request) -> Iterator[Request]:
+        """Requests of lower levels whose displacing pays, the lowest first; ranked once a step."""
+        level, expected = self.level(request), self.expected_work(request)
+        if self.victims is None:
+            self.victims = self.rank()
+        while self.victims and self.victims[-1][-1].status is not RequestStatus.RUNNING:
+            self.victims.pop()
+        for (victim_level, _), gain, victim in reversed(self.victims):
+            if victim_level <= level:
+                return
+            if gain >= expected:
+                yield victim
+
+    def rank(self) -> list[tuple[tuple[int, Any], float, Request]]:
+        """Who may be displaced, the lowest last, each with the work that is put off, less that
+        which comes on top: while its tokens are computed again, every running request waits.
+        """
+        running = self.running_before
+        price = RecomputePrice(self.kv_cache, running, self.waiting.num_tokens)
+        return sorted(
+            (lowness, self.expected_work(r) - len(running) * price.num_tokens(r), r)
+            for r in running
+            if r.num_preemptions < self.options.max_preemptions
+            and (lowness := self.lowness(r))[0] > 0
+        )
+
+    def expected_work(self, request: Request) -> float:
+        """Of the output to come, in prompt tokens: a request goes on for as long as it has."""
+        return self.options.output_weight * request.num_output_tokens

@@ -37,6 +37,7 @@ PARTS = (
     ),
     *(
         "scheduler/rejection.py",
+        "scheduler/recompute_price.py",
         "kv_cache/leases.py",
         "server/unserved.py",
         "nearest.py",

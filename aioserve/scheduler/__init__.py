@@ -12,6 +12,7 @@ from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.peak_memory import PeakMemory
 from aioserve.scheduler.queue import RequestQueue
+from aioserve.scheduler.recompute_price import RecomputePrice
 from aioserve.scheduler.registry import available_policies, load_policy
 from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.step import Step
@@ -37,6 +38,7 @@ __all__ = [
     "PolicyOptions",
     "PositiveFloat",
     "PositiveInt",
+    "RecomputePrice",
     "Rejection",
     "Request",
     "RequestQueue",

@@ -60,3 +60,34 @@ def test_a_request_is_thrown_out_for_others_only_so_often_and_lifted_by_waiting(
     # Measured: 3.9 s, and 2.5 s if waiting helps sooner; alone it takes 0.9 s.
     assert latency() < 5.0 < last_arrival
     assert latency(starve_after=2.0) < 3.0
+
+
+def preempted(num_outputs: int, **limits: int) -> int:
+    """How often a request that had this many tokens gives its place to a short one at once."""
+    harness = SchedulerHarness(MLFQScheduler, options={"quantum": 8}, **limits)
+    lower = harness.add_request("lower", [1] * 40, max_tokens=20)
+    for _ in range(num_outputs):
+        harness.step()
+    harness.add_request("upper", [2] * 5, max_tokens=2)
+    harness.step()
+    found = lower.num_preemptions
+    harness.run_until_idle()
+    return found
+
+
+def test_what_would_be_computed_again_is_displaced_only_if_that_pays() -> None:
+    plenty, short = {"max_num_seqs": 1}, {"num_blocks": 15, "max_num_seqs": 1}
+    assert preempted(2, **plenty) == 1  # its blocks stay
+    assert preempted(2, **short) == 0  # 42 tokens again, for 2 * 8 that are put off
+    assert preempted(10, **short) == 1  # 50 tokens again, for 10 * 8
+
+
+def test_short_of_memory_little_is_computed_twice() -> None:
+    """Half a minute at twice what the memory is for, as a chat has it: outputs of one size."""
+    rng = random.Random(2)
+    jobs = [
+        Job(0.04 * i, [i + 3] * rng.randint(200, 1500), rng.randint(50, 350)) for i in range(300)
+    ]
+    limits: dict[str, Any] = {"max_num_seqs": 24, "num_kv_blocks": 1200}
+    fcfs, mlfq = (serve(policy, jobs, **limits) for policy in ("fcfs", "mlfq"))
+    assert mean([s.latency for s in mlfq]) < 1.1 * mean([s.latency for s in fcfs])
