@@ -41,6 +41,7 @@ PARTS = (
         "kv_cache/leases.py",
         "server/unserved.py",
         "nearest.py",
+        "output_file.py",
         "whole.py",
         "progress.py",
         "scheduler/option_fields.py",
