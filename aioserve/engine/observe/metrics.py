@@ -338,7 +338,7 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
         ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
         ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
         ("kv_cache_used_blocks", "KV blocks held by requests", stats.num_used_kv_blocks),
-        ("kv_cache_leased_blocks", "of these, held by leases alone", stats.num_leased_kv_blocks),
+        ("kv_cache_leased_blocks", "KV blocks that leases alone hold", stats.num_leased_kv_blocks),
         ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),
         ("encoder_cache_used_tokens", "Tokens of images kept", stats.num_used_encoder_tokens),
     )
