@@ -20,6 +20,7 @@ from aioserve.operations import OPERATOR_COMMANDS
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import (
     BaseScheduler,
+    Memory,
     OnlineStepTime,
     RequestQueue,
     Step,
@@ -52,7 +53,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     (
         "What you write: `BaseScheduler`",
         BaseScheduler,
-        ["schedule", "order", "victim", "add_request", "update_from_output"],
+        ["schedule", "order", "victim", "on_finish", "add_request", "update_from_output"],
     ),
     (
         "What you may say of it: `BaseScheduler`",
@@ -66,7 +67,8 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         "What you have: `self`",
         BaseScheduler,
         [
-            *("new_step", "options", "clock", "running", "waiting", "kv_cache", "num_steps"),
+            *("new_step", "options", "clock", "running", "waiting", "kv_cache", "memory"),
+            *("pin", "unpin", "wake_at", "reorder", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
             "step_time",
         ],
@@ -86,12 +88,17 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     ),
     ("The step: `Step`", Step, None),
     ("A request: `Request`", Request, None),
-    ("The line: `self.waiting`, a `RequestQueue`", RequestQueue, ["num_tokens", "heads"]),
+    (
+        "The line: `self.waiting`, a `RequestQueue`",
+        RequestQueue,
+        ["num_tokens", "heads", "head", "take_changed"],
+    ),
     (
         "The cache: `self.kv_cache`, a `KVCacheManager`",
         KVCacheManager,
         ["block_size", "num_slots", "estimate_cached_tokens", "estimate_lost_tokens", "refresh"],
     ),
+    ("The memory: `self.memory`, a `Memory`", Memory, None),
     (
         "The states: `self.kv_cache.states`, a `StatePool`, or None for most models",
         StatePool,

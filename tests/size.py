@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 26_443
+CORE_LIMIT = 26_442
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -36,6 +36,7 @@ PARTS = (
         "scheduler/drafts.py",
     ),
     *(
+        "scheduler/memory.py",
         "scheduler/rejection.py",
         "scheduler/recompute_price.py",
         "kv_cache/leases.py",

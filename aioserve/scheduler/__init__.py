@@ -9,6 +9,7 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.base import BaseScheduler, PolicyOptions
 from aioserve.scheduler.fallback import FAILURES_UNTIL_FALLBACK, FALLBACK_POLICY
 from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
+from aioserve.scheduler.memory import Memory
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.peak_memory import PeakMemory
 from aioserve.scheduler.queue import RequestQueue
@@ -30,6 +31,7 @@ __all__ = [
     "BaseScheduler",
     "CachedRequestData",
     "EngineCoreOutputs",
+    "Memory",
     "ModelRunnerOutput",
     "NewRequestData",
     "NonNegativeFloat",

@@ -21,6 +21,7 @@ from aioserve.scheduler.admission import check_queue, check_size
 from aioserve.scheduler.blame import place
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
+from aioserve.scheduler.memory import Memory
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.rejection import Rejection
@@ -90,6 +91,7 @@ class BaseScheduler(Switchable):
         self.max_loras = config.max_loras  # most different adapters among running requests
         self.max_model_len = max_model_len  # tokens of prompt and output together
         self.kv_cache = kv_cache  # KV blocks and cached prefixes
+        self.memory = Memory(kv_cache)  # how many KV tokens are free, held, leased or cached
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
         self.book = RequestTable(
             type(self).__name__,
@@ -172,9 +174,7 @@ class BaseScheduler(Switchable):
         return max(self.running, key=order_key, default=None)
 
     def on_finish(self, request: Request, reason: str) -> None:
-        """Called for each request that has ended, before the next step: `reason` is what its client
-        was told (`stop`, `length`, `abort`, `timeout`, `error`, `rejected`).
-        """
+        """Called before the next step for each request that has ended, with its finish reason."""
 
     # What a policy uses.
 
@@ -203,9 +203,7 @@ class BaseScheduler(Switchable):
         )
 
     def reorder(self, request: Request) -> None:
-        """Ask `order` for a waiting request again, as its key has changed: it has aged, or its
-        client was served. Nothing happens to a request that does not wait.
-        """
+        """Ask `order` again for a request whose key has changed, if the request waits."""
         self.book.reorder(request, self._ask_order)
 
     def pin(self, request: Request, until: float) -> int:
@@ -226,9 +224,8 @@ class BaseScheduler(Switchable):
         self.kv_cache.leases.end(request.conversation)
 
     def wake_at(self, when: float) -> None:
-        """Have `schedule` called at this time of the clock at the latest, if it serves no request
-        now; otherwise it is asked every 10 ms, and holding all requests back for long is a fault.
-        Holds until the next step is begun; the earliest of several times counts.
+        """Have `schedule` called at this time of the clock, if it serves no request now, in the
+        place of every 10 ms; holding all back until then is no fault. The earliest time counts.
         """
         self._wake_time = when if self._wake_time is None else min(when, self._wake_time)
 

@@ -1,0 +1,54 @@
+"""What a policy can read of the KV cache's memory, in tokens and exact: shared blocks count once.
+
+Reads blocks and leases and changes nothing.
+"""
+
+from aioserve.kv_cache import KVCacheManager
+from aioserve.request import Request
+
+
+class Memory:
+    """KV tokens of one cache. `total` is `free` and `held` and `leased` together."""
+
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._kv_cache = kv_cache
+
+    def _tokens(self, num_blocks: int) -> int:
+        return num_blocks * self._kv_cache.block_size
+
+    @property
+    def total(self) -> int:
+        """Tokens for which the pool has blocks."""
+        return self._tokens(self._kv_cache.pool.num_blocks)
+
+    @property
+    def free(self) -> int:
+        """Tokens for which requests can get blocks, cached prefixes evicted if need be."""
+        return self._tokens(self._kv_cache.pool.num_free_blocks)
+
+    @property
+    def evictable(self) -> int:
+        """Of the free tokens, those that are cached prefixes."""
+        pool = self._kv_cache.pool
+        return self._tokens(pool.num_free_blocks - pool.num_unused_blocks)
+
+    @property
+    def leased(self) -> int:
+        """Tokens that leases hold (`pin`), and no request does. Costs time with each lease."""
+        return self._tokens(self._kv_cache.leases.num_held_blocks)
+
+    @property
+    def held(self) -> int:
+        """Tokens of the blocks that requests hold, or that a step in flight still writes."""
+        return self._tokens(self._kv_cache.pool.num_used_blocks) - self.leased
+
+    def cached(self, request: Request) -> int:
+        """Tokens of the request's longest cached prefix. Costs time with its length;
+        `kv_cache.estimate_cached_tokens` is cheaper and nearly as good.
+        """
+        return self._tokens(len(self._kv_cache.get_computed_blocks(request)))
+
+    def own(self, request: Request) -> int:
+        """Tokens of the blocks that would become free if the running request were preempted."""
+        counts = self._kv_cache.pool.ref_counts
+        return self._tokens(sum(counts[block_id] == 1 for block_id in request.block_ids))
