@@ -1,0 +1,223 @@
+"""What a harness drives, made from settings: a scheduler, KV cache, step loop and `ToyRunner`.
+
+Knows how these parts are put together, and what has been seen of them. Calls no policy but to make
+it, and checks nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from aioserve.config import SchedulerConfig
+from aioserve.errors import StalledError
+from aioserve.kv_cache import KVCacheManager, WindowSpec, make_resources
+from aioserve.kv_connector import OffloadingConnector
+from aioserve.outputs import FinishReason
+from aioserve.request import Request
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.blame import blamed
+from aioserve.step_loop import StepLoop, StepObserver
+from aioserve.testing.calls import Call
+from aioserve.testing.guard import Guard
+from aioserve.testing.ledger import Ledger, Life
+from aioserve.testing.planned_batch import PlannedBatch, Row
+from aioserve.testing.replies import Drafter
+from aioserve.testing.time_limit import CALL_SECONDS
+from aioserve.testing.toy_connector import ToyStore, ToyWorker
+from aioserve.testing.toy_runner import ToyRunner
+from aioserve.testing.violation import Starvation
+
+
+class Ends(StepObserver):
+    """Which requests the step loop has ended by itself, and why."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[str, FinishReason]] = []
+
+    def on_ended(self, request_ids: list[str], reason: FinishReason, now: float) -> None:
+        self._ended += [(request_id, reason) for request_id in request_ids]
+
+    def take(self, reason: FinishReason) -> list[str]:
+        """The requests that have ended since the last call, those for this reason."""
+        ended, self._ended = self._ended, []
+        return [request_id for request_id, why in ended if why is reason]
+
+
+class Bench:
+    """The parts of a harness, and where its requests and steps stand."""
+
+    def __init__(
+        self,
+        policy: type[SchedulerInterface],
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int | None = 64,
+        max_model_len: int = 64,
+        enable_prefix_caching: bool = True,
+        watermark: float = 0.01,
+        step_seconds: float = 1.0,
+        drafter: Drafter | None = None,
+        tolerates_errors: bool = False,
+        kv_connector: str = "none",
+        num_host_slots: int = 8,
+        num_state_slots: int | None = None,
+        window: int | None = None,
+        num_spare_window_blocks: int = 0,
+        call_seconds: float = CALL_SECONDS,
+        **settings: Any,
+    ) -> None:
+        """`settings` are those of `SchedulerConfig`; a step takes `step_seconds` of its clock. A
+        call of the policy that has not come back after `call_seconds` of real time is ended, and
+        breaks the contract; under a debugger none is.
+
+        `kv_connector` is as in `CacheConfig`, with `num_host_slots` blocks in host memory. Given
+        `num_state_slots`, it is a model with states, which takes no drafts. Given `window`, it has
+        layers that see that many tokens, with blocks for one request and `num_spare_window_blocks`.
+
+        `drafter` proposes draft tokens. With `tolerates_errors`, a policy may raise in `schedule`:
+        as in the engine, the requests of that step end with an error; `errors` keeps what was
+        raised. Raises `ConfigError` if the settings cannot work.
+        """
+        self.setup = _without_defaults(locals())  # what it takes to make another one like it
+        self.policy = policy
+        self.calls: list[Call] = []  # from outside, in order
+        self.is_in_call = False
+        self.tolerates_errors = tolerates_errors
+        self.errors: list[Exception] = []
+        self.now = 0.0
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings
+        )
+        self.max_model_len = max_model_len
+        self.guard = Guard(call_seconds, lambda: self.where)
+        self.findable: set[bytes] = set()  # block hashes, as KV events tell
+        worker = ToyWorker(num_host_slots)
+        self.store = ToyStore(worker)
+        self.connector: OffloadingConnector | None = None
+        if kv_connector != "none":
+            store = self.store if kv_connector == "disk" else None
+            self.connector = OffloadingConnector(worker, block_size, store=store)
+        windows = None
+        if window is not None:
+            windows = WindowSpec(window, 1, self.config.max_chunk(max_model_len), max_drafts=2)
+            longest = max_model_len - 1
+            least = windows.num_request_blocks(longest, longest, block_size)
+            windows = msgspec.structs.replace(windows, num_blocks=least + num_spare_window_blocks)
+        self.kv_cache = KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            watermark=watermark,
+            record_events=True,
+            connector=self.connector,
+            resources=make_resources(
+                num_state_slots, windows, block_size, keeps_prefixes=enable_prefix_caching
+            ),
+        )
+        make_scheduler: Callable[..., SchedulerInterface] = policy
+        self.steps: list[SchedulerOutput] = []
+        with self.guard.timed(policy, "__init__"), blamed(policy, "__init__()"):
+            scheduler = make_scheduler(
+                self.config, self.kv_cache, max_model_len=max_model_len, clock=lambda: self.now
+            )
+        #: The engine's own; the handle of a step is the rows that it runs.
+        self.loop: StepLoop[list[Row]] = StepLoop(
+            scheduler,
+            depth=self.config.depth,
+            clock=lambda: self.now,
+            stall_timeout=self.config.stall_timeout,
+            raises=not tolerates_errors,
+        )
+        self.ends = Ends()
+        self.loop.observers.subscribe(self.ends)
+        self.runner = ToyRunner(
+            num_blocks,
+            block_size,
+            max_num_seqs=max_num_seqs,
+            max_encoder_tokens=self.config.max_encoder_tokens,
+            encoder_cache_tokens=self.config.encoder_cache_tokens,
+            drafter=drafter,
+            kv_worker=worker,
+            num_state_slots=num_state_slots,
+            windows=windows,
+        )
+        self.ledger = Ledger()
+        budget = self.config.step_budget(max_model_len)
+        self.planned = PlannedBatch(self.config, self.ledger, num_blocks, block_size, budget)
+        self.requests: dict[str, Request] = {}  # the latest of each name
+        self.num_tokens_planned = 0
+        self.step_seconds = step_seconds
+        self.recomputed: set[Life] = set()  # what steps in flight bring for them is dropped
+
+    @property
+    def scheduler(self) -> SchedulerInterface:
+        """The scheduler that plans now; a test may put another one in its place."""
+        return self.loop.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: SchedulerInterface) -> None:
+        self.loop.scheduler = scheduler
+
+    @property
+    def tokens(self) -> dict[str, list[int]]:
+        """Tokens received so far, by request id."""
+        return {name: life.tokens for name, life in self.ledger.lives.items()}
+
+    @property
+    def finished(self) -> dict[str, FinishReason]:
+        """Why each ended, of those that have."""
+        lives = self.ledger.lives.items()
+        return {name: life.finish_reason for name, life in lives if life.finish_reason is not None}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are planned and not received."""
+        return len(self.loop.in_flight)
+
+    @property
+    def where(self) -> str:
+        """The newest step, as messages begin."""
+        return f"after step {self.steps[-1].step_id}" if self.steps else "before the first step"
+
+    @property
+    def loading(self) -> set[Request]:
+        """Requests that wait for KV blocks to load; they delay no other request."""
+        scheduler = self.scheduler
+        return scheduler.book.aside if isinstance(scheduler, BaseScheduler) else set()
+
+    @property
+    def rows_in_flight(self) -> set[Row]:
+        """Rows of all steps that are not back."""
+        return {row for step in self.loop.in_flight for row in step.handle}
+
+    @contextmanager
+    def blame(self, method: str) -> Iterator[None]:
+        """What the scheduler in charge raises in the block is its fault, a stall included."""
+        try:
+            with self.guard.blame(type(self.scheduler), method):
+                yield
+        except StalledError:
+            raise self.starvation() from None
+
+    def starvation(self) -> Starvation:
+        """The error for requests that wait while none is scheduled."""
+        return Starvation(
+            f"{self.where}: no request was scheduled for {self.config.stall_timeout:g} s although "
+            f"{list(self.ledger.alive)} wait"
+        )
+
+
+def _without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of a harness, besides the policy, that say something."""
+    defaults = {
+        **{field.name: field.default for field in msgspec.structs.fields(SchedulerConfig)},
+        **(Bench.__init__.__kwdefaults__ or {}),
+    }
+    given = {**arguments, **arguments["settings"]}
+    for name in ("self", "policy", "settings"):
+        del given[name]
+    return {n: v for n, v in given.items() if n not in defaults or defaults[n] != v}

@@ -1,0 +1,214 @@
+"""The rules of `SchedulerInterface` that hold after every call, and once no request is left.
+
+Knows requests, places, blocks and leases as a harness sees them. Calls only what reads a scheduler.
+"""
+
+from collections import Counter
+from typing import Any
+
+from aioserve.kv_cache import AllBlocksCleared, BlockStored
+from aioserve.outputs import FinishReason
+from aioserve.request import RequestStatus
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
+from aioserve.testing.bench import Bench
+from aioserve.testing.ledger import STATED, stated
+from aioserve.testing.violation import ContractViolation
+
+MIN_REJECTED = 5  # requests of a run that are all rejected: fewer may have been too many at once
+
+
+def check(bench: Bench) -> None:
+    """Check that counts agree, each request has one place and block references are exact."""
+    _check_counts(bench)
+    _take_events(bench)
+    if isinstance(bench.scheduler, BaseScheduler):
+        _check_places(bench, bench.scheduler)
+        _check_blocks(bench)
+
+
+def _check_counts(bench: Bench) -> None:
+    scheduler, where = bench.scheduler, bench.where
+    alive = bench.ledger.alive
+    num_unfinished = scheduler.get_num_unfinished_requests()
+    if num_unfinished != len(alive):
+        raise ContractViolation(
+            f"{where}: {num_unfinished} requests are unfinished, should be {len(alive)}: "
+            f"{list(alive)}"
+        )
+    counts = scheduler.get_request_counts()
+    if sum(counts) != len(alive) or scheduler.has_unfinished_requests() != bool(alive):
+        raise ContractViolation(
+            f"{where}: get_request_counts returns {counts}, has_unfinished_requests "
+            f"{scheduler.has_unfinished_requests()}, with {len(alive)} requests"
+        )
+    if counts[0] > bench.config.max_num_seqs:
+        raise ContractViolation(
+            f"{where}: {counts[0]} requests run, max_num_seqs is {bench.config.max_num_seqs}"
+        )
+    has_finished, must_tell = scheduler.has_finished_requests(), bench.planned.must_tell()
+    if has_finished and not bench.ledger.untold:
+        raise ContractViolation(f"{where}: has_finished_requests, but the runner knows of all")
+    if must_tell and not has_finished:
+        raise ContractViolation(
+            f"{where}: has_finished_requests is false, but the runner was not told of the end "
+            f"of {must_tell}"
+        )
+
+
+def _check_places(bench: Bench, scheduler: BaseScheduler) -> None:
+    """Check that each unfinished request runs or waits, as its status says."""
+    running, loading = set(scheduler.running), scheduler.book.aside
+    for life in bench.ledger.alive.values():
+        request = life.request
+        for name, was, now in zip(STATED, life.stated, stated(request), strict=True):
+            if was != now:
+                raise ContractViolation(
+                    f"{bench.where}: the policy has changed {name} of {life.request_id} from "
+                    f"{was!r} to {now!r}"
+                )
+        if _has_nan(request.order_key):
+            raise ContractViolation(
+                f"{bench.where}: order() returned {request.order_key[0]!r} for "
+                f"{life.request_id}: NaN has no place in line"
+            )
+        runs = request in running
+        waits = (request in scheduler.waiting) != (request in loading)
+        if runs == waits or runs != (request.status is RequestStatus.RUNNING):
+            places = [w for w, there in (("running", runs), ("waiting", waits)) if there]
+            raise ContractViolation(
+                f"{bench.where}: {life.request_id} has status {request.status.name} and is in "
+                f"{' and '.join(places) or 'neither running nor waiting'}"
+            )
+
+
+def _check_blocks(bench: Bench) -> None:
+    pool = bench.kv_cache.pool
+    holders = Counter(
+        block_id
+        for row in bench.planned.holders(bench.rows_in_flight)
+        for block_id in row.block_ids
+    )
+    holders += bench.kv_cache.leases.references
+    expected = [holders.get(block_id, 0) for block_id in range(pool.num_blocks)]
+    if pool.ref_counts != expected:
+        wrong = [b for b in range(pool.num_blocks) if pool.ref_counts[b] != expected[b]]
+        names = {
+            name: row.block_ids
+            for name, row in bench.planned.rows.items()
+            if set(row.block_ids) & set(wrong)
+        }
+        raise ContractViolation(
+            f"{bench.where}: reference counts of blocks {wrong} are "
+            f"{[pool.ref_counts[b] for b in wrong]}, should be {[expected[b] for b in wrong]}; "
+            f"in the tables of {names or 'no request'}"
+        )
+    if pool.num_used_blocks != len(holders):
+        raise ContractViolation(
+            f"{bench.where}: {pool.num_used_blocks - len(holders)} blocks are lost"
+        )
+
+
+def _take_events(bench: Bench) -> None:
+    for event in bench.kv_cache.take_events():
+        if isinstance(event, AllBlocksCleared):
+            bench.findable.clear()
+        elif isinstance(event, BlockStored):
+            bench.findable.add(event.block_hash)
+        else:
+            bench.findable.discard(event.block_hash)
+
+
+def check_line(bench: Bench, output: SchedulerOutput) -> None:
+    """Check the promise `admits_in_order`: no request was admitted before its predecessor."""
+    scheduler = bench.scheduler
+    if not isinstance(scheduler, BaseScheduler) or scheduler.admits_in_order is None:
+        return
+    requests = [life.request for life in bench.ledger.alive.values()]
+    waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    waiting = [r for r in requests if r.status in waits and r not in bench.loading]
+    for data in output.scheduled_new_reqs:
+        admitted = bench.requests[data.request_id]
+        for request in waiting:
+            is_one_line = scheduler.admits_in_order == "all" or request.user == admitted.user
+            if is_one_line and request.order_key < admitted.order_key:
+                raise ContractViolation(
+                    f"step {output.step_id}: {admitted.request_id} is admitted, but "
+                    f"{request.request_id} stands before it and waits"
+                )
+
+
+def standing(bench: Bench) -> list[Any]:
+    """State that a failed switch must not change: keys, the queue, running requests."""
+    if not isinstance(bench.scheduler, BaseScheduler):
+        return []
+    scheduler = bench.scheduler
+    keys = [(request, request.order_key) for request in scheduler.get_requests()]
+    return [scheduler, keys, list(scheduler.waiting), list(scheduler.running)]
+
+
+def check_standing(bench: Bench, before: list[Any]) -> None:
+    if standing(bench) != before:
+        raise ContractViolation(f"{bench.where}: a switch that failed has changed the line")
+    check(bench)
+
+
+def due(bench: Bench) -> set[str]:
+    """Whose deadline or queue timeout has passed."""
+    timeout = bench.config.queue_timeout
+    return {
+        life.request_id
+        for life in bench.ledger.alive.values()
+        if (life.request.deadline is not None and life.request.deadline <= bench.now)
+        or (
+            timeout is not None
+            and not life.was_scheduled
+            and life.request.arrival_time + timeout <= bench.now
+        )
+    }
+
+
+def check_idle(bench: Bench) -> None:
+    """Nothing remains: no request, no row in the runner's batch, no block."""
+    if lost := list(bench.ledger.alive):
+        raise ContractViolation(f"{bench.where}: requests were lost: {lost}")
+    ends = [life.finish_reason for life in bench.ledger.lives.values()]
+    if len(ends) >= MIN_REJECTED and set(ends) == {FinishReason.REJECTED}:
+        raise ContractViolation(f"{bench.where}: all {len(ends)} requests were rejected")
+    rows = sorted({*bench.runner.request_ids, *bench.planned.rows})
+    if rows and not bench.errors:  # it could not be told by a policy that raises
+        raise ContractViolation(f"{bench.where}: the runner was never told of the end of {rows}")
+    pool = bench.kv_cache.pool
+    if leaked := pool.num_used_blocks - bench.kv_cache.leases.num_held_blocks:
+        raise ContractViolation(f"{bench.where}: {leaked} blocks leaked")
+    for resource in bench.kv_cache.resources:
+        if what := resource.held():
+            raise ContractViolation(f"{bench.where}: {what} leaked")
+    while bench.store:
+        bench.store.answer()
+    if bench.connector is not None and bench.connector.slots.num_used_blocks:
+        raise ContractViolation(
+            f"{bench.where}: {bench.connector.slots.num_used_blocks} slots of host memory leaked"
+        )
+    lost_hashes = [h for h in bench.findable if pool.lookup(h) is None]
+    if lost_hashes:
+        raise ContractViolation(
+            f"{bench.where}: {len(lost_hashes)} blocks left the prefix index without an event"
+        )
+    _check_stats(bench)
+
+
+def _check_stats(bench: Bench) -> None:
+    stats = bench.scheduler.make_stats()
+    if stats is None or bench.errors:
+        return
+    counted = stats.num_prefill_tokens + stats.num_decode_tokens
+    if counted != bench.num_tokens_planned:
+        raise ContractViolation(
+            f"{bench.where}: make_stats counts {counted} tokens, but "
+            f"{bench.num_tokens_planned} were scheduled"
+        )
+
+
+def _has_nan(key: object) -> bool:
+    """Whether it is NaN, or a tuple that has one."""
+    return any(map(_has_nan, key)) if isinstance(key, tuple) else bool(key != key)
