@@ -54,7 +54,10 @@ class BuildWheel(bdist_wheel):
 
 setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": BuildWheel},
-    packages=[*find_packages(include=["aioserve*"]), "aioserve.configs", "aioserve.policies"],
+    packages=[
+        *find_packages(include=["aioserve*"]),
+        *("aioserve.configs", "aioserve.policies", "aioserve.policies.zoo"),
+    ],
     ext_modules=[
         *(
             Extension(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from aioserve.errors import ConfigError
 from aioserve.nearest import did_you_mean
+from aioserve.zoo import PREFIX, is_zoo_name
 
 HERE = Path(__file__).parent
 
@@ -28,18 +29,17 @@ def find_fleet(name_or_path: str | Path) -> Path:
 
 
 def _find(name_or_path: str | Path, kind: str, folder: str) -> Path:
-    """A bare word is a name; whatever has a suffix or a folder is a path."""
-    path = Path(name_or_path)
-    if path.suffix or len(path.parts) != 1 or "/" in str(name_or_path):
-        return path
+    """A bare word is a name, and so is `zoo.srpt`; whatever has a suffix or a folder is a path."""
+    name = str(name_or_path)
+    if {*"./"} & {*name} and not is_zoo_name(name):
+        return Path(name)
     shipped = _shipped(folder)
-    if path.name not in shipped:
-        meant = did_you_mean(path.name, shipped)
+    if name not in shipped:
         raise ConfigError(
-            f"unknown {kind} {path.name!r}{meant}; available: "
+            f"unknown {kind} {name!r}{did_you_mean(name, shipped)}; available: "
             f"{', '.join(sorted(shipped)) or 'none'}; or give a path to a .yaml file"
         )
-    return shipped[path.name]
+    return shipped[name]
 
 
 def config_names() -> set[str]:
@@ -58,7 +58,9 @@ def fleet_names() -> set[str]:
 
 
 def _shipped(folder: str) -> dict[str, Path]:
-    return {file.stem: file for file in (_configs() / folder).glob("*.yaml")}
+    found = {file.stem: file for file in (_configs() / folder).glob("*.yaml")}
+    zoo = () if folder else (_configs() / "zoo").glob("*.yaml")
+    return found | {PREFIX + file.stem: file for file in zoo}
 
 
 def _configs() -> Path:

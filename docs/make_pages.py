@@ -12,6 +12,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ from aioserve.scheduler import (
     BaseScheduler,
     Memory,
     OnlineStepTime,
+    PeakMemory,
     RequestQueue,
     Step,
+    hinted_flag,
+    hinted_number,
+    hinted_text,
     load_policy,
     make_successor,
 )
@@ -37,8 +42,13 @@ CATALOGUE_HEAD = """\
 Made from their files by `python docs/make_pages.py`; a test keeps it true. Each is one file of
 [policies](../policies) and has a configuration in [configs](../configs) with all its options:
 `python -m aioserve --config configs/fair.yaml`, or `--policy fair` for the defaults. Which one is
-better for your traffic: [comparing-policies.md](comparing-policies.md).
+better for your traffic: [comparing-policies.md](comparing-policies.md). The zoo,
+[policies/zoo](../policies/zoo), holds more of them, as papers and other engines have them:
+`--policy zoo.srpt`, or `--config zoo.srpt` for the file in [configs/zoo](../configs/zoo);
+`python -m aioserve --help` lists them all.
 """
+
+HINTED: tuple[Callable[..., Any], ...] = (hinted_number, hinted_text, hinted_flag)
 
 HEAD = """\
 # Policy API
@@ -99,6 +109,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         ["block_size", "num_slots", "estimate_cached_tokens", "estimate_lost_tokens", "refresh"],
     ),
     ("The memory: `self.memory`, a `Memory`", Memory, None),
+    ("The memory to come: a `PeakMemory`", PeakMemory, None),
     (
         "The states: `self.kv_cache.states`, a `StatePool`, or None for most models",
         StatePool,
@@ -144,6 +155,12 @@ def render() -> str:
             parts.append(found[name])
             if name == "take_over":
                 parts.append(f"- `make_successor`, a function: {_prose(make_successor.__doc__)}")
+            if cls is Request and name == "hints":
+                parts += [
+                    f"- `{f.__name__}({', '.join(inspect.signature(f).parameters)})`, a function: "
+                    f"{_prose(f.__doc__)}"
+                    for f in HINTED
+                ]
         parts.append("")
     for enum in (RequestStatus, WaitReason):
         parts.append(f"## `{enum.__name__}`\n\n{_prose(enum.__doc__)}\n")

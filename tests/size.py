@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 26_442
+CORE_LIMIT = 26_401
 
-#: Folders and files that a feature owns, below `aioserve`.
+#: Folders and files that a feature owns, below `aioserve`; `policies/zoo` is one besides.
 PARTS = (
     *("child", "console", "decision_log", "kv_connector", "lab", "multimodal", "ray", "routing"),
     *("config/adapters.py", "config/images.py", "config/shadow.py", "config/simulation.py"),
@@ -44,7 +44,10 @@ PARTS = (
         "nearest.py",
         "output_file.py",
         "whole.py",
+        "zoo.py",
         "progress.py",
+        "scheduler/descriptions.py",
+        "scheduler/hinted.py",
         "scheduler/option_fields.py",
         "scheduler/peak_memory.py",
         "scheduler/pooling.py",
@@ -112,7 +115,7 @@ def measure() -> dict[str, list[int]]:
             names = path.relative_to(ROOT).parts
             folder = "/".join(names[: 2 if top == "aioserve" and len(names) > 2 else 1])
             lines = _lines(path)
-            is_core = top in ("aioserve", "policies") and path not in parts
+            is_core = top in ("aioserve", "policies") and path not in parts and "zoo" not in names
             for i, count in enumerate((1, lines, lines * is_core)):
                 counts[folder][i] += count
     return counts

@@ -8,6 +8,7 @@ from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.base import BaseScheduler, PolicyOptions
 from aioserve.scheduler.fallback import FAILURES_UNTIL_FALLBACK, FALLBACK_POLICY
+from aioserve.scheduler.hinted import hinted_flag, hinted_number, hinted_text
 from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
 from aioserve.scheduler.memory import Memory
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -50,6 +51,9 @@ __all__ = [
     "Step",
     "WaitReason",
     "available_policies",
+    "hinted_flag",
+    "hinted_number",
+    "hinted_text",
     "load_policy",
     "make_successor",
 ]

@@ -4,62 +4,34 @@ Built-in policies and those of strangers come through the same door. Imports not
 policy that is asked for.
 """
 
-import ast
 import importlib
 import importlib.util
 import sys
 import traceback
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from threading import Lock
 from types import ModuleType
 from typing import Any, TypeGuard
 
 from aioserve.errors import ConfigError, UnknownPolicyError
 from aioserve.nearest import did_you_mean
 from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
-from aioserve.scheduler.option_fields import OptionField, read_options
-
-ENTRY_POINT_GROUP = "aioserve.policies"
-
-# Python 3.11 counts the depth of all threads' trees together: where two parse at once, one may end
-# in a SystemError (python/cpython#106905). Two browsers that open the page at once are two threads.
-_parsing = Lock()
+from aioserve.zoo import GROUP, is_zoo_name, zoo_entry_points
 
 
 def available_policies() -> dict[str, EntryPoint]:
-    """Installed policies by name. Raises `ConfigError` if two packages claim one name."""
+    """Installed policies by name, those of the zoo as `zoo.srpt`. Raises `ConfigError` if two
+    packages claim one name.
+    """
     found: dict[str, EntryPoint] = {}
-    for entry_point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name):
+    installed = [*entry_points(group=GROUP), *zoo_entry_points()]
+    for entry_point in sorted(installed, key=lambda e: e.name):
         other = found.setdefault(entry_point.name, entry_point)
         if other.value != entry_point.value:
             raise ConfigError(
                 f"two installed packages offer a policy {entry_point.name!r}: "
                 f"{other.value} and {entry_point.value}"
             )
-    return found
-
-
-def describe_policies() -> dict[str, str]:
-    """The installed policies by name, each with the first line of its docstring; nothing runs.
-
-    Raises `ConfigError` as above.
-    """
-    return {name: _first_line(entry_point) for name, entry_point in available_policies().items()}
-
-
-def describe_options() -> dict[str, list[OptionField]]:
-    """The options of the installed policies by name, as their sources declare them; nothing runs.
-
-    Raises `ConfigError` as above.
-    """
-    found = {}
-    for name, entry_point in available_policies().items():
-        try:
-            with _parsing:
-                found[name] = read_options(_source(entry_point).decode())
-        except (ImportError, OSError, SyntaxError, ValueError):
-            found[name] = []
     return found
 
 
@@ -101,7 +73,7 @@ def _parse(spec: str) -> tuple[str, str]:
     path, colon, name = spec.rpartition(":")
     if colon:
         return path, name
-    if spec.endswith(".py") or "." in spec:
+    if "." in spec and not is_zoo_name(spec):
         return spec, ""
     policies = available_policies()
     if spec not in policies:
@@ -183,22 +155,3 @@ def _not_importable(error: BaseException, policy: str) -> ConfigError:
 def _shown(filename: str) -> str:
     path = Path(filename)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _source(entry_point: EntryPoint) -> bytes:
-    spec = importlib.util.find_spec(entry_point.value.partition(":")[0])
-    return Path(spec.origin).read_bytes() if spec and spec.origin else b""
-
-
-def _first_line(entry_point: EntryPoint) -> str:
-    """Of the class' docstring, from its source: importing it might take long, or fail."""
-    name = entry_point.value.partition(":")[2]
-    try:
-        with _parsing:
-            tree = ast.parse(_source(entry_point))
-    except (ImportError, OSError, SyntaxError, ValueError):
-        return ""
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return (ast.get_docstring(node) or "").partition("\n")[0]
-    return ""

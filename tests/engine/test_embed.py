@@ -36,8 +36,8 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulation.simulated import SimulatedRunner
-from aioserve.scheduler import available_policies
 from tests.greedy import GreedyReference
+from tests.policy_names import SHIPPED
 from tests.slow import mostly_slow
 
 EMBEDDED = Path(aioserve.__file__).parent / "embedded"
@@ -78,9 +78,7 @@ def expected(reference: GreedyReference) -> list[Any]:
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["uncached", "cached"])
-@pytest.mark.parametrize(
-    "policy", mostly_slow(sorted(available_policies()), but=["chunked_prefill", "fcfs", "mlfq"])
-)
+@pytest.mark.parametrize("policy", mostly_slow(SHIPPED, but=["chunked_prefill", "fcfs", "mlfq"]))
 def test_vectors_and_tokens_are_those_of_transformers_under_pressure(
     policy: str, cached: bool, expected: list[Any], tmp_path: Path
 ) -> None:

@@ -27,12 +27,12 @@ from aioserve.engine import Conversation
 from aioserve.multimodal import decoding, fetching, processing
 from aioserve.request import WaitReason
 from aioserve.scheduler import SchedulerOutput
-from aioserve.scheduler.registry import available_policies
 from aioserve.server.app import listening
 from aioserve.server.protocol import ContentPart
 from aioserve.server.responses.protocol import InputItem
 from aioserve.server.sockets import bind
 from tests.multimodal.pictures import bomb, data_url, encoded
+from tests.policy_names import SHIPPED
 from tests.processes import PATIENCE
 from tests.seeing_models import SEEING_KINDS, make_seeing_model, picture
 from tests.server.access.conftest import BEN, keys_file
@@ -240,7 +240,7 @@ def alone(model):
     return lambda num_tokens=NUM_TOKENS: [ids[:num_tokens] for ids in whole]
 
 
-@pytest.mark.parametrize("policy", sorted(available_policies()))
+@pytest.mark.parametrize("policy", SHIPPED)
 async def test_under_every_policy_the_tokens_are_the_same(seeing, alone, policy):
     async with seeing(policy=policy) as server:
         assert await look_at_all(server) == alone()

@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 
 from aioserve.errors import EngineOverloadedError
-from aioserve.scheduler import Request, available_policies, load_policy
+from aioserve.scheduler import Request, load_policy
 from aioserve.testing.contract import PolicyContract, Subject
 from policies.fcfs import FCFSScheduler
+from tests.policy_names import SHIPPED
 from tests.testing.hostile import HostileScheduler
 
 # Fewer than strangers get by default: there are many policies here, and they share a base.
 EXAMPLES = 8
 
 
-@pytest.mark.parametrize("name", sorted(available_policies()))
+@pytest.mark.parametrize("name", SHIPPED)
 class TestInstalledPolicies(PolicyContract):
     @pytest.fixture
     def subject(self, name: str) -> Subject:
@@ -22,7 +23,7 @@ class TestInstalledPolicies(PolicyContract):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(available_policies()))
+@pytest.mark.parametrize("name", SHIPPED)
 class TestInstalledPoliciesAtLength(PolicyContract):
     @pytest.fixture
     def subject(self, name: str) -> Subject:

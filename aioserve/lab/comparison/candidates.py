@@ -17,6 +17,7 @@ from aioserve.lab.workloads.workload import Workload
 from aioserve.model_info import ModelInfo
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.shipped import config_names
+from aioserve.zoo import is_zoo_name
 
 # They change which clients are served and where, and what is noted, not how requests are scheduled.
 IGNORED_SECTIONS = ("server", "shadow")
@@ -44,7 +45,7 @@ def load_candidates(
     A policy stands for the default settings with it: `file.py`, `file.py:Class`, `module:Class`, or
     the name of one that was installed and has no configuration of its own.
     """
-    stems = [path.rpartition(":")[2] if ":" in path else Path(path).stem for path in paths]
+    stems = [_stem(path) for path in paths]
     names = stems if len(set(stems)) == len(stems) else list(paths)
     names = [
         name if names.index(name) == i else f"{name} ({names[: i + 1].count(name)})"
@@ -54,6 +55,12 @@ def load_candidates(
         Candidate(name, _load(path, overrides, defaults))
         for name, path in zip(names, paths, strict=True)
     ]
+
+
+def _stem(path: str) -> str:
+    if ":" in path:
+        return path.rpartition(":")[2]
+    return path if is_zoo_name(path) else Path(path).stem
 
 
 def in_fleet(candidates: list[Candidate], spec: FleetSpec) -> list[Candidate]:

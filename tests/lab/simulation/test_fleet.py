@@ -17,8 +17,8 @@ from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.incidents import Failure, Incidents, Straggler
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.routing import ROUTERS
-from aioserve.scheduler import available_policies
 from tests.lab.simulation.test_run import config, request, workload
+from tests.policy_names import SHIPPED
 
 
 def traffic(num_requests: int = 60, rng: random.Random | None = None, **fields: Any) -> Workload:
@@ -88,7 +88,7 @@ def ends(outcome: FleetOutcome) -> Counter[str]:
     return Counter(r.finish_reason for r in outcome.requests)
 
 
-@pytest.mark.parametrize("policy", sorted(available_policies()))
+@pytest.mark.parametrize("policy", SHIPPED)
 def test_one_replica_serves_every_request_as_the_engine_does(policy: str) -> None:
     """To the last bit of every time: with preemptions, deadlines and a queue that is full."""
     settings = crowded(config(policy, num_kv_blocks=61, max_num_seqs=8, max_waiting_requests=9))
@@ -128,7 +128,7 @@ def test_whatever_is_set_a_replica_serves_as_the_engine_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", sorted(available_policies()))
+@pytest.mark.parametrize("policy", SHIPPED)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_traffic_is_served_by_a_replica_as_by_the_engine(policy: str, seed: int) -> None:
     rng = random.Random(seed)
