@@ -53,7 +53,7 @@ _FINISH_REASONS = {
 class WaitReason(enum.StrEnum):
     """Why a waiting request was not served in the last step."""
 
-    BUDGET = "budget"  # no tokens left in the step, or too few for a whole prompt
+    BUDGET = "budget"  # no tokens left in the step, or too few for a whole prompt; max_requests
     SEATS = "seats"  # max_num_seqs requests are running
     ADAPTERS = "adapters"  # running requests use max_loras adapters, and not its own
     BLOCKS = "blocks"  # its tokens do not fit the free KV blocks

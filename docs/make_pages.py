@@ -63,14 +63,17 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     (
         "What you write: `BaseScheduler`",
         BaseScheduler,
-        ["schedule", "order", "victim", "on_finish", "add_request", "update_from_output"],
+        [
+            *("schedule", "order", "group_by", "victim", "on_finish", "add_request"),
+            "update_from_output",
+        ],
     ),
     (
         "What you may say of it: `BaseScheduler`",
         BaseScheduler,
         [
-            *("admits_in_order", "keeps_decoding", "policy_api", "runs_whole_prompts"),
-            "uses_step_time",
+            *("admits_in_order", "keeps_decoding", "policy_api", "reorder_every"),
+            *("runs_whole_prompts", "uses_step_time"),
         ],
     ),
     (
@@ -78,7 +81,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "memory"),
-            *("pin", "unpin", "wake_at", "reorder", "num_steps"),
+            *("pin", "unpin", "wake_at", "reorder", "reorder_all", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
             "step_time",
         ],
@@ -101,7 +104,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     (
         "The line: `self.waiting`, a `RequestQueue`",
         RequestQueue,
-        ["num_tokens", "heads", "head", "take_changed"],
+        ["num_tokens", "heads", "head", "group", "take_changed", "from_key"],
     ),
     (
         "The cache: `self.kv_cache`, a `KVCacheManager`",
@@ -188,7 +191,17 @@ def with_operators_routes(page: str) -> str:
 
 
 def _members(cls: type[Any]) -> dict[str, str]:
-    """A line of Markdown for each public attribute, property and method, in order of the source."""
+    """A line of Markdown for each public attribute, property and method, in order of the source;
+    those of the classes in `aioserve.scheduler` that it is put together of come first.
+    """
+    found: dict[str, str] = {}
+    for kind in cls.__bases__:
+        if kind.__module__.startswith("aioserve.scheduler"):
+            found |= _members(kind)
+    return found | _own_members(cls)
+
+
+def _own_members(cls: type[Any]) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(cls))
     lines = source.splitlines()
     (tree,) = ast.parse(source).body

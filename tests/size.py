@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 26_401
+CORE_LIMIT = 25_810
 
 #: Folders and files that a feature owns, below `aioserve`; `policies/zoo` is one besides.
 PARTS = (
@@ -36,8 +36,11 @@ PARTS = (
         "scheduler/drafts.py",
     ),
     *(
+        "scheduler/bounded_step.py",
+        "scheduler/lease_verbs.py",
         "scheduler/memory.py",
         "scheduler/rejection.py",
+        "scheduler/reordering.py",
         "scheduler/recompute_price.py",
         "kv_cache/leases.py",
         "server/unserved.py",
@@ -49,8 +52,10 @@ PARTS = (
         "scheduler/descriptions.py",
         "scheduler/hinted.py",
         "scheduler/option_fields.py",
+        "scheduler/options.py",
         "scheduler/peak_memory.py",
         "scheduler/pooling.py",
+        "scheduler/victims.py",
     ),
     "scheduler/recompute.py",
     *("scheduler/succession.py", "engine/control", "engine/kv_connector.py", "engine/snapshot.py"),
@@ -92,6 +97,10 @@ PARTS = (
     # Kernels of adapters and of experts.
     *("kernels/src/low_rank.h", "kernels/src/experts.h"),
 )
+#: Policies that are chosen by name; the default and the plainest are of the core.
+CHOSEN_POLICIES = (
+    *("deadline", "fair", "hrrn", "latency_budget", "mlfq", "prefix_aged", "priority"),
+)
 SUFFIXES = {".py", ".c", ".h", ".js", ".css", ".html"}
 
 
@@ -107,6 +116,7 @@ def measure() -> dict[str, list[int]]:
         found = list(package.glob(name))
         assert found, f"{name} is in PARTS and not in aioserve"
         parts.update(*({path, *path.rglob("*")} for path in found))
+    parts.update(ROOT / f"policies/{name}.py" for name in CHOSEN_POLICIES)
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for top in ("aioserve", "policies", "benchmarks", "tests"):
         for path in sorted((ROOT / top).rglob("*")):

@@ -6,11 +6,12 @@ from msgspec import Meta
 
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler.base import BaseScheduler, PolicyOptions
+from aioserve.scheduler.base import BaseScheduler
 from aioserve.scheduler.fallback import FAILURES_UNTIL_FALLBACK, FALLBACK_POLICY
 from aioserve.scheduler.hinted import hinted_flag, hinted_number, hinted_text
 from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
 from aioserve.scheduler.memory import Memory
+from aioserve.scheduler.options import PolicyOptions
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.peak_memory import PeakMemory
 from aioserve.scheduler.queue import RequestQueue

@@ -6,52 +6,38 @@ Knows nothing about text, tensors, tasks or threads.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
-import msgspec
-
 from aioserve.config import SchedulerConfig
-from aioserve.errors import FROM_OUTSIDE, ConfigError, InvariantError, PolicyError, RequestError
+from aioserve.errors import ConfigError, InvariantError, PolicyError, RequestError
 from aioserve.kv_cache import EncoderLimits, KVCacheManager, KVConnectorBase, make_limits
-from aioserve.nearest import explain
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.admission import check_queue, check_size
-from aioserve.scheduler.blame import place
+from aioserve.scheduler.blame import asking
+from aioserve.scheduler.bounded_step import BoundedStep
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
+from aioserve.scheduler.lease_verbs import Leasing
 from aioserve.scheduler.memory import Memory
+from aioserve.scheduler.options import PolicyOptions, make_options
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.queue import RequestQueue
+from aioserve.scheduler.queue import RequestQueue, by_user
 from aioserve.scheduler.rejection import Rejection
+from aioserve.scheduler.reordering import Reordering
 from aioserve.scheduler.request_table import RequestTable
 from aioserve.scheduler.results import take_results
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
-from aioserve.scheduler.succession import Switchable
-
-
-class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Base of a policy's nested `Options`: typed, validated, unknown names refused."""
-
+from aioserve.scheduler.victims import VICTIM_KEYS
 
 order_key = attrgetter("order_key")
 _NONE: dict[str, Rejection] = {}  # never changed
 
-#: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
-#: ties broken by the policy's order. Under each but the last one some request is never the victim,
-#: and finishes; under `least_lost` the request that takes the blocks gets a token.
-VICTIM_KEYS: dict[str, Callable[[Request, KVCacheManager], Any]] = {
-    "newest": lambda r, _: (r.arrival_time, r.order_key),
-    "lowest_priority": lambda r, _: (r.priority, r.order_key),
-    "least_computed": lambda r, _: (-r.num_computed_tokens, r.order_key),
-    "most_remaining": lambda r, _: (r.max_total_tokens - r.num_tokens, r.order_key),
-    "least_lost": lambda r, kv_cache: (-kv_cache.estimate_lost_tokens(r), r.order_key),
-}
 
-
-class BaseScheduler(Switchable):
+class BaseScheduler(Reordering, Leasing):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (admission order) and `victim` (preemption), and read
@@ -65,8 +51,9 @@ class BaseScheduler(Switchable):
     #: True if the policy never splits a prompt: a step must then hold the longest one.
     runs_whole_prompts: ClassVar[bool] = False
     #: A promise about `order` that the contract checks: no request is admitted while another with
-    #: a smaller key waits, among "all" requests or those of one "user". None: no promise.
-    admits_in_order: ClassVar[Literal["all", "user"] | None] = None
+    #: a smaller key waits, among "all" requests or those of one "user" or "group" (`group_by`).
+    #: None: no promise.
+    admits_in_order: ClassVar[Literal["all", "user", "group"] | None] = None
     #: True if the policy asks `step_time`: it then learns from every step.
     uses_step_time: ClassVar[bool] = False
     #: A promise that the contract checks: while no request waits and every prompt is computed, a
@@ -93,11 +80,13 @@ class BaseScheduler(Switchable):
         self.kv_cache = kv_cache  # KV blocks and cached prefixes
         self.memory = Memory(kv_cache)  # how many KV tokens are free, held, leased or cached
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
+        self._ask_order = asking(self, "order")
+        is_grouped = type(self).group_by is not BaseScheduler.group_by
+        self._ask_group = asking(self, "group_by", str) if is_grouped else by_user
+        # The state that the verbs write; a policy reads the part of it that follows.
         self.book = RequestTable(
-            type(self).__name__,
-            kv_cache,
-            config.queue_timeout,
-        )  # the state that the verbs write; a policy reads the part of it that follows
+            type(self).__name__, kv_cache, config.queue_timeout, self._ask_group
+        )
         encoder = EncoderLimits(
             config.encoder_cache_tokens,
             config.max_encoder_tokens,
@@ -162,10 +151,17 @@ class BaseScheduler(Switchable):
 
     def order(self, request: Request) -> Any:
         """Sort key of a waiting request: the smallest is admitted first. Called when a request
-        enters the queue (on arrival, after preemption, and for all when the policy takes over), and
-        by `reorder`.
+        enters the queue (on arrival, after preemption, and for all when the policy takes over), by
+        `reorder` and `reorder_all`, and as `reorder_every` says.
         """
         return request.arrival_time
+
+    def group_by(self, request: Request) -> str:
+        """Name of the group of a waiting request, for `self.waiting.heads()` and its neighbours: a
+        tenant, a program, a class. Called when the request enters the queue and when it gets
+        another key. By default the `user`.
+        """
+        return request.user
 
     def victim(self) -> Request | None:
         """The request to preempt when KV blocks run out: the last of `running` in the policy's
@@ -178,8 +174,10 @@ class BaseScheduler(Switchable):
 
     # What a policy uses.
 
-    def new_step(self, token_budget: int | None = None) -> Step:
-        """An empty step of at most `token_budget` and never more than `max_num_batched_tokens`."""
+    def new_step(self, token_budget: int | None = None, max_requests: int | None = None) -> Step:
+        """An empty step of at most `token_budget` and never more than `max_num_batched_tokens`;
+        if `max_requests` is given, no more requests than these get tokens in it, decodes included.
+        """
         limit = self.max_num_batched_tokens
         if token_budget is not None:
             limit = min(token_budget, limit)
@@ -191,7 +189,12 @@ class BaseScheduler(Switchable):
             ended, self.book.just_ended = self.book.just_ended, []
             for request in ended:
                 self.on_finish(request, request.status.finish_reason or "")
-        return Step(
+        if self.reorder_every is not None and self.book.waiting:
+            self._reorder_if_due(self.reorder_every)
+        make: Callable[..., Step] = Step
+        if max_requests is not None:
+            make = partial(BoundedStep, max_requests)
+        return make(
             self.book,
             self._config,
             self._ask_order,
@@ -201,27 +204,6 @@ class BaseScheduler(Switchable):
             None if self._step_time is None else self._note_planned,
             self.max_num_batched_tokens,
         )
-
-    def reorder(self, request: Request) -> None:
-        """Ask `order` again for a request whose key has changed, if the request waits."""
-        self.book.reorder(request, self._ask_order)
-
-    def pin(self, request: Request, until: float) -> int:
-        """Keep the request's cached prefix until a time of the clock, for the next turn of its
-        conversation: a lease, of which each conversation of a client (hint `session`, else the
-        request alone) has one. `unpin` ends it.
-
-        Leases hold at most the share `max_leased_share` of the KV blocks. The oldest make room for
-        a new one, and for a request beside which nothing runs. Returns the tokens that are kept.
-        """
-        leases = self.kv_cache.leases
-        block_ids = self.kv_cache.get_computed_blocks(request)
-        num_blocks = leases.pin(request.conversation, block_ids, until)
-        return num_blocks * self.kv_cache.block_size
-
-    def unpin(self, request: Request) -> None:
-        """End the lease of the request's conversation before its time, if there is one."""
-        self.kv_cache.leases.end(request.conversation)
 
     def wake_at(self, when: float) -> None:
         """Have `schedule` called at this time of the clock, if it serves no request now, in the
@@ -240,7 +222,7 @@ class BaseScheduler(Switchable):
             raise InvariantError("only a fresh scheduler on the same KV cache can take over")
         for request in other.get_requests():
             self._check_takeover(request)
-        other.book.follow(type(self).__name__, self._ask_order)
+        other.book.follow(type(self).__name__, self._ask_order, self._ask_group)
         self.book = other.book
         self.book.just_ended = [] if self._wants_ends else None
         self.kv_cache.follow(self._limits)
@@ -258,16 +240,7 @@ class BaseScheduler(Switchable):
     @classmethod
     def parse_options(cls, options: dict[str, Any]) -> PolicyOptions:
         """The policy's `Options` from plain data; raises `ConfigError` that names the option."""
-        if not (isinstance(cls.Options, type) and issubclass(cls.Options, PolicyOptions)):
-            raise ConfigError(f"policy {cls.__name__}: its Options must derive from PolicyOptions")
-        try:
-            return msgspec.convert(options, cls.Options)
-        except msgspec.ValidationError as error:
-            known = ", ".join(f.name for f in msgspec.structs.fields(cls.Options)) or "none"
-            raise ConfigError(
-                f"options of policy {cls.__name__}: {explain(error, cls.Options)}; options it has: "
-                f"{known}"
-            ) from error
+        return make_options(options, cls.Options, f"policy {cls.__name__}")
 
     @classmethod
     def check_limits(cls, config: SchedulerConfig, max_model_len: int) -> int:
@@ -384,19 +357,6 @@ class BaseScheduler(Switchable):
 
     def _note_planned(self, output: SchedulerOutput) -> None:
         self.step_time.planned(output, self.clock())
-
-    # Which side is at fault: the policy or aioserve.
-
-    def _ask_order(self, request: Request) -> Any:
-        try:
-            return self.order(request)
-        except FROM_OUTSIDE:
-            raise
-        except BaseException as error:
-            raise PolicyError(
-                f"policy {type(self).__name__} raised {error!r} in order()"
-                f"{place(error, type(self))}"
-            ) from error
 
     def _check_takeover(self, request: Request) -> None:
         """What was accepted for another policy must be able to run under this one."""

@@ -4,12 +4,14 @@ Knows tracebacks and common slips. Knows nothing about the state of a scheduler.
 """
 
 import traceback
+from collections.abc import Callable
 from itertools import dropwhile
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from aioserve.errors import FROM_OUTSIDE, AioserveError, PolicyError
+from aioserve.request import Request
 from aioserve.scheduler.step import Step
 
 
@@ -48,6 +50,30 @@ def place(error: BaseException, policy: type) -> str:
     """`" (mine.py:12)"`; "" if no line of it was running. No folder: clients may read it."""
     line = find_line(error, policy)
     return "" if line is None else f" ({Path(line.filename).name}:{line.lineno})"
+
+
+def asking(policy: Any, method: str, kind: type | None = None) -> Callable[[Request], Any]:
+    """A method of the policy that answers a question about a request; `kind` is the type of its
+    answer. What it raises, or an answer of another type, is a `PolicyError`.
+    """
+    name, ask = type(policy).__name__, getattr(policy, method)
+
+    def asked(request: Request) -> Any:
+        try:
+            answer = ask(request)
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:
+            raise PolicyError(
+                f"policy {name} raised {error!r} in {method}(){place(error, type(policy))}"
+            ) from error
+        if kind is not None and not isinstance(answer, kind):
+            raise PolicyError(
+                f"policy {name}: {method}() must return a {kind.__name__}, got {answer!r:.80}"
+            )
+        return answer
+
+    return asked
 
 
 def as_policy_error(error: BaseException, policy: type, method: str) -> Exception:

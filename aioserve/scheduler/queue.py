@@ -4,14 +4,16 @@ Knows order keys. Does not know why a request waits or which one will be served.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter
+from typing import Any
 
 from aioserve.errors import InvariantError
 from aioserve.request import Request
 
 _order_key = attrgetter("order_key")
+by_user: Callable[[Request], str] = attrgetter("user")
 
 
 class RequestQueue:
@@ -22,12 +24,13 @@ class RequestQueue:
     comparing them does, no request is lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group_by: Callable[[Request], str] = by_user) -> None:
         self.num_tokens = 0  # tokens of all waiting requests
         self._requests: list[Request] = []
-        self._members: set[Request] = set()
-        self._by_user: dict[str, list[Request]] = {}  # each sorted the same way
-        self._changed: set[str] | None = None  # users whose first request changed; None: unasked
+        self._members: dict[Request, str] = {}  # with their groups
+        self._group_by = group_by
+        self._groups: dict[str, list[Request]] = {}  # each sorted the same way
+        self._changed: set[str] | None = None  # groups whose first request changed; None: unasked
         self._version = 0  # bumped by every change, so that iterators can find their place again
 
     def __len__(self) -> int:
@@ -35,7 +38,16 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """In order. The queue may change meanwhile: what comes in before the place is skipped."""
-        i, version = 0, self._version
+        return self._walk(0)
+
+    def from_key(self, key: Any) -> Iterator[Request]:
+        """In order, from the first request whose `order` is `key` or more: those before it cost
+        nothing.
+        """
+        yield from self._walk(bisect_left(self._requests, (key,), key=_order_key))
+
+    def _walk(self, i: int) -> Iterator[Request]:
+        version = self._version
         while i < len(self._requests):
             request = self._requests[i]
             order_key = request.order_key
@@ -53,15 +65,16 @@ class RequestQueue:
         """Put a request in its place. If comparing keys raises, nothing has changed."""
         if request in self._members:
             raise InvariantError(f"{request!r} waits already")
-        own = self._by_user.get(request.user, [])
+        group = self._group_by(request)
+        own = self._groups.get(group, [])
         place = bisect_right(self._requests, request.order_key, key=_order_key)
         own_place = bisect_right(own, request.order_key, key=_order_key)
         self._requests.insert(place, request)
         own.insert(own_place, request)
         if own_place == 0 and self._changed is not None:
-            self._changed.add(request.user)
-        self._by_user[request.user] = own
-        self._members.add(request)
+            self._changed.add(group)
+        self._groups[group] = own
+        self._members[request] = group
         self.num_tokens += request.num_tokens
         self._version += 1
 
@@ -69,32 +82,57 @@ class RequestQueue:
         """Take a request out, wherever it stands. Raises `InvariantError` if it does not wait."""
         if request not in self._members:
             raise InvariantError(f"{request!r} does not wait")
-        own = self._by_user[request.user]
+        group = self._members[request]
+        own = self._groups[group]
         if own[0] is request and self._changed is not None:
-            self._changed.add(request.user)
+            self._changed.add(group)
         for requests in (self._requests, own):
             del requests[_place(requests, request)]
         if not own:
-            del self._by_user[request.user]
-        self._members.remove(request)
+            del self._groups[group]
+        del self._members[request]
         self.num_tokens -= request.num_tokens
         self._version += 1
 
     def heads(self) -> list[Request]:
-        """The first waiting request of every user; the cost does not grow with the queue."""
-        return [requests[0] for requests in self._by_user.values()]
+        """The first waiting request of every group, by `group_by`: of every user, unless the policy
+        says otherwise. The cost does not grow with the queue.
+        """
+        return [requests[0] for requests in self._groups.values()]
 
     def head(self, user: str) -> Request | None:
-        """The first waiting request of a user; None: none waits."""
-        requests = self._by_user.get(user)
+        """The first waiting request of a user, or of the group of that name; None: none waits."""
+        requests = self._groups.get(user)
         return None if requests is None else requests[0]
 
+    def group(self, name: str) -> list[Request]:
+        """The waiting requests of a group, in order; none if no request of the group waits."""
+        return self._groups.get(name, []).copy()
+
     def take_changed(self) -> list[str]:
-        """Users whose `head` is another one than at the last call, or none; at first all users. The
-        same events give the same order.
+        """Groups whose `head` is another one than at the last call, or none; at first all groups.
+        The same events give the same order.
         """
         changed, self._changed = self._changed, set()
-        return list(self._by_user) if changed is None else sorted(changed)
+        return list(self._groups) if changed is None else sorted(changed)
+
+    def sort(self, changed: Iterable[Request]) -> None:
+        """Put all in their places after the keys of these have changed. If comparing keys raises,
+        nothing else has changed.
+        """
+        requests, before = sorted(self._requests, key=_order_key), self._groups
+        members = self._members | {request: self._group_by(request) for request in changed}
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(members[request], []).append(request)
+        if self._changed is not None:
+            self._changed.update(
+                group
+                for group in before | groups
+                if before.get(group, [None])[0] is not groups.get(group, [None])[0]
+            )
+        self._requests, self._members, self._groups = requests, members, groups
+        self._version += 1
 
 
 def _place(requests: list[Request], request: Request) -> int:

@@ -13,7 +13,7 @@ from aioserve.errors import InvariantError, PolicyError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.queue import RequestQueue
+from aioserve.scheduler.queue import RequestQueue, by_user
 from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.timers import Timers
 
@@ -76,12 +76,13 @@ class RequestTable:
         policy_name: str,
         kv_cache: KVCacheManager,
         queue_timeout: float | None,
+        group_by: Callable[[Request], str] = by_user,
     ) -> None:
         """`queue_timeout`: seconds until a request that was never served is due; None: never."""
         self.policy_name = policy_name  # of the one that plans
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}  # all that are not finished, in order of arrival
-        self.waiting = RequestQueue()
+        self.waiting = RequestQueue(group_by)
         self.running: list[Request] = []  # replaced, never shrunk in place
         #: Finished, but a step in flight may write their blocks. In order, as all that a plan may
         #: depend on: the same events give the same plan.
@@ -114,7 +115,7 @@ class RequestTable:
     def add(self, request: Request, order: Order) -> None:
         """A new request, in line. If this raises, nothing remains of it."""
         request.order_key = (order(request), self._num_added)
-        self._line_up(request)
+        self.line_up(request)
         try:
             is_aside = self.kv_cache.holds_back(request)
         except BaseException:  # a connector may be another author's
@@ -126,7 +127,9 @@ class RequestTable:
         self.timers.add(request)
         self._num_added += 1
 
-    def follow(self, policy_name: str, order: Order) -> None:
+    def follow(
+        self, policy_name: str, order: Order, group_by: Callable[[Request], str] = by_user
+    ) -> None:
         """Another policy from here on: every request gets a key of its order, and the queue
         is sorted again. Raises `PolicyError` half-way; `restored_on_error` stands around it.
         """
@@ -134,23 +137,9 @@ class RequestTable:
         waiting = list(self.waiting)  # before its keys change
         for request in self.requests.values():
             request.order_key = (order(request), request.order_key[1])
-        self.waiting = RequestQueue()
+        self.waiting = RequestQueue(group_by)
         for request in waiting:
-            self._line_up(request)
-
-    def reorder(self, request: Request, order: Order) -> None:
-        """A waiting request gets a new key and place. If the policy raises, nothing has changed."""
-        if request not in self.waiting:
-            return
-        before, key = request.order_key, (order(request), request.order_key[1])
-        self.waiting.remove(request)
-        request.order_key = key
-        try:
-            self._line_up(request)
-        except PolicyError:
-            request.order_key = before
-            self._line_up(request)
-            raise
+            self.line_up(request)
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -165,11 +154,11 @@ class RequestTable:
                 request.order_key = key
             raise
 
-    def _line_up(self, request: Request) -> None:
+    def line_up(self, request: Request) -> None:
         """Put a request in its place. Raises `PolicyError` for a key that cannot be compared."""
         try:
             self.waiting.add(request)
-        except InvariantError:
+        except (InvariantError, PolicyError):
             raise
         except Exception as error:
             raise PolicyError(
@@ -199,7 +188,7 @@ class RequestTable:
                 request.num_preemptions += status is None
                 # The running number keeps equals in order of arrival, also after a preemption.
                 request.order_key = (order(request), request.order_key[1])
-                self._line_up(request)
+                self.line_up(request)
         except Exception:
             for request, (status, num_computed, num_preemptions, key) in zip(
                 requests, before, strict=True
@@ -239,7 +228,7 @@ class RequestTable:
         step.preempted_req_ids, self._untold_preempted = self._untold_preempted, []
         for resource in self.kv_cache.holding:
             for request in resource.ready():
-                self._line_up(request)
+                self.line_up(request)
                 resource.let_go(request)
 
     def close_step(self, step: OpenStep) -> list[str]:

@@ -4,11 +4,12 @@ Knows requests, places, blocks and leases as a harness sees them. Calls only wha
 """
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 from aioserve.kv_cache import AllBlocksCleared, BlockStored
 from aioserve.outputs import FinishReason
-from aioserve.request import RequestStatus
+from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing.bench import Bench
 from aioserve.testing.ledger import STATED, stated
@@ -23,6 +24,7 @@ def check(bench: Bench) -> None:
     _take_events(bench)
     if isinstance(bench.scheduler, BaseScheduler):
         _check_places(bench, bench.scheduler)
+        _check_keys(bench, bench.scheduler)
         _check_blocks(bench)
 
 
@@ -129,8 +131,8 @@ def check_line(bench: Bench, output: SchedulerOutput) -> None:
     for data in output.scheduled_new_reqs:
         admitted = bench.requests[data.request_id]
         for request in waiting:
-            is_one_line = scheduler.admits_in_order == "all" or request.user == admitted.user
-            if is_one_line and request.order_key < admitted.order_key:
+            is_before = request.order_key < admitted.order_key
+            if is_before and _is_one_line(scheduler, request, admitted):
                 raise ContractViolation(
                     f"step {output.step_id}: {admitted.request_id} is admitted, but "
                     f"{request.request_id} stands before it and waits"
@@ -207,6 +209,27 @@ def _check_stats(bench: Bench) -> None:
             f"{bench.where}: make_stats counts {counted} tokens, but "
             f"{bench.num_tokens_planned} were scheduled"
         )
+
+
+def _check_keys(bench: Bench, scheduler: BaseScheduler) -> None:
+    """Check that requests wait in the order of their keys, which only verbs change."""
+    for one, behind in pairwise(scheduler.waiting):
+        if behind.order_key < one.order_key:
+            raise ContractViolation(
+                f"{bench.where}: {behind.request_id} with key {behind.order_key[0]!r} waits behind "
+                f"{one.request_id} with key {one.order_key[0]!r}: keys change by reorder() alone"
+            )
+
+
+def _is_one_line(scheduler: BaseScheduler, one: Request, other: Request) -> bool:
+    """Whether the promise `admits_in_order` is about two requests."""
+    match scheduler.admits_in_order:
+        case "all":
+            return True
+        case "group":
+            return scheduler.group_by(one) == scheduler.group_by(other)
+        case _:
+            return one.user == other.user
 
 
 def _has_nan(key: object) -> bool:

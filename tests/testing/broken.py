@@ -100,6 +100,80 @@ class OrdersByNothing(SoundScheduler):
         return float("inf") * request.num_output_tokens
 
 
+@caught_by(r"r\d+ with key .* waits behind r\d+ with key .*: keys change by reorder\(\) alone")
+class MovesByHand(SoundScheduler):
+    """Gives the last in line a key that stands before all, and does not have it moved."""
+
+    def schedule(self) -> SchedulerOutput:
+        if len(self.waiting) > 2:
+            list(self.waiting)[-1].order_key = (-1.0, 0)
+        return super().schedule()
+
+
+@caught_by(r"order\(\) returned nan for \w+: NaN has no place in line")
+class AgesIntoNothing(SoundScheduler):
+    """Ages requests by the time until they are a second old, which is infinite after that."""
+
+    reorder_every = 1.0
+
+    def order(self, request: Request) -> Any:
+        age = self.clock() - request.arrival_time
+        return request.arrival_time if age < 1 else float("inf") - float("inf")
+
+
+@caught_by(r"FindsNoAge raised KeyError\(True\) in \w+\(\)")
+class FindsNoAge(SoundScheduler):
+    """Has a place in line for the young alone when all are asked again."""
+
+    def schedule(self) -> SchedulerOutput:
+        self.reorder_all()
+        return super().schedule()
+
+    def order(self, request: Request) -> Any:
+        is_old = self.clock() - request.arrival_time > 2
+        return {False: request.arrival_time}[is_old]
+
+
+@caught_by(r"group_by\(\) must return a str, got \d+")
+class GroupsByNumber(SoundScheduler):
+    """Names groups by numbers."""
+
+    def group_by(self, request: Request) -> str:
+        return request.priority  # type: ignore[return-value]
+
+
+@caught_by(r"step \d+: \w+ is admitted, but \w+ stands before it and waits")
+class TakesTheLastOfAGroup(SoundScheduler):
+    """Promises order among requests of one priority, and takes the last of each first."""
+
+    admits_in_order = "group"
+
+    def group_by(self, request: Request) -> str:
+        return str(request.priority)
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for head in self.waiting.heads():
+            for request in reversed(self.waiting.group(self.group_by(head))):
+                step.admit(request)
+        return step.output()
+
+
+@caught_by(r"new_step\(\) takes max_requests as an int of 0 or more, got 1\.5")
+class ServesHalfARequest(SoundScheduler):
+    """Bounds the requests of a step by half the seats."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step(max_requests=3 / 2)  # type: ignore[arg-type]
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            step.admit(request)
+        return step.output()
+
+
 # What `schedule` returns.
 
 
