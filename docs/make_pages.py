@@ -64,8 +64,8 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         "What you write: `BaseScheduler`",
         BaseScheduler,
         [
-            *("schedule", "order", "group_by", "victim", "on_finish", "add_request"),
-            "update_from_output",
+            *("schedule", "order", "group_by", "victim", "draft_length", "on_finish"),
+            *("add_request", "update_from_output"),
         ],
     ),
     (
@@ -83,7 +83,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "memory"),
             *("pin", "unpin", "wake_at", "reorder", "reorder_all", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
-            "step_time",
+            *("max_draft_tokens", "step_time"),
         ],
     ),
     (

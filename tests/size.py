@@ -34,6 +34,7 @@ PARTS = (
         "kv_cache/vacancy.py",
         "scheduler/multi_step_decode.py",
         "scheduler/drafts.py",
+        "scheduler/draft_lengths.py",
     ),
     *(
         "scheduler/bounded_step.py",

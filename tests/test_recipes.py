@@ -144,3 +144,24 @@ def test_the_shortest_predicted_reply_goes_first_until_another_has_waited_long_e
     harness.add_request("late", [1] * 4, max_tokens=3, hints={"predicted_output_tokens": 1})
     harness.run_until_idle()
     assert order_of_first_tokens(harness) == ["short", "unknown", "text", "long", "late"]
+
+
+def test_a_request_behind_its_pace_gets_drafts_and_others_none_once_the_batch_is_full() -> None:
+    """A step takes a second: with a token each, the hasty fall behind at once."""
+    harness = SchedulerHarness(
+        policy("drafts_by_pace"), options={"free": 2}, drafter=lambda token_ids: [1, 1, 1]
+    )
+    for name, hints in (("hasty", {"slo_tpot": 0.5}), ("calm", {"slo_tpot": 2.0})):
+        harness.add_request(name, [5, 6, 7], max_tokens=30, hints=hints)
+    for _ in range(4):
+        harness.step()
+    assert {len(step.scheduled_spec_decode_tokens) for step in harness.steps[1:]} == {2}
+    harness.add_request("third", [5, 6, 7], max_tokens=30, hints={"slo_tpot": "soon"})
+    harness.add_request("calm too", [5, 6, 7], max_tokens=30, hints={"slo_tpot": 2.0})
+    full = len(harness.steps) + 1
+    for _ in range(9):
+        harness.step()
+    drafted = [name for step in harness.steps[full:] for name in step.scheduled_spec_decode_tokens]
+    assert set(drafted) == {"hasty", "third"}
+    harness.run_until_idle()
+    assert not vars(harness.scheduler)["began"]

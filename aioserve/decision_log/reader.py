@@ -9,7 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from aioserve.decision_log.records import FORMAT_VERSION, MAGIC, AnyRecord, Closed, Header
+from aioserve.decision_log.records import (
+    FORMAT_VERSION,
+    MAGIC,
+    OLDEST_FORMAT,
+    AnyRecord,
+    Closed,
+    Header,
+)
 from aioserve.decision_log.writer import FRAME_HEAD, RECORD_HEAD
 from aioserve.errors import UNREADABLE, ConfigError, RequestError, one_line
 
@@ -82,10 +89,10 @@ class DecisionLog:
         version = line.removeprefix(MAGIC)
         if version == line or not version.strip().isdigit():
             raise ConfigError(f"{self.path} is not a decision log")
-        if int(version) != FORMAT_VERSION:
+        if not OLDEST_FORMAT <= int(version) <= FORMAT_VERSION:
             raise ConfigError(
                 f"decision log {self.path} has format {int(version)}; this version of aioserve "
-                f"reads format {FORMAT_VERSION}"
+                f"reads formats {OLDEST_FORMAT} to {FORMAT_VERSION}"
             )
 
     def _damaged(self, offset: int, what: str) -> ConfigError:

@@ -151,6 +151,7 @@ class RecordingScheduler(DelegatingScheduler):
             num_state_slots=None if states is None else states.num_slots,
             windows=None if windows is None else windows.spec,
             num_there=num_there,
+            max_draft_tokens=self._kv_cache.max_draft_tokens,
         )
 
     # What is recorded.

@@ -4,8 +4,8 @@ Plain data: what went in, what came out, and when. Knows nothing about files, po
 Requests go by number, in the order in which they were accepted; by id once they have ended.
 """
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -15,10 +15,12 @@ from aioserve.kv_cache import KVCacheManager, WindowSpec, make_resources
 from aioserve.request import RequestSpec
 from aioserve.scheduler import SchedulerOutput
 
-FORMAT_VERSION = 8  # raise it with every change of a record, or of what is in one
+FORMAT_VERSION = 9  # raise it with every change of a record, or of what is in one
+OLDEST_FORMAT = 8  # raise it, too, unless all that was added are fields with a default at the end
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
 Name = int | str  # of a request
+T = TypeVar("T")
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -43,6 +45,7 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
     num_state_slots: int | None = None  # if the model's layers have states
     windows: WindowSpec | None = None  # if the model's layers have sliding windows
     num_there: int = 0  # requests that were there when the log began: the first that it tells of
+    max_draft_tokens: int = 0  # that are guessed for a request after a step
 
     @property
     def config(self) -> SchedulerConfig:
@@ -70,6 +73,7 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
                 self.block_size,
                 keeps_prefixes=self.enable_prefix_caching,
             ),
+            max_draft_tokens=self.max_draft_tokens,
         )
 
 
@@ -101,6 +105,7 @@ class Planned(Record, frozen=True, array_like=True, tag="S"):
     num_used_blocks: int
     took: float  # by the call, seconds
     lag: float  # by how much the event loop was late at worst since the last step, seconds
+    draft_lengths: list[tuple[Name, int]] = []  # that the policy asks for after the step
 
 
 class Updated(Record, frozen=True, array_like=True, tag="U"):
@@ -195,7 +200,7 @@ class Shorthand:
         numbers = self._numbers
         return [numbers.get(request_id, request_id) for request_id in request_ids]
 
-    def named(self, values: dict[str, list[int]]) -> list[tuple[Name, list[int]]]:
+    def named(self, values: Mapping[str, T]) -> list[tuple[Name, T]]:
         """The values with requests' numbers instead of their ids."""
         return [(self.name(request_id), value) for request_id, value in values.items()]
 
@@ -229,6 +234,7 @@ class Shorthand:
             output.free_encoder_hashes,
             *counts,
             *measured,
+            self.named(output.draft_lengths),
         )
         for request_id in self._ended:
             self._numbers.pop(request_id, None)

@@ -216,6 +216,7 @@ def _readable(record: Record, chronicle: Chronicle) -> dict[str, Any]:
         return fields
     req_ids = chronicle.req_ids(record)
     del fields["requests"], fields["num_tokens"], fields["new"], fields["new_block_ids"]
+    lengths = {chronicle.name(name): length for name, length in fields.pop("draft_lengths")}
     tokens = dict(zip(req_ids, record.num_tokens or [1] * len(req_ids), strict=True))
     new = [(chronicle.name(name), cached, blocks) for name, cached, blocks in record.new]
     return {
@@ -225,6 +226,7 @@ def _readable(record: Record, chronicle: Chronicle) -> dict[str, Any]:
         "blocks": {request_id: blocks for request_id, _, blocks in new},
         "more blocks": {chronicle.name(name): blocks for name, blocks in record.new_block_ids},
         **fields,
+        "draft length": {request_id: lengths.get(request_id) for request_id in req_ids},
         "preempted": chronicle.names(record.preempted),
         "finished": chronicle.names(record.finished),
     }

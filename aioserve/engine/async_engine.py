@@ -30,12 +30,7 @@ from aioserve.engine.observe.watchdog import Watchdog
 from aioserve.engine.samples import Origin, Samples, SampleState
 from aioserve.engine.snapshot import EngineSnapshot, take_snapshot
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import (
-    EngineDeadError,
-    EngineStartError,
-    ForeignLoopError,
-    RunnerDeadError,
-)
+from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
 from aioserve.kv_cache import KVEvent
 from aioserve.model_info import ModelInfo
 from aioserve.operations.answers import Arrivals, Counted, Health, Running, Seen, State

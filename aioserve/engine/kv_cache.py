@@ -30,6 +30,7 @@ def make_kv_cache(
             cache.block_size,
             keeps_prefixes=cache.enable_prefix_caching,
         ),
+        max_draft_tokens=info.max_draft_tokens,
     )
 
 

@@ -34,10 +34,12 @@ class KVCacheManager:
         record_events: bool = False,
         connector: KVConnectorBase | None = None,
         resources: Iterable[Resource] = (),
+        max_draft_tokens: int = 0,
     ) -> None:
         """`watermark` is the share of the pool that `can_admit` keeps free; `record_events` keeps
         for `take_events` what becomes findable and what is lost. What is not here may be loaded
-        through the `connector`. `resources`: what requests hold besides blocks.
+        through the `connector`. `resources`: what requests hold besides blocks. At most
+        `max_draft_tokens` are guessed behind the known tokens of a request; 0: none are.
         """
         self.block_size = block_size  # tokens
         self.enable_prefix_caching = enable_prefix_caching
@@ -52,6 +54,7 @@ class KVCacheManager:
         self.leases = Leases(self.pool)  # prefixes that a policy has pinned
         limits = [r.max_drafts for r in own if r.max_drafts is not None]
         self.max_drafts = min(limits, default=None)  # of a request in one step; None: any number
+        self.max_draft_tokens = min([max_draft_tokens, *limits])
         self._limits: list[Resource] = []
         self._unused: list[Resource] = []  # until a request comes that they concern
         self._use(own)

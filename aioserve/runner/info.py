@@ -26,3 +26,5 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     supports_pooling: bool = False
     #: Whether the encoder inputs of requests are run.
     supports_images: bool = False
+    #: Most draft tokens that are proposed for a request after a step; 0: none ever are.
+    max_draft_tokens: int = 0

@@ -18,6 +18,7 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.admission import check_queue, check_size
 from aioserve.scheduler.blame import asking
 from aioserve.scheduler.bounded_step import BoundedStep
+from aioserve.scheduler.draft_lengths import Drafting
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
 from aioserve.scheduler.lease_verbs import Leasing
@@ -37,7 +38,7 @@ order_key = attrgetter("order_key")
 _NONE: dict[str, Rejection] = {}  # never changed
 
 
-class BaseScheduler(Reordering, Leasing):
+class BaseScheduler(Reordering, Leasing, Drafting):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (admission order) and `victim` (preemption), and read
@@ -105,6 +106,8 @@ class BaseScheduler(Reordering, Leasing):
         self._step_time: OnlineStepTime | None = None
         if self.uses_step_time or kv_cache.wants_prices:
             self._step_time = OnlineStepTime()
+        noted = () if self._step_time is None else (self._note_planned,)
+        self._on_output = (*noted, *self._draft_hooks())  # called with every step
 
     @property
     def running(self) -> list[Request]:
@@ -201,7 +204,7 @@ class BaseScheduler(Reordering, Leasing):
             self.choose_victim,
             limit,
             self.max_num_seqs,
-            None if self._step_time is None else self._note_planned,
+            self._on_output,
             self.max_num_batched_tokens,
         )
 

@@ -79,7 +79,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     #: Draft tokens to verify, by request: the last of its tokens in this step, not known tokens.
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     #: By the name of a `Resource`: what its plan tells the runner. Of a resource that has nothing
-    #: to tell there is none.
+    #: to tell there is none. What a policy tells the runner is a part as well.
     parts: dict[str, Mapping[str, Any]] = {}
 
     @property
@@ -93,6 +93,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         """The encoder outputs that the runner may drop."""
         found: list[str] = self.parts.get("encoder", _NOTHING).get("free", [])
         return found
+
+    @property
+    def draft_lengths(self) -> Mapping[str, int]:
+        """How many draft tokens to guess after the step, by request, where the policy says it."""
+        return self.parts.get("draft_lengths", _NOTHING)
 
     @property
     def kv_connector_metadata(self) -> KVConnectorMetadata | None:

@@ -50,11 +50,11 @@ class Step(OpenStep):
         choose_victim: Callable[[], Request | None],
         token_budget: int,
         max_num_seqs: int,
-        on_output: Callable[[SchedulerOutput], None] | None = None,
+        on_output: Iterable[Callable[[SchedulerOutput], None]] = (),
         max_num_tokens: int | None = None,
     ) -> None:
-        """`on_output` is told the plan; no plan has more than `max_num_tokens`. Raises
-        `PolicyError` if a step of the book is open.
+        """`on_output` are told the plan, and may add parts to it; no plan has more than
+        `max_num_tokens`. Raises `PolicyError` if a step of the book is open.
         """
         book.begin_step(self)
         self.step_id = book.num_steps + 1  # counts the steps planned
@@ -299,8 +299,8 @@ class Step(OpenStep):
             ),
         )
         book.commit(output, requests, self._num_prefill_tokens)
-        if self._on_output is not None:
-            self._on_output(output)
+        for tell in self._on_output:
+            tell(output)
         return output
 
     def _find_place(

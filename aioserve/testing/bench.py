@@ -61,6 +61,7 @@ class Bench:
         watermark: float = 0.01,
         step_seconds: float = 1.0,
         drafter: Drafter | None = None,
+        max_draft_tokens: int = 4,
         tolerates_errors: bool = False,
         kv_connector: str = "none",
         num_host_slots: int = 8,
@@ -78,9 +79,10 @@ class Bench:
         `num_state_slots`, it is a model with states, which takes no drafts. Given `window`, it has
         layers that see that many tokens, with blocks for one request and `num_spare_window_blocks`.
 
-        `drafter` proposes draft tokens. With `tolerates_errors`, a policy may raise in `schedule`:
-        as in the engine, the requests of that step end with an error; `errors` keeps what was
-        raised. Raises `ConfigError` if the settings cannot work.
+        `drafter` proposes draft tokens, and `max_draft_tokens` is the most that a policy may ask
+        for with `draft_length`: fewer with a `window`, 0 with states. With `tolerates_errors`, a
+        policy may raise in `schedule`: as in the engine, the requests of that step end with an
+        error; `errors` keeps what was raised. Raises `ConfigError` if the settings cannot work.
         """
         self.setup = _without_defaults(locals())  # what it takes to make another one like it
         self.policy = policy
@@ -117,6 +119,7 @@ class Bench:
             resources=make_resources(
                 num_state_slots, windows, block_size, keeps_prefixes=enable_prefix_caching
             ),
+            max_draft_tokens=0 if num_state_slots is not None else max_draft_tokens,
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
         self.steps: list[SchedulerOutput] = []

@@ -100,7 +100,7 @@ class ToyRunner:
             for request_id, num_tokens in output.num_scheduled_tokens.items()
         ]
         req_ids = list(output.num_scheduled_tokens)
-        drafts = self._propose(req_ids, sampled)
+        drafts = self._propose(req_ids, sampled, output.draft_lengths)
         return ModelRunnerOutput(
             req_ids,
             sampled,
@@ -349,9 +349,11 @@ class ToyRunner:
                     f"{block_id} and finds what {writer}: not its own token, prefix or tenant"
                 )
 
-    def _propose(self, req_ids: list[str], sampled: list[list[int]]) -> dict[str, list[int]]:
-        """Draft tokens of the drafter, and of replies in which several come at once; those of a
-        masked request fit the mask.
+    def _propose(
+        self, req_ids: list[str], sampled: list[list[int]], asked: Mapping[str, int]
+    ) -> dict[str, list[int]]:
+        """Draft tokens of the drafter, and of replies in which several come at once, as many as
+        are asked for; those of a masked request fit the mask, and all of them come.
         """
         drafts: dict[str, list[int]] = {}
         if self._states is not None:
@@ -364,5 +366,7 @@ class ToyRunner:
                     drafts[request_id] = together
             elif token_ids and self._drafter is not None:
                 drafts[request_id] = self._drafter(row.token_ids)
+            if request_id in drafts and not isinstance(row.reply, Masked):
+                drafts[request_id] = drafts[request_id][: asked.get(request_id)]
             row.proposed = drafts.get(request_id, [])
         return drafts

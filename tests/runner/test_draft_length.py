@@ -130,3 +130,31 @@ def test_a_long_text_is_read_only_if_guesses_will_repay_it() -> None:
     assert num_tokens > 1000
     assert length.limits({"short": num_tokens - 10, "long": num_tokens + 10}).keys() == {"short"}
     assert length.limits({"caught up": 9}).keys() == {"caught up"}
+
+
+def test_what_a_policy_asks_for_counts_and_not_what_pays() -> None:
+    length = learned(64, 0.002, 0.002)
+    assert length.limit("new") == 0
+    length.asked = {"new": 3, "greedy": 99, "none": 0}
+    assert [length.limit(name) for name in ("new", "greedy", "none")] == [3, 8, 0]
+    cheap = learned(1, 0.02, 0.0001)
+    cheap.asked = {"none": 0}
+    assert cheap.limit("none") == 0
+    assert cheap.limit("other") >= 4
+
+
+def test_a_draft_model_follows_the_requests_that_are_asked_for_and_no_other_that_is_not_to() -> (
+    None
+):
+    length = ModelDraftLength(8)
+    length.asked = {"none": 0}
+    assert length.limits({"none": 5, "open": 5}) == {"open": 8}  # nothing was measured yet
+    length.price = 1.0
+    length.asked = {"none": 0, "some": 2}
+    assert length.limits({"none": 5, "some": 5, "open": 5}) == {"some": 2}
+    length.asked = {"none": 0}
+    for name in ("none", "open"):
+        for _ in range(20):
+            length.verified(name, 8, 0)
+    assert length.limits({"none": 5}) == {}  # no trial of it either
+    assert length.limits({"none": 5, "open": 5}) == {"open": 1}

@@ -302,19 +302,21 @@ class ForeseesEnds(SoundScheduler):
         step = self.new_step()
         for request in self.running:
             step.run(request)
-        for request in sorted(self.waiting, key=self._num_left):
+        for request in sorted(self.waiting, key=_foreseen_length):
             if not step.admit(request):
                 break
         return step.output()
 
-    def _num_left(self, request: Request) -> int:
-        frame = sys._getframe()
-        while frame is not None:
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, SchedulerHarness):
-                return len(caller.ledger.lives[request.request_id].reply)
-            frame = frame.f_back
-        return 0
+
+def _foreseen_length(request: Request) -> int:
+    """How many tokens the reply will have, by the memory of whoever calls."""
+    frame = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, SchedulerHarness):
+            return len(caller.ledger.lives[request.request_id].reply)
+        frame = frame.f_back
+    return 0
 
 
 # Who is served.
@@ -714,6 +716,62 @@ class KeepsWrongDrafts(SoundScheduler):
         for request, num_computed in zip(drafted, computed, strict=True):
             request.num_computed_tokens = num_computed
         return outputs
+
+
+# Draft lengths.
+
+
+class _Drafts(SoundScheduler):
+    def draft_length(self, request: Request) -> Any:
+        raise NotImplementedError
+
+
+@caught_by(r"draft_length\(\) must return None or a whole number from 0 to \d, got \d+")
+class DraftsTooFar(_Drafts):
+    """Asks for a draft token more than are ever guessed, now and then."""
+
+    def draft_length(self, request: Request) -> Any:
+        return request.num_tokens % (self.max_draft_tokens + 2)
+
+
+@caught_by(r"draft_length\(\) must return None or a whole number from 0 to \d, got \d\.\d")
+class DraftsHalves(_Drafts):
+    """Divides the draft tokens that a step has room for among its requests."""
+
+    def draft_length(self, request: Request) -> Any:
+        return self.max_draft_tokens / len(self.running)
+
+
+@caught_by(r"raised KeyError\(.*\) in draft_length\(\)")
+class DraftsForTheKnown(_Drafts):
+    """Looks up a length that it has noted for those that it has admitted itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lengths: dict[str, int] = {}
+
+    def order(self, request: Request) -> Any:
+        self.lengths[request.request_id] = 1
+        return request.arrival_time
+
+    def draft_length(self, request: Request) -> Any:
+        return self.lengths.pop(request.request_id)
+
+
+@caught_by(r"step \d+: the same events gave another plan the second time|ended differently")
+class DraftsByDice(_Drafts):
+    """Asks for as many draft tokens as the process' random numbers say."""
+
+    def draft_length(self, request: Request) -> Any:
+        return random.randint(0, self.max_draft_tokens)
+
+
+@caught_by(r"step \d+: no reply has ended, but the plan tells how long they will be")
+class DraftsToTheEnd(_Drafts):
+    """Asks for no draft beyond the end of a reply, which it found in the memory of its caller."""
+
+    def draft_length(self, request: Request) -> Any:
+        return min(_foreseen_length(request), self.max_draft_tokens)
 
 
 # States.

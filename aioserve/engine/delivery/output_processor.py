@@ -29,15 +29,7 @@ from aioserve.step_loop import FAULTS, FailureLog, StepObserver
 class RequestState(SampleState):
     """One whose reader wants text, in this process."""
 
-    __slots__ = (
-        "detokenizer",
-        "has_stops",
-        "index",
-        "is_final_only",
-        "merged",
-        "stops",
-        "stream",
-    )
+    __slots__ = ("detokenizer", "has_stops", "index", "is_final_only", "merged", "stops", "stream")
 
     def __init__(
         self,

@@ -152,12 +152,7 @@ class LayerAttention(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Store K and V of all T tokens, then let every token attend to its own past and itself.
 

@@ -37,11 +37,7 @@ class StepExecutor:
     choose: Callable[..., SampledTokens] = staticmethod(sample_each)  # unless another rank does
 
     def __init__(
-        self,
-        plan: LoadPlan,
-        backend: AttentionBackend,
-        threads: ComputeThreads,
-        parts: BatchParts,
+        self, plan: LoadPlan, backend: AttentionBackend, threads: ComputeThreads, parts: BatchParts
     ) -> None:
         """`backend` and `parts` are what `plan` asks for."""
         model = self._model = plan.model
@@ -63,6 +59,7 @@ class StepExecutor:
             supports_prompt_logprobs=model.halves is not None,
             supports_pooling=model.halves is not None,
             supports_images=model.image_encoder is not None,
+            max_draft_tokens=parts.drafts.max_tokens if self._takes_guesses else 0,
         )
 
     @property

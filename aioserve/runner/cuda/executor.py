@@ -124,6 +124,7 @@ class StepExecutor:
             num_kv_blocks=limits.num_pages,
             pipeline_depth=2,
             supports_prompt_logprobs=model.halves is not None,
+            max_draft_tokens=parts.drafts.max_tokens,
         )
 
     @property

@@ -177,6 +177,7 @@ class SimulatedRunner(RunnerInterface):
             windows=windows,
             supports_prompt_logprobs=True,
             supports_pooling=True,
+            max_draft_tokens=config.runner.simulated_draft_tokens,
         )
 
     def check_sleep(self, *, frees_weights: bool) -> None:
@@ -359,6 +360,7 @@ class SimulatedRunner(RunnerInterface):
         of_prompts: dict[str, list[TokenLogprobs]] = {}
         pooled: dict[str, Vector] = {}
         drafted = scheduler_output.scheduled_spec_decode_tokens
+        self._draft_length.asked = scheduler_output.draft_lengths
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
             end = computed[request_id] + num_tokens

@@ -9,7 +9,7 @@ from.
 
 import math
 from collections.abc import Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
@@ -112,6 +112,8 @@ class DraftLength:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
+        #: By request, what the policy asks for after this step, whether it pays or not.
+        self.asked: Mapping[Any, int] = {}
         self._cost = _StepCost()
         self._records: dict[Hashable, _Record] = {}
         self._num_withheld = 0
@@ -131,7 +133,11 @@ class DraftLength:
         self._cost, self.price = _StepCost(), 0.0
 
     def limit(self, request: Hashable) -> int:
-        """The most draft tokens that pay for it now: the n-th is right with chance ** n."""
+        """The most draft tokens that pay for it now, if none are `asked` for: the n-th is right
+        with chance ** n.
+        """
+        if (asked := self.asked.get(request)) is not None:
+            return min(asked, self.max_tokens)
         if limit := self._paying(request):
             return limit
         self._num_withheld += 1
@@ -192,14 +198,17 @@ class ModelDraftLength(DraftLength):
         self._all.note(num_drafts, num_right, STEP_MEMORY)
 
     def limits(self, num_unread: Mapping[K, int]) -> dict[K, int]:
-        """The limits of the requests for which drafts pay. If they pay for none, now and then one
-        token for the request of whose tokens the model has to read fewest first.
+        """The limits of the requests for which drafts are asked, or else pay. If they pay for none,
+        now and then one token for the request of whose tokens the model has to read fewest first.
         """
+        asked = {r: min(self.asked[r], self.max_tokens) for r in num_unread if r in self.asked}
+        num_unread = {r: unread for r, unread in num_unread.items() if r not in asked}
         limits = {
             request: limit
             for request, unread in num_unread.items()
             if (limit := self._paying(request)) and self._repays(request, unread)
         }
+        limits |= {request: limit for request, limit in asked.items() if limit}
         if limits or not num_unread:
             return limits
         request = min(num_unread, key=num_unread.__getitem__)

@@ -12,7 +12,7 @@ from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.runner.batch.input_batch import InputBatch
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.spec_decode.drafter import Drafter, Texts
-from aioserve.scheduler.output import NewRequestData
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,19 @@ class DraftRows(BatchPart[bool]):
     anything.
     """
 
+    name = "draft_lengths"
+
     def __init__(
         self, drafter: Drafter | None, sampling: SamplingColumns, grammars: GrammarRows
     ) -> None:
         super().__init__()
         self.drafter, self._sampling, self._grammars = drafter, sampling, grammars
         self._guessed: set[int] = set()  # rows whose drafts are the drafter's
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that are guessed for a row; 0 without a drafter."""
+        return 0 if self.drafter is None else self.drafter.length.max_tokens
 
     def set(self, row: int, request: NewRequestData) -> None:
         if self.drafter is not None:
@@ -43,6 +50,12 @@ class DraftRows(BatchPart[bool]):
     def extend(self, row: int, block_ids: Sequence[int]) -> None:
         if self.drafter is not None:
             self.drafter.take_blocks(block_ids)
+
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        if asked := step.draft_lengths:
+            rows = zip(inputs.req_ids, inputs.rows.tolist(), strict=True)
+            inputs.parts[self.name] = {row: asked[own] for own, row in rows if own in asked}
+        return inputs
 
     def append(
         self, rows: IntArray, token_ids: list[list[int]], drafts: Mapping[int, Sequence[int]]
@@ -76,6 +89,7 @@ class DraftRows(BatchPart[bool]):
                 waiting.append(row)
         if self.drafter is not None:
             texts = Texts(batch, self._grammars, self._sampling)
+            self.drafter.length.asked = inputs.parts.get(self.name, {})
             try:
                 guesses = self.drafter.guesses(waiting, others, inputs, texts)
             except Exception:  # what follows is computed without
