@@ -10,14 +10,16 @@ From the group of the highest share the most requests are taken in a round, from
 down to one from the group that shares least; in a group the oldest goes first.
 
 Simplified: one engine; which replica gets a request is a router's part. The groups are formed anew
-in each step, from `window` requests.
+in each step with a free seat, from `window` requests.
 
 Cost: O(w log w) of w waiting requests compared, in steps with a free seat.
 
 Needs: nothing.
 """
 
+from collections import deque
 from itertools import islice
+from typing import Any
 
 from aioserve.scheduler import (
     BaseScheduler,
@@ -40,24 +42,36 @@ class PrebleScheduler(BaseScheduler):
 
     options: Options
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.taken = [0] * self.options.num_groups  # turns that each group had in this round
+
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
         for request in step.run_decodes():
             step.run(request)
         has_room = step.token_budget > 0 and len(self.running) < self.max_num_seqs
-        for request in self.rounds(self.options.window if has_room else 1):
-            if not step.admit(request):
+        groups = self.grouped(self.options.window if has_room else 1)
+        while (group := self.next_group(groups)) is not None:
+            if not step.admit(groups[group].popleft()):
                 break  # no request passes one that does not fit, or it would never fit
+            self.taken[group] += 1
         return step.output()
 
-    def rounds(self, window: int) -> list[Request]:
-        """The waiting requests in the order of their turns."""
+    def grouped(self, window: int) -> list[deque[Request]]:
+        """The waiting requests by the share of their prompts that is cached, least first."""
         count = self.options.num_groups
-        taken = [0] * count  # requests of each group so far
-        turns = []
-        for i, request in enumerate(islice(self.waiting, window)):
+        groups: list[deque[Request]] = [deque() for _ in range(count)]
+        for request in islice(self.waiting, window):
             cached = self.kv_cache.estimate_cached_tokens(request)
-            group = min(int(count * cached / request.num_tokens), count - 1)
-            turns.append((taken[group] // (group + 1), -group, i, request))
-            taken[group] += 1
-        return [request for *_, request in sorted(turns)]
+            groups[min(int(count * cached / request.num_tokens), count - 1)].append(request)
+        return groups
+
+    def next_group(self, groups: list[deque[Request]]) -> int | None:
+        """The best group with a turn left; a new round begins when none has one."""
+        present = [i for i in reversed(range(len(groups))) if groups[i]]
+        for group in present:
+            if self.taken[group] <= group:
+                return group
+        self.taken = [0] * len(groups)
+        return present[0] if present else None

@@ -1,0 +1,104 @@
+"""Policies that keep service levels: which request is deferred, and which token comes later."""
+
+from tests.policies.zoo.harnesses import first_served, harness_of, plans, preempted
+
+
+def test_qoserve_relegates_an_unimportant_request_so_that_an_important_one_is_in_time() -> None:
+    harness = harness_of("qoserve", max_num_seqs=1, options={"ttft": 6.0})
+    harness.add_request("seat", [9] * 4, max_tokens=4)
+    harness.step()
+    harness.add_request("low", [1] * 60, max_tokens=2, priority=5, hints={"slo_ttft": 0.01})
+    harness.add_request("high", [2] * 4, max_tokens=2)
+    harness.run_until_idle()
+    assert first_served(harness) == ["seat", "high", "low"]
+
+
+def test_qoserve_serves_offline_work_by_its_end_and_so_after_what_is_interactive() -> None:
+    harness = harness_of("qoserve", max_num_seqs=1)
+    harness.add_request("seat", [9] * 4, max_tokens=4)
+    harness.step()
+    harness.add_request("batch", [1] * 4, max_tokens=2, hints={"offline": True})
+    harness.step()
+    harness.add_request("chat", [2] * 4, max_tokens=2, hints={"slo_ttft": 60})
+    harness.run_until_idle()
+    assert first_served(harness) == ["seat", "chat", "batch"]
+
+
+def test_jitserve_holds_a_stream_back_that_is_ahead_while_a_prompt_needs_the_step() -> None:
+    harness = harness_of("jitserve", options={"tpot": 30.0, "min_prefill_tokens": 8})
+    harness.add_request("stream", [1] * 4, max_tokens=30)
+    harness.step()
+    harness.step()
+    harness.add_request("prompt", [2] * 40, max_tokens=2)
+    harness.step()
+    assert plans(harness) == [{"stream": 4}, {"stream": 1}, {"prompt": 40}]
+    harness.run_until_idle()
+    assert len(harness.tokens["stream"]) == 30
+
+
+def test_slos_serve_declines_the_longest_prompt_so_that_the_others_are_in_time() -> None:
+    harness = harness_of(
+        "slos_serve", max_num_seqs=1, options={"ttft": 9.0, "min_prefill_tokens": 4}
+    )
+    harness.add_request("seat", [9] * 4, max_tokens=3)
+    harness.step()
+    harness.add_request("long", [1] * 70, max_tokens=2, hints={"slo_ttft": 0.05})
+    for i in range(2):
+        harness.add_request(f"s{i}", [2 + i] * 4, max_tokens=2)
+    harness.run_until_idle()
+    assert first_served(harness) == ["seat", "s0", "s1", "long"]
+
+
+def test_slos_serve_lets_a_loose_stream_skip_batches_while_prompts_wait() -> None:
+    harness = harness_of("slos_serve", options={"min_prefill_tokens": 8})
+    harness.add_request("loose", [1] * 4, max_tokens=9, hints={"slo_tpot": 50, "slo_ttft": 200})
+    harness.add_request("tight", [2] * 4, max_tokens=9, hints={"slo_tpot": 0.01})
+    harness.step()
+    harness.add_request("prompt", [3] * 60, max_tokens=2)
+    harness.step()
+    assert "loose" not in plans(harness)[-1]
+    assert "tight" in plans(harness)[-1]
+    harness.run_until_idle()
+
+
+def test_andes_gives_the_place_of_a_stream_whose_reader_is_behind_to_a_request_that_waits() -> None:
+    options = {"speed": 0.1, "ttft": 1.0, "horizon": 5.0}  # a token is read in ten seconds
+    harness = harness_of("andes", max_num_seqs=1, options=options)
+    harness.add_request("ahead", [1] * 4, max_tokens=30)
+    for _ in range(6):
+        harness.step()
+    harness.add_request("waits", [2] * 4, max_tokens=2)
+    harness.run_until_idle()
+    assert preempted(harness) == ["ahead"]
+    fast = harness_of("andes", max_num_seqs=1, options={**options, "speed": 1.0})
+    fast.add_request("read at once", [1] * 4, max_tokens=30)
+    for _ in range(6):
+        fast.step()
+    fast.add_request("waits", [2] * 4, max_tokens=2)
+    fast.run_until_idle()
+    assert preempted(fast) == []
+
+
+def test_hygen_takes_the_place_of_offline_work_for_an_online_request() -> None:
+    harness = harness_of("hygen", max_num_seqs=1)
+    harness.add_request("batch", [1] * 4, max_tokens=30, hints={"offline": True})
+    harness.step()
+    harness.step()
+    harness.add_request("chat", [2] * 4, max_tokens=3)
+    harness.step()
+    assert plans(harness)[-1] == {"chat": 4}
+    assert preempted(harness) == ["batch"]
+    harness.run_until_idle()
+    assert len(harness.tokens["batch"]) == 30
+
+
+def test_hygen_serves_offline_prompts_with_one_prefix_one_after_the_other() -> None:
+    harness = harness_of("hygen", max_num_seqs=1)
+    harness.add_request("seat", [9] * 4, max_tokens=4)
+    harness.step()
+    for i in range(6):
+        first = 1 + i % 2
+        prompt = [first] * 8 + [i]
+        harness.add_request(f"{'ab'[i % 2]}{i}", prompt, max_tokens=2, hints={"offline": True})
+    harness.run_until_idle()
+    assert "".join(name[0] for name in first_served(harness)[1:]) == "aaabbb"
