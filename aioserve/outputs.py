@@ -96,6 +96,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_used_encoder_tokens: int = 0  # of outputs that are kept now
     num_draft_tokens: int  # sent along to be verified
     num_accepted_tokens: int  # of these, that were right
+    policy: str = ""  # as the settings name it
+    policy_gauges: dict[str, float] = {}  # what the policy shows of itself, by name
 
     @property
     def kv_cache_usage(self) -> float:

@@ -65,7 +65,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("schedule", "order", "group_by", "victim", "draft_length", "on_finish"),
-            *("add_request", "update_from_output"),
+            *("add_request", "update_from_output", "gauges"),
         ],
     ),
     (

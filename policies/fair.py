@@ -118,6 +118,14 @@ class FairScheduler(BaseScheduler):
                 return entry
         return None
 
+    def gauges(self) -> dict[str, float]:
+        """The lowest counter of the waiting clients, how many have a counter, how many wait."""
+        return {
+            "floor": self.floor,
+            "clients": len(self.served),
+            "clients_waiting": len(self._waited),
+        }
+
     def charge(self, user: str, virtual_tokens: float) -> None:
         self.served[user] += virtual_tokens / self.options.weights.get(user, 1.0)
 

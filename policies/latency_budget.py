@@ -82,6 +82,10 @@ class LatencyBudgetScheduler(BaseScheduler):
             budget = self.step_time.max_prefill_tokens(target, num_decodes, num_context)
         return max(budget, self.options.min_prefill_tokens)
 
+    def gauges(self) -> dict[str, float]:
+        """The budget for prompts until the fit stands, in tokens, and whether it does."""
+        return {"trial_budget": self.trial_budget, "is_fitted": self.step_time.is_fitted}
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:

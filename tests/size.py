@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 25_810
+CORE_LIMIT = 25_801
 
 #: Folders and files that a feature owns, below `aioserve`; `policies/zoo` is one besides.
 PARTS = (
@@ -38,6 +38,9 @@ PARTS = (
     ),
     *(
         "scheduler/bounded_step.py",
+        "scheduler/gauges.py",
+        "scheduler/wake_up.py",
+        "engine/observe/policy_gauges.py",
         "scheduler/lease_verbs.py",
         "scheduler/memory.py",
         "scheduler/rejection.py",

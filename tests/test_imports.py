@@ -227,6 +227,7 @@ ALLOWED = {
         "aioserve.sampling_params",
         "aioserve.scheduler",
         "aioserve.scheduler.blame",
+        "aioserve.scheduler.gauges",
         "aioserve.scheduler.multi_step_decode",
         "aioserve.scheduler.output",
         "aioserve.step_loop",

@@ -19,6 +19,7 @@ from aioserve.scheduler.admission import check_queue, check_size
 from aioserve.scheduler.blame import asking
 from aioserve.scheduler.bounded_step import BoundedStep
 from aioserve.scheduler.draft_lengths import Drafting
+from aioserve.scheduler.gauges import Gauging
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
 from aioserve.scheduler.lease_verbs import Leasing
@@ -33,12 +34,13 @@ from aioserve.scheduler.results import take_results
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
 from aioserve.scheduler.victims import VICTIM_KEYS
+from aioserve.scheduler.wake_up import Waking
 
 order_key = attrgetter("order_key")
 _NONE: dict[str, Rejection] = {}  # never changed
 
 
-class BaseScheduler(Reordering, Leasing, Drafting):
+class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (admission order) and `victim` (preemption), and read
@@ -96,7 +98,6 @@ class BaseScheduler(Reordering, Leasing, Drafting):
         )
         self._wants_ends = type(self).on_finish is not BaseScheduler.on_finish
         self.book.just_ended = [] if self._wants_ends else None
-        self._wake_time: float | None = None  # of the newest step
         self._limits = make_limits(config.max_loras, encoder)
         self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
         kv_cache.leases.max_blocks = self._max_leased
@@ -208,12 +209,6 @@ class BaseScheduler(Reordering, Leasing, Drafting):
             self.max_num_batched_tokens,
         )
 
-    def wake_at(self, when: float) -> None:
-        """Have `schedule` called at this time of the clock, if it serves no request now, in the
-        place of every 10 ms; holding all back until then is no fault. The earliest time counts.
-        """
-        self._wake_time = when if self._wake_time is None else min(when, self._wake_time)
-
     def take_over(self, other: "BaseScheduler") -> None:
         """Continue where `other`, which shares the KV cache, stands: between two steps, and before
         this one has a request of its own. What `other` counted for its own policy stays behind.
@@ -281,9 +276,6 @@ class BaseScheduler(Reordering, Leasing, Drafting):
 
     def next_expiry(self) -> float | None:
         return self.book.timers.next_due()
-
-    def next_wake(self) -> float | None:
-        return self._wake_time
 
     def take_rejections(self) -> dict[str, Rejection]:
         return self.book.take_rejected() if self.book.rejected else _NONE
@@ -356,7 +348,7 @@ class BaseScheduler(Reordering, Leasing, Drafting):
         return self.kv_cache.connector
 
     def make_stats(self) -> SchedulerStats:
-        return stats(self.book)
+        return stats(self.book, self._config.policy, self.read_gauges())
 
     def _note_planned(self, output: SchedulerOutput) -> None:
         self.step_time.planned(output, self.clock())

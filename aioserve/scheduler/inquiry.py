@@ -25,7 +25,7 @@ def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
     return reasons | dict.fromkeys(aside, WaitReason.REMOTE_KVS)
 
 
-def stats(book: RequestTable) -> SchedulerStats:
+def stats(book: RequestTable, policy: str, gauges: dict[str, float]) -> SchedulerStats:
     """Statistics of the scheduler, as `SchedulerInterface.make_stats` says."""
     kv_cache = book.kv_cache
     of_resources = [resource.stats() for resource in kv_cache.resources]
@@ -44,5 +44,7 @@ def stats(book: RequestTable) -> SchedulerStats:
         num_prefix_hit_tokens=kv_cache.num_hit_tokens,
         num_draft_tokens=book.num_draft_tokens,
         num_accepted_tokens=book.num_accepted_tokens,
+        policy=policy,
+        policy_gauges=gauges,
         **{name: number for found in of_resources for name, number in found.items()},
     )

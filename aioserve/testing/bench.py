@@ -90,6 +90,7 @@ class Bench:
         self.is_in_call = False
         self.tolerates_errors = tolerates_errors
         self.errors: list[Exception] = []
+        self.reads_gauges = True  # after every call
         self.now = 0.0
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings

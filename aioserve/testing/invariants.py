@@ -11,6 +11,7 @@ from aioserve.kv_cache import AllBlocksCleared, BlockStored
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
+from aioserve.scheduler.gauges import checked_gauges
 from aioserve.testing.bench import Bench
 from aioserve.testing.ledger import STATED, stated
 from aioserve.testing.violation import ContractViolation
@@ -25,6 +26,8 @@ def check(bench: Bench) -> None:
     if isinstance(bench.scheduler, BaseScheduler):
         _check_places(bench, bench.scheduler)
         _check_keys(bench, bench.scheduler)
+        if bench.reads_gauges:
+            checked_gauges(bench.scheduler)
         _check_blocks(bench)
 
 

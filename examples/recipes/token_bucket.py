@@ -46,6 +46,11 @@ class TokenBucketScheduler(BaseScheduler):
             self.charge(request, step.admit(request))
         return step.output()
 
+    def gauges(self) -> dict[str, float]:
+        """Clients whose bucket is not full, and the largest debt: on `/metrics`, without names."""
+        debts = [-tokens for tokens in self.buckets.values() if tokens < 0]
+        return {"clients": len(self.buckets), "largest_debt": max(debts, default=0.0)}
+
     def tokens(self, request: Request) -> float:
         """What the client of this request has left; below 0: a debt."""
         return self.buckets.get(request.user, self.options.burst)

@@ -213,7 +213,8 @@ async def test_the_page_names_what_a_scrape_has(start_server):
     page = (ROOT / "docs/metrics.md").read_text()
     table = re.findall(r"^\| `vllm:(\w+)` \| `aioserve_(\w+)` \|", page, re.MULTILINE)
     assert table == [(name, ours) for ours, theirs in VLLM_NAMES.items() for name in theirs]
-    async with start_server(shadow={"shadow_policy": "fcfs"}) as server:
+    scheduler = {"policy": "fair"}  # which shows gauges of its own
+    async with start_server(scheduler=scheduler, shadow={"shadow_policy": "fcfs"}) as server:
         await server.complete(max_tokens=3)
         text = (await server.get("/metrics")).body.decode()
         families = {family.name for family in text_string_to_metric_families(text)}

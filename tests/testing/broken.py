@@ -80,6 +80,48 @@ class RejectsWithoutAReason(SoundScheduler):
         return step.output()
 
 
+# Gauges.
+
+
+@caught_by(r"gauge 'share' must be a finite number, got nan")
+class ShowsNoNumber(SoundScheduler):
+    """Shows a share of nothing."""
+
+    def gauges(self) -> dict[str, float]:
+        share = 1.0 if self.running else float("nan")
+        return {"share": share}
+
+
+@caught_by(r"gauges\(\) names a gauge 'tokens of \w*': names have up to 48 characters of a-z, 0-9")
+class ShowsTenants(SoundScheduler):
+    """Has a gauge for every client, by its name."""
+
+    def gauges(self) -> dict[str, float]:
+        return {f"tokens of {request.user}": request.num_tokens for request in self.running}
+
+
+@caught_by(r"step \d+: the same events gave another plan the second time|ended differently")
+class CountsItsReaders(SoundScheduler):
+    """Does something else once its gauges were read."""
+
+    was_read = False
+
+    def gauges(self) -> dict[str, float]:
+        self.was_read = True
+        return {}
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in sorted(self.running, key=self.rank):
+            step.run(request)
+        for request in sorted(self.waiting, key=self.rank):
+            step.admit(request)
+        return step.output()
+
+    def rank(self, request: Request) -> int:
+        return request.priority if self.was_read else 0
+
+
 # Order.
 
 

@@ -107,6 +107,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int  # without
     num_output_tokens: int
     step_limit: int  # most tokens in a step, as the policy began the last one
+    of_policy: dict[str, float]  # what the policy shows of itself, by name
     first_tokens: list[float]  # since the last frame: how long each was waited for, ms
     gaps: list[tuple[float, int]]  # between two deliveries to one request, ms, and how many
 

@@ -210,6 +210,7 @@ class LiveFeed:
             num_free_blocks=pool.num_unused_blocks,
             num_output_tokens=self._metrics.num_generation_tokens,
             step_limit=policy.step_limit if isinstance(policy, BaseScheduler) else 0,
+            of_policy=policy.read_gauges() if isinstance(policy, BaseScheduler) else {},
             first_tokens=first_tokens,
             gaps=gaps,
         )

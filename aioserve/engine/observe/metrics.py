@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from aioserve.engine.kv_connector import KVConnectorMetrics
 from aioserve.engine.observe.adapter_metrics import AdapterMetrics
 from aioserve.engine.observe.histogram import LENGTH_BUCKETS, Histogram, RecentRate, family_by
+from aioserve.engine.observe.policy_gauges import policy_gauges
 from aioserve.engine.observe.shadow import Shadow
 from aioserve.engine.observe.vllm_names import aliases
 from aioserve.engine.samples import SampleState
@@ -386,3 +387,4 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
     )
     for name, documentation, value in counters:
         yield CounterMetricFamily(f"{prefix}_{name}", documentation, value)
+    yield from policy_gauges(stats, prefix)

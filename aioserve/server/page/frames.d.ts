@@ -84,6 +84,7 @@ export type Gauges = {
   num_free_blocks: number;
   num_output_tokens: number;
   step_limit: number;
+  of_policy: { [key: string]: number };
   first_tokens: Array<number>;
   gaps: Array<[number, number]>;
 };

@@ -108,6 +108,7 @@ export class Now {
     const used = gauges.num_used_blocks / about.num_blocks;
     this.tell("KV blocks", `${(100 * used).toFixed(used < 0.1 ? 1 : 0)}%`, `of ${count(about.num_blocks)}`);
     this.lastStep();
+    this.ofPolicy();
     const label = `Requests as lanes through time: ${gauges.num_running} run, ${gauges.num_waiting} wait`;
     if (this.lanes.canvas.getAttribute("aria-label") !== label)
       this.lanes.canvas.setAttribute("aria-label", label);
@@ -133,6 +134,17 @@ export class Now {
     if (node.dataset.text === text) return;
     node.dataset.text = text;
     node.replaceChildren(value, element("small", {}, more || "\u00a0"));
+  }
+
+  // What the policy shows of itself, if it does.
+  ofPolicy() {
+    const { gauges, about } = this.story;
+    const shown = Object.entries(gauges.of_policy);
+    const words = shown.map(([name, value]) => `${name.replaceAll("_", " ")} ${Number.isInteger(value) ? count(value) : value.toPrecision(4)}`);
+    const text = words.length ? `${about.policy}: ${words.join(" · ")}` : "";
+    if (byId("of-policy").textContent === text) return;
+    byId("of-policy").textContent = text;
+    byId("of-policy").hidden = !text;
   }
 
   // The step's budget, and the requests that fill it.
