@@ -78,6 +78,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running_reqs: int
     num_waiting_reqs: int
     num_waiting_tokens: int  # known tokens of those in the queue
+    num_paused_reqs: int = 0  # waiting requests that keep their KV blocks
     num_kv_blocks: int
     num_used_kv_blocks: int
     num_leased_kv_blocks: int = 0  # of these, held by leases and no request

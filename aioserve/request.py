@@ -17,7 +17,7 @@ from aioserve.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. Everything from FINISHED_STOPPED on is final."""
+    """Where a request stands. Everything that begins with FINISHED is final."""
 
     WAITING = enum.auto()  # never ran
     PREEMPTED = enum.auto()  # ran, lost its blocks, waits to be computed again
@@ -28,6 +28,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_TIMEOUT = enum.auto()  # its deadline or --queue-timeout passed
     FINISHED_ERROR = enum.auto()  # by a failed step or policy
     FINISHED_REJECTED = enum.auto()  # by the policy, before it ran
+    PAUSED = -1  # ran, waits, and keeps its KV blocks; below the final ones, whose numbers are kept
 
     @property
     def is_finished(self) -> bool:
@@ -63,6 +64,7 @@ class WaitReason(enum.StrEnum):
     ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
     DEADLINE = "deadline"  # the policy expects it to miss its deadline anyway
     PREEMPTED = "preempted"  # it was preempted in this very step
+    PAUSED = "paused"  # the policy paused it, and did not ask for it since
     REMOTE_KVS = "remote_kvs"  # not in the waiting queue while its KV blocks load
     IN_FLIGHT = "in_flight"  # preempted; a step that contains it is still running
     POLICY = "policy"  # the policy did not ask for it
@@ -228,7 +230,7 @@ class Request:
         self.wait_step_id = 0  # the last step in which it was passed over with a reason
         self.order_key: Any = None  # set by the scheduler when the request enters its queue
         # Owned by the KV cache manager:
-        self.block_ids: list[int] = []  # KV blocks that it holds; empty unless it runs
+        self.block_ids: list[int] = []  # KV blocks that it holds; empty unless it runs or is paused
         self.num_slots = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []  # one per full block of known tokens, on demand
         self.num_cached_blocks = 0  # leading blocks that are in the prefix index

@@ -81,7 +81,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "memory"),
-            *("pin", "unpin", "wake_at", "reorder", "reorder_all", "num_steps"),
+            *("paused_requests", "pin", "unpin", "wake_at", "reorder", "reorder_all", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
             *("max_draft_tokens", "step_time"),
         ],

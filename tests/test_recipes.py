@@ -165,3 +165,38 @@ def test_a_request_behind_its_pace_gets_drafts_and_others_none_once_the_batch_is
     assert set(drafted) == {"hasty", "third"}
     harness.run_until_idle()
     assert not vars(harness.scheduler)["began"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_far_ahead_of_its_reader_gives_up_its_seat_and_the_reader_never_waits(
+    depth: int,
+) -> None:
+    """A step is a tenth of a second, and a reader takes half a second for a token."""
+    options = {"reading_speed": 2.0, "buffer": 1.0}
+    limits: dict[str, Any] = {"max_num_seqs": 1, "step_seconds": 0.1, "pipeline_depth": depth}
+    harness = SchedulerHarness(policy("reading_speed"), options=options, **limits)
+    long = harness.add_request("long", [1] * 9, max_tokens=30)
+    first = harness.now
+    for _ in range(8):
+        harness.step()
+    harness.add_request("short", [2] * 9, max_tokens=6)
+    harness.step()
+    while "short" not in harness.finished:
+        num_read = (harness.now - first - 0.5) * 2.0
+        assert long.num_output_tokens >= min(num_read, 30)
+        harness.step()
+    assert "long" not in harness.finished
+    harness.run_until_idle()
+    assert long.num_preemptions == 0
+
+
+def test_a_reader_states_its_speed_and_no_request_is_paused_for_nobody() -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 1, "step_seconds": 0.1}
+    harness = SchedulerHarness(policy("reading_speed"), **limits)
+    harness.add_request("quick", [1] * 9, max_tokens=30, hints={"reading_speed": 100})
+    for _ in range(8):
+        harness.step()
+    harness.add_request("waits", [2] * 9, max_tokens=6)
+    harness.run_until_idle()
+    assert order_of_first_tokens(harness) == ["quick", "waits"]
+    assert not any(step.preempted_req_ids for step in harness.steps)

@@ -60,9 +60,23 @@ class Life:
         return self.spec.request_id
 
     def enter(self, phase: str, time: float) -> None:
-        """Another phase begins: queued, prefill, decode, preempted."""
+        """Another phase begins: queued, prefill, decode, preempted, paused."""
         if self.phases[-1][1] != phase:
             self.phases.append((time, phase))
+
+    def leave(self, time: float, *, is_paused: bool) -> None:
+        """The request leaves the batch."""
+        self.num_preemptions += not is_paused
+        self.enter("paused" if is_paused else "preempted", time)
+
+    def come(self, time: float, num_computed: int) -> None:
+        """The request enters the batch behind `num_computed` tokens."""
+        was_paused = self.phases[-1][1] == "paused"
+        if not (self.num_preemptions or was_paused):
+            self.num_cached_tokens = num_computed
+        self.num_computed = num_computed
+        is_decoding = was_paused and num_computed >= self.num_prompt_tokens + len(self.tokens) - 1
+        self.enter("decode" if is_decoding and self.tokens else "prefill", time)
 
 
 class StepLife(NamedTuple):
@@ -176,16 +190,12 @@ class Chronicle:
         self.num_steps += 1
         self._last_step_id = planned.step_id
         self._req_ids = self.req_ids(planned)
+        paused = set(self.names(planned.paused))
         for request_id in self.names(planned.preempted):
             if life := self.active.get(request_id):
-                life.enter("preempted", self.now)
-                life.num_preemptions += 1
+                life.leave(self.now, is_paused=request_id in paused)
         for name, num_cached, _ in planned.new:
-            life = self.active[self.name(name)]
-            if not life.num_preemptions:
-                life.num_cached_tokens = num_cached
-            life.num_computed = num_cached
-            life.enter("prefill", self.now)
+            self.active[self.name(name)].come(self.now, num_cached)
         if self._req_ids:
             # Lives, not ids: an id may be used anew before the step is back.
             lives = [self.active[request_id] for request_id in self._req_ids]

@@ -95,7 +95,7 @@ class Planned(Record, frozen=True, array_like=True, tag="S"):
     num_tokens: list[int] | None  # of each; None: one each
     new: list[tuple[Name, int, list[int]]]  # requests that enter: tokens found in the cache, blocks
     new_block_ids: list[tuple[Name, list[int]]]  # of requests that ran already
-    preempted: list[Name]
+    preempted: list[Name]  # they leave the batch
     finished: list[Name]
     drafts: list[tuple[Name, list[int]]]
     encoder_inputs: list[tuple[Name, list[int]]]
@@ -106,6 +106,7 @@ class Planned(Record, frozen=True, array_like=True, tag="S"):
     took: float  # by the call, seconds
     lag: float  # by how much the event loop was late at worst since the last step, seconds
     draft_lengths: list[tuple[Name, int]] = []  # that the policy asks for after the step
+    paused: list[Name] = []  # of the preempted, those that keep their blocks
 
 
 class Updated(Record, frozen=True, array_like=True, tag="U"):
@@ -235,6 +236,7 @@ class Shorthand:
             *counts,
             *measured,
             self.named(output.draft_lengths),
+            self.names(output.paused_req_ids),
         )
         for request_id in self._ended:
             self._numbers.pop(request_id, None)

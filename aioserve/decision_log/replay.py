@@ -228,6 +228,7 @@ def _readable(record: Record, chronicle: Chronicle) -> dict[str, Any]:
         **fields,
         "draft length": {request_id: lengths.get(request_id) for request_id in req_ids},
         "preempted": chronicle.names(record.preempted),
+        "paused": chronicle.names(record.paused),
         "finished": chronicle.names(record.finished),
     }
 

@@ -13,11 +13,12 @@ from aioserve.operations.answers import State
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 
-RequestState = Literal["waiting", "preempted", "running"]
+RequestState = Literal["waiting", "preempted", "paused", "running"]
 
 _STATES: dict[RequestStatus, RequestState] = {
     RequestStatus.WAITING: "waiting",
     RequestStatus.PREEMPTED: "preempted",
+    RequestStatus.PAUSED: "paused",
     RequestStatus.RUNNING: "running",
 }
 
@@ -28,7 +29,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: str  # of one of several samples: the request's, a hyphen and its number
-    status: RequestState | None  # preempted: it ran, and waits to be computed again
+    status: RequestState | None  # preempted: it lost its KV blocks; paused: it keeps them
     wait_reason: WaitReason | None  # why the last step did not serve it; None: it runs, or unknown
     user: str
     priority: int

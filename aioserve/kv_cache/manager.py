@@ -238,6 +238,8 @@ class KVCacheManager:
         watermark left free, which `is_alone` waives: there is no other request to need it.
         """
         num_needed = self._num_blocks(num_slots) - len(computed_blocks)
+        if num_needed <= 0:  # of a paused request
+            return True
         num_revived = sum(self.pool.ref_counts[b] == 0 for b in computed_blocks)
         num_freed = 0 if gone is None else gone.num_freed(computed_blocks)
         num_kept = 0 if is_alone else self.num_watermark_blocks

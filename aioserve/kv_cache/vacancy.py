@@ -1,4 +1,4 @@
-"""Which running requests have to go so that one gets in: known before any of them is preempted.
+"""Which requests have to go so that one gets in: known before any of them is preempted.
 
 Counts what requests hold and what a step gave them. Does not decide who may be displaced, and
 changes nothing.
@@ -9,6 +9,8 @@ from itertools import islice
 
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.request import Request, RequestStatus, WaitReason
+
+_HOLDING = (RequestStatus.RUNNING, RequestStatus.PAUSED)
 
 
 class Vacancy:
@@ -37,9 +39,9 @@ class Vacancy:
         its place, less those among them without which it has one as well; the last is spared first.
         Empty if nothing helps. `find` looks for the place, and returns a reason if there is none.
         """
-        running = (r for r in displacing if r.status is RequestStatus.RUNNING)
+        holding = (r for r in displacing if r.status in _HOLDING)
         chosen: list[Request] = []
-        while more := list(islice(running, len(chosen) or 1)):  # few questions, however many run
+        while more := list(islice(holding, len(chosen) or 1)):  # few questions, however many run
             for request in more:
                 self._count(request, 1)
             chosen += more
@@ -54,6 +56,11 @@ class Vacancy:
                 self._count(request, 1)
                 needed.append(request)
         return needed[::-1]
+
+    @property
+    def num_seats(self) -> int:
+        """How many of the requests that leave run."""
+        return sum(request.status is RequestStatus.RUNNING for request in self.requests)
 
     def leave_found(self, block_ids: list[int]) -> list[int]:
         """The blocks of a cached prefix, up to the first that will not be computed after all."""

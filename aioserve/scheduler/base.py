@@ -26,11 +26,13 @@ from aioserve.scheduler.lease_verbs import Leasing
 from aioserve.scheduler.memory import Memory
 from aioserve.scheduler.options import PolicyOptions, make_options
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.pausing import Pausing
 from aioserve.scheduler.queue import RequestQueue, by_user
 from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.reordering import Reordering
 from aioserve.scheduler.request_table import RequestTable
 from aioserve.scheduler.results import take_results
+from aioserve.scheduler.sleeping import Sleeping
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
 from aioserve.scheduler.victims import VICTIM_KEYS
@@ -40,7 +42,7 @@ order_key = attrgetter("order_key")
 _NONE: dict[str, Rejection] = {}  # never changed
 
 
-class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging):
+class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging, Pausing, Sleeping):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (admission order) and `victim` (preemption), and read
@@ -81,7 +83,7 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging):
         self.max_loras = config.max_loras  # most different adapters among running requests
         self.max_model_len = max_model_len  # tokens of prompt and output together
         self.kv_cache = kv_cache  # KV blocks and cached prefixes
-        self.memory = Memory(kv_cache)  # how many KV tokens are free, held, leased or cached
+        self.memory = Memory(self)  # how many KV tokens are free, held, leased or cached
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
         self._ask_order = asking(self, "order")
         is_grouped = type(self).group_by is not BaseScheduler.group_by
@@ -155,8 +157,8 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging):
 
     def order(self, request: Request) -> Any:
         """Sort key of a waiting request: the smallest is admitted first. Called when a request
-        enters the queue (on arrival, after preemption, and for all when the policy takes over), by
-        `reorder` and `reorder_all`, and as `reorder_every` says.
+        enters the queue (on arrival, after a preemption or pause, and for all when the policy takes
+        over), by `reorder` and `reorder_all`, and as `reorder_every` says.
         """
         return request.arrival_time
 
@@ -334,15 +336,6 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging):
     def reset_prefix_cache(self) -> bool:
         self.kv_cache.clear_index()
         return self.kv_cache.pool.num_used_blocks == 0
-
-    def vacate(self) -> SchedulerOutput:
-        step = self.new_step()
-        for request in self.running:
-            step.preempt(request)
-        self.kv_cache.leases.end_all()
-        for resource in self.kv_cache.resources:
-            resource.vacate()
-        return step.output()
 
     def get_kv_connector(self) -> KVConnectorBase | None:
         return self.kv_cache.connector

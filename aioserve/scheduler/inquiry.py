@@ -17,6 +17,8 @@ def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
             if request in in_flight
             else request.wait_reason
             if request.wait_step_id == book.num_steps
+            else WaitReason.PAUSED
+            if request in book.paused
             else WaitReason.POLICY
         )
         for request in book.waiting
@@ -33,6 +35,7 @@ def stats(book: RequestTable, policy: str, gauges: dict[str, float]) -> Schedule
         num_steps=book.num_steps,
         num_running_reqs=len(book.running),
         num_waiting_reqs=len(book.requests) - len(book.running),
+        num_paused_reqs=len(book.paused),
         num_waiting_tokens=book.waiting.num_tokens + sum(r.num_tokens for r in book.aside),
         num_kv_blocks=kv_cache.pool.num_blocks,
         num_used_kv_blocks=kv_cache.pool.num_used_blocks,

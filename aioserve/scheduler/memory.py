@@ -3,15 +3,15 @@
 Reads blocks and leases and changes nothing.
 """
 
-from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request
+from aioserve.scheduler.succession import Switchable
 
 
 class Memory:
     """KV tokens of one cache. `total` is `free` and `held` and `leased` together."""
 
-    def __init__(self, kv_cache: KVCacheManager) -> None:
-        self._kv_cache = kv_cache
+    def __init__(self, scheduler: Switchable) -> None:
+        self._kv_cache, self._scheduler = scheduler.kv_cache, scheduler
 
     def _tokens(self, num_blocks: int) -> int:
         return num_blocks * self._kv_cache.block_size
@@ -42,6 +42,15 @@ class Memory:
         """Tokens of the blocks that requests hold, or that a step in flight still writes."""
         return self._tokens(self._kv_cache.pool.num_used_blocks) - self.leased
 
+    @property
+    def paused(self) -> int:
+        """Of the held tokens, those of paused requests, which give way before others; blocks that
+        running requests share with them included. Costs time with each paused request.
+        """
+        return self._tokens(
+            len({b for request in self._scheduler.book.paused for b in request.block_ids})
+        )
+
     def cached(self, request: Request) -> int:
         """Tokens of the request's longest cached prefix. Costs time with its length;
         `kv_cache.estimate_cached_tokens` is cheaper and nearly as good.
@@ -49,6 +58,8 @@ class Memory:
         return self._tokens(len(self._kv_cache.get_computed_blocks(request)))
 
     def own(self, request: Request) -> int:
-        """Tokens of the blocks that would become free if the running request were preempted."""
+        """Tokens of the blocks that would become free if the running or paused request were
+        preempted.
+        """
         counts = self._kv_cache.pool.ref_counts
         return self._tokens(sum(counts[block_id] == 1 for block_id in request.block_ids))

@@ -18,15 +18,15 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class NewRequestData(msgspec.Struct, frozen=True, gc=False):
-    """A request that enters the batch: for the first time, or again after a preemption."""
+    """A request that enters the batch: for the first time, or after a preemption or a pause."""
 
     request_id: str
-    token_ids: list[int]  # all known tokens: the prompt, and the output if it was preempted
+    token_ids: list[int]  # all known tokens: the prompt, and the output if it ran before
     num_prompt_tokens: int
     sampling_params: SamplingParams
     stop_token_ids: frozenset[int]  # EOS included unless ignored; masked until min_tokens
     block_ids: list[int]
-    num_computed_tokens: int  # found in the prefix cache; the step computes what follows
+    num_computed_tokens: int  # found in blocks of the cache; the step computes what follows
     encoder_inputs: tuple[EncoderInput, ...] = ()
     pooling_params: PoolingParams | None = None  # given: a vector of the prompt, and no token
     cache_salt: str = ""  # nothing of it is used for requests with another salt
@@ -74,13 +74,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     scheduled_cached_reqs: CachedRequestData
     num_scheduled_tokens: dict[str, int]  # new and cached, in batch order
     total_num_scheduled_tokens: int
-    preempted_req_ids: list[str]
+    preempted_req_ids: list[str]  # they leave the batch, and may come back as new
     finished_req_ids: list[str]
     #: Draft tokens to verify, by request: the last of its tokens in this step, not known tokens.
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     #: By the name of a `Resource`: what its plan tells the runner. Of a resource that has nothing
     #: to tell there is none. What a policy tells the runner is a part as well.
     parts: dict[str, Mapping[str, Any]] = {}
+    paused_req_ids: list[str] = []  # of the preempted, those that keep their blocks: paused ones
 
     @property
     def scheduled_encoder_inputs(self) -> dict[str, list[int]]:

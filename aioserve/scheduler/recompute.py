@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from aioserve.errors import PolicyError
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.pausing import drop_paused
 from aioserve.scheduler.request_table import Order, RequestTable
 
 
@@ -52,6 +53,8 @@ def recompute_dependents(
     book.stale.update(found)
     for request in found:
         book.kv_cache.forget(request)
+        if request.status is RequestStatus.PAUSED:
+            drop_paused(book, request)
     running = {r: status for r, status in found.items() if r.status is RequestStatus.RUNNING}
     try:
         book.requeue(running, order)

@@ -84,6 +84,7 @@ class RequestTable:
         self.requests: dict[str, Request] = {}  # all that are not finished, in order of arrival
         self.waiting = RequestQueue(group_by)
         self.running: list[Request] = []  # replaced, never shrunk in place
+        self.paused: dict[Request, None] = {}  # they wait, and hold blocks; in order of the pauses
         #: Finished, but a step in flight may write their blocks. In order, as all that a plan may
         #: depend on: the same events give the same plan.
         self.ended: dict[Request, None] = {}
@@ -171,6 +172,7 @@ class RequestTable:
     def start(self, request: Request) -> None:
         """A waiting request runs from now on."""
         self.waiting.remove(request)
+        self.paused.pop(request, None)
         self.running.append(request)
         request.status = RequestStatus.RUNNING
 
@@ -349,6 +351,7 @@ class RequestTable:
         """End a request; the caller has it dropped from `running`, by `drop_finished`."""
         if request in self.waiting:
             self.waiting.remove(request)
+            self.paused.pop(request, None)
         if request.status is not RequestStatus.WAITING:  # else the runner never heard of it
             self.finished_req_ids.append(request.request_id)
         request.status = status

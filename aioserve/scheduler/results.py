@@ -103,7 +103,7 @@ def _append_tokens(
         token_ids = until_stop(request, token_ids)
     request.token_ids += token_ids
     request.num_tokens = num_tokens = request.num_tokens + len(token_ids)
-    if request.status is RequestStatus.PREEMPTED:
+    if request.status in (RequestStatus.PREEMPTED, RequestStatus.PAUSED):
         book.waiting.num_tokens += len(token_ids)
     if request.num_target_tokens < num_tokens:
         # It was preempted with this token in flight, or reached its limit.

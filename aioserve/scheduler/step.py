@@ -11,11 +11,12 @@ from aioserve.errors import PolicyError
 from aioserve.kv_cache import Vacancy
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.scheduler.rejection import make_rejection
-from aioserve.scheduler.request_table import OpenStep, Order, RequestTable
+from aioserve.scheduler.pausing import PausingStep, Place, drop_paused
+from aioserve.scheduler.rejecting import RejectingStep
+from aioserve.scheduler.request_table import Order, RequestTable
 
 
-class Step(OpenStep):
+class Step(PausingStep, RejectingStep):
     """Made by `BaseScheduler.new_step`, filled by the verbs, frozen by `output`.
 
     `token_budget` is what remains of this step, in tokens.
@@ -39,7 +40,6 @@ class Step(OpenStep):
         "_order",
         "_preempted",
         "_request_limit",
-        "token_budget",
     )
 
     def __init__(
@@ -190,8 +190,9 @@ class Step(OpenStep):
                 )
             return 0
         if request in self._preempted:
-            return self.hold(request, WaitReason.PREEMPTED)  # it may come back in the next step
-        if request.status is RequestStatus.PREEMPTED and book.in_flight.carries(request):
+            is_paused = request.status is RequestStatus.PAUSED  # it may come back in the next step
+            return self.hold(request, WaitReason.PAUSED if is_paused else WaitReason.PREEMPTED)
+        if request.status is not RequestStatus.WAITING and book.in_flight.carries(request):
             return self.hold(request, WaitReason.IN_FLIGHT)  # its next token is on the way
         place = self._find_place(request, max_tokens, whole)
         if self._kv_cache.leases.held:
@@ -200,22 +201,22 @@ class Step(OpenStep):
                 place = self._find_place(request, max_tokens, whole)
             if place is WaitReason.BLOCKS and leases.num_held_blocks:
                 place = WaitReason.LEASES
-        of_step = (WaitReason.BUDGET, WaitReason.ENCODER_BUDGET)  # not held by requests
-        if displacing and isinstance(place, WaitReason) and place not in of_step:
-            gone = Vacancy(self._kv_cache.pool, self._fresh_blocks, self._dependents)
-            find = partial(self._find_place, request, max_tokens, whole, gone)
-            for victim in gone.choose(displacing, find):
-                self.preempt(victim)
-            place = self._find_place(request, max_tokens, whole)
+        if (displacing or book.paused) and isinstance(place, WaitReason):
+            find = partial(self._find_place, request, max_tokens, whole)
+            place = self._make_room(request, place, displacing, find)
         if isinstance(place, WaitReason):
             return self.hold(request, place)
         computed_blocks, num_slots, num_external = place
-        for owner in {self._fresh_blocks[b] for b in computed_blocks if b in self._fresh_blocks}:
-            self._dependents.setdefault(owner, []).append(request)
-        self._kv_cache.admit(request, computed_blocks, num_slots, num_external)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
-            request.num_external_tokens = num_external
+        if request.status is RequestStatus.PAUSED:
+            self._resume(request, num_slots)
+        else:
+            fresh = self._fresh_blocks
+            for owner in {fresh[b] for b in computed_blocks if b in fresh}:
+                self._dependents.setdefault(owner, []).append(request)
+            self._kv_cache.admit(request, computed_blocks, num_slots, num_external)
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed_tokens
+                request.num_external_tokens = num_external
         self._admitted[request] = request.status
         book.start(request)
         return self.run(request, max_tokens)
@@ -226,42 +227,34 @@ class Step(OpenStep):
         request.wait_step_id = self.step_id
         return 0
 
-    def reject(self, request: Request, reason: str, retry_after: float = 1.0) -> bool:
-        """End a waiting request that never ran: its client is told the `reason`, and after how
-        many seconds to ask again. False: it does not wait, or has run.
-        """
-        book = self._book
-        why = make_rejection(book.policy_name, reason, retry_after)
-        if request not in book.waiting or request.status is not RequestStatus.WAITING:
-            return False
-        book.rejected[request] = why
-        return True
-
     def preempt(self, request: Request) -> None:
-        """Free the blocks of a running request, refund its tokens of this step, put it in line.
+        """Free the blocks of a running or paused request, refund its tokens of this step, put it
+        in line.
 
         It will be computed again from the start, less what the prefix cache still has. Raises
         `PolicyError` if `order` does; it runs on then.
         """
+        if request.status is RequestStatus.PAUSED:
+            drop_paused(self._book, request)
+            self._note_preempted(request)
         if request.status is not RequestStatus.RUNNING:
             return
-        victims = {request: self._admitted.get(request)}
+        victims = {request: self._status_before(request)}
         line = [request]
         for victim in line:  # requests that rely on what it would have computed go, too
             for dependent in self._dependents.get(victim, ()):
                 if dependent not in victims and dependent.status is RequestStatus.RUNNING:
-                    victims[dependent] = self._admitted.get(dependent)
+                    victims[dependent] = self._status_before(dependent)
                     line.append(dependent)
         self._book.requeue(victims, self._order)
         for victim, status_before in victims.items():
             self._refund(victim)
             self._book.take_back(victim)
-            self._preempted.add(victim)
             self._dependents.pop(victim, None)
+            self._admitted.pop(victim, None)
+            self._preempted.add(victim)
             if status_before is None:
-                self.preempted_req_ids.append(victim.request_id)
-            else:
-                del self._admitted[victim]
+                self._note_preempted(victim)
 
     def output(self) -> SchedulerOutput:
         """Freeze the step. Call it once, last."""
@@ -297,6 +290,7 @@ class Step(OpenStep):
             parts=(
                 kv_cache.plan(tokens, self.step_id, is_sent=is_sent) if kv_cache.planning else {}
             ),
+            paused_req_ids=self._paused_req_ids() if book.paused else [],
         )
         book.commit(output, requests, self._num_prefill_tokens)
         for tell in self._on_output:
@@ -305,13 +299,13 @@ class Step(OpenStep):
 
     def _find_place(
         self, request: Request, max_tokens: int | None, whole: bool, gone: Vacancy | None = None
-    ) -> WaitReason | tuple[list[int], int, int]:
+    ) -> Place:
         """The cached blocks behind which a waiting request can begin now, the slots that it takes
         and the tokens that are loaded; or why it has to wait, were the requests of `gone` away.
         """
         kv_cache, num_running = self._kv_cache, len(self._book.running)
         if gone is not None:
-            num_running -= len(gone.requests)
+            num_running -= gone.num_seats
         limit = min(self.token_budget, self._request_limit)
         if max_tokens is not None:
             limit = min(limit, max_tokens)
@@ -321,10 +315,14 @@ class Step(OpenStep):
             return WaitReason.SEATS
         if (lacking := kv_cache.shortage(request, gone)) is not None:
             return lacking
-        computed_blocks = kv_cache.get_computed_blocks(request, gone)
-        num_cached = len(computed_blocks) * kv_cache.block_size
-        num_external = kv_cache.get_num_external_tokens(request, num_cached)
-        num_computed = num_cached + num_external
+        if request.status is RequestStatus.PAUSED:
+            computed_blocks, num_external = request.block_ids, 0
+            num_computed = request.num_computed_tokens
+        else:
+            computed_blocks = kv_cache.get_computed_blocks(request, gone)
+            num_cached = len(computed_blocks) * kv_cache.block_size
+            num_external = kv_cache.get_num_external_tokens(request, num_cached)
+            num_computed = num_cached + num_external
         num_lacking = request.num_target_tokens - num_computed
         if whole and num_lacking > limit:
             return WaitReason.BUDGET
@@ -358,6 +356,8 @@ class Step(OpenStep):
         while num_missing > pool.num_free_blocks:
             if self._book.running == [request] and kv_cache.leases.give_way():
                 continue  # else it would be its own victim
+            if self._book.paused and self._drop_last_paused(request):
+                continue
             victim = self._choose_victim()
             if not isinstance(victim, Request) or victim.status is not RequestStatus.RUNNING:
                 raise PolicyError(
@@ -389,15 +389,3 @@ class Step(OpenStep):
             self._drafts[request.request_id] = drafts
         request.draft_token_ids = []
         request.num_target_tokens = end  # nothing more until the step is back
-
-    def _refund(self, request: Request) -> None:
-        num_tokens = self.tokens.pop(request, 0)
-        self.token_budget += num_tokens
-        self._new_block_ids.pop(request.request_id, None)
-        self._drafts.pop(request.request_id, None)
-        self._kv_cache.refund(request)
-        for block_id, owner in list(self._fresh_blocks.items()):
-            if owner is request:
-                del self._fresh_blocks[block_id]
-                if num_tokens:  # it would have been written by the tokens just refunded
-                    self._kv_cache.pool.unregister(block_id)

@@ -29,7 +29,7 @@ from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.testing.harness import SchedulerHarness
 from aioserve.testing.state_machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
 from aioserve.testing.story import told
-from aioserve.testing.successors import FAILURES, sound_policies
+from aioserve.testing.successors import FAILURES, PausesAll, sound_policies
 from aioserve.testing.violation import ContractViolation
 
 END = 2  # the token that ends replies, where a test says how long they are
@@ -260,6 +260,28 @@ class PolicyContract:
                     for where in FAILURES:
                         harness.fail_switch(where)
                     harness.switch_policy(successor, dict(its_options))
+                harness.run_until_idle()
+
+    def test_what_another_policy_has_paused_goes_on(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """It takes over when all requests that ran are paused, with few blocks beside theirs."""
+        if not issubclass(subject.policy, BaseScheduler):
+            return  # nothing else can be switched
+        for num_blocks in (14, 22):
+            with replace(subject, policy=PausesAll, options={}).harness(
+                pipeline_depth=pipeline_depth,
+                num_blocks=num_blocks,
+                max_num_seqs=3,
+                max_num_batched_tokens=80,
+                max_model_len=40,
+            ) as harness:
+                add_traffic(harness, 9)
+                for _ in range(2):
+                    harness.step()
+                while len(harness.steps) % 3:
+                    harness.step()
+                harness.switch_policy(subject.policy, dict(subject.options))
                 harness.run_until_idle()
 
     def test_blocks_from_outside_are_as_good_as_computed_ones(

@@ -76,6 +76,12 @@ def _check_places(bench: Bench, scheduler: BaseScheduler) -> None:
                 f"{bench.where}: order() returned {request.order_key[0]!r} for "
                 f"{life.request_id}: NaN has no place in line"
             )
+        is_paused = request in scheduler.book.paused
+        if is_paused != (request.status is RequestStatus.PAUSED):
+            raise ContractViolation(
+                f"{bench.where}: {life.request_id} has status {request.status.name} and is "
+                f"{'' if is_paused else 'not '}among the paused"
+            )
         runs = request in running
         waits = (request in scheduler.waiting) != (request in loading)
         if runs == waits or runs != (request.status is RequestStatus.RUNNING):
@@ -129,7 +135,7 @@ def check_line(bench: Bench, output: SchedulerOutput) -> None:
     if not isinstance(scheduler, BaseScheduler) or scheduler.admits_in_order is None:
         return
     requests = [life.request for life in bench.ledger.alive.values()]
-    waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.PAUSED)
     waiting = [r for r in requests if r.status in waits and r not in bench.loading]
     for data in output.scheduled_new_reqs:
         admitted = bench.requests[data.request_id]

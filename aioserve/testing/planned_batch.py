@@ -21,6 +21,7 @@ class Row:
     life: Life
     block_ids: list[int]
     is_preempted: bool = False  # its blocks went back at once
+    num_computed: int = 0  # tokens, drafts included
 
 
 class PlannedBatch:
@@ -31,6 +32,7 @@ class PlannedBatch:
     ) -> None:
         """`budget` is the most tokens of a step."""
         self.rows: dict[str, Row] = {}
+        self.paused: dict[str, Row] = {}  # not in the batch, but with all their blocks
         self._config = config
         self._ledger = ledger
         self._num_blocks = num_blocks
@@ -47,7 +49,8 @@ class PlannedBatch:
         for request_id in output.finished_req_ids:
             self._ledger.tell(request_id, where)
             self.rows.pop(request_id, None)
-        self.preempt(output.preempted_req_ids)
+            self.paused.pop(request_id, None)
+        self._take_out(output, where)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self._check_request(request_id, num_tokens, where)
         self._check_columns(output, where)
@@ -58,13 +61,13 @@ class PlannedBatch:
 
     def discard(self, output: SchedulerOutput) -> None:
         """This step was planned, but will not run; the requests that it served have ended."""
-        self.preempt(output.preempted_req_ids)  # the next step tells the runner
+        self._take_out(output, f"step {output.step_id}")  # the next step tells the runner
         for request_id, block_ids in output.scheduled_cached_reqs.new_block_ids.items():
             self.rows[request_id].block_ids += block_ids  # held while a step before it has them
 
     def give_up(self) -> None:
         """Note a step given up half-way: each block belongs to the request that holds it now."""
-        for request_id, row in list(self.rows.items()):
+        for request_id, row in [*self.rows.items(), *self.paused.items()]:
             if row.life.is_alive:
                 row.block_ids[:] = row.life.request.block_ids
                 if not row.block_ids:
@@ -72,7 +75,8 @@ class PlannedBatch:
 
     def lose(self) -> set[Life]:
         """A request has failed: those that rest on its work have lost their rows and blocks."""
-        there = [(name, row.life) for name, row in self.rows.items() if row.life.is_alive]
+        rows = {**self.rows, **self.paused}
+        there = [(name, row.life) for name, row in rows.items() if row.life.is_alive]
         lost = {n: life for n, life in there if life.request.status is RequestStatus.PREEMPTED}
         self.preempt(lost)
         return set(lost.values())
@@ -80,13 +84,25 @@ class PlannedBatch:
     def preempt(self, request_ids: Iterable[str]) -> None:
         """These lost their rows and blocks."""
         for request_id in request_ids:
-            row = self.rows.pop(request_id, None)
-            if row is not None:
-                row.is_preempted = True
+            for rows in (self.rows, self.paused):
+                if (row := rows.pop(request_id, None)) is not None:
+                    row.is_preempted = True
+
+    def _take_out(self, output: SchedulerOutput, where: str) -> None:
+        """Requests leave the batch: those that are paused keep their blocks."""
+        paused = set(output.paused_req_ids)
+        if strangers := paused - set(output.preempted_req_ids):
+            raise ContractViolation(
+                f"{where}: {sorted(strangers)} are paused, and stay in the batch"
+            )
+        for request_id in paused & self.rows.keys():
+            self.paused[request_id] = self.rows.pop(request_id)
+        self.preempt(name for name in output.preempted_req_ids if name not in paused)
 
     def holders(self, in_flight: Collection[Row]) -> list[Row]:
         """Requests that hold blocks: unfinished ones, and ended ones that a step still has."""
-        holders = [row for row in self.rows.values() if row.life.is_alive]
+        rows = (*self.rows.values(), *self.paused.values())
+        holders = [row for row in rows if row.life.is_alive]
         holders += {row for row in in_flight if not (row.life.is_alive or row.is_preempted)}
         return holders
 
@@ -141,6 +157,9 @@ class PlannedBatch:
         for request_id, count in Counter([*new, *cached.req_ids]).items():
             if count > 1:
                 raise ContractViolation(f"{where}: {request_id} is served twice in one step")
+        for request_id in new:
+            if request_id in self.rows:
+                raise ContractViolation(f"{where}: {request_id} is new, but it is in the batch")
         if strangers := cached.new_block_ids.keys() - set(cached.req_ids):
             raise ContractViolation(
                 f"{where}: {sorted(strangers)} get new blocks, but do not continue"
@@ -174,6 +193,8 @@ class PlannedBatch:
                 yield request_id, block_id
         for data in output.scheduled_new_reqs:
             num_shared = data.num_computed_tokens // self._block_size
+            if (row := self.paused.get(data.request_id)) is not None:
+                num_shared = len(row.block_ids)
             for block_id in data.block_ids[num_shared:]:
                 yield data.request_id, block_id
 
@@ -183,7 +204,9 @@ class PlannedBatch:
                 raise ContractViolation(f"{where}: {data.request_id} is new, but runs no token")
             life = self._ledger.lives[data.request_id]
             self._check_new(data, life, where)
+            self._check_resumed(data, where)
             self.rows[data.request_id] = Row(life, list(data.block_ids))
+            self.rows[data.request_id].num_computed = data.num_computed_tokens
             life.was_scheduled = True
         cached = output.scheduled_cached_reqs
         for request_id in (*cached.req_ids, *output.num_scheduled_tokens):
@@ -193,11 +216,15 @@ class PlannedBatch:
                 )
         for request_id, block_ids in cached.new_block_ids.items():
             self.rows[request_id].block_ids += block_ids
+        for request_id, num_computed in zip(
+            cached.req_ids, cached.num_computed_tokens, strict=True
+        ):
+            self.rows[request_id].num_computed = num_computed
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            self.rows[request_id].num_computed += num_tokens
 
     def _check_new(self, data: NewRequestData, life: Life, where: str) -> None:
         request = life.request
-        if data.request_id in self.rows:
-            raise ContractViolation(f"{where}: {data.request_id} is new, but it is in the batch")
         if data.token_ids != life.prompt + life.tokens:
             raise ContractViolation(
                 f"{where}: {data.request_id} enters with tokens that are not its prompt and output"
@@ -218,6 +245,24 @@ class PlannedBatch:
         if any(getattr(data, name) != getattr(request, name) for name in names):
             raise ContractViolation(
                 f"{where}: {data.request_id} enters with other parameters than it came with"
+            )
+
+    def _check_resumed(self, data: NewRequestData, where: str) -> None:
+        """Check that a request that was paused goes on where it stopped, with the same blocks."""
+        row = self.paused.pop(data.request_id, None)
+        if row is None:
+            return
+        if data.block_ids[: len(row.block_ids)] != row.block_ids:
+            raise ContractViolation(
+                f"{where}: {data.request_id} comes back from a pause with blocks {data.block_ids}, "
+                f"it had {row.block_ids}"
+            )
+        life = row.life  # what wrong drafts wrote does not count
+        expected = min(row.num_computed, len(life.prompt) + len(life.tokens) - 1)
+        if data.num_computed_tokens != expected:
+            raise ContractViolation(
+                f"{where}: {data.request_id} comes back from a pause behind "
+                f"{data.num_computed_tokens} computed tokens, it had {expected}"
             )
 
     def _check_lengths(self, output: SchedulerOutput, where: str) -> None:

@@ -33,6 +33,7 @@ IN_WORDS = {
     WaitReason.ENCODER_BUDGET: "its next image does not fit",
     WaitReason.DEADLINE: "the policy holds that it will miss its deadline",
     WaitReason.PREEMPTED: "it gave way in this very step",
+    WaitReason.PAUSED: "the policy paused it, and did not ask for it since",
     WaitReason.REMOTE_KVS: "its blocks are being read",
     WaitReason.IN_FLIGHT: "a step that still has it is not back",
     WaitReason.POLICY: "the policy did not ask for it in its last step",
@@ -130,12 +131,13 @@ def _story(harness: SchedulerHarness, request_id: str) -> Iterator[str]:
         if step.step_id <= events[0][0]:
             continue
         if request_id in step.preempted_req_ids:
-            events.append((step.step_id, "preempted"))
+            is_paused = request_id in step.paused_req_ids
+            events.append((step.step_id, "paused" if is_paused else "preempted"))
         num_tokens = step.num_scheduled_tokens.get(request_id)
         for data in step.scheduled_new_reqs:
             if data.request_id == request_id:
                 num_cached = data.num_computed_tokens
-                cached = f" after {num_cached} cached ones" if num_cached else ""
+                cached = f" after {num_cached} that are there" if num_cached else ""
                 events.append((step.step_id, f"admitted, computes {_tokens(num_tokens)}{cached}"))
                 num_tokens = None
         if num_tokens is not None:
@@ -179,7 +181,7 @@ def _merged(events: list[tuple[int, str]]) -> Iterator[str]:
     """A line for events that are alike, step after step."""
     for text, same in groupby(events, key=lambda event: event[1]):
         steps = [step for step, _ in same]
-        if not text.startswith(("computes", "admitted", "preempted")):
+        if not text.startswith(("computes", "admitted", "preempted", "paused")):
             yield f"{f'after step {steps[0]}' if steps[0] else 'at first'}: {text}"
         elif len(steps) == 1:
             yield f"step {steps[0]}: {text}"

@@ -22,6 +22,22 @@ def sound_policies() -> tuple[type[BaseScheduler], ...]:
     return tuple(policy for policy in policies if issubclass(policy, BaseScheduler))
 
 
+class PausesAll(BaseScheduler):
+    """Order of arrival; every third step, each request that runs is paused."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in step.run_decodes():
+            step.run(request)
+        if step.step_id % 3 == 0:
+            for request in self.running:
+                step.pause(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()
+
+
 class _Fails(BaseScheduler):
     def schedule(self) -> SchedulerOutput:
         raise AssertionError("it never took over")

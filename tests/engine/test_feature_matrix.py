@@ -25,6 +25,7 @@ from aioserve.config import (
 from aioserve.errors import ConfigError
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from tests.adapters import make_adapter, merge
+from tests.engine.pausing_policy import PausesAtEveryTurn
 from tests.greedy import GreedyReference
 from tests.kit import stats_of
 from tests.models import make_model
@@ -223,6 +224,19 @@ async def test_preemption(case: Case) -> None:
     async with AsyncEngine(config) as engine:
         await ask_all(engine, case)
         assert stats_of(engine).num_preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_pauses(case: Case, depth: int) -> None:
+    if depth == 2 and "speculation" in case.sections:
+        return
+    before = PausesAtEveryTurn.num_pauses
+    policy = f"{PausesAtEveryTurn.__module__}:{PausesAtEveryTurn.__name__}"
+    config = make_config(case, policy=policy, options={}, pipeline_depth=depth)
+    async with AsyncEngine(config) as engine:
+        await ask_all(engine, case)
+        assert stats_of(engine).num_preemptions == 0
+    assert PausesAtEveryTurn.num_pauses > before + 4
 
 
 async def test_two_steps_in_flight(case: Case) -> None:

@@ -13,6 +13,7 @@ from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerCo
 from aioserve.engine.delivery.tracing import Tracing
 from aioserve.engine.observe.timeline import Timelines
 from aioserve.errors import ConfigError
+from tests.engine.pausing_policy import PausesAtEveryTurn
 from tests.server.serving import SIMULATED
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -103,6 +104,18 @@ async def test_a_request_is_queued_prefilled_in_chunks_and_decoded(
 def attributes_of_event(event: Any) -> dict[str, Any]:
     assert event.name == "chunk"
     return dict(event.attributes)
+
+
+async def test_a_pause_is_a_span_of_its_own(exporter: InMemorySpanExporter) -> None:
+    policy = f"{PausesAtEveryTurn.__module__}:{PausesAtEveryTurn.__name__}"
+    async with AsyncEngine(traced()) as engine:
+        engine.switch_policy(policy)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        async for _ in engine.generate([5] * 40, params):
+            pass
+    spans = by_name(exporter)
+    assert len(spans["paused"]) > 2
+    assert "preempted" not in spans
 
 
 async def test_who_lost_its_blocks_says_when(exporter: InMemorySpanExporter) -> None:

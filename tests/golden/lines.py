@@ -77,8 +77,10 @@ class _Teller:
         return rows or ["-"]
 
     def _preempted(self, planned: Planned) -> str:
-        names = self._chronicle.names(planned.preempted)
-        return f"preempt {' '.join(names)}" if names else ""
+        paused = self._chronicle.names(planned.paused)
+        preempted = [n for n in self._chronicle.names(planned.preempted) if n not in paused]
+        words = [("preempt", preempted), ("pause", paused)]
+        return " | ".join(f"{word} {' '.join(names)}" for word, names in words if names)
 
     def _note(self, record: AnyRecord) -> None:
         names = self._chronicle.names

@@ -122,6 +122,89 @@ class CountsItsReaders(SoundScheduler):
         return request.priority if self.was_read else 0
 
 
+# Pauses.
+
+
+class PausesInTurn(SoundScheduler):
+    """Pauses half of the running requests every third step. Nothing is wrong with it."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        if step.step_id % 3 == 0:
+            for request in self.running[::2]:
+                self.set_aside(step, request)
+        for request in self.waiting:
+            if self.is_due(request) and not self.take_in(step, request):
+                break
+        return step.output()
+
+    def set_aside(self, step: Step, request: Request) -> None:
+        step.pause(request)
+
+    def is_due(self, request: Request) -> bool:
+        return True
+
+    def take_in(self, step: Step, request: Request) -> int:
+        return step.admit(request)
+
+
+@caught_by(r"no request was scheduled for 30 s|not finished after \d+ steps")
+class ForgetsThePaused(PausesInTurn):
+    """Never lets a request go on that it has paused."""
+
+    def is_due(self, request: Request) -> bool:
+        return request not in self.paused_requests
+
+
+@caught_by(r"reference counts of blocks \[\d.*\] are \[0\b.*\], should be \[1")
+class FreesThePaused(PausesInTurn):
+    """Lets others have the first block of a request that is paused."""
+
+    def set_aside(self, step: Step, request: Request) -> None:
+        if step.pause(request):
+            self.kv_cache.pool.free(request.block_ids[:1])
+
+
+@caught_by(r"\w+ is new, but it is in the batch")
+class PausesInSecret(PausesInTurn):
+    """Does not tell the runner which requests are paused."""
+
+    def set_aside(self, step: Step, request: Request) -> None:
+        if step.pause(request):
+            step.preempted_req_ids.remove(request.request_id)
+
+
+@caught_by(r"\w+ comes back from a pause behind 0 computed tokens, it had \d+")
+class ComputesThePausedAgain(PausesInTurn):
+    """Lets a paused request begin from the start, in the blocks that it kept."""
+
+    def take_in(self, step: Step, request: Request) -> int:
+        if request in self.paused_requests and not self.book.in_flight.carries(request):
+            request.num_computed_tokens = 0
+        return step.admit(request)
+
+
+@caught_by(r"\w+ has status PAUSED and is not among the paused")
+class LosesThePaused(PausesInTurn):
+    """Forgets that a request holds blocks, which then give way to no other."""
+
+    def set_aside(self, step: Step, request: Request) -> None:
+        if step.pause(request):
+            del self.book.paused[request]
+
+
+@caught_by(r"\w+ runs, but the runner was never given it")
+class RunsThePaused(PausesInTurn):
+    """Gives a token to a request that it has just paused."""
+
+    def set_aside(self, step: Step, request: Request) -> None:
+        if step.pause(request):
+            request.status = RequestStatus.RUNNING
+            step.run(request)
+
+
 # Order.
 
 

@@ -1,4 +1,4 @@
-"""A trace of each request for OpenTelemetry: queued, prefilled, decoded, preempted.
+"""A trace of each request for OpenTelemetry: queued, prefilled, decoded, preempted, paused.
 
 Spans are made when the request has ended, of times that the engine knows anyway. Names are those of
 the semantic conventions for generative AI where these have one. Knows no HTTP; the SDK is imported
@@ -166,8 +166,8 @@ class Tracing:
         if timeline is not None:
             self._add_prefill(context, timeline, served, now if first is None else first)
             ends = [*timeline.resumed, now]
-            for begin, end in zip(timeline.preempted, ends, strict=False):
-                span("preempted", begin, end)
+            for (name, begin), end in zip(timeline.left, ends, strict=False):
+                span(name, begin, end)
         if first is not None and state.request.pooling_params is None:
             span("decode", first, now)
 

@@ -4,7 +4,7 @@ Observes the step loop only while a page looks, and changes nothing there. Knows
 no socket: `engine.observe.live_feed` makes frames of its notes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from aioserve.config import SchedulerConfig
 from aioserve.engine.observe.frames import (
@@ -27,7 +27,11 @@ from aioserve.step_loop import StepObserver
 # queue costs as much as a short one. A guess: 10 us per step.
 MAX_ASKED_EACH_STEP = 64
 
-_STATES = {RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
+_STATES = {
+    RequestStatus.RUNNING: "running",
+    RequestStatus.PREEMPTED: "preempted",
+    RequestStatus.PAUSED: "paused",
+}
 
 
 class FeedObserver(StepObserver):
@@ -145,12 +149,13 @@ class FeedObserver(StepObserver):
                 left,
                 tokens,
                 [(numbers[n.request_id], n.num_computed_tokens) for n in output.scheduled_new_reqs],
-                [numbers[row] for row in output.preempted_req_ids if row in numbers],
+                _numbers_of(output.preempted_req_ids, numbers, output.paused_req_ids),
                 output.total_num_scheduled_tokens,
                 num_running,
                 num_waiting,
                 self.pool.num_used_blocks,
                 self._encoded(output) if output.scheduled_encoder_inputs else [],
+                _numbers_of(output.paused_req_ids, numbers),
             )
         )
 
@@ -212,6 +217,12 @@ class FeedObserver(StepObserver):
             if told.get(number) != reason
         ]
         self._reasons = reasons
+
+
+def _numbers_of(
+    request_ids: Sequence[str], numbers: Mapping[str, int], but: Sequence[str] = ()
+) -> list[int]:
+    return [numbers[i] for i in request_ids if i in numbers and i not in but]
 
 
 def _without(numbers: list[int], others: list[int]) -> list[int]:

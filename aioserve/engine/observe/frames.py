@@ -27,7 +27,7 @@ class Stands(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a request stood when the picture was taken."""
 
     came: Came
-    state: str  # queued, running, preempted
+    state: str  # queued, running, preempted, paused
     reason: str  # why it waits; empty: it does not
     num_computed: int
     num_output_tokens: int
@@ -50,6 +50,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_waiting: int
     num_used_blocks: int
     encoded: list[tuple[int, int]]  # request whose images it encodes, their tokens
+    paused: list[int]  # they keep their KV blocks
 
 
 class Back(msgspec.Struct, frozen=True, array_like=True, gc=False):

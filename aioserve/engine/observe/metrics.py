@@ -336,6 +336,7 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
     gauges: tuple[tuple[str, str, float], ...] = (
         ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
         ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
+        ("num_requests_paused", "Of these, with KV blocks kept", stats.num_paused_reqs),
         ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
         ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
         ("kv_cache_used_blocks", "KV blocks held by requests", stats.num_used_kv_blocks),

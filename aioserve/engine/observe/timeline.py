@@ -1,4 +1,4 @@
-"""Notes of each request when a piece of its prompt was planned, and when it lost and got blocks.
+"""Notes of each request when a piece of its prompt was planned, and when it left and came back.
 
 Observes the step loop only where traces are wanted. Knows no spans: `engine.delivery.tracing` makes
 them when a request has ended, and takes its notes away.
@@ -26,8 +26,14 @@ class Timeline:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.chunks: list[Chunk] = []
-        self.preempted: list[float] = []  # when it lost its blocks
-        self.resumed: list[float] = []  # when it got some again, for each of these but the last
+        self.left: list[tuple[str, float]] = []  # how it left the batch, and when
+        self.resumed: list[float] = []  # when it came back, for each of these but the last
+
+    def leave(self, name: str, now: float) -> None:
+        """It was "preempted" or "paused"; the first may follow the second."""
+        if len(self.left) > len(self.resumed):
+            self.resumed.append(now)
+        self.left.append((name, now))
 
 
 class Timelines(StepObserver):
@@ -51,11 +57,12 @@ class Timelines(StepObserver):
         for request_id in output.preempted_req_ids:
             self._prefilling.pop(request_id, None)
             if (timeline := self._timelines.get(request_id)) is not None:
-                timeline.preempted.append(now)
+                is_paused = request_id in output.paused_req_ids
+                timeline.leave("paused" if is_paused else "preempted", now)
         for new in output.scheduled_new_reqs:
             if (timeline := self._timelines.get(new.request_id)) is not None:
                 self._prefilling[new.request_id] = timeline
-                if timeline.preempted:
+                if timeline.left:
                     timeline.resumed.append(now)
         for request_id, timeline in list(self._prefilling.items()):
             if (num_tokens := output.num_scheduled_tokens.get(request_id)) is None:

@@ -34,6 +34,12 @@ class AdapterSlots(Resource):
         if request.adapter_id:
             self._held[request] = request.adapter_id
 
+    def resume(self, request: Request) -> None:
+        self.take(request, 0, 0)
+
+    def pause(self, request: Request) -> None:
+        self.give_back(request)
+
     def leave(self, request: Request) -> None:
         self._held.pop(request, None)
 

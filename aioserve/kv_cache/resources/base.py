@@ -79,6 +79,12 @@ class Resource:
         tokens are in cached blocks. Raises `InvariantError` if there is no room.
         """
 
+    def pause(self, request: Request) -> None:
+        """The request steps aside: give back what it does not need until `resume`."""
+
+    def resume(self, request: Request) -> None:
+        """The request that stepped aside runs again. There is no `shortage`."""
+
     # In steps.
 
     def fit(self, request: Request, num_tokens: int, start: int, most: int) -> int:

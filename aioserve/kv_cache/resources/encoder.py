@@ -148,6 +148,9 @@ class EncoderOutputs(Resource):
     def forget(self, request: Request, block_hashes: Sequence[bytes]) -> None:
         self._cache.forget(request.encoder_inputs)
 
+    def pause(self, request: Request) -> None:
+        self.give_back(request)  # what it needs yet is found again, or computed again
+
     def vacate(self) -> None:
         self._cache.forget_released()
 

@@ -77,7 +77,7 @@ class StatePool(Resource):
         return num_blocks
 
     def shortage(self, request: Request, gone: Collection[Request] = ()) -> WaitReason | None:
-        is_free = self.num_free_slots or any(r in self._held for r in gone)
+        is_free = self.num_free_slots or any(r in self._held for r in (*gone, request))
         return None if is_free else WaitReason.STATES
 
     def held(self) -> str:
@@ -119,6 +119,11 @@ class StatePool(Resource):
         """The request's slot, if it has one. What it left in snapshots stays."""
         if (held := self._held.pop(request, None)) is not None:
             self._unused.append(held.slot)
+
+    def pause(self, request: Request) -> None:
+        """The state stays in its slot; the runner is told of it anew."""
+        held = self._held[request]
+        held.source, held.is_new = held.slot, True
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, StateSlots]:
         """What the runner must be told of a step that computes `tokens` of each request, by id.

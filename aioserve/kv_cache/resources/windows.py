@@ -115,6 +115,8 @@ class WindowPool(Resource):
         self.pool.free(block_ids)
 
     def shortage(self, request: Request, gone: Collection[Request] = ()) -> WaitReason | None:
+        if request in self._held:  # it was paused
+            return None
         num_returned = sum(self._held[r].num_reserved for r in gone if r in self._held)
         is_short = self.num_needed_blocks(request) > self.num_free_blocks + num_returned
         return WaitReason.WINDOWS if is_short else None
@@ -152,6 +154,11 @@ class WindowPool(Resource):
         if (held := self._held.pop(request, None)) is not None:
             self._num_reserved -= held.num_reserved
             self.pool.free(reversed(held.block_ids))
+
+    def pause(self, request: Request) -> None:
+        """The blocks stay; the runner is told of them anew."""
+        held = self._held[request]
+        held.is_new, held.due = True, -1
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, WindowBlocks]:
         """What the runner must be told of a step that computes `tokens` of each request, by id.

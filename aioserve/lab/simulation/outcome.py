@@ -146,8 +146,9 @@ class RunObserver:
     def note_start(self, scheduler_output: SchedulerOutput, now: float) -> None:
         """A step is handed over at `now`."""
         for request_id in scheduler_output.preempted_req_ids:
-            self._outcome.requests[int(request_id)].num_preemptions += 1
-            self._outcome.num_preemptions += 1
+            if request_id not in scheduler_output.paused_req_ids:
+                self._outcome.requests[int(request_id)].num_preemptions += 1
+                self._outcome.num_preemptions += 1
         if now >= self._next_state and (stats := self._get_stats()) is not None:
             states = self._outcome.states
             states.time.append(now - self._start)

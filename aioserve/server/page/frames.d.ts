@@ -39,6 +39,7 @@ export type Planned = [
   num_waiting: number,
   num_used_blocks: number,
   encoded: Array<[number, number]>,
+  paused: Array<number>,
 ];
 
 export type Back = [

@@ -200,8 +200,8 @@ export class Lanes extends Plot {
       if (end < this.from || (kind === "queued" && this.onlyRunners)) continue; // not in that lane
       const x0 = Math.max(this.x(from), this.gutter - 2), x1 = this.x(Math.min(end, this.to));
       const width = Math.max(x1 - x0, 1);
-      if (kind === "queued" || kind === "preempted") {
-        pen.fillStyle = palette.striped(pen, palette[kind]);
+      if (kind === "queued" || kind === "preempted" || kind === "paused") {
+        pen.fillStyle = palette.striped(pen, kind === "paused" ? palette.decode : palette[kind]);
         pen.fillRect(x0, y + inset + height / 4, width, height / 2);
         if (kind === "preempted") {
           pen.fillStyle = palette.preempted;

@@ -2,7 +2,7 @@
 // Knows times in milliseconds since the watching began; knows no other request.
 // @ts-check
 
-/** @typedef {"queued" | "prefill" | "decode" | "preempted" | "done"} State */
+/** @typedef {"queued" | "prefill" | "decode" | "preempted" | "paused" | "done"} State */
 /** @typedef {{ kind: State, from: number, to: number | null }} Span */
 /** @typedef {{ step: number, from: number, to: number | null, tokens: number }} Chunk */
 /** @typedef {{ id: number, time: number, back: number | null, total: number, prefill: number,
@@ -53,7 +53,7 @@ export class Life {
   get reason() {
     return this.reasons.length ? this.reasons[this.reasons.length - 1].reason : "";
   }
-  get waits() { return this.state === "queued" || this.state === "preempted"; }
+  get waits() { return ["queued", "preempted", "paused"].includes(this.state); }
   /** @param {number} step */
   reasonAt(step) {
     let found = "";
@@ -84,4 +84,6 @@ export class Life {
       if (span.kind === kind) sum += (span.to ?? this.end ?? now) - span.from;
     return sum;
   }
+  /** @param {number} now */
+  waited(now) { return this.seconds("queued", now) + this.seconds("preempted", now) + this.seconds("paused", now); }
 }

@@ -206,7 +206,7 @@ export class Now {
       }, short(`${life.number}: ${life.user || life.id}`, 26))),
       element("td", { class: "left" }, life.waits && life.reason ? `${STATES[life.state]}: ${REASONS[life.reason] ?? life.reason}` : STATES[life.state]),
       ...[life.prompt, life.cached, life.output].map((value) => element("td", {}, count(value))),
-      element("td", {}, duration(life.seconds("queued", this.story.now) + life.seconds("preempted", this.story.now))),
+      element("td", {}, duration(life.waited(this.story.now))),
       element("td", {}, count(life.preemptions)),
     ));
     // The focus stays on the request that has it.
@@ -224,7 +224,7 @@ export function describe(life, now) {
   if (life.end !== null) parts.push(`${ENDS[life.finish] ?? life.finish}, after ${duration(life.end - life.arrival)}`);
   else if (life.waits) parts.push(`${STATES[life.state]}${life.reason ? `: ${REASONS[life.reason] ?? life.reason}` : ""}`);
   else parts.push(STATES[life.state]);
-  parts.push(`waited ${duration(life.seconds("queued", now) + life.seconds("preempted", now))}`);
+  parts.push(`waited ${duration(life.waited(now))}`);
   parts.push(`prompt ${count(life.prompt)}${life.cached ? ` (${count(life.cached)} cached)` : ""}`);
   parts.push(`${plural(life.output, "token")} out`);
   if (life.preemptions) parts.push(`preempted ${life.preemptions === 1 ? "once" : `${life.preemptions} times`}`);

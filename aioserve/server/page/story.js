@@ -16,8 +16,8 @@ const MAX_OWN_LANES = 100; // of more, another user has one at once
 /** @typedef {import("./life.js").Step} Step */
 
 /** @param {import("./frames.js").Planned} row */
-const asPlanned = ([id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded]) =>
-  ({ id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded });
+const asPlanned = ([id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded, paused]) =>
+  ({ id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded, paused });
 
 // What a snapshot tells anew.
 class Watched {
@@ -102,7 +102,7 @@ export class Story extends Watched {
       const life = this.add(asCame(came), frame.now);
       Object.assign(life, { computed, output, cached, preemptions });
       if (reason) life.reasons.push({ step: 0, reason });
-      if (state === "preempted") life.enter("preempted", frame.now);
+      if (state === "preempted" || state === "paused") life.enter(state, frame.now);
       if (state === "running") {
         const decodes = output > 0;
         life.enter(decodes ? "decode" : "prefill", frame.now);
@@ -183,10 +183,21 @@ export class Story extends Watched {
       life.enter("preempted", plan.time);
       this.prefilling.delete(life);
     }
+    for (const number of plan.paused) {
+      const life = this.lives.get(number);
+      if (!life) continue;
+      life.enter("paused", plan.time);
+      this.prefilling.delete(life);
+    }
     for (const [number, computed] of plan.admitted) {
       const life = this.lives.get(number);
       if (!life) continue;
-      if (!life.preemptions) life.cached = computed;
+      const goesOn = life.state === "paused";
+      if (goesOn && life.output && computed >= life.prompt + life.output - 1) {
+        life.enter("decode", plan.time);
+        continue;
+      }
+      if (!life.preemptions && !goesOn) life.cached = computed;
       life.computed = computed;
       life.runLane ??= place(this.runLanes, life);
       life.enter("prefill", plan.time);

@@ -54,13 +54,14 @@ export class Why {
     this.finished = life.end !== null && !this.story.unanswered.size ? life : null;
     const stretches = this.stretches(life);
     const time = this.story.now;
-    /** @type {("queued" | "prefill" | "decode" | "preempted")[]} */
+    /** @type {("queued" | "prefill" | "decode" | "preempted" | "paused")[]} */
     const kinds = ["queued", "prefill", "decode", "preempted"];
+    if (life.seconds("paused", time)) kinds.push("paused");
     const spent = kinds.map((kind) => /** @type {const} */ ([kind, life.seconds(kind, time)]));
     byId("life").replaceChildren(
       element("p", { class: "small" }, element("b", {}, life.id), " ", describe(life, time)),
       element("dl", { class: "facts" }, ...spent.map(([kind, ms]) => element("div", {},
-        element("dt", {}, { queued: "waited in the queue", prefill: "prompt computed in", decode: "decoded for", preempted: "waited after a preemption" }[kind]),
+        element("dt", {}, { queued: "waited in the queue", prefill: "prompt computed in", decode: "decoded for", preempted: "waited after a preemption", paused: "paused for" }[kind]),
         element("dd", {}, ms ? duration(ms) + (kind === "prefill" && life.chunks.length > 1 ? `, ${life.chunks.length} chunks` : "") : "–"))),
         element("div", {}, element("dt", {}, "first token after"), element("dd", {}, life.firstToken === null ? "–" : duration(life.firstToken - life.arrival))),
       ),
@@ -77,7 +78,7 @@ export class Why {
     if (i < 0) return found;
     const chunks = new Map(life.chunks.map((chunk) => [chunk.step, chunk.tokens]));
     const ends = life.end ?? Infinity;
-    let rows = null, isIn = false, isPreempted = false;
+    let rows = null, isIn = false;
     for (; i < steps.length && steps[i].time <= ends; i++) {
       const step = steps[i];
       if (step.lives !== rows) {
@@ -86,9 +87,8 @@ export class Why {
       }
       const chunk = chunks.get(step.id);
       const span = life.spans.findLast((one) => one.from <= step.time);
-      isPreempted = span?.kind === "preempted";
       const held = !isIn && (span?.kind === "prefill" || span?.kind === "decode");
-      const kind = isIn ? (chunk ? "prefill" : "decode") : held ? "held" : isPreempted ? "preempted" : "queued";
+      const kind = isIn ? (chunk ? "prefill" : "decode") : held ? "held" : span?.kind === "preempted" || span?.kind === "paused" ? span.kind : "queued";
       const reason = isIn || held ? "" : life.reasonAt(step.id);
       const last = found[found.length - 1];
       if (last && last.kind === kind && last.reason === reason && (kind !== "prefill" || last.step + last.steps.length === step.id)) last.steps.push(step);
@@ -117,11 +117,12 @@ export class Why {
     const what = {
       queued: `waited: ${REASONS[reason] ?? "no step has looked at it yet"}`,
       preempted: `preempted, waited: ${REASONS[reason] ?? "not asked for"}`,
+      paused: `paused, waited: ${REASONS[reason] ?? "not asked for"}`,
       prefill: `${plural(tokens, "token")} of its prompt`,
       decode: `${plural(steps.length, "step")} of decoding`,
       held: "held its place, got nothing",
     }[kind];
-    const isWaiting = kind === "queued" || kind === "preempted" || kind === "held";
+    const isWaiting = ["queued", "preempted", "paused", "held"].includes(kind);
     const isOpen = this.opened.has(step);
     const button = element("button", {
       type: "button", class: "link", "aria-expanded": String(isOpen), title: "step by step",
@@ -152,7 +153,7 @@ export class Why {
       const reason = other.reasonAt(step.id);
       if (!reason || reason === "policy") continue;
       const span = other.spans.findLast((one) => one.from <= step.time);
-      if (span?.kind === "queued" || span?.kind === "preempted")
+      if (span && ["queued", "preempted", "paused"].includes(span.kind))
         return `; it stopped at ${short(this.name(other), 24)}: ${REASONS[reason] ?? reason}`;
     }
     return "";

@@ -12,13 +12,14 @@ export const REASONS = {
   encoder_budget: "its image does not fit the step",
   deadline: "it will miss its deadline anyway",
   preempted: "it gave way in this very step",
+  paused: "the policy paused it: it keeps its KV blocks",
   remote_kvs: "its blocks are being read from elsewhere",
   in_flight: "a step that still has it is not back",
   policy: "the policy did not ask for it",
 };
 
 export const STATES = {
-  queued: "queued", prefill: "prefill", decode: "decode", preempted: "preempted", done: "done",
+  queued: "queued", prefill: "prefill", decode: "decode", preempted: "preempted", paused: "paused", done: "done",
 };
 
 export const count = (value) => Math.round(value).toLocaleString("en");
