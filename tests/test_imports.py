@@ -177,6 +177,7 @@ ALLOWED = {
     },
     "aioserve.lab": {
         "aioserve.zoo",
+        "aioserve.version",
         "aioserve.scheduler.option_fields",
         "aioserve.hints",
         "aioserve.arguments",

@@ -1,0 +1,165 @@
+"""What a policy costs: microseconds of CPU per schedule() with 1,000 running and 10,000 waiting.
+
+Every step one in 64 of the running requests ends and as many arrive, so that there is a place to
+give in each. Steps take modelled time. Knows policies as the engine makes them; runs no engine.
+"""
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.hints import PREDICTED_OUTPUT_TOKENS, PROGRAM, SESSION
+from aioserve.kv_cache import KVCacheManager
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.request import Request, RequestSpec
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler import SchedulerInterface, SchedulerOutput, load_policy
+
+RUNNING, WAITING = 1000, 10_000
+PROMPT_TOKENS, REPLY_TOKENS, BLOCK_SIZE = 64, 512, 16
+LIFE = 64  # steps that a request stays, about
+NUM_STEPS = 40
+MAX_FILL_SECONDS = 30.0  # of CPU, after which it is measured with as many as run by then
+EOS = 1
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """Means over the steps that were measured."""
+
+    us: float  # per schedule(), of CPU
+    running: int
+    waiting: int
+
+
+def measure_cost(config: EngineConfig, waiting: int = WAITING) -> Cost:
+    """The cost of the configured policy; CPU time of this process, so it depends on the machine."""
+    work = _Work(config, waiting)
+    work.fill()
+    gc.collect()
+    times, running = [], []
+    for _ in range(NUM_STEPS):
+        times.append(work.step(leaving=max(len(work.known) // LIFE, 1)))
+        running.append(len(work.known))
+    return Cost(
+        round(1e6 * statistics.mean(times), 1), round(statistics.mean(running)), work.num_waiting
+    )
+
+
+class _Work:
+    """A scheduler with its requests, and a clock on which steps take what they might."""
+
+    def __init__(self, config: EngineConfig, waiting: int) -> None:
+        self._now = 0.0
+        self._rng = random.Random(1)
+        self._num_made = 0
+        self.known: dict[str, int] = {}  # tokens of running requests
+        self._coming: list[Request] = []
+        self._all_decode = False  # in the last step
+        limit = PROMPT_TOKENS + REPLY_TOKENS
+        scheduler_config = msgspec.structs.replace(
+            config.scheduler,
+            max_num_seqs=RUNNING,
+            max_num_batched_tokens=RUNNING * PROMPT_TOKENS,
+            max_waiting_requests=2 * (RUNNING + waiting),
+            options=_wide(config),
+        )
+        blocks = 2 * RUNNING * -(-limit // BLOCK_SIZE)
+        make: Callable[..., SchedulerInterface] = load_policy(config.scheduler.policy)
+        self.scheduler = make(
+            scheduler_config,
+            KVCacheManager(blocks, BLOCK_SIZE),
+            max_model_len=limit,
+            clock=lambda: self._now,
+        )
+        for _ in range(waiting + RUNNING):
+            self.scheduler.add_request(self._make_request())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait now."""
+        return self.scheduler.get_request_counts()[1]
+
+    def _make_request(self) -> Request:
+        number, rng = self._num_made, self._rng
+        self._num_made += 1
+        tokens = [2 + number % 5] * 16 + [10 + number % 9973] * (PROMPT_TOKENS - 16 - number % 16)
+        hints: dict[str, Any] = {
+            PREDICTED_OUTPUT_TOKENS: rng.randrange(1, REPLY_TOKENS),
+            SESSION: f"s{number % 2000}",
+            PROGRAM: f"p{number % 500}",
+            "slo_class": "ab"[number % 2],
+            "offline": number % 4 == 0,
+        }
+        return Request(
+            RequestSpec(
+                f"request-{number}",
+                tokens,
+                SamplingParams(max_tokens=REPLY_TOKENS),
+                arrival_time=self._now + 1e-6 * number,
+                eos_token_ids=(EOS,),
+                priority=number % 3,
+                user=f"user-{number * 7919 % 100}",
+                hints=hints,
+            )
+        )
+
+    def fill(self) -> None:
+        """Until all seats are taken and all prompts computed, or it has taken too long."""
+        began = time.thread_time()
+        while time.thread_time() - began < MAX_FILL_SECONDS:
+            self.step(leaving=0)
+            if len(self.known) >= RUNNING and self._all_decode:
+                return
+
+    def step(self, leaving: int) -> float:
+        """Plan a step and take in a result by which the oldest requests end; the CPU seconds of
+        schedule().
+        """
+        for request in self._coming:
+            self.scheduler.add_request(request)
+        self._coming = []
+        began = time.thread_time()
+        output = self.scheduler.schedule()
+        seconds = time.thread_time() - began
+        result = self._compute(output, leaving)
+        outputs = self.scheduler.update_from_output(output, result) if result.req_ids else {}
+        ended = [o for c in outputs.values() for o in c.outputs if o.finish_reason is not None]
+        for one in ended:
+            self.known.pop(one.request_id, None)
+        self._coming = [self._make_request() for _ in ended]
+        return seconds
+
+    def _compute(self, output: SchedulerOutput, leaving: int) -> ModelRunnerOutput:
+        for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
+            self.known.pop(request_id, None)
+        cached = output.scheduled_cached_reqs
+        done = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in output.scheduled_new_reqs:
+            self.known[new.request_id] = len(new.token_ids)
+            done[new.request_id] = new.num_computed_tokens
+        sampled = {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            is_last = done[request_id] + count >= self.known[request_id]
+            sampled[request_id] = [7] if is_last else []
+            self.known[request_id] += is_last
+        self._all_decode = bool(sampled) and all(sampled.values())
+        decoding = [request_id for request_id in self.known if sampled.get(request_id)]
+        for request_id in decoding[:leaving]:
+            sampled[request_id] = [EOS]
+        num_prefill = output.total_num_scheduled_tokens - len(sampled)
+        self._now += 0.011 + 8e-5 * num_prefill + 1e-5 * len(sampled)
+        return ModelRunnerOutput(list(sampled), list(sampled.values()))
+
+
+def _wide(config: EngineConfig) -> dict[str, Any]:
+    """The options, with room in a step for all decodes and some prompts."""
+    options = dict(config.scheduler.options)
+    if options.get("chunk_size") is not None:
+        options["chunk_size"] = 2 * RUNNING
+    return options

@@ -1,0 +1,78 @@
+"""The standard of the zoo: six workloads, their seeds, and the machine that they are simulated on.
+
+Frozen under a version and a digest, so that numbers of two papers can be compared: what changes one
+of them is a new version. Knows what is run; runs nothing.
+"""
+
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
+from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.workload import Workload
+from aioserve.runner.profile import load_profile
+from aioserve.scheduler import available_policies
+from aioserve.shipped import config_names
+
+VERSION = "zoo-1"
+#: What `standard_digest` says of this version; a test holds them together.
+DIGEST = "4a8de922a02d9784"
+WORKLOADS = ("chat", "code", "documents", "agents", "offline", "tenants")
+SEEDS = (1, 2, 3, 4, 5)
+#: Laid over the settings of every policy: the machine, its memory and its seats.
+SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("runner.profile", VERSION),
+    ("cache.block_size", "16"),
+    ("cache.num_kv_blocks", "3000"),
+    ("scheduler.max_num_seqs", "128"),
+)
+
+
+def load_workload(name: str, seed: int) -> Workload:
+    """A standard workload for one of the `SEEDS`."""
+    return WorkloadSource(path=f"{VERSION}-{name}").load(seed)
+
+
+def policy_names() -> list[str]:
+    """The policies that come with aioserve and have a configuration of their name, sorted."""
+    return sorted(available_policies().keys() & config_names())
+
+
+def load_policies(names: list[str]) -> list[Candidate]:
+    """Configurations on the standard machine, by policy, file or name. Raises `ConfigError`."""
+    return load_candidates(names, SETTINGS)
+
+
+def prepared(candidate: Candidate, workload: Workload) -> Candidate:
+    """The candidate with limits that fit the longest request of the workload."""
+    [ready], _, _ = prepare([candidate], [workload], is_live=False, clip=False)
+    return ready
+
+
+def standard_digest() -> str:
+    """A short name for all requests of all seeds, their service levels, the profile and the
+    settings.
+    """
+    model = msgspec.structs.replace(load_profile(VERSION), source="", error="")
+    found = sha256(repr((SETTINGS, _stated(model))).encode())
+    for name in WORKLOADS:
+        for seed in SEEDS:
+            workload = load_workload(name, seed)
+            classes = {kind: _stated(slo) for kind, slo in workload.classes.items() if slo}
+            found.update(repr((name, seed, classes, workload.weights)).encode())
+            for request in workload.requests:
+                found.update(repr(_stated(request)).encode())
+    return found.hexdigest()[:16]
+
+
+def _stated(struct: msgspec.Struct) -> list[tuple[str, Any]]:
+    """Fields that are not at their defaults, so that a new field changes nothing; times to the
+    microsecond, because libraries of mathematics differ in last digits.
+    """
+    return [
+        (field.name, round(value, 6) if isinstance(value, float) else msgspec.to_builtins(value))
+        for field in msgspec.structs.fields(struct)
+        if (value := getattr(struct, field.name)) != field.default
+    ]

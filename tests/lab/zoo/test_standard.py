@@ -1,0 +1,54 @@
+"""The standard workloads of the zoo are frozen, and say what policies and goodput need."""
+
+import pytest
+
+from aioserve.lab.workloads.synthetic import read_spec
+from aioserve.lab.zoo.standard import (
+    DIGEST,
+    SEEDS,
+    VERSION,
+    WORKLOADS,
+    load_policies,
+    load_workload,
+    policy_names,
+    prepared,
+    standard_digest,
+)
+from aioserve.shipped import find_workload, workload_names
+from tests.policy_names import SHIPPED, ZOO
+
+
+def test_the_standard_is_that_of_its_digest() -> None:
+    """If this fails, numbers that were published as zoo-1 mean something else: make it zoo-2."""
+    assert standard_digest() == DIGEST
+
+
+def test_a_workload_of_another_seed_or_rate_has_another_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aioserve.lab.zoo.standard.SEEDS", (1, 2, 3, 4, 6))
+    assert standard_digest() != DIGEST
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_class_states_limits_and_hints_and_what_its_clients_allow(name: str) -> None:
+    spec = read_spec(find_workload(f"{VERSION}-{name}"))
+    for kind in spec.classes:
+        assert kind.slo is not None
+        assert kind.prediction is not None
+        assert kind.max_tokens is not None
+        assert kind.hints["slo_class"] == kind.name
+        for limit in ("ttft", "tpot"):
+            if (stated := getattr(kind.slo, limit)) is not None:
+                assert kind.hints[f"slo_{limit}"] == stated
+    assert {f"{VERSION}-{name}" for name in WORKLOADS} <= workload_names()
+
+
+def test_every_policy_takes_part_on_the_same_machine() -> None:
+    assert policy_names() == sorted([*SHIPPED, *ZOO])
+    workload = load_workload("documents", SEEDS[0])
+    for candidate in load_policies(policy_names()):
+        config = prepared(candidate, workload).config
+        assert config.runner.profile == VERSION
+        assert config.cache.num_kv_blocks == 3000
+        assert config.model.max_model_len == workload.longest
