@@ -73,7 +73,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("admits_in_order", "keeps_decoding", "policy_api", "reorder_every"),
-            *("runs_whole_prompts", "uses_step_time"),
+            *("runs_whole_prompts", "uses_step_time", "uses_predicted_tokens"),
         ],
     ),
     (
@@ -83,7 +83,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "memory"),
             *("paused_requests", "pin", "unpin", "wake_at", "reorder", "reorder_all", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
-            *("max_draft_tokens", "step_time"),
+            *("max_draft_tokens", "step_time", "predicted_tokens"),
         ],
     ),
     (

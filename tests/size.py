@@ -35,6 +35,9 @@ PARTS = (
         "scheduler/multi_step_decode.py",
         "scheduler/drafts.py",
         "scheduler/draft_lengths.py",
+        "scheduler/hearing.py",
+        "scheduler/length_history.py",
+        "scheduler/length_prediction.py",
     ),
     *(
         "scheduler/bounded_step.py",

@@ -73,6 +73,7 @@ ALLOWED = {
     "aioserve.scheduler": {
         "aioserve.config",
         "aioserve.errors",
+        "aioserve.hints",
         "aioserve.kv_cache",
         "aioserve.nearest",
         "aioserve.zoo",

@@ -132,16 +132,18 @@ def test_a_pinned_prefix_outlives_traffic_that_would_have_evicted_it(
 
 
 def test_the_shortest_predicted_reply_goes_first_until_another_has_waited_long_enough() -> None:
-    harness = SchedulerHarness(policy("shortest_predicted"), max_num_seqs=1)
+    harness = SchedulerHarness(
+        policy("shortest_predicted"), options={"usual": 20.0}, max_num_seqs=1
+    )
     for name, hints in (
-        ("long", {"predicted_output_tokens": 900}),
+        ("long", {"predicted_output_tokens": 40}),
         ("unknown", {}),
         ("text", {"predicted_output_tokens": "many"}),
         ("short", {"predicted_output_tokens": 5}),
     ):
-        harness.add_request(name, [1] * 4, max_tokens=3, hints=hints)
-    harness.wait(100)  # as long as 1,000 tokens are worth
-    harness.add_request("late", [1] * 4, max_tokens=3, hints={"predicted_output_tokens": 1})
+        harness.add_request(name, [1] * 4, max_tokens=50, hints=hints)
+    harness.wait(10)  # as long as 100 tokens are worth
+    harness.add_request("late", [1] * 4, max_tokens=50, hints={"predicted_output_tokens": 1})
     harness.run_until_idle()
     assert order_of_first_tokens(harness) == ["short", "unknown", "text", "long", "late"]
 
@@ -200,3 +202,20 @@ def test_a_reader_states_its_speed_and_no_request_is_paused_for_nobody() -> None
     harness.run_until_idle()
     assert order_of_first_tokens(harness) == ["quick", "waits"]
     assert not any(step.preempted_req_ids for step in harness.steps)
+
+
+def test_without_hints_the_client_whose_replies_were_short_goes_first() -> None:
+    harness = SchedulerHarness(policy("shortest_predicted"), max_num_seqs=1)
+    for user, length in (("talker", 30), ("nodder", 2)):
+        harness.add_request(f"first of {user}", [1] * 4, max_tokens=length, user=user)
+    harness.run_until_idle()
+    for user in ("talker", "stranger", "nodder"):
+        harness.add_request(f"second of {user}", [2] * 4, max_tokens=40, user=user)
+    before = len(harness.steps)
+    harness.run_until_idle()
+    del harness.steps[:before]
+    assert order_of_first_tokens(harness) == [
+        "second of nodder",
+        "second of stranger",
+        "second of talker",
+    ]

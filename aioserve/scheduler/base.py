@@ -20,6 +20,7 @@ from aioserve.scheduler.blame import asking
 from aioserve.scheduler.bounded_step import BoundedStep
 from aioserve.scheduler.draft_lengths import Drafting
 from aioserve.scheduler.gauges import Gauging
+from aioserve.scheduler.hearing import Hearing
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
 from aioserve.scheduler.lease_verbs import Leasing
@@ -42,7 +43,7 @@ order_key = attrgetter("order_key")
 _NONE: dict[str, Rejection] = {}  # never changed
 
 
-class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging, Pausing, Sleeping):
+class BaseScheduler(Reordering, Leasing, Waking, Drafting, Hearing, Gauging, Pausing, Sleeping):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (admission order) and `victim` (preemption), and read
@@ -98,8 +99,8 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging, Pausing, Sle
             config.max_whole(max_model_len),
             self.runs_whole_prompts,
         )
-        self._wants_ends = type(self).on_finish is not BaseScheduler.on_finish
-        self.book.just_ended = [] if self._wants_ends else None
+        self._on_end = self._end_hooks()
+        self.book.just_ended = [] if self._on_end else None
         self._limits = make_limits(config.max_loras, encoder)
         self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
         kv_cache.leases.max_blocks = self._max_leased
@@ -175,9 +176,6 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging, Pausing, Sle
         """
         return max(self.running, key=order_key, default=None)
 
-    def on_finish(self, request: Request, reason: str) -> None:
-        """Called before the next step for each request that has ended, with its finish reason."""
-
     # What a policy uses.
 
     def new_step(self, token_budget: int | None = None, max_requests: int | None = None) -> Step:
@@ -192,9 +190,7 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging, Pausing, Sle
         if self.kv_cache.leases.held:
             self.kv_cache.leases.expire(self.clock())
         if self.book.just_ended:
-            ended, self.book.just_ended = self.book.just_ended, []
-            for request in ended:
-                self.on_finish(request, request.status.finish_reason or "")
+            self._tell_ends(self.book.just_ended)
         if self.reorder_every is not None and self.book.waiting:
             self._reorder_if_due(self.reorder_every)
         make: Callable[..., Step] = Step
@@ -224,7 +220,7 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Gauging, Pausing, Sle
             self._check_takeover(request)
         other.book.follow(type(self).__name__, self._ask_order, self._ask_group)
         self.book = other.book
-        self.book.just_ended = [] if self._wants_ends else None
+        self.book.just_ended = [] if self._on_end else None
         self.kv_cache.follow(self._limits)
         self.kv_cache.leases.max_blocks = self._max_leased
 

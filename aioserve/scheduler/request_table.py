@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from aioserve.errors import InvariantError, PolicyError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus
+from aioserve.scheduler.length_history import LengthHistory
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue, by_user
 from aioserve.scheduler.rejection import Rejection
@@ -97,6 +98,7 @@ class RequestTable:
         self.finished_req_ids: list[str] = []  # not yet told to the runner
         self.rejected: dict[Request, Rejection] = {}  # by the step that is planned
         self.just_ended: list[Request] | None = None  # for a policy that wants to know; None: no
+        self.reply_lengths: LengthHistory | None = None  # None: no policy has learned any
         self._untold_preempted: list[str] = []  # from a step that the runner never saw
         self._last_decodes = Decodes([])
         self._num_added = 0

@@ -141,6 +141,24 @@ class PolicyContract:
             harness.run_until_idle()
             harness.check_foresees_no_end()
 
+    def test_no_plan_tells_how_long_the_replies_that_run_will_be(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Two clients have a request each, and come again before it has ended: what a policy makes
+        of the first may not depend on its end, which is still to come.
+        """
+        with replace(subject, shrink=False).harness(
+            pipeline_depth=pipeline_depth, max_num_batched_tokens=8
+        ) as harness:
+            for i in range(4):
+                reply = [5] * (8 + 4 * i) + [END]
+                user = "ab"[i % 2]
+                arrive(harness, f"r{i}", [9 + i] * 6, reply=reply, eos_token_ids=(END,), user=user)
+                if i == 1:
+                    harness.step()
+            harness.run_until_idle()
+            harness.check_foresees_no_end()
+
     def test_a_shared_prefix_is_read_only_when_it_is_there(
         self, subject: Subject, pipeline_depth: int
     ) -> None:

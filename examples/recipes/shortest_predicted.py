@@ -1,8 +1,9 @@
-"""Hints: the request with the shortest predicted reply first, and no request waits for ever.
+"""Predicted lengths: the shortest reply goes first, and no request waits for ever.
 
-A client, or a predictor in front of the server, states the hint `predicted_output_tokens`. A
-request stands in line as if it had come a second later for every `tokens_per_second` tokens that
-its reply is predicted to have; one without a hint counts as long as `usual`.
+A client, or a predictor in front of the server, states the hint `predicted_output_tokens`; where it
+does not, the scheduler goes by the newest replies to the same client and class. A request stands in
+line as if it had come a second later for every `tokens_per_second` tokens that its reply is
+predicted to have. Until a first reply has ended, each counts as long as `usual`.
 """
 
 from aioserve.scheduler import (
@@ -18,14 +19,14 @@ class ShortestPredictedScheduler(BaseScheduler):
     """Decodes first, then the prompts with the shortest predicted replies."""
 
     admits_in_order = "all"
+    uses_predicted_tokens = True  # it learns from each reply that ends
 
     class Options(PolicyOptions):
-        usual: PositiveFloat = 200.0  # tokens of a reply of which nothing is predicted
+        usual: PositiveFloat = 200.0  # tokens of a reply of which nothing is known yet
         tokens_per_second: PositiveFloat = 10.0  # of reply, that a second of waiting is worth
 
     def order(self, request: Request) -> float:
-        predicted = request.hints.get("predicted_output_tokens", self.options.usual)
-        length = self.options.usual if isinstance(predicted, str) else predicted
+        length = self.predicted_tokens(request, self.options.usual)
         ahead: float = length / self.options.tokens_per_second
         return request.arrival_time + ahead
 

@@ -19,7 +19,9 @@ from aioserve.kv_cache.resources.encoder import EncoderOutputs
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
+from aioserve.scheduler.length_history import LengthHistory
 from aioserve.testing import SchedulerHarness
+from aioserve.testing.replies import Masked
 
 CAUGHT_BY: dict[type[BaseScheduler], str] = {}  # a regular expression of the message
 
@@ -439,7 +441,8 @@ def _foreseen_length(request: Request) -> int:
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, SchedulerHarness):
-            return len(caller.ledger.lives[request.request_id].reply)
+            life = caller.ledger.lives.get(request.request_id)
+            return 0 if life is None or isinstance(life.reply, Masked) else len(life.reply)
         frame = frame.f_back
     return 0
 
@@ -841,6 +844,52 @@ class KeepsWrongDrafts(SoundScheduler):
         for request, num_computed in zip(drafted, computed, strict=True):
             request.num_computed_tokens = num_computed
         return outputs
+
+
+# Predicted lengths.
+
+
+@caught_by(r"step \d+: no reply has ended, but the plan tells how long they will be")
+class PredictsTheTruth(SoundScheduler):
+    """Predicts each length as it will be, which its caller knows."""
+
+    uses_predicted_tokens = True
+
+    def schedule(self) -> SchedulerOutput:
+        self.reorder_all()
+        return super().schedule()
+
+    def order(self, request: Request) -> Any:
+        return self.predicted_tokens(request, 10.0)
+
+    def predicted_tokens(self, request: Request, default: float) -> float:
+        return _foreseen_length(request) or default
+
+
+@caught_by(r"step \d+: no reply has ended, but the plan tells how long they will be")
+class LearnsBeforeTheEnd(SoundScheduler):
+    """Learns the length of a reply when it has begun."""
+
+    uses_predicted_tokens = True
+
+    def order(self, request: Request) -> Any:
+        return self.predicted_tokens(request, 10.0)
+
+    def schedule(self) -> SchedulerOutput:
+        history = self.book.reply_lengths = self.book.reply_lengths or LengthHistory()
+        for request in self.running:
+            group = request.spec.key_name, request.user, request.adapter_id, ""
+            history.note(group, _foreseen_length(request))
+        self.reorder_all()
+        return super().schedule()
+
+
+@caught_by(r"asks predicted_tokens\(\) without uses_predicted_tokens = True")
+class PredictsInSecret(SoundScheduler):
+    """Asks for a prediction, and has not said that it does."""
+
+    def order(self, request: Request) -> Any:
+        return self.predicted_tokens(request, 10.0)
 
 
 # Draft lengths.
