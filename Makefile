@@ -59,8 +59,9 @@ test-deploy: .venv/deploy  ## the Dockerfile, unit and manifests of deploy/, by 
 fuzz: .venv/test  ## input at random for all that reads what others wrote (SECONDS=600, ARGS="http gguf")
 	TQDM_DISABLE=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) $(ARGS)
 
-test-page: .venv/test .venv/page/done  ## the page: types of its JavaScript, and a real browser (apt-get install npm chromium)
+test-page: .venv/test .venv/page/done  ## the page and the lab's report: types of their JavaScript; a real browser (apt-get install npm chromium)
 	.venv/page/node_modules/.bin/tsc -p tests/page
+	.venv/page/node_modules/.bin/tsc -p tests/page/report.json
 	$(BIN)/python -m pytest -q -m "browser and not slow" tests/page $(ARGS)
 
 # The flags are those of setup.py's baseline: keep in step.

@@ -1,7 +1,7 @@
 // The report, from top to bottom.
 
-const data = JSON.parse(document.getElementById("data").textContent);
-const page = document.getElementById("page");
+const data = JSON.parse(part("data").textContent ?? "");
+const page = part("page");
 const results = data.results;
 
 function section(title, text, ...content) {

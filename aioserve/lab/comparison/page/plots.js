@@ -13,6 +13,9 @@ function element(name, attributes = {}, ...children) {
   return node;
 }
 
+// An element that page.html has.
+const part = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
+
 const color = (i) => `var(--c${i % 9})`;
 
 function seconds(value) {
@@ -32,7 +35,7 @@ const percent = (value) => `${+(100 * value).toFixed(1)}%`;
 function linearTicks(low, high, wanted = 5) {
   if (!(high > low)) high = low + 1;
   const raw = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw);
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw) ?? 10 * power;
   const ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(i * step);
   return ticks;
@@ -98,6 +101,11 @@ function frame(options, x, y, box = FRAME) {
 
 // series: [{name, color, x, y}]. With isShare, y is a share and the pointer reads all series at one
 // y; else at one x. With low and high, a point has a whisker from one to the other.
+/**
+ * @param {{title: string, series: any[], xLabel: string, yLabel: string, xFormat: (v: number) => string,
+ *   yFormat: (v: number) => string, xLog?: boolean, yMax?: number, xNames?: string[], isShare?: boolean,
+ *   dots?: boolean}} options
+ */
 function linePlot({ title, series, xLabel, yLabel, xFormat, yFormat, xLog = false, yMax, xNames, isShare = false, dots = false }) {
   const { width, height, left, right, top, bottom } = FRAME;
   let [xLow, xHigh] = extent(series.map((s) => s.x));
@@ -206,7 +214,7 @@ function place(line, x1, x2, y1, y2) {
 }
 
 function hover(svg, describe, cross, frameBox = FRAME) {
-  const tip = document.getElementById("tip");
+  const tip = part("tip");
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect(), zoom = frameBox.width / box.width;
     const px = (event.clientX - box.left) * zoom, py = (event.clientY - box.top) * zoom;
