@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -182,13 +182,14 @@ def download_bars() -> Any:
 
 
 class BesideBars(logging.StreamHandler[Any]):
-    """Logs where bars may stand: takes them away for the time of a line."""
+    """Logs where bars may stand, which is on a terminal: takes them away for the time of a line."""
+
+    def __init__(self, stream: Any = None) -> None:
+        super().__init__(stream)
+        self._is_terminal = self.stream.isatty()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As its base, on a line of its own."""
-        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        if tqdm is None or not getattr(tqdm, "_instances", None):
-            super().emit(record)
-            return
-        with tqdm.external_write_mode(file=self.stream):
+        """Log a record on a line of its own."""
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None) if self._is_terminal else None
+        with nullcontext() if tqdm is None else tqdm.external_write_mode(file=self.stream):
             super().emit(record)

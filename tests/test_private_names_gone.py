@@ -1,6 +1,5 @@
 """What happens without each private name of `test_private_names`: it is taken away, and tried."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from aioserve.errors import ConfigError
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.processing import ImageProcessor
-from aioserve.progress import BesideBars
 from aioserve.runner import loader
 from aioserve.runner.cpu import linear
 from aioserve.runner.cpu.models import load_model_on_cpu
@@ -23,7 +21,6 @@ from aioserve.runner.loader import AnyModel
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.models.row_by_row import RowByRowModel
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.tensor_parallel.group import Ranks
 from tests.models import make_model
 from tests.runner.driver import make_config
 from tests.test_private_names import TABLE
@@ -71,17 +68,6 @@ def test_a_simulation_fails_in_its_first_step(name: str) -> None:
         assert loop.jump_to(1.0)
     finally:
         loop.close()
-
-
-@without("aioserve.progress", "_instances")
-def test_a_line_of_the_log_is_written_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import tqdm
-
-    monkeypatch.delattr(tqdm.tqdm, "_instances", raising=False)
-    BesideBars().emit(logging.makeLogRecord({"msg": "a line"}))
-    assert capsys.readouterr().err == "a line\n"
 
 
 @without("aioserve.runner.models.architecture", "_is_stateful")
@@ -140,11 +126,11 @@ def test_a_model_with_experts_runs_as_transformers_wrote_it(
     assert "not fused: MixtralExperts has no _apply_gate" in caplog.text
 
 
-@without("aioserve.runner.loader", "_attn_implementation")
+@without("aioserve.runner.models.attention_probe", "_attn_implementation")
 def test_a_model_is_served_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import PretrainedConfig
 
-    probe = loader._probe_attention
+    probe = loader.probe_attention
 
     def probe_without(*args: Any, **options: Any) -> Any:
         with monkeypatch.context() as here:  # transformers itself reads it by this name
@@ -152,24 +138,8 @@ def test_a_model_is_served_row_by_row(tmp_path: Path, monkeypatch: pytest.Monkey
             return probe(*args, **options)
 
     make_model("llama", tmp_path)
-    monkeypatch.setattr(loader, "_probe_attention", probe_without)
+    monkeypatch.setattr(loader, "probe_attention", probe_without)
     assert isinstance(load(tmp_path), RowByRowModel)
-
-
-@without("aioserve.runner.tensor_parallel.group", "_Options", "_devices", "_timeout")
-@pytest.mark.parametrize("name", ["_Options", "_devices", "_timeout"])
-def test_tensor_parallelism_does_not_start(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Options:
-        __slots__ = tuple({"_devices", "_timeout"} - {name})
-
-    gloo: Any = torch.distributed.ProcessGroupGloo
-    monkeypatch.delattr(gloo, "_Options")
-    if name != "_Options":
-        monkeypatch.setattr(gloo, "_Options", Options, raising=False)
-    with pytest.raises(AttributeError, match=name):
-        Ranks(0, 1, tmp_path / "meeting", timeout=10)
 
 
 def info_of(path: Path) -> ModelInfo:

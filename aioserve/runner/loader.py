@@ -3,17 +3,15 @@
 Knows `transformers`; knows nothing about file formats, blocks, batches or requests.
 """
 
-import inspect
 import logging
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
@@ -22,7 +20,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import attached, unpack_all
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
 from aioserve.multimodal.families import family_of
-from aioserve.progress import as_stage, counted
+from aioserve.progress import as_stage
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
@@ -38,6 +36,13 @@ from aioserve.runner.fused.decoder import LOGITS_DTYPE
 from aioserve.runner.fused.ops import Ops, WideLinear
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.models.architecture import check_architecture
+from aioserve.runner.models.attention_probe import (
+    PROBE_TOKENS,
+    probe_attention,
+    probe_inputs,
+    takes,
+    use_default_attention,
+)
 from aioserve.runner.models.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.models.hooked_adapters import HookedAdapters
 from aioserve.runner.models.row_by_row import RowByRowModel
@@ -49,8 +54,6 @@ from aioserve.runner.served_model import Halves, ServedModel
 from aioserve.runner.tensor_parallel.shard import shard
 
 logger = logging.getLogger(__name__)
-
-_PROBE_TOKENS = 4  # more than one, so that a model that builds masks of its own shows them
 
 
 class AnyModel(ServedModel, Halves):
@@ -78,15 +81,15 @@ class AnyModel(ServedModel, Halves):
         self._counts_tokens = any(
             getattr(part, "attn_temperature_tuning", False) for part in probe.sites
         )
-        self._takes_logits_to_keep = _takes(module, "logits_to_keep")  # else it gives all of them
-        self._takes_positions = _takes(module, "position_ids")
+        self._takes_logits_to_keep = takes(module, "logits_to_keep")  # else it gives all of them
+        self._takes_positions = takes(module, "position_ids")
         self._parts: BodyAndHead | None = None
         self._adapters = HookedAdapters(module)
 
     def take_apart(self, info: ModelInfo) -> None:
         """Find out whether there are `halves`, and what can have adapters."""
-        ids, positions = _probe_inputs(self.module, info)
-        with self._adapters.finding(_PROBE_TOKENS, self.states):
+        ids, positions = probe_inputs(self.module, info)
+        with self._adapters.finding(PROBE_TOKENS, self.states):
             self._parts = find_body_and_head(self.module, input_ids=ids, position_ids=positions)
         head = self.module.get_output_embeddings()  # type: ignore[operator]
         # `forward`, as a step on another thread may have adapters on it just now
@@ -264,7 +267,7 @@ def prepare_model(
     try:
         # Of kernels for cards that it does not find, transformers warns at the first call.
         with _quiet_transformers(), states.probing():
-            probe = _probe_attention(module, info, has_states=bool(len(states)))
+            probe = probe_attention(module, info, has_states=bool(len(states)))
     except UnsupportedModelError as error:
         if not len(states) and not isinstance(error, NotADecoderError) and encoder is None:
             return _row_by_row(module, info, place, error)
@@ -309,10 +312,7 @@ def _row_by_row(
     module: nn.Module, info: ModelInfo, place: Place, obstacle: UnsupportedModelError
 ) -> RowByRowModel:
     """The slowest tier, for what `obstacle` keeps from the others."""
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel):
-            # what `generate` would have: not all of them compute the same
-            part.config._attn_implementation = part.get_correct_attn_implementation(None)
+    use_default_attention(module)
     _unpack(module, place)
     _widen_head(module)
     name = type(module).__name__
@@ -362,94 +362,6 @@ def named_dtype(name: str) -> torch.dtype:
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
     }[name]
-
-
-def _probe_attention(module: nn.Module, info: ModelInfo, *, has_states: bool) -> AttentionProbe:
-    """Run a few tokens to see which attention layers there are; config fields differ by model."""
-    if getattr(module.config, "_attn_implementation", None) != ATTN_IMPLEMENTATION:
-        raise UnsupportedModelError("it does not use the attention interface of transformers")
-    ids, positions = _probe_inputs(module, info)
-    takes_positions = _takes(module, "position_ids")
-    num_layers = info.hf_config.num_hidden_layers
-    shown = _layers_shown(module, num_layers, 2 if takes_positions else 1)
-    with torch.inference_mode(), shown:
-        default = probe = _record_attention(module, input_ids=ids)
-        if takes_positions:
-            probe = _record_attention(module, input_ids=ids, position_ids=positions)
-        elif probe.modules or not has_states:
-            raise UnsupportedModelError("it does not take the positions of its tokens")
-    if len(probe.modules) != num_layers and not has_states:
-        raise UnsupportedModelError(
-            f"{len(probe.modules)} of its {num_layers} layers use the attention interface"
-        )
-    if not all(map(_same, probe.queries, default.queries)):
-        raise NotADecoderError("its positions do not count from 0")
-    num_chunked = sum(site.chunk is not None for site in probe.sites.values())
-    layer_types = getattr(info.hf_config, "layer_types", None) or []
-    if layer_types.count("chunked_attention") != num_chunked:
-        raise UnsupportedModelError("its attention in chunks is only in its mask")
-    has_window = any(call.options.sliding_window for call in probe.calls)
-    if not has_window and _masks_a_window(module, info):
-        raise UnsupportedModelError(
-            "its sliding window is only in its mask: serve it with max_model_len of at most "
-            f"{info.hf_config.sliding_window}"
-        )
-    return probe
-
-
-@contextmanager
-def _layers_shown(module: nn.Module, num_layers: int, num_passes: int) -> Iterator[None]:
-    """How far forward passes are; the first one reads what so far is only mapped to files."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    layers = next((part for part in lists if len(part) == num_layers), ())
-
-    def note(*_: Any) -> None:  # what a hook returns would take the place of the output
-        count()
-
-    with counted(num_passes * len(layers), "Trying layers", "layer") as count, ExitStack() as hooks:
-        for layer in layers:
-            hooks.callback(layer.register_forward_hook(note).remove)
-        yield
-
-
-def _probe_inputs(module: nn.Module, info: ModelInfo) -> tuple[Tensor, Tensor]:
-    """Ids and positions [1, T] of a few tokens."""
-    device = next(module.parameters()).device
-    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-    return (info.vocab_size // 2 + positions) % info.vocab_size, positions  # small: maybe padding
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, but for what is not a number."""
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def _masks_a_window(module: nn.Module, info: ModelInfo) -> bool:
-    """Whether the model asks for windowed masks (which are not built) that requests would feel."""
-    window = getattr(info.hf_config, "sliding_window", None)
-    layer_types = getattr(info.hf_config, "layer_types", None) or ["sliding_attention"]
-    return (
-        window is not None
-        and window < info.max_model_len
-        and "sliding_attention" in layer_types
-        and hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
-    )
-
-
-def _takes(module: nn.Module, argument: str) -> bool:
-    return argument in inspect.signature(module.forward).parameters
-
-
-def _record_attention(module: nn.Module, **inputs: Tensor) -> AttentionProbe:
-    probe = AttentionProbe()
-    try:
-        with serving(probe):
-            module(**inputs, use_cache=False)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # code of any kind of model
-        raise UnsupportedModelError(f"its forward pass fails: {one_line(error)}") from error
-    return probe
 
 
 @contextmanager

@@ -4,7 +4,10 @@ Over `torch.distributed`: by gloo on this machine's loopback, or by NCCL between
 tensors; knows nothing about models, steps, or how ranks come to life.
 """
 
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,9 @@ import torch
 from torch import Tensor
 
 from aioserve.errors import RunnerDeadError
+
+#: The variable by which `torch.distributed` is told on which interfaces gloo listens.
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class Ranks:
@@ -41,16 +47,11 @@ class Ranks:
         self.rank, self.size, self._seconds = rank, size, timeout
         self.device = device = device or torch.device("cpu")
         store = distributed.FileStore(str(meeting), size)
-        if device.type == "cuda":
-            kind = distributed.ProcessGroupNCCL
-            options = kind.Options()
-        else:
-            kind = distributed.ProcessGroupGloo
-            options = kind._Options()
-            options._devices = [kind.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=timeout)
+        is_on_card = device.type == "cuda"
+        kind = distributed.ProcessGroupNCCL if is_on_card else distributed.ProcessGroupGloo
         try:
-            self._group = kind(store, rank, size, options)
+            with nullcontext() if is_on_card else _gloo_on_loopback():
+                self._group = kind(store, rank, size, timedelta(seconds=timeout))
             self.told_by_first([0])  # NCCL meets when something is said
         except RuntimeError as error:
             raise self._lost(error) from error
@@ -130,3 +131,20 @@ class Ranks:
     def _lost(self, error: RuntimeError) -> RunnerDeadError:
         what = f"another rank has left, or has not answered for {self._seconds:g} s"
         return RunnerDeadError(f"{what} (runner.rank_timeout): {error}".partition("\n")[0])
+
+
+@contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """Inside the block gloo listens on this machine's own interface alone. Without it, gloo takes
+    the address that the machine's name has: one that others may reach, or none.
+    """
+    before = os.environ.get(GLOO_INTERFACE)
+    loopback = (own for _, own in socket.if_nameindex() if own.startswith("lo"))
+    os.environ[GLOO_INTERFACE] = next(loopback, "lo")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[GLOO_INTERFACE]
+        else:
+            os.environ[GLOO_INTERFACE] = before
