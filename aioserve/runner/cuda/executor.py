@@ -19,16 +19,16 @@ from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.progress import stage
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
-from aioserve.runner.batch.grammar_rows import Standing
 from aioserve.runner.batch.prompt_logprobs import PromptRows, WantedLogprobs
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda.adapters import DeviceAdapters, stage_adapters
 from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.batch import OverlappedBatch
-from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
+from aioserve.runner.cuda.device import Device, HostBuffer, StagingRing
 from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.host_blocks import Copied, DeviceBlocks
+from aioserve.runner.cuda.launched_step import LaunchedParts, LaunchedStep, make_output
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
 from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan, read_result
@@ -37,7 +37,6 @@ from aioserve.runner.lora.adapter_rows import AdapterRows
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.drafter import Drafter
-from aioserve.runner.unsound import failed_requests
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -53,31 +52,6 @@ class _Asked:
 
     prompts: PromptPlan | None
     adapters: Sequence[TokenAdapters]  # of the T, of the S, of the pieces of `prompts`; or none
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step on its way; `result` may be read after `event`."""
-
-    plan: StepPlan
-    sampling: SamplePlan
-    event: Event
-    result: HostBuffer
-    began: float
-    standing: list[Standing]  # of its sampled rows that have a grammar
-    failed: dict[str, str]
-    prompts: PromptPlan | None
-    prompt_words: HostBuffer | None  # of `prompts`
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedParts:
-    """What was launched of a step: all of it, or parts of it one after another."""
-
-    step: SchedulerOutput
-    parts: list[LaunchedStep]
-    lost: dict[str, str]  # requests that are in none of the parts, and why
-    copied: Copied | None  # what a KV connector has it copy
 
 
 class StepExecutor:
@@ -341,7 +315,7 @@ class StepExecutor:
             kept: list[list[int]] = [[] for _ in step.plan.inputs.req_ids]
             for row, token_id in zip(step.plan.sampled.tolist(), token_ids, strict=True):
                 kept[row].append(token_id)
-            return _make_output(step, kept, failed, logprobs, of_prompts, {})
+            return make_output(step, kept, failed, logprobs, of_prompts, {})
         return self._finish_read(self._drafter, step, token_ids, failed, logprobs, of_prompts)
 
     def _finish_read(
@@ -363,7 +337,7 @@ class StepExecutor:
         )
         guesses = self.parts.drafts.guesses(inputs, self._batch)
         step.failed.update(self._batch.failures(inputs))
-        return _make_output(step, kept, failed, logprobs, of_prompts, guesses)
+        return make_output(step, kept, failed, logprobs, of_prompts, guesses)
 
     def explain(self, error: Exception) -> Exception:
         """What an error of `launch` or `finish` means: a failed step, or the end."""
@@ -427,26 +401,3 @@ class StepExecutor:
             adapters=adapters,
             logits_adapters=logits_adapters,
         )
-
-
-def _make_output(
-    step: LaunchedStep,
-    kept: list[list[int]],
-    failed: dict[int, str],
-    logprobs: dict[int, TokenLogprobs],
-    of_prompts: dict[str, list[TokenLogprobs]],
-    guesses: dict[str, list[int]],
-) -> ModelRunnerOutput:
-    """`kept`: by row. `failed` and `logprobs`: by place among the S, of which a row's first were
-    kept.
-    """
-    req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
-    for row, why in failed_requests(failed, rows, kept).items():
-        step.failed.setdefault(req_ids[row], why)
-    kept = [[] if req_id in step.failed else own for req_id, own in zip(req_ids, kept, strict=True)]
-    by_request: dict[str, list[TokenLogprobs]] = {}
-    for place, entry in logprobs.items():
-        entries = by_request.setdefault(req_ids[rows[place]], [])
-        if len(entries) < len(kept[rows[place]]):
-            entries.append(entry)
-    return ModelRunnerOutput(req_ids, kept, by_request, guesses, step.failed, of_prompts)

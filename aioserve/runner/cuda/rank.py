@@ -15,7 +15,8 @@ from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
+    from aioserve.runner.cuda.executor import StepExecutor
+    from aioserve.runner.cuda.launched_step import LaunchedParts
 
 
 def follow(executor: "StepExecutor") -> Callable[[SchedulerOutput], None]:

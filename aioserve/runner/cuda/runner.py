@@ -26,7 +26,8 @@ from aioserve.scheduler.output import SchedulerOutput
 if TYPE_CHECKING:
     from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
-    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
+    from aioserve.runner.cuda.executor import StepExecutor
+    from aioserve.runner.cuda.launched_step import LaunchedParts
 
 logger = logging.getLogger(__name__)
 

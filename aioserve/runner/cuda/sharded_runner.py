@@ -19,7 +19,8 @@ from aioserve.runner.tensor_parallel.watch import FirstRankRunner
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
+    from aioserve.runner.cuda.executor import StepExecutor
+    from aioserve.runner.cuda.launched_step import LaunchedParts
     from aioserve.runner.tensor_parallel.group import Ranks
 
 #: Loads the first rank's share.

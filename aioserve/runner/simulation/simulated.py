@@ -5,11 +5,9 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from random import Random
-from typing import Any
-from zlib import crc32
 
 import msgspec
 
@@ -23,98 +21,22 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.kv_pool import window_spec
 from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.runner.simulation.simulated_kv import SimulatedBlocks, SimulatedDirectory
+from aioserve.runner.simulation.simulated_row import SimulatedRow, certain, draw
+from aioserve.runner.simulation.step_future import Jump, StepFuture
 from aioserve.runner.spec_decode.draft_length import DraftLength
 from aioserve.scheduler.features import step_features
-from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.scheduler.output import CachedRequestData, SchedulerOutput
 
-Jump = Callable[[float], bool]
 OnStep = Callable[[SchedulerOutput, ModelRunnerOutput, float, float], None]
 
 # Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
 # on memory visible without being the rule.
 DEFAULT_POOL_SHARE = 0.25
-NEVER = 2**62  # as a position
-_MASK = 2**64 - 1
 HASH_MULTIPLIER = 2654435761  # Knuth's, for integers of 32 bits
 # Chance that a draft token is right if the one before it was, of requests that do not say: a guess.
 DRAFT_ACCEPTANCE = 0.7
 # Without steps for so long, threads sleep and caches are cold. A guess.
 IDLE_SECONDS = 0.001
-
-_encode = msgspec.msgpack.Encoder().encode
-
-
-class _Row:
-    """What the runner remembers of a request in the batch."""
-
-    __slots__ = (
-        "encoder_inputs",
-        "eos_position",
-        "eos_token_id",
-        "hash",
-        "num_logprobs",
-        "num_prompt_tokens",
-        "num_tokens",
-        "offset",
-        "pooling",
-        "prompt",
-    )
-
-    def __init__(
-        self, data: NewRequestData, mean_output_tokens: int, seed: int, vocab_size: int
-    ) -> None:
-        prompt = data.token_ids
-        if len(prompt) > data.num_prompt_tokens:  # it was preempted
-            prompt = prompt[: data.num_prompt_tokens]
-        params = data.sampling_params
-        self.num_tokens = len(data.token_ids)
-        self.num_prompt_tokens = data.num_prompt_tokens
-        self.num_logprobs = params.logprobs
-        # Until it was told how likely its prompt is, if it asks.
-        is_asking = params.prompt_logprobs is not None and len(prompt) == len(data.token_ids)
-        self.prompt = _certain(prompt[1:], params.prompt_logprobs or 0) if is_asking else None
-        self.encoder_inputs = data.encoder_inputs
-        self.pooling = data.pooling_params
-        # Token and length depend on the prompt alone, so that they are equal under every policy.
-        self.hash = crc32(_encode([seed, prompt]))
-        self.offset = self.hash % vocab_size
-        # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
-        num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
-        self.eos_token_id = min(data.stop_token_ids, default=-1)
-        self.eos_position = self.num_prompt_tokens + num_output_tokens
-        if not data.stop_token_ids:
-            self.eos_position = NEVER
-
-
-class _StepFuture(asyncio.Future[ModelRunnerOutput]):
-    """Done at a time of the loop's clock. A task that waits for it alone on a virtual clock does
-    not go through the loop: the clock jumps.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, when: float, output: ModelRunnerOutput, jump_to: Jump
-    ) -> None:
-        super().__init__(loop=loop)
-        self._when = when
-        self._output = output
-        self._jump_to = jump_to
-        self._has_timer = False
-
-    def __await__(self) -> Generator[Any, None, ModelRunnerOutput]:
-        if not self._has_timer and not self.done() and self._jump_to(self._when):
-            self.set_result(self._output)
-        return super().__await__()
-
-    def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
-        """Add a callback; the future then completes through the event loop."""
-        if not self._has_timer and not self.done():
-            self._has_timer = True
-            self.get_loop().call_at(self._when, self._finish)
-        super().add_done_callback(fn, context=context)
-
-    def _finish(self) -> None:
-        if not self.done():  # it was cancelled at shutdown
-            self.set_result(self._output)
 
 
 class SimulatedRunner(RunnerInterface):
@@ -150,7 +72,7 @@ class SimulatedRunner(RunnerInterface):
         self._vocab_size = model_info.vocab_size
         self._factor = HASH_MULTIPLIER % self._vocab_size
         self._special_token_ids = frozenset(model_info.eos_token_ids)
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, SimulatedRow] = {}
         # No request has wanted more than one token a step so far.
         self._is_plain = not config.runner.simulated_draft_tokens
         self._encoder_outputs: set[str] = set()  # by content
@@ -196,7 +118,7 @@ class SimulatedRunner(RunnerInterface):
             failed: asyncio.Future[ModelRunnerOutput] = loop.create_future()
             failed.set_exception(error)
             return failed
-        return _StepFuture(loop, end, output, self._jump_to)
+        return StepFuture(loop, end, output, self._jump_to)
 
     def run_step(
         self, scheduler_output: SchedulerOutput, now: float
@@ -319,7 +241,7 @@ class SimulatedRunner(RunnerInterface):
         config = self._config
         computed: dict[str, int] = {}
         for data in scheduler_output.scheduled_new_reqs:
-            row = _Row(data, config.simulated_output_tokens, config.seed, self._vocab_size)
+            row = SimulatedRow(data, config.simulated_output_tokens, config.seed, self._vocab_size)
             if (length := self.output_tokens.get(data.request_id)) and data.stop_token_ids:
                 row.eos_position = row.num_prompt_tokens + length - 1
             self._rows[data.request_id] = row
@@ -382,7 +304,7 @@ class SimulatedRunner(RunnerInterface):
                 self._draft_length.verified(request_id, len(drafts_of_row), num_right)
             sampled.append(token_ids)
             if row.num_logprobs is not None:
-                logprobs[request_id] = _certain(token_ids, row.num_logprobs)
+                logprobs[request_id] = certain(token_ids, row.num_logprobs)
             if row.prompt is not None:
                 of_prompts[request_id], row.prompt = row.prompt, None
             if self._config.simulated_draft_tokens:
@@ -390,7 +312,7 @@ class SimulatedRunner(RunnerInterface):
         req_ids = list(scheduler_output.num_scheduled_tokens)
         return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts, pooled)
 
-    def _invent_vector(self, row: _Row, params: PoolingParams) -> Vector:
+    def _invent_vector(self, row: SimulatedRow, params: PoolingParams) -> Vector:
         """Of the right size, and always the same of a prompt; equal prompts are nearest."""
         import numpy as np
 
@@ -410,12 +332,12 @@ class SimulatedRunner(RunnerInterface):
                 num_tokens += item.num_tokens
         return num_tokens
 
-    def _check_encoded(self, row: _Row, start: int, end: int) -> None:
+    def _check_encoded(self, row: SimulatedRow, start: int, end: int) -> None:
         for item in row.encoder_inputs:
             if item.position < end and item.end > start:
                 assert item.content_hash in self._encoder_outputs, "a token before its image"
 
-    def _verify(self, row: _Row, drafts: list[int]) -> list[int]:
+    def _verify(self, row: SimulatedRow, drafts: list[int]) -> list[int]:
         """The drafts that are right, and one token more; nothing after the end token."""
         token_ids: list[int] = []
         for draft in [*drafts, None]:
@@ -424,19 +346,18 @@ class SimulatedRunner(RunnerInterface):
                 break
         return token_ids
 
-    def _draft(self, request_id: str, row: _Row) -> list[int]:
+    def _draft(self, request_id: str, row: SimulatedRow) -> list[int]:
         """As many guesses as pay, of which a share is right; the same ones every time."""
         num_tokens, drafts = row.num_tokens, []
         chance = self.draft_acceptance.get(request_id, DRAFT_ACCEPTANCE)
         for _ in range(self._draft_length.limit(request_id)):
-            draw = _draw(row.hash, row.num_tokens)
+            is_right = draw(row.hash, row.num_tokens) < chance
             token_id = self._sample(row)
-            is_right = draw < chance
             drafts.append(token_id if is_right else (token_id + 1) % self._vocab_size)
         row.num_tokens = num_tokens
         return drafts
 
-    def _sample(self, row: _Row) -> int:
+    def _sample(self, row: SimulatedRow) -> int:
         """The row's next token, which it then has."""
         num_tokens = row.num_tokens
         row.num_tokens = num_tokens + 1
@@ -446,22 +367,6 @@ class SimulatedRunner(RunnerInterface):
         while token_id in self._special_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id
-
-
-def _draw(seed: int, place: int) -> float:
-    """From 0 to 1, evenly, and independent of the places beside: a CRC would not be, it is linear.
-    The mixing of splitmix64 (Steele, Lea and Flood, 2014).
-    """
-    x = (seed << 32 | place) * 0x9E3779B97F4A7C15 & _MASK
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
-    return (x ^ x >> 31) / 2**64
-
-
-def _certain(token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
-    """All probability on each of these tokens."""
-    top = min(num_logprobs, 1)
-    return [TokenLogprobs(0.0, 1, [token_id][:top], [0.0][:top]) for token_id in token_ids]
 
 
 def step_time_model(config: SimulatorConfig) -> StepTimeModel:

@@ -12,7 +12,7 @@ from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.runner.cuda import flashinfer_attention
-from aioserve.runner.cuda.executor import LaunchedStep
+from aioserve.runner.cuda.launched_step import LaunchedStep
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 from tests.runner.cuda.fake_device import FakeDevice
