@@ -51,6 +51,6 @@ class BatchParts:
             None if model.states is None else StateRows(max_num_seqs),
             None if windows is None else WindowRows(max_num_seqs, max_model_len, block_size),
             self.grammars,
-            self.drafts,
+            None if drafter is None else self.drafts,
         ]
         self.all = tuple(part for part in parts if part is not None)

@@ -52,14 +52,15 @@ class Counted(BatchPart[int]):
     """It counts the tokens of the requests that have a salt."""
 
     name = "counted"
+    asked_by = "cache_salt"
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
 
     def set(self, row: int, request: NewRequestData) -> None:
-        if request.cache_salt:
-            self.rows[row] = 0
+        self.rows[row] = 0
+        self.calls.append(f"set {request.request_id}")
 
     def drop(self, row: int, *, is_finished: bool = False) -> None:
         super().drop(row)
@@ -206,5 +207,6 @@ def test_a_part_is_called_from_the_first_request_that_asks_for_it_to_the_last() 
     third = make_step({"plain": 1}, cached={"plain": (4, [])}, finished=["asks"])
     batch.apply(third)
     batch.append(batch.prepare(third), np.array([7]))
-    assert part.calls == ["prepare", "append [[5], [6]]", "extend by [3]", "drop True"]
+    steps = ["set asks", "prepare", "append [[5], [6]]", "extend by [3]", "drop True"]
+    assert part.calls == steps
     assert (part.rows, part.errors) == ({}, {})

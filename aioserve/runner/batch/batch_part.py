@@ -22,9 +22,11 @@ class BatchPart(ABC, Generic[T]):
     `errors`.
     """
 
-    name = (
-        ""  #: The key under which `prepare` leaves a result in `StepInputs.parts`, if it has one.
-    )
+    #: The key under which `prepare` leaves a result in `StepInputs.parts`, if it has one.
+    name = ""
+    #: The field of `NewRequestData` by which a request asks for the part, with dots between names;
+    #: "" if each request has it. `set` is called where the field is neither None nor empty.
+    asked_by = ""
 
     def __init__(self) -> None:
         self.rows: dict[int, T] = {}
@@ -32,7 +34,9 @@ class BatchPart(ABC, Generic[T]):
 
     @abstractmethod
     def set(self, row: int, request: NewRequestData) -> None:
-        """A request enters the row: the part adds it to `rows` if it has anything to do for it."""
+        """A request that asks for the part enters the row, which is added to `rows` if there is
+        anything to do for it.
+        """
 
     def drop(self, row: int, *, is_finished: bool = False) -> None:
         """The request leaves a row of `rows`; `is_finished`: it has all the tokens that it will."""

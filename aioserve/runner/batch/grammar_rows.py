@@ -59,6 +59,8 @@ class Standing(NamedTuple):
 class GrammarRows(BatchPart["LLMatcher"]):
     """Matchers by row. `begin`'s future is awaited before `advance`, `set` or `drop`."""
 
+    asked_by = "sampling_params.structured_outputs"
+
     def __init__(
         self, grammars: "GrammarCompiler | None", vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
@@ -73,8 +75,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
 
     def set(self, row: int, request: NewRequestData) -> None:
         wanted = request.sampling_params.structured_outputs
-        if wanted is None:
-            return
+        assert wanted is not None, "`asked_by`"
         assert self._grammars is not None, "the engine's door refuses what cannot be compiled"
         self.rows[row] = self._grammars.matcher(wanted)
         self.advance(row, request.token_ids[request.num_prompt_tokens :])

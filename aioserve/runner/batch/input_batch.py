@@ -8,6 +8,7 @@ beyond `SchedulerOutput`.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _NONE = np.zeros(0, dtype=np.int64)
 
+#: Values of a field by which a request does not ask for a `BatchPart`.
+NOT_ASKED = (None, "", ())
+
 
 class InputBatch:
     """Up to `max_num_seqs` requests of up to `max_model_len` tokens."""
@@ -38,6 +42,8 @@ class InputBatch:
         """`parts` are called in this order."""
         self._block_size = block_size
         self.parts = tuple(parts)
+        self._for_all = [part for part in parts if not part.asked_by]
+        self._asked = [(attrgetter(part.asked_by), part) for part in parts if part.asked_by]
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._rows: dict[str, int] = {}
         # one column more than a request may have: a step scheduled ahead may sample a token too
@@ -263,8 +269,11 @@ class InputBatch:
         self._num_computed_tokens[row] = request.num_computed_tokens
         self._block_table[row, :num_blocks] = request.block_ids
         self._num_blocks[row] = num_blocks
-        for part in self.parts:
+        for part in self._for_all:
             part.set(row, request)
+        for get_field, part in self._asked:
+            if get_field(request) not in NOT_ASKED:
+                part.set(row, request)
 
     def _update(self, cached: CachedRequestData) -> None:
         rows = np.fromiter(

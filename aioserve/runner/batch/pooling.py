@@ -73,10 +73,12 @@ class PooledRows(BatchPart[_Prompt]):
     """
 
     name = "pooling"
+    asked_by = "pooling_params"
 
     def set(self, row: int, request: NewRequestData) -> None:
-        if (params := request.pooling_params) is not None:
-            self.rows[row] = _Prompt(request.request_id, request.num_prompt_tokens, params)
+        params = request.pooling_params
+        assert params is not None, "`asked_by`"
+        self.rows[row] = _Prompt(request.request_id, request.num_prompt_tokens, params)
 
     def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
         del step

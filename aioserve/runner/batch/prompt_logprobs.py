@@ -65,6 +65,7 @@ class PromptRows(BatchPart[_Prompt]):
     """Prompts by row; what a step can tell of them is `WantedLogprobs`, if it is anything."""
 
     name = "prompt_logprobs"
+    asked_by = "sampling_params.prompt_logprobs"
 
     def set(self, row: int, request: NewRequestData) -> None:
         # A request that has an output was told already.

@@ -6,19 +6,19 @@ a model is loaded.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.batch.pooling import PooledRows
 from aioserve.runner.batch.prompt_logprobs import PromptRows
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.computed_step import ComputedStep
 from aioserve.runner.cpu.each_row import sample_each
 from aioserve.runner.cpu.image_attention import BidirectionalImageAttention
 from aioserve.runner.cpu.prompts import Looked, forward_and_look
@@ -28,7 +28,49 @@ from aioserve.runner.host_blocks import HostBlocks
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.load_plan import LoadPlan
 from aioserve.runner.lora.adapter_rows import AdapterRows, LoadedAdapters
+from aioserve.runner.spec_decode.draft_rows import DraftRows
+from aioserve.runner.unsound import failed_requests
 from aioserve.scheduler.output import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """What the forward pass and the sampler have made of the rows of a step, until the batch has
+    the tokens: entering them is the part that is never done twice.
+    """
+
+    inputs: StepInputs
+    sampled: SampledTokens
+    looked: Looked | None  # if prompts are looked at
+    is_masked: bool
+    started: float
+
+    def keep(
+        self, batch: InputBatch, drafts: DraftRows, *, takes_guesses: bool
+    ) -> ModelRunnerOutput:
+        """Enter the tokens into the batch, and guess what comes next if it `takes_guesses`."""
+        inputs, sampled, drafter = self.inputs, self.sampled, drafts.drafter
+        token_ids = batch.append(inputs, sampled.token_ids)
+        guesses: dict[str, list[int]] = {}
+        if drafter is not None:
+            seconds = time.perf_counter() - self.started
+            drafter.length.stepped(len(inputs.req_ids), len(inputs.positions), seconds)
+        if takes_guesses and (self.is_masked or drafter is not None):
+            guesses = drafts.guesses(inputs, batch)
+        failed = batch.failures(inputs)
+        if sampled.failed:
+            rows = failed_requests(sampled.failed, inputs.sampling.tolist(), token_ids)
+            failed |= {inputs.req_ids[row]: why for row, why in rows.items()}
+        told, vectors = ({}, {}) if self.looked is None else self.looked.keep(failed)
+        if failed:  # what was sampled for them means nothing
+            token_ids = [
+                [] if req_id in failed else own
+                for req_id, own in zip(inputs.req_ids, token_ids, strict=True)
+            ]
+        logprobs = kept_logprobs(inputs, sampled.logprobs, token_ids)
+        return ModelRunnerOutput(
+            inputs.req_ids, token_ids, logprobs, guesses, failed, told, vectors
+        )
 
 
 class StepExecutor:

@@ -104,7 +104,7 @@ class WholeDecoder(FusedDecoder):
             self._scratch = self._scratch.new_empty(size)
             if self._sums is not None:
                 self._sums.scratch = self._scratch
-        logits = self._logits_memory.take(num_sampling, _packed(self.head).outputs)
+        logits = self._logits_memory.take(num_sampling, self._struct.head.outputs)
         taps = self.taps
         num_taps = 0 if taps is None else len(taps.layers)
         if num_taps:

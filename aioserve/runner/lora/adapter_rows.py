@@ -20,6 +20,7 @@ class AdapterRows(BatchPart[Adapter]):
     """
 
     name = "adapters"
+    asked_by = "adapter_id"
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +28,7 @@ class AdapterRows(BatchPart[Adapter]):
 
     def set(self, row: int, request: NewRequestData) -> None:
         """Raises `KeyError` if the adapter of the request is not loaded."""
-        if request.adapter_id:
-            self.rows[row] = self.loaded[request.adapter_id]
+        self.rows[row] = self.loaded[request.adapter_id]
 
     def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
         del step

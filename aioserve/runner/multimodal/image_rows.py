@@ -49,6 +49,8 @@ class _Row:
 class ImageRows(BatchPart[_Row]):
     """The rows whose requests have images."""
 
+    asked_by = "encoder_inputs"
+
     def __init__(self, token_id: int, merged: int | None = None) -> None:
         """`token_id` stands for one row of an image; `merged` x `merged` patches are one, if heads
         turn by axes.
@@ -57,8 +59,6 @@ class ImageRows(BatchPart[_Row]):
         self._token_id, self._merged = token_id, merged
 
     def set(self, row: int, request: NewRequestData) -> None:
-        if not request.encoder_inputs:
-            return
         ids = np.asarray(request.token_ids[: request.num_prompt_tokens])
         places = [
             item.position + np.flatnonzero(ids[item.position : item.end] == self._token_id)
