@@ -14,20 +14,15 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import (
-    FROM_OUTSIDE,
-    AioserveError,
     PolicyError,
     RequestFailedError,
     RequestRejectedError,
     StalledError,
 )
-from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
-from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.request import RequestStatus, WaitReason
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.blame import as_policy_error, blamed, describe_result
-from aioserve.step_loop.failure_log import FailureLog
-from aioserve.step_loop.observers import Observers
-from aioserve.step_loop.policy_failures import PolicyFailures
+from aioserve.step_loop.policy_guard import Outputs, PolicyGuard
 
 # A policy that holds every request back is asked again after this many seconds even if nothing
 # happened: long enough to cost nothing, short enough to be unnoticed. A guess.
@@ -36,7 +31,6 @@ IDLE_POLL_SECONDS = 0.01
 _NONE: tuple[list[str], list[str]] = ([], [])
 
 T = TypeVar("T")
-Outputs = dict[int, EngineCoreOutputs]  # by client index
 
 
 class StepInFlight(Generic[T]):
@@ -52,7 +46,7 @@ class StepInFlight(Generic[T]):
         self.since = since  # when it was planned, in seconds of the loop's clock
 
 
-class StepLoop(Generic[T]):
+class StepLoop(PolicyGuard, Generic[T]):
     """The cycle of one engine. A turn of the driver: `take` the oldest step's result, or `fail` all
     steps; hand over each step of `fill`; deliver the outputs; tell what is in `failed`.
 
@@ -75,47 +69,20 @@ class StepLoop(Generic[T]):
         policy has failed too often in a row; None: all requests end then. With `raises`, as in a
         simulation, a failure of the policy is raised as `PolicyError`, and nothing goes on.
         """
-        self.scheduler = scheduler
-        self.observers = Observers(clock)
-        self.failures = PolicyFailures()
-        self.log = FailureLog(clock)
-        #: Requests whose step or policy has failed (None: any that has ended), or which it has
-        #: rejected, and why. The driver tells their readers, after the tokens of the same turn, and
-        #: clears the list.
-        self.failed: list[tuple[list[str] | None, BaseException]] = []
+        super().__init__(scheduler, clock, fallback, raises=raises)
         #: The steps that are with the runner, the oldest first.
         self.in_flight: deque[StepInFlight[T]] = deque()
         #: Since when the runner has been at the oldest of them, about; other threads may read it.
         self.step_since = 0.0
         self.is_paused = False  # no further step is planned
-        #: Called when something has happened that a driver which waits must not sleep over.
-        self.wake: Callable[[], None] = lambda: None
         self._depth = depth
-        self._clock = clock
         self._stall_timeout = stall_timeout
-        self._fallback = fallback
-        self._raises = raises
         self._connector = scheduler.get_kv_connector()
-        self._last_step_id = 0  # of the last step that was planned
         self._stalled_since: float | None = None
         # Ids that have finished or were preempted: to be told again, told with a step in flight.
         self._untold = self._retold = _NONE
 
     # What clients and operators cause.
-
-    def add_request(self, request: Request) -> None:
-        """Queue a request; raises what the scheduler raises. A policy that cannot put the request
-        in order has failed as in a step: `PolicyError`, or the fallback takes the request.
-        """
-        try:
-            with blamed(self.scheduler.policy, "add_request()"):
-                self.scheduler.add_request(request)
-        except PolicyError as error:
-            if self._raises or not (self._note_failure(error) and self._fall_back(error)):
-                raise
-            self.scheduler.add_request(request)
-        self.observers.tell(self.observers.added, request)
-        self.wake()
 
     def finish_requests(
         self, request_ids: Iterable[str] | None, status: RequestStatus
@@ -290,57 +257,6 @@ class StepLoop(Generic[T]):
 
     # How.
 
-    def _schedule(self) -> SchedulerOutput | None:
-        """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""
-        num_before = self.scheduler.get_num_unfinished_requests()
-        try:
-            output = self.scheduler.schedule()
-            if not isinstance(output, SchedulerOutput) or output.step_id <= self._last_step_id:
-                raise PolicyError(
-                    f"policy {self._policy}: schedule() must return the output() of a new step, "
-                    f"got {describe_result(output)}"
-                )
-        except FROM_OUTSIDE:
-            raise
-        except BaseException as error:
-            self._discard(as_policy_error(error, self.scheduler.policy, "schedule()"), num_before)
-            return None
-        if (num_missing := num_before - self.scheduler.get_num_unfinished_requests()) > 0:
-            what = (
-                f"schedule() has ended {num_missing} requests: it plans, and the engine ends them"
-            )
-            self._blame(None, PolicyError(f"policy {self._policy}: {what}"))
-        return output
-
-    def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
-        observers, scheduler = self.observers, self.scheduler
-        num_before = scheduler.get_num_unfinished_requests() if observers.ended else 0
-        try:
-            outputs = scheduler.update_from_output(output, result)
-            if not isinstance(outputs, dict):
-                raise PolicyError(
-                    f"policy {self._policy}: update_from_output() must return what the method of "
-                    f"its base class returns, got {outputs!r:.100}"
-                )
-        except FROM_OUTSIDE:
-            raise
-        except BaseException as error:
-            failure = as_policy_error(error, scheduler.policy, "update_from_output()")
-            if self._raises:
-                raise failure from error
-            # How far it came is unknown: every request of the step ends, and those that the policy
-            # has ended without a word hear of it, too. The step is back in any case.
-            carried = scheduler.abandon_step(output)
-            self._finish(carried, RequestStatus.FINISHED_ERROR)
-            self._blame(list(output.num_scheduled_tokens), failure)
-            return {}
-        self.failures.note_success(output.step_id)
-        observers.tell(observers.back, output, result)
-        # In most steps no request ends, and then none has to be looked for.
-        if observers.ended and num_before != scheduler.get_num_unfinished_requests():
-            observers.tell_ends(outputs)
-        return outputs
-
     def _check_stall(self, now: float) -> None:
         """No request was scheduled. With nothing in flight, that may not go on for long."""
         if self.in_flight or not self.scheduler.has_unfinished_requests():
@@ -364,67 +280,3 @@ class StepLoop(Generic[T]):
             if self._raises:
                 raise error
             self._blame(self._finish(None, RequestStatus.FINISHED_ERROR), error)
-
-    # Which side is at fault: the policy or aioserve.
-
-    @property
-    def _policy(self) -> str:
-        return self.scheduler.policy.__name__
-
-    def _discard(self, error: Exception, num_before: int) -> None:
-        """A step was not planned after all; `num_before` requests were there before it."""
-        if self._raises:
-            raise error
-        failed = self.scheduler.discard_step(self._last_step_id)
-        self.observers.tell_ended(failed, RequestStatus.FINISHED_ERROR)
-        # Requests that the policy itself has ended hear of it, too: their clients wait.
-        are_all_told = num_before - len(failed) == self.scheduler.get_num_unfinished_requests()
-        self._blame(failed if are_all_told else None, error)
-
-    def _blame(self, request_ids: list[str] | None, error: Exception) -> None:
-        """The policy has failed: these requests hear of it if they have ended, None: all that have.
-        The others are planned again at once, by the fallback if the policy has failed too often.
-        """
-        if self._raises:
-            raise error
-        if self._note_failure(error) and not self._fall_back(error):
-            self._finish(None, RequestStatus.FINISHED_ERROR)
-            request_ids = None
-        self.failed.append((request_ids, error))
-        if self.scheduler.has_unfinished_requests():
-            self.wake()
-
-    def _note_failure(self, error: Exception) -> bool:
-        """Whether the policy has failed too often by now."""
-        self.failures.note(error, self._clock(), self._last_step_id)
-        self.log.log(f"policy {self._policy}", error)
-        return self.failures.are_too_many
-
-    def _fall_back(self, error: Exception) -> bool:
-        """Let the fallback plan from now on. False if that cannot be, or did not help."""
-        policy, count = self._policy, self.failures.num_in_row
-        self.failures.num_in_row = 0
-        if self._fallback is None or self.failures.replaced_after is not None:
-            return False
-        try:
-            self._switch(self._fallback)
-        except AioserveError as refusal:
-            self.log.log(f"the fallback for policy {policy}", refusal)
-            return False
-        self.failures.replaced_after = error
-        self.log.announce(
-            f"policy {policy} has failed {count} times in a row: a plain policy, first come first "
-            "served, plans in its place until a policy is chosen anew (POST /admin/policy)"
-        )
-        return True
-
-    # What observers hear of, too.
-
-    def _switch(self, settings: SchedulerConfig) -> None:
-        self.scheduler = self.scheduler.switch(settings)
-        self.observers.tell(self.observers.switched, settings)
-
-    def _finish(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
-        ended = self.scheduler.finish_requests(request_ids, status)
-        self.observers.tell_ended(ended, status)
-        return ended
