@@ -1,6 +1,6 @@
 """A remote aioserve as an async Python API: its streams work like those of the engine.
 
-Speaks the wire structs of `aioserve.server.protocol`. Loads neither the engine nor torch.
+Speaks the wire structs of the server. Loads neither the engine nor torch.
 """
 
 import io
@@ -35,15 +35,17 @@ from aioserve.operations.command import Told
 from aioserve.outputs import RequestOutput, RequestTimes, TokenLogprobs
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.errors import from_wire
-from aioserve.server.protocol import (
-    SHARED_SAMPLING_FIELDS,
+from aioserve.server.chat.protocol import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatMessage,
+)
+from aioserve.server.errors import from_wire
+from aioserve.server.protocol import (
+    SHARED_SAMPLING_FIELDS,
     Choice,
     Completion,
     CompletionChoice,

@@ -21,7 +21,8 @@ from aioserve.server import completions, embeddings
 from aioserve.server.admin import Ready
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat
-from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
+from aioserve.server.chat.protocol import ChatCompletionRequest
+from aioserve.server.protocol import CompletionRequest
 from aioserve.server.responses import routes as response
 from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED, Unserved
 from aioserve.server.validation import BodyDecoder

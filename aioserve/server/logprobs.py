@@ -10,14 +10,8 @@ from typing import Any
 
 from aioserve.engine.delivery.byte_level import REPLACEMENT, spelled_bytes
 from aioserve.outputs import TokenLogprobs
-from aioserve.server.protocol import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TopLogprob,
-)
+from aioserve.server.chat.protocol import ChatLogprobs, ChatTokenLogprob, TopLogprob
+from aioserve.server.protocol import CompletionLogprobs, PromptLogprob, PromptLogprobs
 
 _LEAST = -9999.0  # JSON knows no infinity; vLLM's
 

@@ -1,7 +1,7 @@
-"""The wire structs of the OpenAI-compatible API: one definition for server and client.
+"""The wire structs that all APIs share, and those of completions: one for server and client.
 
-Requests refuse unknown fields; those that are known but not served are in `validation`. Knows
-nothing about HTTP or the engine.
+An API with a folder has its own structs there. Requests refuse unknown fields; those that are known
+but not served are in `unserved`. Knows nothing about HTTP or the engine.
 """
 
 from typing import Annotated, Any, Literal
@@ -99,7 +99,7 @@ class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
-    """The fields that both endpoints share."""
+    """The fields that completions and chat completions share."""
 
     request_id: str | None = None  # as in vLLM, but it is the id of the response as it stands
     stream: bool | None = None
@@ -196,110 +196,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
         return [self.prompt] if kinds == {int} else self.prompt  # type: ignore[return-value]
 
 
-class ImageURL(RequestPart, kw_only=True, omit_defaults=True):
-    """Where an image is, or all of it in a data: URL."""
-
-    url: str
-    detail: Literal["auto"] | None = None  # the model's own processor has the say
-
-
-class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
-    """One part of a message: a text or an image."""
-
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url"]})]
-    text: str | None = None
-    image_url: ImageURL | None = None
-    # Of parts of other types.
-    input_audio: Empty = None
-    audio_url: Empty = None
-    video_url: Empty = None
-    file: Empty = None
-    refusal: Empty = None
-
-
-class FunctionCall(RequestPart, kw_only=True, omit_defaults=True):
-    """What is called, and with what."""
-
-    name: str
-    arguments: str  # a JSON object, as text
-
-
-class ToolCall(RequestPart, kw_only=True, omit_defaults=False):
-    """A call that a reply makes, as it is sent and as it comes back."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None  # of an assistant
-    tool_call_id: str | None = None  # of a tool: the call that it answers
-    reasoning_content: str | None = None  # of an assistant
-    reasoning: str | None = None  # vLLM's name for it
-    # Sent back by clients that replay an assistant's message.
-    function_call: Empty = None
-    audio: Empty = None
-    refusal: Empty = None
-    annotations: Empty = None
-    provider_specific_fields: dict[str, Empty] | None = None  # LiteLLM's notes
-
-
-class FunctionDefinition(RequestPart, kw_only=True, omit_defaults=True):
-    """A function that the model may call, with the schema of its arguments."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; null: the function takes none
-    strict: bool | None = None  # forced calls always are
-
-
-class Tool(RequestPart, kw_only=True):
-    """One tool of a request; every tool is a function."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class FunctionName(RequestPart, kw_only=True):
-    """The name of the function that a tool choice forces."""
-
-    name: str
-
-
-class NamedToolChoice(RequestPart, kw_only=True):
-    """A `tool_choice` that forces a call of one function."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
-    """The JSON body of POST /v1/chat/completions: messages, tools, and how to answer."""
-
-    messages: list[ChatMessage]
-    max_tokens: Int | None = None  # the older name of max_completion_tokens
-    max_completion_tokens: Int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Int | None = None
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool | None = None  # false: the template begins no reply
-    continue_final_message: bool | None = None  # the reply goes on with the last message
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
-    chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: bool | None = None  # false: at most one call in a reply
-    include_reasoning: bool | None = None  # false: reasoning is left out
-    separate_reasoning: bool | None = None  # false: it stays in the content, as it was written
-
-
 # Responses
 
 
@@ -381,90 +277,6 @@ class Completion(Envelope, kw_only=True):
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-
-
-class TopLogprob(msgspec.Struct, kw_only=True):
-    """One alternative at a position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(TopLogprob, kw_only=True):
-    """The sampled token and its alternatives."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """Logprobs of a reply, one entry per token."""
-
-    content: list[ChatTokenLogprob]
-
-
-class ChatReplyMessage(msgspec.Struct, kw_only=True):
-    """The assistant's message: text, reasoning and tool calls."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None  # null: calls are all that it says
-    reasoning_content: str | UnsetType = UNSET  # extension
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(Choice, kw_only=True):
-    """One whole reply of a chat completion."""
-
-    message: ChatReplyMessage
-    logprobs: ChatLogprobs | None = None
-
-
-class ChatCompletion(Envelope, kw_only=True):
-    """The response of POST /v1/chat/completions without `stream`."""
-
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # extension
-
-
-class FunctionCallDelta(msgspec.Struct, kw_only=True):
-    """The name comes first, with no arguments yet; then they, piece by piece."""
-
-    name: str | UnsetType = UNSET
-    arguments: str
-
-
-class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """The next piece of a call; the first one says its id."""
-
-    index: int
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionCallDelta
-
-
-class ChatDelta(msgspec.Struct, kw_only=True):
-    """The next piece of a message; the first one of a choice says the role."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  # extension
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(Choice, kw_only=True):
-    """The next piece of a reply."""
-
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-
-
-class ChatCompletionChunk(Envelope, kw_only=True):
-    """Each chunk of a streamed chat completion."""
-
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # extension
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -28,7 +28,7 @@ from aioserve.multimodal import decoding, fetching, processing
 from aioserve.request import WaitReason
 from aioserve.scheduler import SchedulerOutput
 from aioserve.server.app import listening
-from aioserve.server.protocol import ContentPart
+from aioserve.server.chat.protocol import ContentPart
 from aioserve.server.responses.protocol import InputItem
 from aioserve.server.sockets import bind
 from tests.multimodal.pictures import bomb, data_url, encoded

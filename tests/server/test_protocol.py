@@ -7,9 +7,10 @@ from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.messages import template_messages
+from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage
 from aioserve.server.chat.routes import sampling_params
 from aioserve.server.images import ImageParts
-from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from aioserve.server.protocol import CompletionRequest
 from aioserve.server.unserved import FOREIGN, HINTS, NOT_ON_CHAT, NOT_ON_COMPLETIONS, UNSERVED
 from aioserve.server.validation import BodyDecoder
 

@@ -14,9 +14,9 @@ from aioserve.server.anthropic.protocol import (
     ToolChoice,
     ToolDefinition,
 )
+from aioserve.server.chat.protocol import FunctionDefinition
 from aioserve.server.chat.tool_use import Choice, Names, ToolUse, tool_use
 from aioserve.server.images import ImageParts, Part, content_of, joined, text_part
-from aioserve.server.protocol import FunctionDefinition
 from aioserve.server.validation import refuse_all_but
 
 # By role of the message: the types of blocks, with the fields that each has.

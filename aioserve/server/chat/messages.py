@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import RequestError
+from aioserve.server.chat.protocol import ChatMessage
 from aioserve.server.images import Content, ImageParts, content_of, text_part
-from aioserve.server.protocol import ChatMessage
 from aioserve.server.validation import refuse_all_but
 
 # What a message may hold besides role and content, by its role.

@@ -9,12 +9,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.server.chat.reply_reader import ReplyReader
-from aioserve.server.chat.tool_use import ToolUse
-from aioserve.server.generation import Reply
-from aioserve.server.keys import CHAT_FORMAT
-from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
-from aioserve.server.protocol import (
+from aioserve.server.chat.protocol import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -23,9 +18,13 @@ from aioserve.server.protocol import (
     ChatDelta,
     ChatLogprobs,
     ChatReplyMessage,
-    PromptLogprobs,
-    Usage,
 )
+from aioserve.server.chat.reply_reader import ReplyReader
+from aioserve.server.chat.tool_use import ToolUse
+from aioserve.server.generation import Reply
+from aioserve.server.keys import CHAT_FORMAT
+from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
+from aioserve.server.protocol import PromptLogprobs, Usage
 from aioserve.server.sse import event
 
 

@@ -8,11 +8,7 @@ from collections.abc import Callable, Sequence
 from msgspec import UNSET
 
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.server.chat.tool_use import ToolUse
-from aioserve.server.formats.chat_format import ChatFormat
-from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning, joined
-from aioserve.server.formats.reply_parser import ReplyParser
-from aioserve.server.protocol import (
+from aioserve.server.chat.protocol import (
     ChatDelta,
     ChatReplyMessage,
     FunctionCall,
@@ -20,6 +16,10 @@ from aioserve.server.protocol import (
     ToolCall,
     ToolCallDelta,
 )
+from aioserve.server.chat.tool_use import ToolUse
+from aioserve.server.formats.chat_format import ChatFormat
+from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning, joined
+from aioserve.server.formats.reply_parser import ReplyParser
 
 
 class ReplyReader:

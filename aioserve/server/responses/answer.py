@@ -21,24 +21,26 @@ from aioserve.server.formats.events import Arguments, Call, Content, Event, Reas
 from aioserve.server.generation import Answer
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES
 from aioserve.server.protocol import Usage
-from aioserve.server.responses.protocol import (
+from aioserve.server.responses.events import (
     DeltaEvent,
     DoneEvent,
     ErrorEvent,
-    FunctionCallItem,
-    Incomplete,
-    InputItem,
     ItemEvent,
     Numbered,
     OfItem,
+    PartEvent,
+    ResponseEvent,
+)
+from aioserve.server.responses.protocol import (
+    FunctionCallItem,
+    Incomplete,
+    InputItem,
     OutputItem,
     OutputMessage,
     OutputText,
-    PartEvent,
     ReasoningItem,
     ReasoningText,
     Response,
-    ResponseEvent,
     ResponsesRequest,
     ResponseUsage,
     Status,
