@@ -55,6 +55,7 @@ ROUTES = (
         "End a running request.",
         Aborted,
         body=decoder,
+        example={"request_id": "cmpl-1"},
         raises=(UnknownRequestError,),
     ),
 )

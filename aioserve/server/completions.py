@@ -149,6 +149,7 @@ ROUTES = (
         "Go on with a text, or with several.",
         Completion,
         body=decoder,
+        example={"prompt": "Who's there?", "max_tokens": 8},
         events=(Completion, ErrorResponse, Literal["[DONE]"]),
         raises=GENERATION_ERRORS,
     ),

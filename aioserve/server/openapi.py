@@ -70,6 +70,7 @@ class Route(NamedTuple):
     needs: Literal["nothing", "key", "admin_key", "looker"] = "key"
     may_lack_body: bool = False  # then it is as if it were {}
     media_types: Sequence[str] = ()  # of the answer; none: JSON, or plain text if it is `str`
+    example: Mapping[str, Any] = MappingProxyType({})  # a good body: for readers, and to be varied
 
     @property
     def documented_path(self) -> str:
@@ -212,9 +213,10 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
         operation["parameters"] = parameters
     if route.body is not None:
         schema = schema_of[route.body.served]
+        example = {"example": dict(route.example)} if route.example else {}
         operation["requestBody"] = {
             "required": not route.may_lack_body,
-            "content": {"application/json": {"schema": schema}},
+            "content": {"application/json": {"schema": schema, **example}},
         }
     return operation
 

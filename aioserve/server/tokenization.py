@@ -15,11 +15,12 @@ from aioserve.errors import EngineDeadError, RequestError
 from aioserve.server.access.gate import entered
 from aioserve.server.body import decode_body
 from aioserve.server.chat.messages import template_messages
+from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, Tool
 from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import ENGINE, IMAGES
 from aioserve.server.openapi import NOT_NOW_ERRORS, Route
-from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, Int, ModelRequest, Tool
+from aioserve.server.protocol import Int, ModelRequest
 from aioserve.server.unserved import Unserved
 from aioserve.server.validation import BodyDecoder
 
@@ -150,6 +151,7 @@ ROUTES = (
         "The tokens of a text or a conversation.",
         Tokenized,
         body=tokenize_decoder,
+        example={"prompt": "Who's there?"},
         raises=NOT_NOW_ERRORS,  # with images, which take time
     ),
     Route(
@@ -159,6 +161,7 @@ ROUTES = (
         "The text of tokens.",
         Detokenized,
         body=detokenize_decoder,
+        example={"tokens": [5, 6]},
         raises=(EngineDeadError,),
     ),
 )

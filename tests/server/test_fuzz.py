@@ -28,6 +28,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from aioserve.server.routes import ROUTES
+
 # The loop is the subject of other tests.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -38,18 +40,9 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-MESSAGES = [{"role": "user", "content": "Hello"}]
 # What is held as it is while one field varies.
-GOOD = {
-    "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
-    "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
-    "/v1/messages/count_tokens": {"messages": MESSAGES},
-    "/tokenize": {"prompt": "Hello"},
-    "/detokenize": {"tokens": [5, 6]},
-    "/v1/abort": {"request_id": "x"},
-    "/v1/embeddings": {"input": "Hello"},
+GOOD: dict[str, dict[str, Any]] = {
+    **{route.path: dict(route.example) for route in ROUTES if route.example},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/admin/pause": {"running": "keep"},

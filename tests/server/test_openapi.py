@@ -9,6 +9,7 @@ import schemathesis
 import aioserve
 from aioserve.server.app import build_app
 from aioserve.server.protocol import CompletionRequest
+from aioserve.server.routes import ROUTES
 from aioserve.server.unserved import FOREIGN
 
 
@@ -39,17 +40,17 @@ async def test_every_route_is_in_the_document(start_server):
     schemathesis.openapi.from_dict(document).validate()
 
 
-MESSAGES = [{"role": "user", "content": "x"}]
-BODIES = {
-    "/v1/completions": {"prompt": "x"},
-    "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/embeddings": {"input": "x"},
-    "/v1/responses": {"input": "x"},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
-    "/v1/messages/count_tokens": {"messages": MESSAGES},
-    "/tokenize": {"prompt": "x"},
-    "/detokenize": {"tokens": [5]},
-}
+BODIES = {route.path: dict(route.example) for route in ROUTES if route.example}
+
+
+async def test_the_example_of_each_body_is_told_and_is_a_good_one(start_server):
+    async with start_server() as server:
+        document = await get_document(server)
+        for path, body in BODIES.items():
+            content = document["paths"][path]["post"]["requestBody"]["content"]
+            assert content["application/json"]["example"] == body
+            answer = await server.request("POST", path, json=body)
+            assert answer.status == (404 if path == "/v1/abort" else 200), (path, answer)
 
 
 async def test_the_header_of_a_timeout_is_told_where_it_is_read(start_server):

@@ -136,6 +136,7 @@ ROUTES = (
         "Answer a conversation, as Anthropic's protocol has it.",
         Message,
         body=create_decoder,
+        example={"messages": [{"role": "user", "content": "Who's there?"}], "max_tokens": 8},
         events=(
             MessageStart,
             BlockStart,
@@ -155,6 +156,7 @@ ROUTES = (
         "Count the tokens that such a conversation has.",
         InputTokens,
         body=count_decoder,
+        example={"messages": [{"role": "user", "content": "Who's there?"}]},
         raises=NOT_NOW_ERRORS,  # with images, which take time
     ),
 )

@@ -16,18 +16,14 @@ from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioserve.server.chat.binding import bind_off_loop, blame, leaves_room_for_reasoning
 from aioserve.server.chat.messages import template_messages
+from aioserve.server.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.reply import ChatReply
 from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.generation import read_body, respond
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
 from aioserve.server.openapi import GENERATION_ERRORS, Route
-from aioserve.server.protocol import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ErrorResponse,
-)
+from aioserve.server.protocol import ErrorResponse
 from aioserve.server.unserved import NOT_ON_CHAT
 from aioserve.server.validation import BodyDecoder
 
@@ -115,6 +111,7 @@ ROUTES = (
         "Answer a conversation.",
         ChatCompletion,
         body=decoder,
+        example={"messages": [{"role": "user", "content": "Who's there?"}], "max_tokens": 8},
         events=(ChatCompletionChunk, ErrorResponse, Literal["[DONE]"]),
         raises=GENERATION_ERRORS,
     ),

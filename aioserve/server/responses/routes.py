@@ -23,20 +23,22 @@ from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES, RESPONSES
 from aioserve.server.openapi import NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import RequestPart
 from aioserve.server.responses.answer import ResponseAnswer
-from aioserve.server.responses.prompt import template_turns, tools_of
-from aioserve.server.responses.protocol import (
-    Deleted,
+from aioserve.server.responses.events import (
     DeltaEvent,
     DoneEvent,
     ErrorEvent,
+    ItemEvent,
+    PartEvent,
+    ResponseEvent,
+)
+from aioserve.server.responses.prompt import template_turns, tools_of
+from aioserve.server.responses.protocol import (
+    Deleted,
     InputItem,
     InputPart,
-    ItemEvent,
     ItemList,
     Page,
-    PartEvent,
     Response,
-    ResponseEvent,
     ResponsesRequest,
     Whole,
 )
@@ -196,6 +198,7 @@ ROUTES = (
         "Answer a conversation, as OpenAI's newer protocol has it.",
         Response,
         body=decoder,
+        example={"input": "Who's there?", "max_output_tokens": 8},
         events=(
             ResponseEvent,
             ItemEvent,
