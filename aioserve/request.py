@@ -121,7 +121,8 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     hints: Hints = {}  # what the client tells the policy, by name; never changed
 
     def __post_init__(self) -> None:
-        check_hints(self.hints)
+        if self.hints != {}:
+            check_hints(self.hints)
         for name in ("request_id", "user", "cache_salt", "adapter_id"):
             text = getattr(self, name)
             if not isinstance(text, str):

@@ -1,65 +1,35 @@
 """The public Python API: an engine that lives in the caller's event loop.
 
-Guards the door and owns the engine task; what it is made of, `builder` knows. Installs no signal
-handlers, opens no ports; starts no processes but those that render chat templates.
+Guards the door and owns the engine task; what it is made of, `builder` knows, and what else can be
+asked of it the classes that it derives from. Installs no signal handlers, opens no ports; starts no
+processes but those that render chat templates.
 """
 
 import asyncio
 import logging
 import threading
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self
-
-import msgspec
+from typing import Self
 
 from aioserve.config import EngineConfig
 from aioserve.engine.builder import EngineBuilder, EngineParts
-from aioserve.engine.client_base import EngineClientBase
 from aioserve.engine.clock import is_real
-from aioserve.engine.control.adapters import Adapters
-from aioserve.engine.control.control import Control
-from aioserve.engine.control.policy_trials import PolicyTrials
-from aioserve.engine.observe.live_feed import LiveFeed
-from aioserve.engine.observe.loop_monitor import LoopMonitor, StateLog
-from aioserve.engine.observe.metrics import EngineMetrics
 from aioserve.engine.observe.watchdog import Watchdog
+from aioserve.engine.operated_engine import OperatedEngine
 from aioserve.engine.samples import Origin, Samples, SampleState
-from aioserve.engine.snapshot import EngineSnapshot, take_snapshot
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
 from aioserve.kv_cache import KVEvent
-from aioserve.model_info import ModelInfo
-from aioserve.operations.answers import Arrivals, Counted, Health, Running, Seen, State
-from aioserve.operations.command import Answer, EngineCommand
-from aioserve.outputs import FinishReason, SchedulerStats
-from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
+from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
-from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface
-from aioserve.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
-def options_as_labels(
-    name: str, policy: type[SchedulerInterface], options: dict[str, Any]
-) -> dict[str, str]:
-    """A policy with all its options, defaults included."""
-    if issubclass(policy, BaseScheduler):
-        options = msgspec.to_builtins(policy.parse_options(options))
-    return {"policy": name, **{key: str(value) for key, value in options.items()}}
-
-
-# A policy whose last step failed may work again for the next request, but only a request can show
-# it. So long it counts as failing, in seconds: enough for a client that asks now and then. A guess.
-POLICY_FAILURE_SECONDS = 10.0
-
-
-class AsyncEngine(EngineClientBase[EngineParts]):
+class AsyncEngine(OperatedEngine):
     """Serves requests from any number of tasks of one event loop.
 
     async with AsyncEngine(EngineConfig()) as engine:
@@ -78,87 +48,16 @@ class AsyncEngine(EngineClientBase[EngineParts]):
         `on_kv_event` is called, between steps, with what became findable in the KV cache or was
         lost; if it raises, that is logged and the engine goes on.
         """
-        self.config = config or EngineConfig()
-        self.model_info = ModelInfo(self.config.model)
-        self.started_at = int(time.time())
-        self.max_model_len = 0  # known after start: the setting, or what the KV pool can hold
-        self.metrics = EngineMetrics(
-            self.get_stats,
-            self._get_wait_reasons,
-            lambda: 0 if self._parts is None else self._parts.core.loop.failures.count,
-            lambda: self.replaced_policy_error is not None,
-            lambda: None if self._runner is None else self._runner.num_compute_threads,
-            self._get_info,
-            lambda: self.state,
-        )
-        self._pulse = LoopMonitor(
-            lambda: self._parts is not None and len(self._parts.output_processor) > 0,
-            self.metrics.loop_delays["engine"].observe,
-            StateLog(self.get_stats, self.metrics).write,
-        )
+        super().__init__(config)
         self._runner = runner
         self._on_kv_event = on_kv_event
-        self._adapters: Adapters | None = None
-        self._builder: EngineBuilder | None = None
-        self._control: Control | None = None  # from its first use on
-        self._doings: set[asyncio.Task[None]] = set()  # of an operator, that are not done
-        self._parts: EngineParts | None = None  # between start and shutdown
-        self._gallery: LiveFeed | None = None  # once a page has asked for it
-        self._trials: PolicyTrials | None = None  # once one was requested
-        self._task: asyncio.Task[None] | None = None
-        self._error: BaseException | None = None
+        self._is_real_time = False  # known after start
         self._watchdog: Watchdog | None = None  # between start and shutdown, in real time
         self._hang: RunnerDeadError | None = None  # a step that counts as dead
         self._home: tuple[asyncio.AbstractEventLoop, int] | None = None  # the loop, and its thread
         self._start_is_over: asyncio.Event | None = None  # None: there was none
-        self._is_closing = False
         self._ending = asyncio.Lock()  # held by the `shutdown` that gives everything back
         self._num_clients = 0  # besides those of this process
-
-    @property
-    def errored(self) -> BaseException | None:
-        """What killed the engine; None while it lives."""
-        return self._error
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether `shutdown` was called; new requests are then refused."""
-        return self._is_closing
-
-    @property
-    def policy_error(self) -> Exception | None:
-        """What the policy did wrong, if it has run no step since, not in ten seconds; else None.
-
-        Requests of its step failed with this error; the engine goes on, and asks it again.
-        """
-        parts = self._parts
-        if parts is None or parts.core.loop.failures.last is None:
-            return None
-        error, when = parts.core.loop.failures.last
-        return None if parts.clock() - when > POLICY_FAILURE_SECONDS else error
-
-    @property
-    def replaced_policy_error(self) -> Exception | None:
-        """What the policy did wrong, for which a plain one, first come first served, plans in its
-        place until `switch_policy`; None: the policy that is set plans.
-        """
-        return None if self._parts is None else self._parts.core.loop.failures.replaced_after
-
-    @property
-    def first_policy_error(self) -> Exception | None:
-        """The first thing that a policy did wrong since the start: figures of such a run are not
-        those of the policy alone.
-        """
-        return None if self._parts is None else self._parts.core.loop.failures.first
-
-    @property
-    def adapters(self) -> Adapters:
-        """The LoRA adapters: ask for them, load and unload them. There are none before a start:
-        raises `EngineDeadError`.
-        """
-        if self._adapters is None:
-            raise EngineDeadError("the engine has not been started")
-        return self._adapters
 
     async def start(self) -> None:
         """Load the model and start the engine task: once in its life.
@@ -200,7 +99,8 @@ class AsyncEngine(EngineClientBase[EngineParts]):
         self._parts, self.max_model_len = parts, parts.max_model_len
         self._task = asyncio.create_task(parts.core.run(), name="aioserve-engine")
         self._task.add_done_callback(lambda task: self._on_task_done(task, parts))
-        if is_real(parts.clock):
+        self._is_real_time = is_real(parts.clock)
+        if self._is_real_time:
             self._watchdog = Watchdog(
                 self.config.server,
                 lambda: parts.core.loop.scheduler.policy,
@@ -229,180 +129,6 @@ class AsyncEngine(EngineClientBase[EngineParts]):
         if parts is None or self._error is not None:
             return False
         return self._abort_if_here(request_id, parts)
-
-    async def ask(self, command: EngineCommand[Answer]) -> Answer:
-        return await command.run_on(self)
-
-    def render_metrics(self, counted: list[Counted]) -> bytes:
-        """Metrics as Prometheus text; `counted` adds what a server in this process has counted."""
-        self.metrics.loop_lags["engine"] = self._pulse.worst()
-        if counted:
-            self.metrics.counted["engine"] = counted
-        return self.metrics.render()
-
-    @property
-    def trials(self) -> PolicyTrials:
-        """Comparisons of policies on the requests that come. Raises `EngineDeadError` before the
-        start and after the end.
-        """
-        parts = self._alive()
-        if self._trials is None:
-            self._trials = PolicyTrials(
-                parts.core.loop, parts.clock, lambda: self.config, self.max_model_len
-            )
-        return self._trials
-
-    async def look(self, after: int) -> Seen:
-        """See `LiveFeed.look`. Raises `EngineDeadError` before the start and after the end."""
-        parts = self._alive()
-        if self._gallery is None:
-            self._gallery = LiveFeed(
-                parts.core.loop, parts.clock, self.metrics, lambda: self.config, self.max_model_len
-            )
-        return await self._gallery.look(after)
-
-    def health(self) -> Health:
-        """Whether a new request would be served now, and if not, why."""
-        if (error := self._error) is not None:
-            return Health("dead", f"{type(error).__name__}: {error}")
-        if self._is_closing:
-            return Health("draining", "the server is shutting down")
-        if (parts := self._parts) is None:
-            return Health("loading", "the model is being loaded")
-        if self.state != "running":
-            return Health(self.state, "an operator wants it so")
-        seconds = parts.core.step_seconds()
-        if seconds > self.config.server.hung_step_seconds:
-            return Health("hanging", f"a step has not come back for {seconds:.0f} s")
-        if (error := self.replaced_policy_error) is not None:
-            plain = "a plain policy, first come first served, plans in the place of"
-            return Health("ready", f"{plain} {self.config.scheduler.policy}: {error}")
-        if self.policy_error is not None:
-            return Health("failing", str(self.policy_error))
-        seconds = parts.core.loop.stalled_seconds()
-        if seconds > self.config.scheduler.stall_timeout / 2:
-            return Health(
-                "stalled",
-                f"policy {self.config.scheduler.policy} has scheduled no request for "
-                f"{seconds:.0f} s although requests wait",
-            )
-        return Health()
-
-    def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
-        """Change the policy between two steps; queue, running requests and KV cache stay.
-
-        Raises `ConfigError` for a policy, option or limit that cannot work, and `PolicyError` if
-        the new policy cannot order the requests that are there. The old one goes on then.
-        """
-        parts = self._alive()
-        settings = msgspec.structs.replace(
-            self.config.scheduler, policy=policy, options=options or {}
-        )
-        parts.core.switch(settings)
-        self.config = msgspec.structs.replace(self.config, scheduler=settings)
-        logger.info("policy is now %s %s", policy, options or {})
-
-    def switch_shadow(self, policy: str | None, options: dict[str, Any] | None = None) -> None:
-        """Have another policy evaluated on the traffic from now on, or none. Raises `ConfigError`;
-        what there was goes on then.
-        """
-        parts = self._alive()
-        shadow = msgspec.structs.replace(
-            self.config.shadow, shadow_policy=policy, shadow_options=options or {}
-        )
-        config = msgspec.structs.replace(self.config, shadow=shadow)
-        assert self._builder is not None
-        turns = self._builder.switch_shadow(config, parts)
-        self.config, self._parts = config, parts._replace(shadow_turns=turns)
-        logger.info("shadow policy is now %s %s", policy, options or {})
-
-    @property
-    def state(self) -> State:
-        """Whether the engine runs, is paused or sleeps, by an operator's command."""
-        return "running" if self._control is None else self._control.state
-
-    async def pause(self, *, running: Running = "keep", arrivals: Arrivals = "wait") -> None:
-        """Return when no step is computed, and none will be until `resume`.
-
-        `running`: what becomes of requests that run or wait; kept ones go on with the same tokens.
-        `arrivals`: whether those that come meanwhile wait, in the queue and its limits, or get
-        `EnginePausedError`. Deadlines and queue timeouts pass.
-        """
-        await self._controlled(self._controls().pause(running, arrivals))
-
-    async def resume(self) -> None:
-        """End a pause. Does nothing while the engine runs. Raises `ConfigError` while it sleeps."""
-        await self._controlled(self._controls().resume())
-
-    async def sleep(
-        self, *, weights: bool = False, running: Running = "keep", arrivals: Arrivals = "wait"
-    ) -> None:
-        """Pause and free the memory of the KV cache, with `weights` that of the model as
-        well. Kept requests are computed again after `wake`. Raises `ConfigError` where that is not
-        served: on a CUDA device, with ranks, with a KV connector; nothing has changed then.
-        """
-        await self._controlled(self._controls().sleep(running, arrivals, frees_weights=weights))
-
-    async def wake(self) -> None:
-        """Allocate what `sleep` freed, and go on. Raises `ConfigError`; it sleeps on then."""
-        await self._controlled(self._controls().wake())
-
-    async def reload(self, path: str, *, running: Running = "keep") -> None:
-        """Serve the weights of a model directory which is the same but for them; cached prefixes
-        are forgotten. Kept requests go on after their tokens so far. Raises `ConfigError` if they
-        cannot be read, are of another model, or have no room beside the old ones, which serve on.
-        """
-        await self._controlled(self._controls().reload(path, running))
-
-    def _controls(self) -> Control:
-        parts = self._alive()
-        if self._control is None:
-            assert self._runner is not None
-            self._control = Control(
-                self.config, parts.core, self._runner, self.adapters, lambda: self._end(None, parts)
-            )
-        return self._control
-
-    async def _controlled(self, doing: Coroutine[Any, Any, None]) -> None:
-        """Wait for it, but not for an engine that has ended: raises `EngineDeadError` then. It is
-        done whole, also if its caller leaves.
-        """
-        assert self._task is not None
-        task = asyncio.create_task(doing)
-        self._doings.add(task)
-        task.add_done_callback(self._forget_doing)
-        await asyncio.wait({task, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            self._alive()
-        await task
-
-    def _forget_doing(self, task: asyncio.Task[None]) -> None:
-        self._doings.remove(task)
-        if not task.cancelled():
-            task.exception()  # the caller may have left
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; True if the KV cache is now empty."""
-        parts = self._alive()
-        is_empty = parts.core.loop.scheduler.reset_prefix_cache()
-        if parts.kv_events is not None:
-            parts.kv_events.deliver()
-        return is_empty
-
-    def get_stats(self) -> SchedulerStats | None:
-        """The scheduler's state and totals; None before the start and after the end."""
-        return None if self._parts is None else self._parts.core.loop.scheduler.make_stats()
-
-    def inspect(self) -> EngineSnapshot | None:
-        """What it is doing now: every request and why it waits, steps in flight, what memory is
-        held. None before the start and after the end.
-        """
-        if (parts := self._parts) is None:
-            return None
-        is_fallback = parts.core.loop.failures.replaced_after is not None
-        policy = FALLBACK_POLICY if is_fallback else self.config.scheduler.policy
-        return take_snapshot(parts, policy, self.state, is_fallback=is_fallback)
 
     async def wait_ended(self) -> None:
         """Return once `shutdown` has ended the engine task; raises `EngineDeadError` if it dies."""
@@ -497,35 +223,6 @@ class AsyncEngine(EngineClientBase[EngineParts]):
                 "that it was started in: await it there, or hand the call over with "
                 "asyncio.run_coroutine_threadsafe(call, loop)"
             )
-
-    def _get_info(self) -> dict[str, dict[str, str]]:
-        """Settings as metric labels, with all options of the policy."""
-        model, parts = self.config.model, self._parts
-        info = {
-            "model": {
-                "model": model.served_name,
-                "max_model_len": str(self.max_model_len),
-                "version": __version__,
-            }
-        }
-        if parts is not None:
-            settings, policy = self.config.scheduler, parts.core.loop.scheduler.policy
-            if parts.core.loop.failures.replaced_after is not None:
-                info["policy"] = options_as_labels(FALLBACK_POLICY, policy, {})
-            else:
-                info["policy"] = options_as_labels(settings.policy, policy, settings.options)
-            if (shadow := self.metrics.shadow.shadow) is not None:
-                name, given = self.config.shadow.shadow_policy, self.config.shadow.shadow_options
-                info["shadow_policy"] = options_as_labels(
-                    name or "", shadow.scheduler.policy, given
-                )
-        return info
-
-    def _get_wait_reasons(self) -> Counter[WaitReason]:
-        parts = self._parts
-        return Counter(
-            () if parts is None else parts.core.loop.scheduler.get_wait_reasons().values()
-        )
 
     # What follows is for front ends in other processes.
 
@@ -632,17 +329,11 @@ class AsyncEngine(EngineClientBase[EngineParts]):
         if self._control is not None:
             self._control.check_arrival()  # a pause may have begun meanwhile
         parts.arrivals.enter(spec, samples, register)
-        if is_real(parts.clock):
+        if self._is_real_time:
             self._pulse.start()
 
     def _abort(self, samples: Samples, parts: EngineParts) -> bool:
         return self._end(samples.ids, parts)
-
-    def _end(self, request_ids: list[str] | None, parts: EngineParts) -> bool:
-        """Abort requests, all if None; returns whether any really ended by this call."""
-        ended = parts.core.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-        parts.output_processor.end_requests(ended, FinishReason.ABORT, parts.clock())
-        return bool(ended)
 
     def _drop(self, samples: Samples, parts: EngineParts) -> None:
         ids = parts.output_processor.drop(samples, parts.clock())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.config import EngineConfig
 from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.decision_log.writer import LogWriter
 from aioserve.engine.admission.admission import Admission
@@ -29,9 +29,8 @@ from aioserve.engine.delivery.tracing import Tracing, check_installed, make_expo
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
 from aioserve.engine.kv_connector import HeldBack, check_connector, make_connector
 from aioserve.engine.observe.kv_events import KVEventRelay
+from aioserve.engine.observe.live_shadow import ShadowBuilder, ShadowTurns, shadow_settings
 from aioserve.engine.observe.metrics import EngineMetrics
-from aioserve.engine.observe.shadow import Shadow
-from aioserve.engine.observe.shadow_turns import ShadowTurns
 from aioserve.engine.observe.timeline import Timelines
 from aioserve.engine.samples import Claims
 from aioserve.errors import ConfigError
@@ -63,11 +62,7 @@ class EngineParts(NamedTuple):
     arrivals: Admission
     delivery: OutputRouter
     tracing: Tracing | None
-
-    @property
-    def claims(self) -> Claims:
-        """Claims on request ids, by readers in this process or in workers."""
-        return self.output_processor.claims
+    claims: Claims  # on request ids, by readers in this process or in workers
 
     async def close(self) -> None:
         """Give back all but the runner. The engine task has ended."""
@@ -104,10 +99,9 @@ class EngineBuilder:
         self._clock = clock_of(asyncio.get_running_loop())
         self._policy = load_policy(config.scheduler.policy)
         if issubclass(self._policy, BaseScheduler):
-            _check_policy(self._policy, config.scheduler, model_info)
-        self._shadow_policy: type[BaseScheduler] | None = None
-        if config.shadow.shadow_policy is not None:
-            self._shadow_policy = _load_shadow_policy(_shadow_settings(config), model_info)
+            self._policy.parse_options(config.scheduler.options)
+            self._policy.check_limits(config.scheduler, model_info.max_model_len)
+        self.shadows = ShadowBuilder(config, model_info, self._clock, metrics.shadow)
         check_writable(config.scheduler.decision_log, "decision log")
         check_writable(config.scheduler.request_log, "request log")
         check_connector(config, self._policy)
@@ -158,11 +152,7 @@ class EngineBuilder:
                 config.scheduler, policy=FALLBACK_POLICY, options={}, victim="policy"
             ),
         )
-        turns = None
-        if self._shadow_policy is not None:
-            shadow = self._make_shadow(self._shadow_policy, info, max_model_len, metrics)
-            turns = ShadowTurns(shadow, clock)
-            loop.observers.subscribe(turns)
+        turns = self.shadows.follow(loop, config, info, max_model_len)
         input_processor = InputProcessor(
             self._model_info,
             max_model_len,
@@ -215,33 +205,8 @@ class EngineBuilder:
             ),
             delivery,
             tracing,
+            output_processor.claims,
         )
-
-    def switch_shadow(self, config: EngineConfig, parts: EngineParts) -> ShadowTurns | None:
-        """Another shadow, or none, as `config` has it. Raises `ConfigError` or `PolicyError` before
-        anything has changed. The requests that are there are not told to it.
-        """
-        shadow = None
-        before, self.config = self.config, config
-        try:
-            if config.shadow.shadow_policy is not None:
-                policy = _load_shadow_policy(_shadow_settings(config), self._model_info)
-                shadow = self._make_shadow(
-                    policy, parts.runner_info, parts.max_model_len, self._metrics
-                )
-        except BaseException:
-            self.config = before
-            raise
-        observers = parts.core.loop.observers
-        if parts.shadow_turns is not None:
-            parts.shadow_turns.close()
-            observers.unsubscribe(parts.shadow_turns)
-        if shadow is None:
-            self._metrics.shadow.begin(None)
-            return None
-        turns = ShadowTurns(shadow, self._clock)
-        observers.subscribe(turns)
-        return turns
 
     def _make_scheduler(self, kv_cache: KVCacheManager, max_model_len: int) -> SchedulerInterface:
         """The live one; recorded, if a log is wanted."""
@@ -266,26 +231,6 @@ class EngineBuilder:
             except BaseException:
                 sink.close()
                 raise
-
-    def _make_shadow(
-        self,
-        policy: type[BaseScheduler],
-        info: RunnerInfo,
-        max_model_len: int,
-        metrics: EngineMetrics,
-    ) -> Shadow:
-        settings = _shadow_settings(self.config)
-
-        def make_scheduler(clock: Clock) -> BaseScheduler:
-            kv_cache = make_kv_cache(self.config.cache, info)
-            with blamed(policy, "__init__()"):
-                return policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
-
-        shadow = Shadow(
-            make_scheduler, metrics.shadow, max_share=self.config.shadow.shadow_max_share
-        )
-        metrics.shadow.begin(shadow)
-        return shadow
 
     def _fit_max_model_len(self, num_slots: int) -> int:
         """As `fit_max_model_len`; a model that is cut short is said."""
@@ -331,21 +276,10 @@ def check_policies(config: EngineConfig) -> None:
     """Raises `ConfigError` if the policy or its shadow is not to be found, or has no such options:
     what can be said of them without a model.
     """
-    settings = [config.scheduler]
-    if config.shadow.shadow_policy is not None:
-        settings.append(_shadow_settings(config))
-    for each in settings:
+    for each in filter(None, (config.scheduler, shadow_settings(config))):
         policy = load_policy(each.policy)
         if issubclass(policy, BaseScheduler):
             policy.parse_options(each.options)
-
-
-def _check_policy(
-    policy: type[BaseScheduler], settings: SchedulerConfig, model_info: ModelInfo
-) -> None:
-    """Raises `ConfigError` for options or limits that the policy cannot work with."""
-    policy.parse_options(settings.options)
-    policy.check_limits(settings, model_info.max_model_len)
 
 
 def _check_chat_template(model_info: ModelInfo) -> None:
@@ -358,27 +292,6 @@ def _check_chat_template(model_info: ModelInfo) -> None:
 
     if (what := syntax_error(source)) is not None:
         raise ConfigError(f"model.chat_template: {model_info.config.chat_template}, {what}")
-
-
-def _shadow_settings(config: EngineConfig) -> SchedulerConfig:
-    """The live settings with the shadow's policy."""
-    shadow = config.shadow
-    assert shadow.shadow_policy is not None
-    return msgspec.structs.replace(
-        config.scheduler,
-        policy=shadow.shadow_policy,
-        options=shadow.shadow_options,
-        decision_log=None,
-    )
-
-
-def _load_shadow_policy(settings: SchedulerConfig, model_info: ModelInfo) -> type[BaseScheduler]:
-    """Raises `ConfigError` if it cannot work."""
-    policy = load_policy(settings.policy)
-    if not issubclass(policy, BaseScheduler):
-        raise ConfigError(f"shadow policy {settings.policy!r} must derive from BaseScheduler")
-    _check_policy(policy, settings, model_info)
-    return policy
 
 
 def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:

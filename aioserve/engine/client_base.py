@@ -77,13 +77,12 @@ class EngineClientBase(EngineClient, Generic[Parts]):
         request_id = request_id or f"req-{uuid4().hex}"
         if self.config.server.log_prompts:
             log_prompt(request_id, prompt, sampling)
+        model, operation = self.config.model.served_name, ""
+        if self.config.server.otlp_traces_endpoint is not None:
+            operation = operation_of(prompt, is_pooled=pooling is not None)
         with self._claimed(request_id, sampling.n, parts) as samples:
-            samples.origin = Origin(
-                client,
-                adapter or self.config.model.served_name,
-                operation_of(prompt, is_pooled=pooling is not None),
-                dict(trace_headers),
-            )
+            samples.origin = Origin(client, adapter or model, operation, dict(trace_headers))
+            adapter = "" if adapter == model else adapter
             stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples, parts))
             room = parts.input_processor.room(pooling or sampling)
             least = parts.input_processor.least_tokens(prompt, room)

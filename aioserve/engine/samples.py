@@ -20,7 +20,7 @@ class Origin(msgspec.Struct, array_like=True, frozen=True):
 
     client: str = ""  # address
     model: str = ""  # or adapter, as it was asked for
-    operation: str = "text_completion"  # what OpenTelemetry calls it
+    operation: str = ""  # what OpenTelemetry calls it; "" without traces
     trace_headers: dict[str, str] = {}  # the trace it belongs to, as W3C has it
 
 

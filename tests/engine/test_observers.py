@@ -15,9 +15,9 @@ from aioserve.engine.delivery import output_processor
 from aioserve.engine.delivery.output_router import OutputRouter
 from aioserve.engine.kv_connector import HeldBack
 from aioserve.engine.observe.feed_observer import FeedObserver
+from aioserve.engine.observe.live_shadow import ShadowTurns
 from aioserve.engine.observe.metrics import EngineMetrics
 from aioserve.engine.observe.shadow import Shadow
-from aioserve.engine.observe.shadow_turns import ShadowTurns
 from aioserve.errors import RequestFailedError
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.operations import ShowSteps

@@ -65,11 +65,12 @@ class Admission:
     async def prepare(
         self, spec: RequestSpec, samples: Samples, adapter: str, seconds: float | None
     ) -> RequestSpec:
-        """Counts its images, compiles what the text must look like, has the adapter brought, if
-        there is a name, before the timeout: what is asked for then, in full. Raises what
-        these do, `EngineOverloadedError` for images that are too many.
+        """Count the request's images, compile its grammar, and load its adapter before the timeout:
+        each if the request has one. Returns what is asked for then, in full. Raises what these do,
+        `EngineOverloadedError` for images that are too many.
         """
-        self._image_memory.hold(spec)
+        if spec.encoder_inputs:
+            self._image_memory.hold(spec)
         await self._input_processor.check_grammar(spec.sampling_params)
         if adapter:
             await self._adapters.hold(samples, adapter, seconds)

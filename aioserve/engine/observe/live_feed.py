@@ -18,7 +18,8 @@ from aioserve.engine.clock import Clock, LoopLag
 from aioserve.engine.core import EngineLoop
 from aioserve.engine.observe.feed_observer import FeedObserver
 from aioserve.engine.observe.frames import About, Frame, Gauges, Histograms, Shadow, Snapshot
-from aioserve.engine.observe.metrics import EngineMetrics, Latencies, ShadowMetrics
+from aioserve.engine.observe.metrics import EngineMetrics, Latencies
+from aioserve.engine.observe.shadow_metrics import ShadowMetrics
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.operations.answers import Seen
 from aioserve.scheduler import BaseScheduler

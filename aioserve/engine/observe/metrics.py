@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from aioserve.engine.kv_connector import KVConnectorMetrics
 from aioserve.engine.observe.adapter_metrics import AdapterMetrics
 from aioserve.engine.observe.histogram import LENGTH_BUCKETS, Histogram, RecentRate, family_by
-from aioserve.engine.observe.policy_gauges import policy_gauges
-from aioserve.engine.observe.shadow import Shadow
+from aioserve.engine.observe.scheduler_metrics import scheduler_metrics
+from aioserve.engine.observe.shadow_metrics import ShadowMetrics
 from aioserve.engine.observe.vllm_names import aliases
 from aioserve.engine.samples import SampleState
 from aioserve.operations.answers import Counted, State
@@ -241,7 +241,7 @@ class EngineMetrics(Collector):
             yield from self.of_server.collect()
         stats = self._get_stats()
         if stats is not None:
-            yield from _scheduler_metrics(stats)
+            yield from scheduler_metrics(stats)
             yield self._waiting_by_reason()
 
     def _of_processes(self) -> Iterator[Metric]:
@@ -282,110 +282,3 @@ class EngineMetrics(Collector):
         for reason in WaitReason:
             gauge.add_metric([reason.value], counts[reason])
         return gauge
-
-
-class ShadowMetrics(Collector):
-    """What the shadow policy would have done. Compare with the metrics of the same names without
-    `shadow`; those count from the arrival to the delivery, these to the end of the step.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.begin(None)
-        registry.register(self)
-
-    def begin(self, shadow: Shadow | None) -> None:
-        """Count for another one from now on, from nothing; None: there is none."""
-        self.shadow = shadow
-        self.time_to_first_token = Histogram()
-        self.inter_token_latency = Histogram()
-        self.request_latency = Histogram()
-
-    def on_first_token(self, seconds: float) -> None:
-        self.time_to_first_token.observe(seconds)
-
-    def on_gap(self, seconds: float) -> None:
-        self.inter_token_latency.observe(seconds)
-
-    def on_finished(self, seconds: float) -> None:
-        self.request_latency.observe(seconds)
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry for every scrape."""
-        if self.shadow is None:
-            return
-        for name, histogram in (
-            ("time_to_first_token", self.time_to_first_token),
-            ("inter_token_latency", self.inter_token_latency),
-            ("request_latency", self.request_latency),
-        ):
-            yield histogram.family(f"aioserve_shadow_{name}_seconds", "Under the shadow policy")
-        stats = self.shadow.stats
-        yield CounterMetricFamily(
-            "aioserve_shadow_cost_seconds", "Event loop time it took", stats.cost_seconds
-        )
-        yield CounterMetricFamily(
-            "aioserve_shadow_resets", "Times it was too far behind and began anew", stats.num_resets
-        )
-        yield GaugeMetricFamily(
-            "aioserve_shadow_failed", "1 if its policy raised and it is off", stats.is_failed
-        )
-        yield from _scheduler_metrics(self.shadow.scheduler.make_stats(), "aioserve_shadow")
-
-
-def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterator[Metric]:
-    gauges: tuple[tuple[str, str, float], ...] = (
-        ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
-        ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
-        ("num_requests_paused", "Of these, with KV blocks kept", stats.num_paused_reqs),
-        ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
-        ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
-        ("kv_cache_used_blocks", "KV blocks held by requests", stats.num_used_kv_blocks),
-        ("kv_cache_leased_blocks", "KV blocks that leases alone hold", stats.num_leased_kv_blocks),
-        ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),
-        ("encoder_cache_used_tokens", "Tokens of images kept", stats.num_used_encoder_tokens),
-    )
-    if stats.num_state_slots:
-        used = stats.num_state_slots - stats.num_free_state_slots
-        gauges += (
-            ("state_slots", "Slots for the states of requests", stats.num_state_slots),
-            ("state_used_slots", "Slots held by requests", used),
-        )
-    if stats.num_window_blocks:
-        gauges += (
-            ("window_blocks", "KV blocks for layers with a window", stats.num_window_blocks),
-            ("window_used_blocks", "Of these, held by requests", stats.num_used_window_blocks),
-        )
-    for name, documentation, value in gauges:
-        yield GaugeMetricFamily(f"{prefix}_{name}", documentation, value)
-    counters = (
-        ("steps", "Steps planned", stats.num_steps),
-        ("scheduled_prefill_tokens", "Prompt tokens scheduled", stats.num_prefill_tokens),
-        ("scheduled_decode_tokens", "Decode tokens scheduled", stats.num_decode_tokens),
-        ("preemptions", "Requests thrown out of the batch", stats.num_preemptions),
-        (
-            "prefix_cache_queried_tokens",
-            "Tokens looked up in the prefix cache",
-            stats.num_prefix_queried_tokens,
-        ),
-        ("prefix_cache_hit_tokens", "Tokens found there", stats.num_prefix_hit_tokens),
-        ("encoder_inputs", "Images and sounds encoded", stats.num_encoder_inputs),
-        ("encoder_tokens", "Tokens of these", stats.num_encoder_tokens),
-        (
-            "encoder_cache_hits",
-            "Images and sounds of requests that were encoded already",
-            stats.num_encoder_hits,
-        ),
-        (
-            "spec_decode_num_draft_tokens",
-            "Draft tokens computed to be verified",
-            stats.num_draft_tokens,
-        ),
-        (
-            "spec_decode_num_accepted_tokens",
-            "Draft tokens that were right: the others were wasted",
-            stats.num_accepted_tokens,
-        ),
-    )
-    for name, documentation, value in counters:
-        yield CounterMetricFamily(f"{prefix}_{name}", documentation, value)
-    yield from policy_gauges(stats, prefix)
