@@ -11,7 +11,8 @@ from aioserve.engine import EngineClient
 from aioserve.errors import UnknownKeyError, UnknownModelError
 from aioserve.operations import HealthCheck, ShowMetrics
 from aioserve.operations.answers import Health, Readiness
-from aioserve.server.keys import ENGINE, HTTP_COUNTS
+from aioserve.server.keys import ENGINE
+from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.openapi import Route
 from aioserve.server.protocol import ModelCard, ModelList
 from aioserve.version import __version__

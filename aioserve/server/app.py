@@ -32,14 +32,12 @@ from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import answer_preflights, check_caller, tell_origin
 from aioserve.server.access.site import Site
 from aioserve.server.formats.chat_format import ChatFormat, untold_tools
-from aioserve.server.http_counts import HttpCounts
 from aioserve.server.images import ImageLoader
 from aioserve.server.keys import (
     ACCESS,
     CHAT_FORMAT,
     ENGINE,
     HOSTS,
-    HTTP_COUNTS,
     IMAGES,
     NEEDS,
     RESPONSES,
@@ -49,6 +47,8 @@ from aioserve.server.keys import (
 from aioserve.server.loading import Loading, answering_while_loading
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import (
+    HTTP_COUNTS,
+    HttpCounts,
     add_request_id,
     answer_errors,
     count_answers,
@@ -93,15 +93,18 @@ def build_app(
     how requests were answered; by default, of this application. `is_for_operators`: it is the one
     on a port of theirs.
     """
+    access = access or open_access(engine)
+    allows_origins = bool(access.settings.allowed_origins)
     app = web.Application(
         middlewares=[
-            *(tell_connection, count_answers, log_requests, answer_errors),
-            *(check_caller, answer_preflights, check_key),
+            *(tell_connection, count_answers, log_requests, answer_errors, check_caller),
+            *((answer_preflights,) if allows_origins else ()),
+            check_key,
         ],
         client_max_size=max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
-    app[ACCESS] = access or open_access(engine)
+    app[ACCESS] = access
     app[HOSTS] = Hosts(engine.config, app[ACCESS], is_for_operators=is_for_operators)
     app[RESPONSES] = responses or ResponseStore()
     app[RUNNING] = running or RunningResponses(engine)
@@ -114,7 +117,9 @@ def build_app(
         engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
     )
     app.on_cleanup.append(lambda _: app[CHAT_FORMAT].close())
-    app.on_response_prepare.extend((add_request_id, tell_origin, say_when_to_come_again))
+    app.on_response_prepare.extend((add_request_id, say_when_to_come_again))
+    if allows_origins:
+        app.on_response_prepare.append(tell_origin)
     is_one_for_all = engine.config.access.admin_port is None
     has_admin = server.enable_admin and is_one_for_all
     routes: tuple[Route, ...] = (*ROUTES, *(ADMIN_ROUTES if has_admin else ()))

@@ -86,6 +86,7 @@ async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     engine = request.app[ENGINE]
     ignore_unknown = engine.config.server.ignore_unknown_fields
     body = decoder.decode(await _read(request), ignore_unknown=ignore_unknown)
-    if isinstance(body, ModelRequest) and body.model is not None:
-        engine.adapters.check_name(body.model)
+    if isinstance(body, ModelRequest):
+        if body.model not in (None, engine.config.model.served_name):
+            engine.adapters.check_name(body.model)
     return body

@@ -18,9 +18,10 @@ from aioserve.pooling_params import Pooling, PoolingParams
 from aioserve.server.access.gate import allowed_fields, entered, owner_of
 from aioserve.server.body import decode_body
 from aioserve.server.generation import run_all
-from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING, check_id
+from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING
 from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import SHARED_REQUEST_FIELDS, Int, ModelRequest
+from aioserve.server.running import check_id
 from aioserve.server.unserved import HINT_FIELDS, NOT_ON_EMBEDDINGS
 from aioserve.server.validation import BodyDecoder
 
@@ -167,6 +168,7 @@ ROUTES = (
         "A vector of each input.",
         EmbeddingList,
         body=decoder,
+        example={"input": "Who's there?"},
         raises=GENERATION_ERRORS,
     ),
 )

@@ -30,9 +30,9 @@ from aioserve.server.keys import (
     RESPONSE_ID,
     RUNNING,
     TOKEN_TEXTS,
-    check_id,
 )
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
+from aioserve.server.running import check_id
 from aioserve.server.sse import DONE, EventStream, event
 from aioserve.server.validation import BodyDecoder, check_stream_options
 

@@ -86,6 +86,8 @@ def _labels(body: Any) -> Hints:
         labels = metadata | {name: value for name, value in labels.items() if value is not None}
     found: Hints = {}
     for name, value in labels.items():
+        if value is None:
+            continue
         try:
             check_hints({name: value})
         except RequestError:

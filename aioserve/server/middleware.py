@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 
 import msgspec
 from aiohttp import hdrs, web
@@ -18,13 +19,17 @@ from aioserve.errors import (
     RequestError,
     UnknownKeyError,
 )
+from aioserve.operations.answers import Counted
 from aioserve.server.access.connections import Connection
 from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
-from aioserve.server.http_counts import LEFT
-from aioserve.server.keys import ACCESS, HTTP_COUNTS, KEY, MADE_ID, RESPONSE_ID, is_sane_id, make_id
+from aioserve.server.keys import ACCESS, KEY, MADE_ID, RESPONSE_ID
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
+from aioserve.server.running import is_sane_id, make_id
 
 logger = logging.getLogger(__name__)
+
+LEFT = "499"  # the client has gone before there was an answer: what nginx calls it
+OTHER = "other"  # no route of ours, or no method of HTTP
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -36,6 +41,35 @@ RETRY_SECONDS = 5
 HAS_BEGUN = web.RequestKey("has_begun", bool)
 
 _encoder = msgspec.json.Encoder()
+
+
+class HttpCounts:
+    """Counts of HTTP responses of one application, since the process began."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+
+    def add(self, request: web.Request, status: str) -> None:
+        """Count one response with this status."""
+        resource = request.match_info.route.resource
+        route = OTHER if resource is None else resource.canonical
+        method = request.method if request.method in hdrs.METH_ALL else OTHER
+        self._counts[method, route, status] += 1
+
+    def tell(self) -> list[Counted]:
+        """The counts with their labels, for metrics."""
+        counts: list[tuple[tuple[str, ...], int]] = list(self._counts.items())
+        return [
+            Counted(
+                "http_requests",
+                "HTTP requests that were answered",
+                ("method", "route", "status"),
+                counts,
+            )
+        ]
+
+
+HTTP_COUNTS = web.AppKey("HTTP_COUNTS", HttpCounts)
 
 
 @web.middleware

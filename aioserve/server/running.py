@@ -1,14 +1,36 @@
-"""Which requests belong to a response that is being made, so that its id can abort them all.
+"""Ids: what a client's own may look like, and which requests belong to a response that is made.
 
-Knows ids and the engine's `abort`. Knows nothing about HTTP.
+Its id can abort them all. Knows ids and the engine's `abort`. Knows nothing about HTTP.
 """
 
 import contextlib
+import uuid
 from asyncio import Event
 from collections.abc import Iterator, Sequence
 
 from aioserve.engine import EngineClient
-from aioserve.errors import RequestIdInUseError
+from aioserve.errors import RequestError, RequestIdInUseError
+
+MAX_ID_LENGTH = 128
+
+
+def make_id() -> str:
+    """For what is refused before it has an id of its own."""
+    return f"req-{uuid.uuid4().hex}"
+
+
+def is_sane_id(given: str) -> bool:
+    """Whether an id can stand in a header and in a line of a log."""
+    return given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_LENGTH
+
+
+def check_id(given: str) -> None:
+    """Raises `RequestError` for an id that a client may not choose."""
+    if not is_sane_id(given):
+        raise RequestError(
+            f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters",
+            param="request_id",
+        )
 
 
 class RunningResponses:

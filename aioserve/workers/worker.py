@@ -20,7 +20,7 @@ from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.log_format import set_up_logging
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
-from aioserve.server.http_counts import HttpCounts
+from aioserve.server.middleware import HttpCounts
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import ListenSockets
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses

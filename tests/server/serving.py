@@ -13,7 +13,7 @@ from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.runner.interface import RunnerInterface
 from aioserve.server.app import listening
-from aioserve.server.http_counts import HttpCounts
+from aioserve.server.middleware import HttpCounts
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind
 from aioserve.workers.remote_engine import RemoteResponses

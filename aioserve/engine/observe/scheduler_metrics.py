@@ -1,6 +1,6 @@
 """What a scheduler counts, as Prometheus metrics: of the live one, and of a shadow.
 
-Knows `SchedulerStats` alone.
+Knows `SchedulerStats`, and how a policy's own gauges are told.
 """
 
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from aioserve.engine.observe.policy_gauges import policy_gauges
 from aioserve.outputs import SchedulerStats
 
 

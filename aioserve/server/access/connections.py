@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from aioserve.config import AccessConfig
 from aioserve.server.access.access import Refusals
 from aioserve.server.access.refusal import Refusal
-from aioserve.server.keys import make_id
+from aioserve.server.running import make_id
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ async def check_key(request: web.Request, handler: Handler) -> web.StreamRespons
     needed = request.app[NEEDS].get(_route(request), "key")  # of no route, too: nothing is told
     if needed in ("admin_key", "admin_key_if_any", "looker"):
         check_page(request)
-    if not access.keyring:
+    if not access.keyring.keys:
         if needed == "looker" and not is_near(request) and not access.is_open_to_all:
             raise FarLookerError(
                 f"{request.path} shows all clients' requests, and this server has no keys: it "

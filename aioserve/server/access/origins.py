@@ -35,14 +35,14 @@ async def check_caller(request: web.Request, handler: Handler) -> web.StreamResp
 
 @web.middleware
 async def answer_preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What a browser asks before a page of another origin may, is answered here. Raises
-    `ForbiddenError` for one that may not.
+    """Answers what a browser asks before a page of another origin may: for a server that allows
+    some origins. Raises `ForbiddenError` for one that may not.
     """
     settings = request.app[ACCESS].settings
     asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
     origin = request.headers.get(hdrs.ORIGIN)
     is_preflight = request.method == hdrs.METH_OPTIONS and asked is not None and origin is not None
-    if not (settings.allowed_origins and is_preflight):
+    if not is_preflight:
         return await handler(request)
     if not _is_allowed(settings, origin):
         raise ForbiddenError(f"origin {_short(origin)} is not in access.allowed_origins")
@@ -61,10 +61,10 @@ async def answer_preflights(request: web.Request, handler: Handler) -> web.Strea
 
 
 async def tell_origin(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler, before headers leave: whether the page that asked may read the answer."""
+    """Signal handler, before headers leave, of a server that allows some origins: whether the page
+    that asked may read the answer.
+    """
     settings = request.app[ACCESS].settings
-    if not settings.allowed_origins:
-        return
     response.headers.add(hdrs.VARY, hdrs.ORIGIN)
     origin = request.headers.get(hdrs.ORIGIN)
     if not _is_allowed(settings, origin):
