@@ -65,7 +65,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("schedule", "order", "group_by", "victim", "draft_length", "on_finish"),
-            *("add_request", "update_from_output", "gauges"),
+            *("retention", "add_request", "update_from_output", "gauges"),
         ],
     ),
     (
@@ -81,7 +81,8 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "memory"),
-            *("paused_requests", "pin", "unpin", "wake_at", "reorder", "reorder_all", "num_steps"),
+            *("paused_requests", "pin", "unpin", "retain", "wake_at", "reorder", "reorder_all"),
+            "num_steps",
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
             *("max_draft_tokens", "step_time", "predicted_tokens"),
         ],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from aioserve.errors import EngineOverloadedError
+from aioserve.request import Request
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract, Subject
@@ -219,3 +220,59 @@ def test_without_hints_the_client_whose_replies_were_short_goes_first() -> None:
         "second of stranger",
         "second of talker",
     ]
+
+
+@pytest.mark.parametrize(("says_steps", "num_found"), [(True, 5 * 12), (False, 0)])
+def test_of_agents_that_take_turns_the_one_whose_turn_is_last_is_evicted(
+    says_steps: bool, num_found: int
+) -> None:
+    """Three agents, of which two find room: by age each is evicted just before its turn."""
+    harness = SchedulerHarness(policy("steps_to_next_use"), num_blocks=7)
+    found = 0
+    for turn in range(12):
+        hints = {"program": "p", "steps_to_next_use": 2} if says_steps else {"program": "p"}
+        prompt = [turn % 3] * 13
+        request = harness.add_request(f"r{turn}", prompt, max_tokens=1, hints=hints)
+        harness.run_until_idle()
+        found += request.num_cached_tokens
+    assert found == num_found
+
+
+def test_prefixes_of_programs_that_are_no_longer_followed_go_first() -> None:
+    harness = SchedulerHarness(policy("steps_to_next_use"), options={"programs": 1}, num_blocks=8)
+    hints = {"steps_to_next_use": 3}
+    for name in ("old", "new"):
+        prompt = [len(name), *name.encode()] * 4
+        harness.add_request(name, prompt[:13], max_tokens=1, hints={**hints, "program": name})
+        harness.run_until_idle()
+    harness.add_request("other", [1] * 13, max_tokens=1)
+    harness.run_until_idle()
+    cached = harness.kv_cache.estimate_cached_tokens
+    assert [cached(harness.requests[name]) for name in ("old", "new")] == [4, 12]
+
+
+@pytest.mark.parametrize(("goes_on", "num_cached"), [(True, 12), (False, 0)])
+def test_a_prefix_stays_for_as_long_as_its_kind_comes_back(goes_on: bool, num_cached: int) -> None:
+    harness = SchedulerHarness(policy("reuse_probability"), num_blocks=16)
+    number = 0
+
+    def serve(first: int, kind: str, session: str) -> Request:
+        nonlocal number
+        number += 1
+        hints = {"type": kind, "session": session}
+        request = harness.add_request(f"r{number}", [first] * 13, max_tokens=1, hints=hints)
+        harness.run_until_idle()
+        return request
+
+    for chat in range(4):  # four conversations, of two turns each
+        for turn in range(2):
+            serve(chat, "chat", f"chat-{chat}" if goes_on else f"{chat}.{turn}")
+            harness.wait(30)
+    serve(20, "chat", "new")
+    for call in range(5):
+        serve(30 + call, "call", f"call-{call}")
+    assert serve(20, "chat", "new").num_cached_tokens == num_cached
+    harness.wait(1000)  # longer than a next turn has ever taken
+    for call in range(5):
+        serve(50 + call, "call", f"late-{call}")
+    assert serve(20, "chat", "new").num_cached_tokens == 0

@@ -15,6 +15,7 @@ from aioserve.kv_cache.resources.base import Resource
 from aioserve.kv_cache.resources.encoder import EncoderLimits
 from aioserve.kv_cache.resources.states import StatePool, StateSlots
 from aioserve.kv_cache.resources.windows import WindowBlocks, WindowPool, WindowSpec
+from aioserve.kv_cache.retention import Retention
 from aioserve.kv_cache.vacancy import Vacancy
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "KVConnectorStats",
     "KVEvent",
     "Resource",
+    "Retention",
     "StatePool",
     "StateSlots",
     "Vacancy",

@@ -5,7 +5,7 @@ calls no observer: what one wants to hear is noted, until it is taken.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from aioserve.errors import InvariantError
@@ -20,7 +20,7 @@ class BlockPool:
     """Reference-counted blocks with an index of full blocks by content hash.
 
     A block is in exactly one of three places: held (reference count > 0), `_unused` (free and not
-    in the index), or `_evictable` (free, still in the index, least recently freed first). Unused
+    in the index), or `evictable` (free, still in the index, least recently freed first). Unused
     blocks are handed out first, so the index lives as long as memory allows. A call that would
     break this raises `InvariantError`.
     """
@@ -43,11 +43,13 @@ class BlockPool:
         self._unused = list(_all_blocks(num_blocks))
         # Entries of blocks that were found again stay in it, and are counted by block in _stale: a
         # block's first entries are the stale ones. Cheaper than to unlink a block from the middle.
-        self._evictable: deque[int] = deque()
+        self.evictable: deque[int] = deque()
         self._stale: dict[int, int] = {}
         self._num_stale = 0
+        # Has as many listed as are to be evicted, in its order, or all (None); None: by age.
+        self.arrange: Callable[[int | None], None] | None = None
         self._index: dict[bytes, int] = {}
-        self._hashes: list[bytes | None] = [None] * num_blocks  # per block: its key in _index
+        self.contents: list[bytes | None] = [None] * num_blocks  # per block: its key in _index
 
     @property
     def num_used_blocks(self) -> int:
@@ -66,12 +68,15 @@ class BlockPool:
                 f"{num_blocks} KV blocks are asked for, {self.num_free_blocks} are free"
             )
         unused, ref_counts = self._unused, self.ref_counts
-        num_unused = len(unused)
-        if num_unused > num_blocks:
-            num_unused = num_blocks
-        block_ids = [unused.pop() for _ in range(num_unused)]
-        if num_blocks > num_unused:
-            self._evict(num_blocks - num_unused, block_ids)
+        num_lacking = num_blocks - len(unused)
+        if num_lacking <= 0:
+            block_ids = [unused.pop() for _ in range(num_blocks)]
+        else:
+            if self.arrange is not None:
+                self.arrange(num_lacking)  # if it raises, nothing has changed
+            block_ids = unused[::-1]
+            unused.clear()
+            self._evict(num_lacking, block_ids)
         self.num_free_blocks -= num_blocks
         for block_id in block_ids:
             ref_counts[block_id] = 1
@@ -81,19 +86,19 @@ class BlockPool:
         """Take one more reference to blocks found by `lookup`."""
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
-                if self._hashes[block_id] is None:
+                if self.contents[block_id] is None:
                     raise InvariantError(f"block {block_id} is not held and has no content")
                 self._stale[block_id] = self._stale.get(block_id, 0) + 1
                 self._num_stale += 1
                 self.num_free_blocks -= 1
             self.ref_counts[block_id] += 1
         if self._num_stale > self.num_blocks:  # so that they cost no more than blocks do
-            self._evictable.extend(self._take_evictable())
+            self.list_evictable(self._take_evictable())
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop one reference each. What is given first is evicted first."""
-        ref_counts, hashes = self.ref_counts, self._hashes
-        unused, evictable = self._unused, self._evictable
+        ref_counts, hashes = self.ref_counts, self.contents
+        unused, evictable = self._unused, self.evictable
         num_entries = len(unused) + len(evictable)
         try:
             for block_id in block_ids:
@@ -112,7 +117,7 @@ class BlockPool:
 
     def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
         """Make held, full blocks findable; of equal contents the first block wins."""
-        index, hashes = self._index, self._hashes
+        index, hashes = self._index, self.contents
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if block_hash not in index:
                 if not self.ref_counts[block_id]:
@@ -126,48 +131,44 @@ class BlockPool:
         """Make a held block unfindable, because it will not be computed after all."""
         if not self.ref_counts[block_id]:
             raise InvariantError(f"block {block_id} loses its content, but no request holds it")
-        if (block_hash := self._hashes[block_id]) is not None:
-            self._hashes[block_id] = None
-            del self._index[block_hash]
-            if self._stored is not None:
-                self._stored.pop(block_hash, None)
-            if self._events is not None:
-                self._events.append(BlockRemoved(block_hash))
+        self.forget_blocks([block_id])
 
     def forget(self, block_hashes: Iterable[bytes]) -> None:
         """Make these contents unfindable, wherever they are: they were not computed after all."""
-        lost = set()
-        for block_hash in block_hashes:
-            block_id = self._index.pop(block_hash, None)
-            if block_id is None:
-                continue
-            lost.add(block_id)
-            self._hashes[block_id] = None
+        lost = {b: found for found in block_hashes if (b := self._index.get(found)) is not None}
+        if any(not self.ref_counts[block_id] for block_id in lost):
+            kept = self._take_evictable()
+            self._unused.extend(block_id for block_id in reversed(kept) if block_id in lost)
+            self.evictable.extend(block_id for block_id in kept if block_id not in lost)
+        for block_id, block_hash in lost.items():
+            del self._index[block_hash]
+            self.contents[block_id] = None
             if self._stored is not None:
                 self._stored.pop(block_hash, None)
             if self._events is not None:
                 self._events.append(BlockRemoved(block_hash))
-        if any(not self.ref_counts[block_id] for block_id in lost):
-            kept = self._take_evictable()
-            self._unused.extend(block_id for block_id in reversed(kept) if block_id in lost)
-            self._evictable.extend(block_id for block_id in kept if block_id not in lost)
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make what these blocks hold unfindable: it was not loaded after all."""
-        self.forget([found for i in block_ids if (found := self._hashes[i]) is not None])
+        """Make what these blocks hold unfindable: it was not loaded or computed after all."""
+        self.forget([found for i in block_ids if (found := self.contents[i]) is not None])
 
     def clear_index(self) -> None:
         """Forget all content; held blocks stay held."""
         self._unused.extend(reversed(self._take_evictable()))
         self._index.clear()
-        self._hashes = [None] * self.num_blocks
+        self.contents = [None] * self.num_blocks
         self._notes.clear()
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
+    def list_evictable(self, block_ids: list[int]) -> None:
+        """Let `evictable` be these blocks, with no stale entries."""
+        self.evictable = deque(block_ids)
+        self._stale, self._num_stale = {}, 0
+
     def _evict(self, num_blocks: int, block_ids: list[int]) -> None:
         """Append the blocks that were freed first, now without content, to `block_ids`."""
-        evictable, stale, index, hashes = self._evictable, self._stale, self._index, self._hashes
+        evictable, stale, index, hashes = self.evictable, self._stale, self._index, self.contents
         while num_blocks:
             block_id = evictable.popleft()
             if block_id in stale and self._is_stale(block_id):
@@ -195,7 +196,9 @@ class BlockPool:
         return count > 0
 
     def _take_evictable(self) -> list[int]:
-        """All that can be evicted, oldest first; `_evictable` is empty then."""
-        block_ids = [block_id for block_id in self._evictable if not self._is_stale(block_id)]
-        self._evictable.clear()
+        """All that can be evicted, oldest first; `evictable` is empty then."""
+        if self.arrange is not None:
+            self.arrange(None)
+        block_ids = [block_id for block_id in self.evictable if not self._is_stale(block_id)]
+        self.evictable.clear()
         return block_ids

@@ -3,7 +3,11 @@
 For routers that send a request where its prefix is, and for tests.
 """
 
+from collections.abc import Callable, Iterator
+
 import msgspec
+
+from aioserve.request import Request
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -25,3 +29,14 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def tell_stored(
+    request: Request, first: int, end: int, block_size: int, lookup: Callable[[bytes], int | None]
+) -> Iterator[BlockStored]:
+    """Of blocks `first` to `end` of the request, which have hashes, those not there yet."""
+    hashes = request.block_hashes
+    for i in range(first, end):
+        if lookup(hashes[i]) is None:
+            tokens = request.token_ids[i * block_size : (i + 1) * block_size]
+            yield BlockStored(hashes[i], hashes[i - 1] if i else None, tokens)

@@ -10,13 +10,14 @@ from typing import Any
 from aioserve.errors import InvariantError
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
-from aioserve.kv_cache.events import BlockStored, KVEvent
+from aioserve.kv_cache.events import KVEvent, tell_stored
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.kv_cache.leases import Leases
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.kv_cache.resources.loads import ConnectorLoads
 from aioserve.kv_cache.resources.states import StatePool
 from aioserve.kv_cache.resources.windows import WindowPool
+from aioserve.kv_cache.retention import Retention
 from aioserve.kv_cache.vacancy import Vacancy
 from aioserve.request import Request, WaitReason
 
@@ -52,6 +53,7 @@ class KVCacheManager:
         if connector is not None:
             own.append(ConnectorLoads(connector, block_size, self.pool.forget_blocks))
         self.leases = Leases(self.pool)  # prefixes that a policy has pinned
+        self.retention: Retention | None = None  # ranks that a policy states; None: LRU
         limits = [r.max_drafts for r in own if r.max_drafts is not None]
         self.max_drafts = min(limits, default=None)  # of a request in one step; None: any number
         self.max_draft_tokens = min([max_draft_tokens, *limits])
@@ -91,8 +93,9 @@ class KVCacheManager:
             self._unused += self._limits
 
     def follow(self, limits: Iterable[Resource]) -> None:
-        """Another scheduler is in charge, whose settings limit these instead; leases end."""
+        """Another scheduler is in charge, whose settings limit these; leases and ranks end."""
         self.leases.end_all()
+        self.retention = Retention.replace(self.retention, None)
         for mine, other in zip(self._limits, limits, strict=True):
             mine.follow(other)
 
@@ -173,11 +176,8 @@ class KVCacheManager:
             return 0
         num_blocks = (request.num_tokens - 1) // self.block_size
         hash_blocks(request, num_blocks, self.block_size)
-        num_found = bisect_left(
-            range(num_blocks),
-            True,
-            key=lambda i: self.pool.lookup(request.block_hashes[i]) is None,
-        )
+        lookup, hashes = self.pool.lookup, request.block_hashes
+        num_found = bisect_left(range(num_blocks), True, key=lambda i: lookup(hashes[i]) is None)
         if self._reaches:
             num_found = self._num_reached_blocks(request, num_found)
         return num_found * self.block_size
@@ -280,7 +280,7 @@ class KVCacheManager:
         pool.touch(computed_blocks)
         try:
             new_block_ids = pool.allocate(num_new)
-        except InvariantError:
+        except Exception:  # a policy's, too: its ranks may be asked for
             pool.free(reversed(computed_blocks))
             raise
         request.block_ids = computed_blocks + new_block_ids
@@ -326,9 +326,7 @@ class KVCacheManager:
             hash_blocks(request, end, self.block_size)
         block_ids, hashes = request.block_ids[first:end], request.block_hashes[first:end]
         if self._events is not None:
-            for i, block_hash in enumerate(hashes, start=first):
-                if self.pool.lookup(block_hash) is None:
-                    self._events.append(self._stored(request, i))
+            self._events += tell_stored(request, first, end, self.block_size, self.pool.lookup)
         self.pool.register(block_ids, hashes)
         request.num_cached_blocks = end
         return block_ids
@@ -357,9 +355,10 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give back all blocks, tail first so that a head outlives its tail in the index."""
         self.pool.free(reversed(request.block_ids))
+        if self.retention is not None and request.num_cached_blocks:
+            self.retention.note_freed(request)
         request.block_ids = []
-        request.num_slots = 0
-        request.num_cached_blocks = 0
+        request.num_slots = request.num_cached_blocks = 0
         for give_back in self._give_backs:
             give_back(request)
 
@@ -390,8 +389,3 @@ class KVCacheManager:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def _stored(self, request: Request, i: int) -> BlockStored:
-        hashes = request.block_hashes
-        tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
-        return BlockStored(hashes[i], hashes[i - 1] if i else None, tokens)

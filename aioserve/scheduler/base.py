@@ -23,7 +23,6 @@ from aioserve.scheduler.gauges import Gauging
 from aioserve.scheduler.hearing import Hearing
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
-from aioserve.scheduler.lease_verbs import Leasing
 from aioserve.scheduler.memory import Memory
 from aioserve.scheduler.options import PolicyOptions, make_options
 from aioserve.scheduler.output import SchedulerOutput
@@ -33,6 +32,7 @@ from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.reordering import Reordering
 from aioserve.scheduler.request_table import RequestTable
 from aioserve.scheduler.results import take_results
+from aioserve.scheduler.retention_verbs import Retaining
 from aioserve.scheduler.sleeping import Sleeping
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
@@ -43,7 +43,7 @@ order_key = attrgetter("order_key")
 _NONE: dict[str, Rejection] = {}  # never changed
 
 
-class BaseScheduler(Reordering, Leasing, Waking, Drafting, Hearing, Gauging, Pausing, Sleeping):
+class BaseScheduler(Reordering, Retaining, Waking, Drafting, Hearing, Gauging, Pausing, Sleeping):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (admission order) and `victim` (preemption), and read
@@ -101,6 +101,7 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Hearing, Gauging, Pau
         )
         self._on_end = self._end_hooks()
         self.book.just_ended = [] if self._on_end else None
+        self._ranks = self._asked_ranks()
         self._limits = make_limits(config.max_loras, encoder)
         self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
         kv_cache.leases.max_blocks = self._max_leased
@@ -191,6 +192,8 @@ class BaseScheduler(Reordering, Leasing, Waking, Drafting, Hearing, Gauging, Pau
             self.kv_cache.leases.expire(self.clock())
         if self.book.just_ended:
             self._tell_ends(self.book.just_ended)
+        if self._ranks is not None:
+            self._begin_ranks().settle()
         if self.reorder_every is not None and self.book.waiting:
             self._reorder_if_due(self.reorder_every)
         make: Callable[..., Step] = Step

@@ -23,6 +23,7 @@ from aioserve.testing.calls import Call
 from aioserve.testing.guard import Guard
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row
+from aioserve.testing.prefixes import Prefixes
 from aioserve.testing.replies import Drafter
 from aioserve.testing.time_limit import CALL_SECONDS
 from aioserve.testing.toy_connector import ToyStore, ToyWorker
@@ -97,7 +98,6 @@ class Bench:
         )
         self.max_model_len = max_model_len
         self.guard = Guard(call_seconds, lambda: self.where)
-        self.findable: set[bytes] = set()  # block hashes, as KV events tell
         worker = ToyWorker(num_host_slots)
         self.store = ToyStore(worker)
         self.connector: OffloadingConnector | None = None
@@ -122,6 +122,7 @@ class Bench:
             ),
             max_draft_tokens=0 if num_state_slots is not None else max_draft_tokens,
         )
+        self.prefixes = Prefixes(self.kv_cache.pool)
         make_scheduler: Callable[..., SchedulerInterface] = policy
         self.steps: list[SchedulerOutput] = []
         with self.guard.timed(policy, "__init__"), blamed(policy, "__init__()"):
@@ -181,6 +182,11 @@ class Bench:
     def num_in_flight(self) -> int:
         """Steps that are planned and not received."""
         return len(self.loop.in_flight)
+
+    @property
+    def findable(self) -> set[bytes]:
+        """Hashes of the blocks that can be found, as KV events tell."""
+        return set(self.prefixes.before)
 
     @property
     def where(self) -> str:

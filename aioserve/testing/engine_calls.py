@@ -53,6 +53,8 @@ class EngineCalls(Bench):
             self.now = max(self.now, wake)
         invariants.check_line(self, output)
         self.check()
+        if self.kv_cache.retention is not None:
+            self.prefixes.check_holes(self.where, self.kv_cache.retention)
         return output
 
     def _note_rejected(self) -> None:

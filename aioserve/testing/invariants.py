@@ -7,7 +7,6 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
-from aioserve.kv_cache import AllBlocksCleared, BlockStored
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
@@ -22,7 +21,7 @@ MIN_REJECTED = 5  # requests of a run that are all rejected: fewer may have been
 def check(bench: Bench) -> None:
     """Check that counts agree, each request has one place and block references are exact."""
     _check_counts(bench)
-    _take_events(bench)
+    bench.prefixes.take(bench.kv_cache.take_events())
     if isinstance(bench.scheduler, BaseScheduler):
         _check_places(bench, bench.scheduler)
         _check_keys(bench, bench.scheduler)
@@ -119,16 +118,6 @@ def _check_blocks(bench: Bench) -> None:
         )
 
 
-def _take_events(bench: Bench) -> None:
-    for event in bench.kv_cache.take_events():
-        if isinstance(event, AllBlocksCleared):
-            bench.findable.clear()
-        elif isinstance(event, BlockStored):
-            bench.findable.add(event.block_hash)
-        else:
-            bench.findable.discard(event.block_hash)
-
-
 def check_line(bench: Bench, output: SchedulerOutput) -> None:
     """Check the promise `admits_in_order`: no request was admitted before its predecessor."""
     scheduler = bench.scheduler
@@ -200,11 +189,7 @@ def check_idle(bench: Bench) -> None:
         raise ContractViolation(
             f"{bench.where}: {bench.connector.slots.num_used_blocks} slots of host memory leaked"
         )
-    lost_hashes = [h for h in bench.findable if pool.lookup(h) is None]
-    if lost_hashes:
-        raise ContractViolation(
-            f"{bench.where}: {len(lost_hashes)} blocks left the prefix index without an event"
-        )
+    bench.prefixes.check_lost(bench.where)
     _check_stats(bench)
 
 

@@ -99,7 +99,7 @@ def test_blocks_found_again_and_again_are_evicted_by_their_last_use() -> None:
             assert block_id == in_order.pop(0)
             pool.register([block_id], [b"%d" % block_id])
             held.append(block_id)
-        assert len(pool._evictable) <= 3 * pool.num_blocks  # what is stale does not pile up
+        assert len(pool.evictable) <= 3 * pool.num_blocks  # what is stale does not pile up
     pool.free(held)
     pool.clear_index()
     assert sorted(pool.allocate(6)) == sorted(blocks)

@@ -301,6 +301,80 @@ class ServesHalfARequest(SoundScheduler):
         return step.output()
 
 
+# Retention.
+
+
+@caught_by(r"the retention of a request is a number, got None for '\w+'")
+class ForgetsTheRank(SoundScheduler):
+    """Works out a rank and does not return it."""
+
+    def retention(self, request: Request) -> float:
+        self.newest = request.arrival_time
+        return None  # type: ignore[return-value]
+
+
+@caught_by(r"the retention of a request is a number, got nan for '\w+'")
+class RanksByNothing(SoundScheduler):
+    """Divides reuses by requests of a class that has had none."""
+
+    def retention(self, request: Request) -> float:
+        return float("inf") * len(request.hints)
+
+
+@caught_by(r"the retention of a request is a number, got 'high' for '\w+'")
+class RanksInWords(SoundScheduler):
+    """Gives a running request a rank in words, in the place of a number."""
+
+    def schedule(self) -> SchedulerOutput:
+        for request in self.running:
+            self.retain(request, "high")  # type: ignore[arg-type]
+        return super().schedule()
+
+
+@caught_by(r"RanksTheUnknown raised KeyError\('reuse'\) in retention\(\)")
+class RanksTheUnknown(SoundScheduler):
+    """Reads a hint that not every client states."""
+
+    def retention(self, request: Request) -> float:
+        return float(request.hints["reuse"])
+
+
+@caught_by(r"step \d+: the same events gave another plan the second time")
+class RanksByDice(SoundScheduler):
+    """Evicts in an order that depends on the process' random numbers."""
+
+    def retention(self, request: Request) -> float:
+        return random.random()
+
+
+@caught_by(r"the policy has changed priority of \w+ from -?\d+ to 7")
+class NotesTheRankInTheRequest(SoundScheduler):
+    """Keeps its rank in a field of the client's."""
+
+    def retention(self, request: Request) -> float:
+        request.priority = 7
+        return request.priority
+
+
+@caught_by(r"the block before block \d+, which is cached and free, was evicted first: a prefix has")
+class PutsHolesInPrefixes(SoundScheduler):
+    """Ranks the ends of prefixes above their heads, and forgets which block stands before which."""
+
+    def retention(self, request: Request) -> float:
+        return 1.0
+
+    def new_step(self, token_budget: int | None = None) -> Step:
+        step = super().new_step(token_budget)
+        if self.kv_cache.retention is not None:
+            ranking = self.kv_cache.retention.ranking
+            for place, request in enumerate(self.running):
+                for content in request.block_hashes:
+                    ranking.rank([content], float(place))
+            ranking._before.clear()
+            ranking._behind.clear()
+        return step
+
+
 # What `schedule` returns.
 
 

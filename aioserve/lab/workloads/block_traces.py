@@ -81,8 +81,8 @@ def read_mooncake(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadR
 
 
 def read_bailian(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of a Qwen-Bailian trace, by their type as class. A turn comes after the end of its
-    parent, by the time that lay between the two arrivals: when replies ended is not told.
+    """Requests of a Qwen-Bailian trace; their type is their class and a hint. A turn comes after
+    the end of its parent, by the time between the two arrivals: when replies ended is not told.
     """
     found = sorted(json_lines(path, lines, BailianLine), key=lambda pair: pair[1].timestamp)
     places: dict[int, int] = {}
@@ -100,6 +100,7 @@ def read_bailian(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRe
             _pieces(("bailian", seed), line.hash_ids, BAILIAN_BLOCK, line.input_length, where),
             max(line.output_length, 1),
             kind=line.type,
+            hints={"type": line.type},
             follows=parent,
             session=root[place],
         )
