@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from aioserve.errors import PolicyError
 from aioserve.kv_cache.block_pool import BlockPool
 
 
@@ -45,8 +46,10 @@ class Leases:
     def pin(self, key: Hashable, block_ids: list[int], until: float) -> int:
         """Hold these cached blocks until a time, or as many of the first as `max_blocks` allows, in
         the place of what the key has held; older leases end where there is no room beside them.
-        Returns how many are held.
+        Returns how many are held. Raises `PolicyError` for a time that never comes.
         """
+        if not math.isfinite(until):
+            raise PolicyError(f"pin() takes a time of the clock in seconds, got {until!r}")
         block_ids = block_ids[: self.max_blocks]
         self._pool.touch(block_ids)
         self.end(key)

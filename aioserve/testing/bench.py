@@ -29,6 +29,8 @@ from aioserve.testing.time_limit import CALL_SECONDS
 from aioserve.testing.toy_connector import ToyStore, ToyWorker
 from aioserve.testing.toy_runner import ToyRunner
 from aioserve.testing.violation import Starvation
+from aioserve.testing.waste import Waste
+from aioserve.testing.writes import Writes
 
 
 class Ends(StepObserver):
@@ -64,6 +66,7 @@ class Bench:
         drafter: Drafter | None = None,
         max_draft_tokens: int = 4,
         tolerates_errors: bool = False,
+        forbids_waste: bool = False,
         kv_connector: str = "none",
         num_host_slots: int = 8,
         num_state_slots: int | None = None,
@@ -79,6 +82,9 @@ class Bench:
         `kv_connector` is as in `CacheConfig`, with `num_host_slots` blocks in host memory. Given
         `num_state_slots`, it is a model with states, which takes no drafts. Given `window`, it has
         layers that see that many tokens, with blocks for one request and `num_spare_window_blocks`.
+
+        With `forbids_waste`, a preemption from which no request gains breaks the contract, and so
+        does a prompt that sits half-way on its blocks while no other is computed.
 
         `drafter` proposes draft tokens, and `max_draft_tokens` is the most that a policy may ask
         for with `draft_length`: fewer with a `window`, 0 with states. With `tolerates_errors`, a
@@ -139,6 +145,8 @@ class Bench:
         )
         self.ends = Ends()
         self.loop.observers.subscribe(self.ends)
+        self.writes = Writes()
+        self.writes.watch(scheduler)
         self.runner = ToyRunner(
             num_blocks,
             block_size,
@@ -153,8 +161,10 @@ class Bench:
         self.ledger = Ledger()
         budget = self.config.step_budget(max_model_len)
         self.planned = PlannedBatch(self.config, self.ledger, num_blocks, block_size, budget)
+        self.waste = Waste(self.config, budget) if forbids_waste else None
         self.requests: dict[str, Request] = {}  # the latest of each name
         self.num_tokens_planned = 0
+        self.num_refused = 0  # requests that the policy did not let in
         self.step_seconds = step_seconds
         self.recomputed: set[Life] = set()  # what steps in flight bring for them is dropped
 
@@ -166,6 +176,7 @@ class Bench:
     @scheduler.setter
     def scheduler(self, scheduler: SchedulerInterface) -> None:
         self.loop.scheduler = scheduler
+        self.writes.watch(scheduler)
 
     @property
     def tokens(self) -> dict[str, list[int]]:
@@ -212,6 +223,8 @@ class Bench:
                 yield
         except StalledError:
             raise self.starvation() from None
+        finally:
+            self.writes.check(self.where)
 
     def starvation(self) -> Starvation:
         """The error for requests that wait while none is scheduled."""

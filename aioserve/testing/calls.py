@@ -113,8 +113,8 @@ def _is_possible(harness: Harness, method: str) -> bool:
     return True
 
 
-def write_program(harness: Harness) -> str:
-    """The calls of a harness as a program that anybody can run."""
+def write_program(harness: Harness, calls: Iterable[Call] | None = None) -> str:
+    """The calls of a harness, or these, as a program that anybody can run."""
     policy, used = harness.policy, {"from aioserve.testing import SchedulerHarness"}
     begin = [""]
     module = inspect.getmodule(policy)
@@ -125,7 +125,7 @@ def write_program(harness: Harness) -> str:
     else:
         used.add(_import(policy))
     lines = [_call("harness = SchedulerHarness", [policy.__name__], harness.setup, used)]
-    for call in harness.calls:
+    for call in harness.calls if calls is None else calls:
         arguments = dict(call.arguments)
         first = [
             _literal(arguments.pop(name), used)

@@ -12,6 +12,8 @@ from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.testing.bench import Bench
 from aioserve.testing.calls import make_calls, with_other_ends
 from aioserve.testing.decoding_promise import check_keeps_decoding as check_promise
+from aioserve.testing.difference import differences
+from aioserve.testing.foreign_calls import watched_calls
 from aioserve.testing.violation import ContractViolation
 
 
@@ -23,12 +25,18 @@ def check_repeatable(bench: Bench) -> None:
         make_calls(again, [c for c in bench.calls if not c.method.startswith("check_")])
     finally:  # an error that did not come the first time is a difference, too
         for planned, expected in zip(again.steps, bench.steps, strict=False):
-            if planned != expected:
+            if differ := differences(planned, expected):
                 raise ContractViolation(
                     f"step {expected.step_id}: the same events gave another plan the second "
-                    f"time: {planned.num_scheduled_tokens} instead of "
-                    f"{expected.num_scheduled_tokens}"
+                    f"time: {differ}"
                 )
+
+
+def check_own_time(bench: Bench) -> None:
+    """The same calls without a call of the process' clocks, dice or sleep by the policy."""
+    again = type(bench)(bench.policy, **bench.setup)
+    with watched_calls(bench.policy, lambda: again.where):
+        make_calls(again, [c for c in bench.calls if not c.method.startswith("check_")])
 
 
 def check_foresees_no_end(bench: Bench) -> None:
@@ -41,11 +49,10 @@ def check_foresees_no_end(bench: Bench) -> None:
     make_calls(again, with_other_ends(calls))
     num_alike = min(_num_steps_before_ends(bench), _num_steps_before_ends(again))
     for planned, expected in zip(again.steps[:num_alike], bench.steps, strict=False):
-        if planned != expected:
+        if differ := differences(planned, expected):
             raise ContractViolation(
                 f"step {expected.step_id}: no reply has ended, but the plan tells how long "
-                f"they will be: {expected.num_scheduled_tokens}, and with the lengths dealt "
-                f"out in reverse {planned.num_scheduled_tokens}"
+                f"they will be: with the lengths dealt out in reverse, {differ}"
             )
 
 

@@ -9,10 +9,7 @@ In a suite of your own:
 From a command line, without a file: `pytest --aioserve-policy mypkg.mod:MyScheduler`.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 try:
@@ -22,65 +19,16 @@ except ModuleNotFoundError as error:
         "the contract of scheduler policies needs pytest: pip install aioserve[test]"
     ) from error
 
-from aioserve.errors import EngineOverloadedError
-from aioserve.outputs import FinishReason
-from aioserve.request import EncoderInput, RequestStatus
-from aioserve.scheduler import BaseScheduler, SchedulerInterface
-from aioserve.testing.harness import SchedulerHarness
-from aioserve.testing.state_machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
-from aioserve.testing.story import told
-from aioserve.testing.successors import FAILURES, PausesAll, sound_policies
-from aioserve.testing.violation import ContractViolation
+from aioserve.scheduler import SchedulerInterface
+from aioserve.testing.rules import PolicyRules
+from aioserve.testing.state_machine import DEFAULT_EXAMPLES, run_machine
+from aioserve.testing.subject import USERS, Subject, add_crowd, arrive
 
-END = 2  # the token that ends replies, where a test says how long they are
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The policy under test, with its options."""
-
-    policy: type[SchedulerInterface]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    max_examples: int = DEFAULT_EXAMPLES  # of random traffic
-    shrink: bool = True  # look for the shortest way to a violation, for some seconds
-
-    @contextmanager
-    def harness(self, **settings: Any) -> Iterator[SchedulerHarness]:
-        """A harness around it, with wider limits if it refuses these. An error is told."""
-        if self.options:
-            settings["options"] = dict(self.options)
-        settings = accepted_settings(self.policy, settings)
-        with told(SchedulerHarness(self.policy, **settings), simplest=self.shrink) as harness:
-            yield harness
-
-
-def arrive(harness: SchedulerHarness, *args: Any, **settings: Any) -> bool:
-    """Add a request, as `SchedulerHarness.add_request`, unless the policy refuses it: whether it
-    came in. A policy may refuse any request.
-    """
-    with suppress(EngineOverloadedError):
-        harness.add_request(*args, **settings)
-        return True
-    return False
-
-
-def add_traffic(harness: SchedulerHarness, count: int = 6) -> None:
-    """Requests of several lengths, users and urgencies; every other one shares a prefix."""
-    for i in range(count):
-        prompt = [7] * (i % 2 * 9) + [i] * (2 + 3 * i % 7)
-        arrive(
-            harness,
-            f"r{i}",
-            prompt,
-            max_tokens=4 + 5 * i % 9,
-            priority=i % 3,
-            user="ab"[i % 2],
-            client_index=i % 2,
-        )
+__all__ = ["PolicyContract", "Subject"]
 
 
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
-class PolicyContract:
+class PolicyContract(PolicyRules):
     """Derive a class `Test...` that sets `policy`, and `options` if it needs them."""
 
     policy: ClassVar[type[SchedulerInterface]]
@@ -92,323 +40,51 @@ class PolicyContract:
         """What is tested; the pytest plugin puts the policies of the command line here."""
         return Subject(self.policy, self.options, self.max_examples)
 
-    def test_every_request_ends_with_the_tokens_it_would_get_alone(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        with subject.harness(pipeline_depth=pipeline_depth) as harness:
-            add_traffic(harness)
-            harness.run_until_idle()
-            check_ends(harness, dict.fromkeys(harness.tokens, FinishReason.LENGTH))
+    # What a policy may cost: others wait with it.
 
-    def test_a_pool_for_exactly_one_request_serves_all(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """21 tokens at most, of which the last needs no slot: 5 blocks of 4."""
-        with subject.harness(
-            pipeline_depth=pipeline_depth, num_blocks=5, block_size=4, max_model_len=21
-        ) as harness:
-            for i in range(6):
-                arrive(harness, f"r{i}", [i] * (3 * i + 1))
-            harness.run_until_idle()
-
-    def test_a_request_that_leaves_at_any_moment_leaves_nothing_behind(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        for num_steps in range(20):
-            with subject.harness(
-                pipeline_depth=pipeline_depth, num_blocks=10, max_num_seqs=3, max_model_len=32
-            ) as harness:
-                add_traffic(harness)
-                for _ in range(num_steps):
-                    harness.step()
-                if harness.num_in_flight < pipeline_depth:
-                    harness.plan()
-                harness.finish("r2")
-                harness.finish(["r2", "r4", "nobody"], RequestStatus.FINISHED_STOPPED)
-                harness.step()
-                harness.abort_everything()
-
-    def test_no_plan_tells_how_long_a_reply_will_be(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """The model ends a reply; until then a policy knows only what the client allows."""
-        with replace(subject, shrink=False).harness(
-            pipeline_depth=pipeline_depth, num_blocks=12, max_num_seqs=2, max_model_len=40
-        ) as harness:
-            for i in range(4):
-                reply = [5] * (2 + 4 * i) + [END]
-                arrive(harness, f"r{i}", [9 + i] * 6, reply=reply, eos_token_ids=(END,))
-            harness.run_until_idle()
-            harness.check_foresees_no_end()
-
-    def test_no_plan_tells_how_long_the_replies_that_run_will_be(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """Two clients have a request each, and come again before it has ended: what a policy makes
-        of the first may not depend on its end, which is still to come.
+    def test_no_step_wastes_what_requests_hold(self, subject: Subject, pipeline_depth: int) -> None:
+        """Too little for all, at small and large budgets: no request is preempted from which none
+        gains, and no half prompt sits on its blocks while the step has room.
         """
-        with replace(subject, shrink=False).harness(
-            pipeline_depth=pipeline_depth, max_num_batched_tokens=8
-        ) as harness:
-            for i in range(4):
-                reply = [5] * (8 + 4 * i) + [END]
-                user = "ab"[i % 2]
-                arrive(harness, f"r{i}", [9 + i] * 6, reply=reply, eos_token_ids=(END,), user=user)
-                if i == 1:
-                    harness.step()
-            harness.run_until_idle()
-            harness.check_foresees_no_end()
-
-    def test_a_shared_prefix_is_read_only_when_it_is_there(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """In small pieces, so that prompts are found by others when they are half computed."""
-        with subject.harness(
-            pipeline_depth=pipeline_depth, long_prefill_token_threshold=3, max_model_len=40
-        ) as harness:
-            for i in range(8):
-                salt = "ab"[i % 3 == 2]
-                prompt = [7] * 25 + [i] * (i % 4)
-                arrive(harness, f"r{i}", prompt, max_tokens=9, cache_salt=salt)
-                harness.step()
-            harness.run_until_idle()
-
-    def test_stop_tokens_end_a_request_but_not_before_min_tokens(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        with subject.harness(pipeline_depth=pipeline_depth) as harness:
-            any_token = tuple(range(50))
-            arrive(harness, "r_eos", [1] * 5, eos_token_ids=any_token)
-            arrive(harness, "r_stop", [2] * 5, stop_token_ids=any_token, min_tokens=3)
-            arrive(harness, "r_ignored", [3] * 5, eos_token_ids=any_token, ignore_eos=True)
-            harness.run_until_idle()
-            due = {"r_eos": 1, "r_stop": 4, "r_ignored": 59}
-            for name, found in harness.tokens.items():
-                if len(found) != due[name]:
-                    raise ContractViolation(f"{name} got {len(found)} tokens, due are {due[name]}")
-
-    def test_a_deadline_ends_a_request_with_a_timeout(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        with subject.harness(pipeline_depth=pipeline_depth) as harness:
-            arrive(harness, "r_late", [1] * 5, deadline=3.5)
-            arrive(harness, "r_calm", [2] * 5, max_tokens=9)
-            harness.run_until_idle()
-            check_ends(harness, {"r_late": FinishReason.TIMEOUT, "r_calm": FinishReason.LENGTH})
-
-    def test_a_queue_timeout_ends_only_requests_never_served(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        with subject.harness(
-            pipeline_depth=pipeline_depth, max_num_seqs=1, queue_timeout=5.0
-        ) as harness:
-            for name in ("r1", "r2"):
-                arrive(harness, name, [1] * 5, max_tokens=12)
-            harness.run_until_idle()
-            # Which request has to time out depends on the policy: the harness asks at every step.
-            for name, end in harness.finished.items():
-                if end is FinishReason.TIMEOUT and harness.tokens[name]:
-                    raise ContractViolation(f"{name} was served, and ended with a queue timeout")
-
-    def test_admission_respects_declared_order(self, subject: Subject, pipeline_depth: int) -> None:
-        """Too few seats and blocks for all, so that many are preempted; what the policy promises
-        with `admits_in_order` is checked at every step.
-        """
-        for num_seats, num_blocks in ((2, 9), (3, 9), (3, 12), (4, 15)):
+        for num_tokens, num_seats, num_blocks in ((7, 4, 20), (64, 2, 12), (64, 8, 16)):
             with subject.harness(
                 pipeline_depth=pipeline_depth,
                 num_blocks=num_blocks,
                 max_num_seqs=num_seats,
-                max_model_len=36,
+                max_model_len=40,
+                max_num_batched_tokens=num_tokens,
                 watermark=0,
+                forbids_waste=True,
             ) as harness:
-                for i in range(12):
-                    arrive(
-                        harness,
-                        f"r{i}",
-                        [i] * (3 + 7 * i % 17),
-                        max_tokens=6 + 5 * i % 14,
-                        priority=(5, 1, 6, 3, 5)[i % 5],
-                        user="abc"[i % 3],
-                    )
-                    harness.step()
+                add_crowd(harness, 14)
                 harness.run_until_idle()
 
-    def test_a_promise_to_keep_decoding_is_kept(
+    def test_time_and_chance_are_the_policys_own(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        """Long replies, after which competing requests come; with blocks enough, and too few."""
-        for num_blocks in (120, 60):
-            with subject.harness(
-                pipeline_depth=pipeline_depth,
-                num_blocks=num_blocks,
-                max_num_seqs=4,
-                max_model_len=120,
-            ) as harness:
-                harness.check_keeps_decoding()
-
-    def test_a_request_that_waits_for_an_adapter_slot_gets_it(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """Two places for four adapters, whose requests keep coming; that no step has more is
-        checked at every step.
-        """
-        with subject.harness(pipeline_depth=pipeline_depth, max_loras=2) as harness:
-            for i in range(16):
-                arrive(harness, f"r{i}", [i] * 9, max_tokens=5, adapter_id=f"a{i % 4}")
-                arrive(harness, f"r_none{i}", [i] * 5, max_tokens=3)
-                harness.step()
+        with subject.harness(
+            pipeline_depth=pipeline_depth, num_blocks=16, max_num_seqs=3, max_model_len=40
+        ) as harness:
+            add_crowd(harness, 12)
             harness.run_until_idle()
+            harness.check_own_time()
 
-    def test_requests_go_on_when_the_policy_is_switched(
+    def test_schedule_costs_in_proportion_to_the_requests(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        """To every policy that comes with aioserve and back, and from the policy to itself."""
-        if not issubclass(subject.policy, BaseScheduler):
-            return  # nothing else can be switched
-        for num_steps, other in enumerate([*sound_policies(), subject.policy]):
-            with subject.harness(
-                pipeline_depth=pipeline_depth, num_blocks=12, max_num_seqs=3, max_model_len=32
-            ) as harness:
-                add_traffic(harness)
-                options = subject.options if other is subject.policy else {}
-                for successor, its_options in ((other, options), (subject.policy, subject.options)):
-                    for _ in range(num_steps % 4):
-                        harness.step()
-                    for where in FAILURES:
-                        harness.fail_switch(where)
-                    harness.switch_policy(successor, dict(its_options))
-                harness.run_until_idle()
+        """By lines that run, not by seconds; without steps in flight, which change nothing."""
+        if pipeline_depth == 1:
+            with subject.harness() as harness:
+                harness.check_cost()
 
-    def test_what_another_policy_has_paused_goes_on(
+    def test_memory_does_not_grow_with_requests_that_have_ended(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        """It takes over when all requests that ran are paused, with few blocks beside theirs."""
-        if not issubclass(subject.policy, BaseScheduler):
-            return  # nothing else can be switched
-        for num_blocks in (14, 22):
-            with replace(subject, policy=PausesAll, options={}).harness(
-                pipeline_depth=pipeline_depth,
-                num_blocks=num_blocks,
-                max_num_seqs=3,
-                max_num_batched_tokens=80,
-                max_model_len=40,
-            ) as harness:
-                add_traffic(harness, 9)
-                for _ in range(2):
-                    harness.step()
-                while len(harness.steps) % 3:
-                    harness.step()
-                harness.switch_policy(subject.policy, dict(subject.options))
-                harness.run_until_idle()
+        if pipeline_depth == 1:
+            with subject.harness() as harness:
+                harness.check_memory()
 
-    def test_blocks_from_outside_are_as_good_as_computed_ones(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """Conversations come again after others took their blocks; one leaves at each moment of
-        its loading, one read fails.
-        """
-        if not issubclass(subject.policy, BaseScheduler):
-            return  # nothing else has a connector
-        for kind, num_answers in itertools.product(("memory", "disk"), range(4)):
-            with subject.harness(
-                pipeline_depth=pipeline_depth,
-                num_blocks=14,
-                max_num_seqs=2,
-                max_model_len=40,
-                num_host_slots=40,
-                kv_connector=kind,
-            ) as harness:
-                num_refused = 0
-                for turn in range(3):
-                    for i in range(4):
-                        prompt = [i] * 30
-                        num_refused += not arrive(harness, f"r{turn}{i}", prompt, max_tokens=3)
-                    for answer in range(num_answers):
-                        harness.blocks_come(fails=turn + answer == 3)
-                    harness.finish(f"r{turn}1")
-                    harness.step()
-                    harness.finish(f"r{turn}2")
-                    harness.run_until_idle()
-                stats = harness.connector and harness.connector.stats
-                if not num_refused and not (stats and stats.num_hit_tokens):
-                    raise ContractViolation("what a connector has was computed again")
-
-    def test_images_that_run_whole_are_not_split(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """At all places of prompts, beside others, found in the cache up to the middle."""
-        for max_num_batched_tokens in (8, 20, None):
-            with subject.harness(
-                pipeline_depth=pipeline_depth,
-                max_num_seqs=3,
-                max_model_len=40,
-                max_num_batched_tokens=max_num_batched_tokens,
-            ) as harness:
-                for i in range(9):
-                    image = EncoderInput(1 + i % 5, 6, f"image-{i % 2}", whole=True)
-                    prompt = [i % 5] * (9 + i)
-                    arrive(harness, f"r{i}", prompt, max_tokens=4, encoder_inputs=(image,))
-                    arrive(harness, f"s{i}", [i] * 5, max_tokens=3)
-                    harness.step()
-                harness.run_until_idle()
-
-    def test_states_are_those_of_the_tokens_before(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """Prefixes in common, texts that go on, with slots for a few states or for one."""
-        if not issubclass(subject.policy, BaseScheduler):
-            return  # nothing else has slots for them
-        for num_state_slots, max_num_batched_tokens in ((1, None), (3, 4), (9, 7), (9, None)):
-            with subject.harness(
-                pipeline_depth=pipeline_depth,
-                num_blocks=24,
-                max_num_seqs=3,
-                max_model_len=40,
-                max_num_batched_tokens=max_num_batched_tokens,
-                num_state_slots=num_state_slots,
-            ) as harness:
-                num_refused = 0
-                for turn in range(4):
-                    for i in range(4):
-                        prompt = [*range(10), *[i] * 4 * turn, i]
-                        num_refused += not arrive(harness, f"r{turn}{i}", prompt, max_tokens=5)
-                        harness.step()
-                    harness.finish(f"r{turn}1")
-                    harness.run_until_idle()
-                may_hit = num_state_slots > 3 and not num_refused
-                if may_hit and not harness.kv_cache.num_hit_tokens:
-                    raise ContractViolation("no state of a prefix was found again")
-
-    def test_windows_hold_what_their_tokens_see(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
-        """Prefixes in common, texts that go on and are thrown out, with room for one and for more;
-        what fell out of a window is another's as soon as it may be.
-        """
-        if not issubclass(subject.policy, BaseScheduler):
-            return  # nothing else has blocks for them
-        for window, num_spare, max_num_batched_tokens in ((6, 0, 4), (6, 20, 7), (9, 30, None)):
-            with subject.harness(
-                pipeline_depth=pipeline_depth,
-                num_blocks=24,
-                max_num_seqs=3,
-                max_model_len=40,
-                max_num_batched_tokens=max_num_batched_tokens,
-                window=window,
-                num_spare_window_blocks=num_spare,
-            ) as harness:
-                num_refused = 0
-                for turn in range(4):
-                    for i in range(4):
-                        prompt = [*range(10), *[i] * 4 * turn, i]
-                        num_refused += not arrive(harness, f"r{turn}{i}", prompt, max_tokens=9)
-                        harness.step()
-                    harness.finish(f"r{turn}1")
-                    harness.run_until_idle()
-                may_hit = num_spare and not num_refused
-                if may_hit and not harness.kv_cache.num_hit_tokens:
-                    raise ContractViolation("no prefix was found again")
+    # What takes long.
 
     def test_no_rule_is_broken_under_random_traffic(
         self, subject: Subject, pipeline_depth: int
@@ -421,13 +97,17 @@ class PolicyContract:
             shrink=subject.shrink,
         )
 
-
-def check_ends(harness: SchedulerHarness, due: Mapping[str, FinishReason]) -> None:
-    """Every request that came in has ended, for this reason. Raises `ContractViolation`."""
-    for name in harness.tokens:
-        found, reason = harness.finished[name], due[name]
-        if found is not reason:
-            raise ContractViolation(f"{name} ended with {found.value!r}, due was {reason.value!r}")
+    def test_plans_are_the_same_in_every_process(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Strings have other hashes in each, and so other places in sets."""
+        if pipeline_depth > 1:
+            return  # it takes two processes
+        with subject.harness(num_blocks=16, max_num_seqs=3, max_model_len=40) as harness:
+            for i in range(8):
+                arrive(harness, f"r{i}", [i] * (2 + 9 * i % 23), max_tokens=9, user=USERS[i % 4])
+            harness.run_until_idle()
+            harness.check_hash_order()
 
 
 class TestGivenPolicies(PolicyContract):

@@ -46,6 +46,8 @@ class EngineCalls(Bench):
         self.steps.append(output)
         self.ledger.num_steps = len(self.steps)
         step.handle = self.planned.apply(output, in_flight)
+        if self.waste is not None and isinstance(self.scheduler, BaseScheduler):
+            self.waste.check(self.scheduler, output, self.requests)
         self.num_tokens_planned += output.total_num_scheduled_tokens
         if self.loop.is_stalled:
             self.now += 1.0  # the engine sleeps before it asks again

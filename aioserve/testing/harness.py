@@ -11,10 +11,13 @@ import msgspec
 from aioserve.errors import AioserveError, EngineOverloadedError, PolicyError, RequestError
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
-from aioserve.scheduler import SchedulerInterface, make_successor
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, make_successor
 from aioserve.testing import comparisons, invariants
 from aioserve.testing.calls import kept
+from aioserve.testing.cost import check_cost
 from aioserve.testing.engine_calls import EngineCalls
+from aioserve.testing.growth import check_memory
+from aioserve.testing.hash_order import check_hash_order
 from aioserve.testing.replies import Masked, Reply
 from aioserve.testing.successors import FAILURES
 from aioserve.testing.violation import ContractViolation, Starvation
@@ -55,11 +58,14 @@ class SchedulerHarness(EngineCalls):
         params = SamplingParams(**fields)
         if params.structured_outputs is not None:
             reply = Masked.by(params.structured_outputs, of_request.get("eos_token_ids", ()))
-        request = Request(RequestSpec(request_id, prompt_token_ids, params, **of_request))
+        request = self.writes.request_type(
+            RequestSpec(request_id, prompt_token_ids, params, **of_request)
+        )
         try:
             with self.blame("add_request"):
                 self.loop.add_request(request)
-        except (EngineOverloadedError, PolicyError, RequestError):
+        except (EngineOverloadedError, PolicyError, RequestError) as error:
+            self.num_refused += isinstance(error, EngineOverloadedError)
             self.check()  # after a refusal nothing remains
             raise
         self.requests[request_id] = request
@@ -183,6 +189,28 @@ class SchedulerHarness(EngineCalls):
         limits of this harness. Does nothing without the promise, or where nothing relies on it.
         """
         comparisons.check_keeps_decoding(self)
+
+    @kept
+    def check_hash_order(self) -> None:
+        """The calls so far give the same plans in processes where strings have other hashes."""
+        check_hash_order(self)
+
+    @kept
+    def check_own_time(self) -> None:
+        """The calls so far, made again: the policy calls no clock, dice or sleep of the process."""
+        comparisons.check_own_time(self)
+
+    @kept
+    def check_cost(self) -> None:
+        """`schedule` does work in proportion to the requests, on requests of the kit's own."""
+        if issubclass(self.policy, BaseScheduler):
+            check_cost(self.policy, self.config.options)
+
+    @kept
+    def check_memory(self) -> None:
+        """The policy keeps nothing of requests that have ended, on requests of the kit's own."""
+        if issubclass(self.policy, BaseScheduler):
+            check_memory(self.policy, self.config.options)
 
     @kept
     def check_idle(self) -> None:

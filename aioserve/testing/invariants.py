@@ -15,7 +15,8 @@ from aioserve.testing.bench import Bench
 from aioserve.testing.ledger import STATED, stated
 from aioserve.testing.violation import ContractViolation
 
-MIN_REJECTED = 5  # requests of a run that are all rejected: fewer may have been too many at once
+MIN_REJECTED = 5  # requests of a run that are all turned away: fewer may have been too many at once
+MAX_LEASE_SECONDS = 86_400.0  # a guess: what is pinned for longer is pinned for ever
 
 
 def check(bench: Bench) -> None:
@@ -28,6 +29,7 @@ def check(bench: Bench) -> None:
         if bench.reads_gauges:
             checked_gauges(bench.scheduler)
         _check_blocks(bench)
+        _check_leases(bench)
 
 
 def _check_counts(bench: Bench) -> None:
@@ -118,6 +120,17 @@ def _check_blocks(bench: Bench) -> None:
         )
 
 
+def _check_leases(bench: Bench) -> None:
+    """Check that every lease ends, whether or not its conversation goes on."""
+    for conversation, lease in bench.kv_cache.leases.held.items():
+        if lease.until - bench.now > MAX_LEASE_SECONDS:
+            raise ContractViolation(
+                f"{bench.where}: pin() keeps the prefix of {conversation} for "
+                f"{lease.until - bench.now:g} s: a lease has to end though its conversation never "
+                "comes again"
+            )
+
+
 def check_line(bench: Bench, output: SchedulerOutput) -> None:
     """Check the promise `admits_in_order`: no request was admitted before its predecessor."""
     scheduler = bench.scheduler
@@ -174,6 +187,10 @@ def check_idle(bench: Bench) -> None:
     ends = [life.finish_reason for life in bench.ledger.lives.values()]
     if len(ends) >= MIN_REJECTED and set(ends) == {FinishReason.REJECTED}:
         raise ContractViolation(f"{bench.where}: all {len(ends)} requests were rejected")
+    if bench.num_refused >= MIN_REJECTED and not ends:
+        raise ContractViolation(
+            f"{bench.where}: add_request() has refused all {bench.num_refused} requests"
+        )
     rows = sorted({*bench.runner.request_ids, *bench.planned.rows})
     if rows and not bench.errors:  # it could not be told by a policy that raises
         raise ContractViolation(f"{bench.where}: the runner was never told of the end of {rows}")

@@ -108,6 +108,14 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    for spec, policy in config.stash.get(POLICIES, {}).items():
+        from aioserve.testing.cost import SLOWEST
+
+        if (call := SLOWEST.get(policy)) is not None:
+            terminalreporter.write_line(
+                f"{spec}: its slowest schedule() took {1000 * call.seconds:.1f} ms here, with "
+                f"{call.num_running} requests running and {call.num_waiting} waiting"
+            )
     if config.stash.get(BROKEN, ()) and not config.getoption("maxfail"):
         terminalreporter.write_sep("=", "tests end with the first broken rule (--maxfail=99: all)")
 

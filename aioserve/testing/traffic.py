@@ -110,6 +110,7 @@ _IDENTITIES = st.fixed_dictionaries(
         "user": st.sampled_from(["", "ann", "bob"]),
         "client_index": st.integers(0, 2),
         "cache_salt": st.sampled_from(["", "", "salt"]),
+        "hints": st.sampled_from([{}, {"session": "s1"}, {"session": "s2", "tool": "search"}]),
         "pooling_params": st.sampled_from(
             [None, None, PoolingParams(pooling="mean"), PoolingParams(pooling="last")]
         ),

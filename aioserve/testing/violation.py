@@ -9,5 +9,9 @@ class Starvation(ContractViolation):
     """A request is never served, or never to its end."""
 
 
+class HashOrder(ContractViolation):
+    """The same events give other plans in a process where strings have other hashes."""
+
+
 class NoReturn(ContractViolation):
     """A call of the policy did not come back in its time: it was ended from outside."""

@@ -33,6 +33,7 @@ class ToolPausesScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
+        self.forget_ended()
         for request in step.run_decodes():
             step.run(request)
         for request in self.waiting:
@@ -46,4 +47,11 @@ class ToolPausesScheduler(BaseScheduler):
         if reason in ("stop", "length") and "session" in request.hints:
             until = self.clock() + self.options.ttl
             if self.pin(request, until):
+                self.pinned_until.pop(request.conversation, None)  # to the end of the line
                 self.pinned_until[request.conversation] = until
+
+    def forget_ended(self) -> None:
+        """Drop conversations that have not come back in time, the first to end first."""
+        now = self.clock()
+        while self.pinned_until and next(iter(self.pinned_until.values())) <= now:
+            del self.pinned_until[next(iter(self.pinned_until))]

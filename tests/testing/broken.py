@@ -36,6 +36,12 @@ def caught_by(message: str) -> Any:
     return register
 
 
+def force(request: Request, **values: Any) -> None:
+    """Set attributes of a request unseen by the kit, as a fault of aioserve itself would."""
+    for name, value in values.items():
+        object.__setattr__(request, name, value)
+
+
 class SoundScheduler(BaseScheduler):
     """Decodes first, then prompts in pieces, in order of arrival. Nothing is wrong with it."""
 
@@ -184,7 +190,7 @@ class ComputesThePausedAgain(PausesInTurn):
 
     def take_in(self, step: Step, request: Request) -> int:
         if request in self.paused_requests and not self.book.in_flight.carries(request):
-            request.num_computed_tokens = 0
+            force(request, num_computed_tokens=0)
         return step.admit(request)
 
 
@@ -203,7 +209,7 @@ class RunsThePaused(PausesInTurn):
 
     def set_aside(self, step: Step, request: Request) -> None:
         if step.pause(request):
-            request.status = RequestStatus.RUNNING
+            force(request, status=RequestStatus.RUNNING)
             step.run(request)
 
 
@@ -233,7 +239,7 @@ class MovesByHand(SoundScheduler):
 
     def schedule(self) -> SchedulerOutput:
         if len(self.waiting) > 2:
-            list(self.waiting)[-1].order_key = (-1.0, 0)
+            force(list(self.waiting)[-1], order_key=(-1.0, 0))
         return super().schedule()
 
 
@@ -417,20 +423,20 @@ class ForgetsOutput(SoundScheduler):
 
 @caught_by(r"step \d+: \d+ tokens are more than max_num_batched_tokens \(\d+\)")
 class ExceedsTheBudget(SoundScheduler):
-    """Raises the budget of the step by hand."""
+    """Raises the budget of steps by hand."""
 
-    def schedule(self) -> SchedulerOutput:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.max_num_batched_tokens = 10_000
-        return super().schedule()
 
 
 @caught_by(r"step \d+: \d+ requests are more than max_num_seqs \(\d+\)")
 class ExceedsTheSeats(SoundScheduler):
     """Takes more requests than there are seats."""
 
-    def schedule(self) -> SchedulerOutput:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.max_num_seqs = 100
-        return super().schedule()
 
 
 @caught_by(r"step \d+: \w+ is served twice in one step")
@@ -701,9 +707,9 @@ class SharesWhatIsNotComputed(SoundScheduler):
         output = super().schedule()
         for request in self.running:
             num_computed = request.num_computed_tokens
-            request.num_computed_tokens = request.num_tokens
+            force(request, num_computed_tokens=request.num_tokens)
             self.kv_cache.cache_full_blocks(request)
-            request.num_computed_tokens = num_computed
+            force(request, num_computed_tokens=num_computed)
         return output
 
 
@@ -712,9 +718,10 @@ class SharesBetweenTenants(SoundScheduler):
     """Ignores the salt that keeps the prefixes of tenants apart."""
 
     def add_request(self, request: Request) -> None:
-        salt, request.cache_salt = request.cache_salt, ""
+        salt = request.cache_salt
+        force(request, cache_salt="")
         self.kv_cache.get_computed_blocks(request)  # hashes the prompt
-        request.cache_salt = salt
+        force(request, cache_salt=salt)
         super().add_request(request)
 
 
@@ -760,9 +767,10 @@ class RunsPastStopTokens(SoundScheduler):
     """Does not look for stop tokens."""
 
     def add_request(self, request: Request) -> None:
-        stop_token_ids, request.stop_token_ids = request.stop_token_ids, frozenset()
+        stop_token_ids = request.stop_token_ids
+        force(request, stop_token_ids=frozenset())
         super().add_request(request)
-        request.stop_token_ids = frozenset(stop_token_ids)
+        force(request, stop_token_ids=stop_token_ids)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -770,10 +778,10 @@ class RunsPastStopTokens(SoundScheduler):
         alive = list(self.book.requests.values())
         saved = [request.stop_token_ids for request in alive]
         for request in alive:
-            request.stop_token_ids = frozenset()
+            force(request, stop_token_ids=frozenset())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request, stop_token_ids in zip(alive, saved, strict=True):
-            request.stop_token_ids = stop_token_ids
+            force(request, stop_token_ids=stop_token_ids)
         return outputs
 
 
@@ -916,7 +924,7 @@ class KeepsWrongDrafts(SoundScheduler):
         computed = [request.num_computed_tokens for request in drafted]
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request, num_computed in zip(drafted, computed, strict=True):
-            request.num_computed_tokens = num_computed
+            force(request, num_computed_tokens=num_computed)
         return outputs
 
 

@@ -8,11 +8,14 @@ from aioserve.errors import PolicyError
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing import ContractViolation
 from aioserve.testing.contract import PolicyContract, Subject
-from tests.testing.broken import CAUGHT_BY, SoundScheduler
+from aioserve.testing.rules import PolicyRules
+from tests.testing.broken import SoundScheduler
+from tests.testing.costly import CAUGHT_BY
 
 
 def run_contract(policy: type[BaseScheduler]) -> None:
-    tests = [test for name, test in vars(PolicyContract).items() if name.startswith("test_")]
+    rules = {**vars(PolicyRules), **vars(PolicyContract)}
+    tests = [test for name, test in rules.items() if name.startswith("test_")]
     for test in tests:
         for pipeline_depth in (1, 2):
             test(PolicyContract(), Subject(policy, max_examples=40), pipeline_depth)

@@ -60,6 +60,9 @@ def test_a_sound_policy_passes_in_an_empty_folder_whatever_it_is_called(tmp_path
     assert output.count("test_no_rule_is_broken_under_random_traffic") == 3 * 2
     assert "[fcfs-1] PASSED" in output
     assert "[mine:Good-2] PASSED" in output
+    assert re.search(
+        r"fcfs: its slowest schedule\(\) took [\d.]+ ms here, with \d+ requests", output
+    )
 
 
 @pytest.mark.parametrize("spec", mostly_slow(["mine:Bad", "mine.py:Bad"], but=["mine:Bad"]))
@@ -69,7 +72,7 @@ def test_a_broken_policy_fails_on_a_screen_with_a_program_that_shows_it(
     code, output = run_pytest(tmp_path, f"--aioserve-policy={spec}")
     assert code == 1, output
     assert "finish_requests must return a list of the ids that ended, got None" in output
-    assert re.search(r"1 failed, .*\b2\d skipped", output), output[
+    assert re.search(r"1 failed, .*\b[34]\d skipped", output), output[
         -700:
     ]  # the same would be said again and again
     assert len(output.splitlines()) <= 40, output

@@ -102,7 +102,7 @@ def test_the_request_that_is_named_has_its_life_told_step_by_step() -> None:
         "  step 1: admitted, computes 6 tokens",
         "  step 2: computes 1 token",
         "  step 3: preempted",
-        "  step 4: admitted, computes 4 tokens after 4 cached ones",
+        "  step 4: admitted, computes 4 tokens after 4 that are there",
     ]
 
 
