@@ -193,6 +193,7 @@ class EngineCore:
         if self._wakeup.is_set():
             await asyncio.sleep(0)
             return
+        self._set_timer()  # for leases: no step ends them while it is idle
         seconds = self.loop.idle_seconds()
         if seconds is None:
             await self._wakeup.wait()

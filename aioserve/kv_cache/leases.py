@@ -82,6 +82,17 @@ class Leases:
             self.end(key)
         self._next_end = min((lease.until for lease in self.held.values()), default=math.inf)
 
+    def next_due(self, due: float | None) -> float | None:
+        """The earlier one of that time and the one at which a lease ends; None: neither is."""
+        if not self.held:
+            return due
+        return self._next_end if due is None else min(due, self._next_end)
+
+    def begin_anew(self, max_blocks: int) -> None:
+        """Let go of everything; from here on all leases hold this many blocks at most."""
+        self.end_all()
+        self.max_blocks = max_blocks
+
     def end_all(self) -> None:
         """Let go of everything."""
         while self.give_way():

@@ -86,15 +86,16 @@ class KVCacheManager:
         self.planning, self.holding = tuple(having("plan")), tuple(having("holds_back"))
         self.wants_prices = bool(methods("learn_prices"))
 
-    def limit(self, limits: Iterable[Resource]) -> None:
+    def limit(self, limits: Iterable[Resource], max_leased_blocks: int) -> None:
         """The settings of a scheduler limit these, unless another one does already."""
         if not self._limits:
+            self.leases.max_blocks = max_leased_blocks
             self._limits = list(limits)
             self._unused += self._limits
 
-    def follow(self, limits: Iterable[Resource]) -> None:
+    def follow(self, limits: Iterable[Resource], max_leased_blocks: int) -> None:
         """Another scheduler is in charge, whose settings limit these; leases and ranks end."""
-        self.leases.end_all()
+        self.leases.begin_anew(max_leased_blocks)
         self.retention = Retention.replace(self.retention, None)
         for mine, other in zip(self._limits, limits, strict=True):
             mine.follow(other)

@@ -90,9 +90,8 @@ class BaseScheduler(Reordering, Retaining, Waking, Drafting, Hearing, Gauging, P
         is_grouped = type(self).group_by is not BaseScheduler.group_by
         self._ask_group = asking(self, "group_by", str) if is_grouped else by_user
         # The state that the verbs write; a policy reads the part of it that follows.
-        self.book = RequestTable(
-            type(self).__name__, kv_cache, config.queue_timeout, self._ask_group
-        )
+        name = type(self).__name__
+        self.book = RequestTable(name, kv_cache, config.queue_timeout, self._ask_group)
         encoder = EncoderLimits(
             config.encoder_cache_tokens,
             config.max_encoder_tokens,
@@ -104,8 +103,7 @@ class BaseScheduler(Reordering, Retaining, Waking, Drafting, Hearing, Gauging, P
         self._ranks = self._asked_ranks()
         self._limits = make_limits(config.max_loras, encoder)
         self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
-        kv_cache.leases.max_blocks = self._max_leased
-        kv_cache.limit(self._limits)
+        kv_cache.limit(self._limits, self._max_leased)
         self._config = config
         self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
         self._step_time: OnlineStepTime | None = None
@@ -183,10 +181,8 @@ class BaseScheduler(Reordering, Retaining, Waking, Drafting, Hearing, Gauging, P
         """An empty step of at most `token_budget` and never more than `max_num_batched_tokens`;
         if `max_requests` is given, no more requests than these get tokens in it, decodes included.
         """
-        limit = self.max_num_batched_tokens
-        if token_budget is not None:
-            limit = min(token_budget, limit)
-        self.step_limit = limit
+        most = self.max_num_batched_tokens
+        limit = self.step_limit = most if token_budget is None else min(token_budget, most)
         self._wake_time = None
         if self.kv_cache.leases.held:
             self.kv_cache.leases.expire(self.clock())
@@ -223,9 +219,10 @@ class BaseScheduler(Reordering, Retaining, Waking, Drafting, Hearing, Gauging, P
             self._check_takeover(request)
         other.book.follow(type(self).__name__, self._ask_order, self._ask_group)
         self.book = other.book
+
+    def take_charge(self) -> None:
         self.book.just_ended = [] if self._on_end else None
-        self.kv_cache.follow(self._limits)
-        self.kv_cache.leases.max_blocks = self._max_leased
+        self.kv_cache.follow(self._limits, self._max_leased)
 
     def choose_victim(self) -> Request | None:
         """The request to preempt when KV blocks run out: by `--victim` or the policy."""
@@ -276,14 +273,15 @@ class BaseScheduler(Reordering, Retaining, Waking, Drafting, Hearing, Gauging, P
         check_queue(num_tokens, self.waiting, self._config, num_arriving, arriving_tokens)
 
     def next_expiry(self) -> float | None:
-        return self.book.timers.next_due()
+        return self.kv_cache.leases.next_due(self.book.timers.next_due())
 
     def take_rejections(self) -> dict[str, Rejection]:
         return self.book.take_rejected() if self.book.rejected else _NONE
 
     def expire_requests(self) -> list[str]:
-        timers = self.book.timers
-        due = [r.request_id for r in timers.take_due(self.clock())] if timers else []
+        now = self.clock()
+        self.kv_cache.leases.expire(now)
+        due = [r.request_id for r in self.book.timers.take_due(now)]
         return self.finish_requests(due, RequestStatus.FINISHED_TIMEOUT) if due else []
 
     def discard_step(self, last_step_id: int) -> list[str]:

@@ -127,7 +127,7 @@ class SchedulerInterface(ABC):
     def next_expiry(self) -> float | None:
         """When the next deadline of a request passes, in seconds of the clock; None: there is none.
 
-        Asked after a request was added, and after `expire_requests`, which is called then.
+        Asked after arrivals, before the engine sleeps, and after `expire_requests`, called then.
         """
         return None
 

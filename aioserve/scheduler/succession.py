@@ -38,6 +38,12 @@ class Switchable(SchedulerInterface):
     @abstractmethod
     def take_over(self, other: Any) -> None: ...
 
+    @abstractmethod
+    def take_charge(self) -> None:
+        """`take_over` has succeeded: the limits of this scheduler count from here on, and what the
+        other one has pinned ends.
+        """
+
     def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
         return make_successor(self, load_policy(settings.policy), settings)
 
@@ -57,6 +63,7 @@ def make_successor(
         with old.book.restored_on_error():
             new = policy(config, old.kv_cache, max_model_len=old.max_model_len, clock=old.clock)
             new.take_over(old)
+        new.take_charge()
     except AioserveError:
         raise
     except FROM_OUTSIDE:

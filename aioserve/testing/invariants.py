@@ -151,12 +151,15 @@ def check_line(bench: Bench, output: SchedulerOutput) -> None:
 
 
 def standing(bench: Bench) -> list[Any]:
-    """State that a failed switch must not change: keys, the queue, running requests."""
+    """State that a failed switch must not change: keys, the queue, running requests, leases."""
     if not isinstance(bench.scheduler, BaseScheduler):
         return []
     scheduler = bench.scheduler
     keys = [(request, request.order_key) for request in scheduler.get_requests()]
-    return [scheduler, keys, list(scheduler.waiting), list(scheduler.running)]
+    leases, book = scheduler.kv_cache.leases, scheduler.book
+    ended = None if book.just_ended is None else list(book.just_ended)
+    places = [list(scheduler.waiting), list(scheduler.running), ended]
+    return [scheduler, keys, *places, dict(leases.held), leases.max_blocks]
 
 
 def check_standing(bench: Bench, before: list[Any]) -> None:

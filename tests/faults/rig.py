@@ -46,6 +46,7 @@ ASKS: tuple[dict[str, Any], ...] = (
     {"prompt": "Several", "ignore_eos": True, "n": 3},
 )
 LENGTHS = (1, 4, 12)
+OPTIONS = {"chunk_size": 32}
 MAX_TOKENS = max(LENGTHS)
 
 
@@ -97,13 +98,19 @@ Parts = dict[str, tuple[type | Callable[[AsyncEngine], Any], str]]
 END_SECONDS = PATIENCE / 3
 
 
-def config_of(pipeline_depth: int, request_log: str = os.devnull) -> EngineConfig:
+#: Pins and unpins at random, and plans as `chunked_prefill`.
+PINS = "tests.testing.pinning:PinsForMoments"
+
+
+def config_of(
+    pipeline_depth: int, request_log: str = os.devnull, policy: str = "chunked_prefill"
+) -> EngineConfig:
     """Of the simulated runner, whose tokens depend on the prompt alone."""
     return EngineConfig(
         cache=CacheConfig(num_kv_blocks=64, block_size=8),
         scheduler=SchedulerConfig(
-            policy="chunked_prefill",
-            options={"chunk_size": 32},
+            policy=policy,
+            options=OPTIONS,
             max_num_seqs=6,
             pipeline_depth=pipeline_depth,
             request_log=request_log,

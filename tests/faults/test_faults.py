@@ -24,13 +24,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from aioserve.errors import AioserveError
 from aioserve.testing.faults import CLIENTS, RUNNER_KINDS, Fault, Faults, JumpingLoop, Point, points
 from tests.faults.rig import (
     ASKS,
     EARLY_PARTS,
     LENGTHS,
     MAX_TOKENS,
+    OPTIONS,
     PARTS,
+    PINS,
     STORE,
     Rig,
     config_of,
@@ -75,12 +78,18 @@ def crowd(rig: Rig) -> None:
         rig.come(("streams", "whole")[ask % 2], ask, MAX_TOKENS)
 
 
-async def meet(coming: list[Fault], depth: int, injected: Counter[str], lines: list[Point]) -> None:
+async def meet(
+    coming: list[Fault],
+    depth: int,
+    injected: Counter[str],
+    lines: list[Point],
+    policy: str = "chunked_prefill",
+) -> None:
     """One fault after another, each among a crowd; one server meets as many as it can."""
     expected = reference()
     while coming:
         faults = Faults()
-        async with Rig(config_of(depth), faults, expected, lines) as rig:
+        async with Rig(config_of(depth, policy=policy), faults, expected, lines) as rig:
             while coming and not rig.is_worn:
                 rig.begin_again()
                 fault = coming.pop(0)
@@ -131,16 +140,19 @@ def test_what_is_raised_at_any_point_of_a_requests_way_leaves_nothing(
     asyncio.run(meet(coming, depth, injected, passed_points()))
 
 
+@pytest.mark.parametrize("policy", ["chunked_prefill", PINS])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_part_that_fails_leaves_nothing(depth: int, injected: Counter[str]) -> None:
+def test_a_part_that_fails_leaves_nothing(depth: int, policy: str, injected: Counter[str]) -> None:
     coming = list(all_faults())
-    asyncio.run(meet(coming if IS_LONG else coming[depth - 1 :: 2], depth, injected, []))
+    met = coming if IS_LONG else coming[depth - 1 :: 2]
+    asyncio.run(meet(met, depth, injected, [], policy))
 
 
 class Day(RuleBasedStateMachine):
     """Clients of every kind, and up to `depth` faults that come upon one another."""
 
     depth: int
+    policy = "chunked_prefill"
     injected: Counter[str]
 
     def __init__(self) -> None:
@@ -151,7 +163,8 @@ class Day(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.faults = Faults()
-        self.rig = Rig(config_of(self.depth), self.faults, reference(), passed_points())
+        config = config_of(self.depth, policy=self.policy)
+        self.rig = Rig(config, self.faults, reference(), passed_points())
         self.loop.run(self.rig.__aenter__())
 
     @precondition(lambda self: self.num_armed < self.depth)
@@ -205,12 +218,42 @@ class Day(RuleBasedStateMachine):
             self.loop.close()
 
 
+class DayOfLeases(Day):
+    """A policy that pins a lot, and operators who change what leases hold."""
+
+    policy = PINS
+
+    @precondition(lambda self: not self.rig.is_dead)
+    @rule(what=st.sampled_from(("to itself", "to another", "back", "reset", "sleep", "pause")))
+    def an_operator_acts(self, what: str) -> None:
+        self.loop.run(self.act(what))
+
+    async def act(self, what: str) -> None:
+        """What may fail for a fault that is near fails; nothing is left all the same."""
+        engine = self.rig.engine
+        try:
+            if what == "reset":
+                engine.reset_prefix_cache()
+            elif what == "sleep":
+                await engine.sleep()
+                await engine.wake()
+            elif what == "pause":
+                await engine.pause()
+                await engine.resume()
+            else:
+                policy = "chunked_prefill" if what == "to another" else PINS
+                engine.switch_policy(policy, OPTIONS)
+        except AioserveError:
+            self.rig.is_strange = True
+
+
+@pytest.mark.parametrize("kind", [Day, DayOfLeases])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_on_a_bad_day_every_client_has_an_end_and_nothing_is_left(
-    depth: int, injected: Counter[str]
+    depth: int, kind: type[Day], injected: Counter[str]
 ) -> None:
     run_state_machine_as_test(
-        type("DayOfDepth", (Day,), {"depth": depth, "injected": injected}),
+        type("DayOfDepth", (kind,), {"depth": depth, "injected": injected}),
         settings=settings(
             max_examples=NUM_DAYS or 12,
             stateful_step_count=8,

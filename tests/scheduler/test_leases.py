@@ -1,5 +1,6 @@
 """A policy pins what a conversation will ask for again, and no other request starves for it."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
+from aioserve.errors import PolicyError
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.request import Request, WaitReason
@@ -15,6 +17,10 @@ from aioserve.scheduler import BaseScheduler, SchedulerOutput, make_successor
 from aioserve.scheduler.fallback import FallbackScheduler
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract, Subject
+from aioserve.testing.state_machine import run_machine
+from aioserve.testing.successors import FAILURES
+from tests.processes import PATIENCE
+from tests.testing.pinning import PinsAndHates, PinsInChunks
 
 TOOL_PAUSES = f"{Path(__file__).parents[2]}/examples/recipes/tool_pauses.py:ToolPausesScheduler"
 
@@ -105,6 +111,69 @@ def test_leases_end_with_the_policy_and_with_the_cache() -> None:
             found.scheduler.vacate()
         assert not found.kv_cache.leases
         assert found.kv_cache.pool.num_used_blocks == 0
+
+
+class CountsEnds(PinsEnded):
+    """Counts what it was told of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.told: list[str] = []
+
+    def on_finish(self, request: Request, reason: str) -> None:
+        super().on_finish(request, reason)
+        self.told.append(request.request_id)
+
+
+def test_a_switch_that_fails_leaves_leases_and_their_share_as_they_were() -> None:
+    found = SchedulerHarness(CountsEnds, num_blocks=16, block_size=4, max_leased_share=0.5)
+    for name in "abc":
+        found.add_request(name, [ord(name)] * 9, max_tokens=1)
+    found.run_until_idle()
+    held = dict(found.kv_cache.leases.held)
+    assert len(held) == 3
+    for where in FAILURES:
+        with pytest.raises(PolicyError):
+            make_successor(
+                found.scheduler,
+                FAILURES[where],
+                msgspec.structs.replace(found.config, max_leased_share=0.0),
+            )
+        assert found.kv_cache.leases.held == held
+    found.add_request("d", [7] * 9, max_tokens=1)
+    found.run_until_idle()
+    found.add_request("e", [8], max_tokens=1)
+    found.run_until_idle()
+    assert isinstance(found.scheduler, CountsEnds)
+    assert found.scheduler.told[-2:] == ["d", "e"]
+    assert len(found.kv_cache.leases) == 4  # of eight blocks, which is the share that it had
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", [PinsInChunks, PinsAndHates])
+def test_leases_at_random_break_no_rule_on_a_random_day(
+    policy: type[BaseScheduler], depth: int
+) -> None:
+    run_machine(policy, pipeline_depth=depth, max_examples=40)
+
+
+async def test_a_lease_ends_at_its_time_though_the_engine_is_idle() -> None:
+    scheduler = SchedulerConfig(policy=TOOL_PAUSES, options={"ttl": 0.2})
+    config = EngineConfig(runner=RunnerConfig(runner="simulated"), scheduler=scheduler)
+    async with AsyncEngine(config) as engine:
+        params = SamplingParams(max_tokens=2)
+        async for _ in engine.generate(list(range(100)), params, hints={"session": "s"}):
+            pass
+        seen = 0
+        async with asyncio.timeout(PATIENCE):
+            while True:  # a server has no event for it
+                stats = engine.get_stats()
+                assert stats is not None
+                seen = max(seen, stats.num_leased_kv_blocks)
+                if seen and not stats.num_used_kv_blocks:
+                    break
+                await asyncio.sleep(0.005)
+    assert seen == 6
 
 
 def test_others_sessions_of_the_same_name_are_not_touched() -> None:
