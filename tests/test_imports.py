@@ -266,6 +266,7 @@ ALLOWED = {
         "aioserve.request",
         "aioserve.sampling_defaults",
         "aioserve.sampling_params",
+        "aioserve.scheduler",
         "aioserve.version",
         "aioserve.engine.observe.frames",
         "aioserve.structured_outputs",

@@ -5,7 +5,7 @@ Steps take 4 ms, and 50 microseconds a prompt token, 100 a decode, 0.05 a token 
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,7 @@ class Job:
     user: str = ""
     priority: int = 0
     timeout: float | None = None
+    hints: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,7 +90,12 @@ async def serve_one(engine: AsyncEngine, job: Job) -> Served:
     params = SamplingParams(max_tokens=job.num_tokens, ignore_eos=True)
     served = Served(job, [])
     async for output in engine.generate(
-        job.prompt, params, user=job.user, priority=job.priority, timeout=job.timeout
+        job.prompt,
+        params,
+        user=job.user,
+        priority=job.priority,
+        timeout=job.timeout,
+        hints=job.hints,
     ):
         served.times += [loop.time()] * len(output.token_ids)
         served.num_cached_tokens = output.num_cached_tokens
