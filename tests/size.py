@@ -17,6 +17,7 @@ CORE_LIMIT = 25_683
 #: Folders and files that a feature owns, below `aioserve`; `policies/zoo` is one besides.
 PARTS = (
     *("child", "console", "decision_log", "kv_connector", "lab", "multimodal", "ray", "routing"),
+    *("config/batches.py", "server/batches"),
     *("config/adapters.py", "config/images.py", "config/shadow.py", "config/simulation.py"),
     *(
         "config/speculation.py",

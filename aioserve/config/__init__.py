@@ -6,6 +6,7 @@ of one policy are not here: the policy declares them, and they travel in `schedu
 
 from aioserve.config.access import AccessConfig
 from aioserve.config.adapters import AdapterConfig
+from aioserve.config.batches import BatchConfig
 from aioserve.config.cache import CacheConfig
 from aioserve.config.engine import COMMON_SETTINGS, EngineConfig, iter_settings
 from aioserve.config.images import ImageConfig
@@ -32,6 +33,7 @@ __all__ = [
     "EMBEDDED_MODEL",
     "AccessConfig",
     "AdapterConfig",
+    "BatchConfig",
     "CacheConfig",
     "EngineConfig",
     "ImageConfig",

@@ -8,6 +8,7 @@ import msgspec
 
 from aioserve.config.access import AccessConfig
 from aioserve.config.adapters import AdapterConfig
+from aioserve.config.batches import BatchConfig
 from aioserve.config.cache import CacheConfig
 from aioserve.config.images import ImageConfig
 from aioserve.config.load import convert, find_policies, read_sections, set_value
@@ -36,6 +37,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     images: ImageConfig = ImageConfig()
     server: ServerConfig = ServerConfig()
     access: AccessConfig = AccessConfig()
+    batches: BatchConfig = BatchConfig()
 
     @classmethod
     def load(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, field
 
-from aioserve.config import AccessConfig, EngineConfig, Section, ServerConfig
+from aioserve.config import AccessConfig, BatchConfig, EngineConfig, Section, ServerConfig
 from aioserve.errors import ConfigError
 from aioserve.routing import ROUTERS, make_router
 from aioserve.server.access.keyring import ENVIRONMENT
@@ -101,7 +101,8 @@ class RaySettings(Section, frozen=True, kw_only=True):
 
 def check_served(config: EngineConfig) -> None:
     """Raises `ConfigError` for what has no effect behind Ray's proxies."""
-    for section, defaults in (("server", ServerConfig()), ("access", AccessConfig())):
+    refused = {"server": ServerConfig(), "access": AccessConfig(), "batches": BatchConfig()}
+    for section, defaults in refused.items():
         given = getattr(config, section)
         for name in type(given).__struct_fields__:
             if name not in SERVED and getattr(given, name) != getattr(defaults, name):

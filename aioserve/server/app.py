@@ -21,16 +21,13 @@ from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.engine.builder import check_policies
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import Access, MainAccess
-from aioserve.server.access.connections import (
-    Connections,
-    allow_connections,
-    tell_connection,
-)
+from aioserve.server.access.connections import Connections, allow_connections, tell_connection
 from aioserve.server.access.exposure import check_exposure
 from aioserve.server.access.gate import check_key
 from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import answer_preflights, check_caller, tell_origin
 from aioserve.server.access.site import Site
+from aioserve.server.batches.door import open_batches
 from aioserve.server.formats.chat_format import ChatFormat, untold_tools
 from aioserve.server.images import ImageLoader
 from aioserve.server.keys import (
@@ -95,13 +92,14 @@ def build_app(
     """
     access = access or open_access(engine)
     allows_origins = bool(access.settings.allowed_origins)
+    max_bytes = max_body_mib(engine) * 2**20
     app = web.Application(
         middlewares=[
             *(tell_connection, count_answers, log_requests, answer_errors, check_caller),
             *((answer_preflights,) if allows_origins else ()),
             check_key,
         ],
-        client_max_size=max_body_mib(engine) * 2**20,
+        client_max_size=max_bytes,
     )
     app[ENGINE] = engine
     app[ACCESS] = access
@@ -125,6 +123,8 @@ def build_app(
     routes: tuple[Route, ...] = (*ROUTES, *(ADMIN_ROUTES if has_admin else ()))
     if is_for_operators:
         routes = OPERATORS_ROUTES
+    else:
+        open_batches(app, max_bytes)
     if server.page and (is_one_for_all or is_for_operators):
         routes = (*routes, *PAGE_ROUTES)
     needs: dict[str, str] = {route.documented_path: route.needs for route in routes}

@@ -30,7 +30,7 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 
 
 class UnknownFileError(RequestError):
-    """The page has no such file, or none any more."""
+    """There is no such file, or none any more."""
 
 
 class UnknownRequestError(RequestError):
@@ -39,6 +39,10 @@ class UnknownRequestError(RequestError):
 
 class UnknownResponseError(RequestError):
     """No response of that id is stored."""
+
+
+class UnknownBatchError(RequestError):
+    """No batch of that id is kept, or the server keeps none."""
 
 
 class ForeignHostError(ForbiddenError):
@@ -79,6 +83,7 @@ _KINDS = (
     _Kind(UnknownFileError, 404, "invalid_request_error", "file_not_found"),
     _Kind(UnknownRequestError, 404, "invalid_request_error", "request_not_found"),
     _Kind(UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
+    _Kind(UnknownBatchError, 404, "invalid_request_error", "batch_not_found"),
     _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),
     _Kind(BodyTimeoutError, 408, "invalid_request_error", "body_timeout"),
     _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),

@@ -22,6 +22,7 @@ from aioserve.hints import (
     check_hints,
 )
 from aioserve.server.access.keyring import Key
+from aioserve.server.keys import OWN_HINTS
 
 #: Headers of routers, gateways and agents, by the hint that each one states; the first that a
 #: request has counts. Dynamo's, Claude Code's and Codex's are sessions; those of llm-d and of the
@@ -72,6 +73,8 @@ def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | N
             is_allowed = allowed is None or name in allowed
             if len(found) < MAX_HINTS and name not in found and is_allowed:
                 found[name] = value
+    if (own := request.get(OWN_HINTS)) is not None:
+        found |= own
     return found
 
 

@@ -25,3 +25,4 @@ KEY = web.RequestKey("KEY", Key)  # on a request: its key, where keys are requir
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
 
 MADE_ID = web.RequestKey("MADE_ID", str)  # on one that has no such answer: made for it
+OWN_HINTS = web.RequestKey("OWN_HINTS", dict[str, bool])  # on one of the server's own: its hints

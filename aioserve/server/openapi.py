@@ -62,6 +62,7 @@ class Route(NamedTuple):
     summary: str
     answer: Any  # its type: JSON, or text if it is `str`
     body: BodyDecoder[Any] | None = None
+    form: type[RequestPart] | None = None  # its body, where that is multipart/form-data
     query: type[RequestPart] | None = None  # what its URL's query may hold; None: not looked at
     events: Sequence[Any] = ()  # types of what its stream may tell; text if a Literal
     raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
@@ -188,6 +189,8 @@ def _types(routes: Sequence[Route]) -> Iterator[Any]:
         yield from (route.answer, *route.events)
         if route.body is not None:
             yield route.body.served
+        if route.form is not None:
+            yield route.form
 
 
 def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
@@ -218,6 +221,9 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
             "required": not route.may_lack_body,
             "content": {"application/json": {"schema": schema, **example}},
         }
+    if route.form is not None:
+        content = {"multipart/form-data": {"schema": schema_of[route.form]}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
@@ -248,8 +254,9 @@ def _error_statuses(route: Route) -> list[int]:
         statuses.add(status_of(UnknownKeyError, route.path))
     if EngineOverloadedError in route.raises:
         statuses.add(status_of(KeyLimitError, route.path))
-    if route.body is not None:
+    if route.body is not None or route.form is not None:
         statuses.update(_ANY_BODY)
+    if route.body is not None:
         if issubclass(route.body.served, ModelRequest):
             statuses.add(status_of(UnknownModelError, route.path))
     return sorted(statuses)

@@ -7,12 +7,15 @@ operators follow from `aioserve.operations`. Knows no route.
 from aioserve.operations import OPERATOR_COMMANDS
 from aioserve.server import abort, admin, completions, embeddings, openapi, tokenization
 from aioserve.server.anthropic import routes as anthropic
+from aioserve.server.batches import files as kept_files
+from aioserve.server.batches import routes as batches
 from aioserve.server.chat import routes as chat
 from aioserve.server.operators import route_of
 from aioserve.server.page import files, steps, trial
 from aioserve.server.responses import routes as responses
 
-_APIS = (completions, chat, embeddings, responses, anthropic, tokenization, abort, admin, openapi)
+_GENERATING = (completions, chat, embeddings, responses, anthropic, kept_files, batches)
+_APIS = (*_GENERATING, tokenization, abort, admin, openapi)
 ROUTES = tuple(route for module in _APIS for route in module.ROUTES)
 
 #: Unless the settings say that there is no page.

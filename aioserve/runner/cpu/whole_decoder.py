@@ -27,13 +27,7 @@ from aioserve.runner.cpu.experts import CompiledExperts
 from aioserve.runner.cpu.logits_memory import LogitsMemory
 from aioserve.runner.cpu.low_rank import CompiledAdapter
 from aioserve.runner.cpu.panels import PanelLinear
-from aioserve.runner.fused.decoder import (
-    HEAD,
-    DecoderLayer,
-    FusedDecoder,
-    GatedMLP,
-    LayerProduct,
-)
+from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, GatedMLP, LayerProduct
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
 from aioserve.runner.fused.shares import AllReduceLinear, GatherToRank0, own_product
 from aioserve.runner.low_rank import Adapter, TokenAdapters

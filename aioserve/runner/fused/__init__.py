@@ -22,12 +22,7 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
 )
 from aioserve.runner.fused.adapters import fused_sites
-from aioserve.runner.fused.decoder import (
-    LOGITS_DTYPE,
-    DecoderLayer,
-    FusedDecoder,
-    GatedMLP,
-)
+from aioserve.runner.fused.decoder import LOGITS_DTYPE, DecoderLayer, FusedDecoder, GatedMLP
 from aioserve.runner.fused.experts import ExpertParts
 from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, PlainEmbedding
 from aioserve.runner.fused.place import Place

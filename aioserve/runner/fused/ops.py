@@ -15,13 +15,7 @@ from torch import Tensor
 
 from aioserve.model_source.quantized import QuantizedWeight
 from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, ModelInputs
-from aioserve.runner.low_rank import (
-    LowRankProduct,
-    LowRankTable,
-    Piece,
-    TorchProduct,
-    TorchTable,
-)
+from aioserve.runner.low_rank import LowRankProduct, LowRankTable, Piece, TorchProduct, TorchTable
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]

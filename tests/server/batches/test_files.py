@@ -1,0 +1,170 @@
+"""Files over HTTP: uploaded in pieces, listed, read again, forgotten, and never too much."""
+
+import asyncio
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from aioserve.server.batches.directory import Disk
+from aioserve.server.batches.room import sweep
+from tests.server.batches.asking import completions, config, create, serving, until
+
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+MIB = 2**20
+
+
+async def test_a_file_comes_back_as_it_was_sent(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 3000 + b"\r\n--end"
+    async with serving(tmp_path) as (_, client):
+        made = await client.files.create(file=("two words.jsonl", data), purpose="batch")
+        assert (made.filename, made.bytes, made.purpose) == ("two words.jsonl", len(data), "batch")
+        found = await client.files.retrieve(made.id)
+        assert found == made
+        assert (await client.files.content(made.id)).content == data
+        gone = await client.files.delete(made.id)
+        assert (gone.id, gone.deleted) == (made.id, True)
+        for ask in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError, match="no file"):
+                await ask(made.id)
+    kept = [path for path in (tmp_path / "batches").rglob("*") if path.is_file()]
+    assert [path.name for path in kept] == ["owner"]
+
+
+async def test_files_are_listed_by_pages_in_either_order(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, client):
+        made = [
+            (await client.files.create(file=(f"{i}.jsonl", b"{}"), purpose="batch")).id
+            for i in range(5)
+        ]
+        newest_first = [file.id async for file in client.files.list(limit=2)]
+        assert newest_first == made[::-1]
+        assert [file.id async for file in client.files.list(order="asc")] == made
+        assert [file async for file in client.files.list(purpose="batch_output")] == []
+        for query in ("limit=0", "order=up", "after=file-x", "zzz=1"):
+            assert (await server.get(f"/v1/files?{query}")).status == 400
+
+
+async def test_the_parts_of_a_form_come_in_any_order(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, _):
+        form = aiohttp.FormData()
+        form.add_field("file", b"{}", filename="a.jsonl")
+        form.add_field("expires_after[seconds]", "3600")
+        form.add_field("purpose", "batch")
+        form.add_field("expires_after[anchor]", "created_at")
+        async with server.session.post(server.url + "/v1/files", data=form) as response:
+            made = await response.json()
+    assert response.status == 200
+    assert made["expires_at"] == made["created_at"] + 3600
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ([("purpose", "batch")], "file"),
+        ([("file", b"{}")], "purpose"),
+        ([("purpose", "fine-tune"), ("file", b"{}")], "purpose"),
+        ([("purpose", "batch"), ("file", b"{}"), ("file", b"{}")], "file"),
+        ([("purpose", "batch"), ("purpose", "batch"), ("file", b"{}")], "purpose"),
+        ([("purpose", "x" * 5000), ("file", b"{}")], "purpose"),
+        ([("purpose", "batch"), ("file", b"{}"), ("zzz", "1")], "zzz"),
+        (
+            [("purpose", "batch"), ("file", b"{}"), ("expires_after[seconds]", "3600")],
+            "expires_after[anchor]",
+        ),
+        (
+            [("purpose", "batch"), ("file", b"{}"), ("expires_after[seconds]", "5")],
+            "expires_after[seconds]",
+        ),
+        ([("purpose", "batch"), ("file", b"x" * (MIB + 1))], "file"),
+    ],
+)
+async def test_a_wrong_form_is_refused_by_name_and_leaves_nothing(
+    tmp_path: Path, fields: list[tuple[str, Any]], param: str
+) -> None:
+    async with serving(tmp_path, max_batch_file_mib=1) as (server, _):
+        form = aiohttp.FormData(quote_fields=False, default_to_multipart=True)
+        for name, value in fields:
+            is_file = name == "file"
+            value = io.BytesIO(value) if is_file else value
+            form.add_field(name, value, filename="a.jsonl" if is_file else None)
+        async with server.session.post(server.url + "/v1/files", data=form) as response:
+            answer = await response.json()
+        assert response.status == 400, answer
+        assert answer["error"]["param"] == param
+        assert list((tmp_path / "batches/incoming").iterdir()) == []
+        assert (await server.get("/v1/files")).json()["data"] == []
+
+
+async def test_what_is_no_form_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, _):
+        answer = await server.request("POST", "/v1/files", json={"file": "x"})
+        assert answer.status == 415
+        for kind in ("multipart/form-data", "multipart/form-data; boundary=x"):
+            headers = {"Content-Type": kind}
+            url = server.url + "/v1/files"
+            async with server.session.post(url, data=b"nothing", headers=headers) as response:
+                assert response.status == 400, await response.text()
+
+
+async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, client):
+        _, writer = await asyncio.open_connection(server.host, server.port)
+        head = (
+            "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n"
+            "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+            '--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        )
+        writer.write(head.encode() + b"x" * 300_000)
+        await writer.drain()
+        incoming = tmp_path / "batches/incoming"
+        while not any(path.stat().st_size for path in incoming.iterdir()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        writer.close()
+        while any(incoming.iterdir()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert [file async for file in client.files.list()] == []
+
+
+async def test_no_more_is_kept_than_there_may_be(tmp_path: Path) -> None:
+    """The least that a file counts is a MiB."""
+    async with serving(tmp_path, max_batch_gib=3.5 / 1024) as (_, client):
+        files = [
+            (await client.files.create(file=("a.jsonl", b"{}"), purpose="batch")).id
+            for _ in range(3)
+        ]
+        with pytest.raises(openai.BadRequestError, match="no room"):
+            await client.files.create(file=("a.jsonl", b"x" * MIB), purpose="batch")
+        await client.files.delete(files[0])
+        await client.files.create(file=("a.jsonl", b"{}"), purpose="batch")
+
+
+async def test_a_file_that_has_expired_is_gone_and_then_deleted(tmp_path: Path) -> None:
+    day = 2 / 86_400
+    async with serving(tmp_path, batch_file_days=day) as (server, client):
+        made = await client.files.create(file=("a.jsonl", b"{}"), purpose="batch")
+        while time.time() < made.expires_at:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert (await server.get(f"/v1/files/{made.id}")).status == 404
+        assert [file async for file in client.files.list()] == []
+    settings = config(tmp_path, batch_file_days=day).batches
+    disk = Disk(settings)
+    sweep(disk)
+    assert list(disk.files.iterdir()) == []
+    disk.close()
+
+
+async def test_a_batch_that_has_ended_long_ago_is_forgotten(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, client):
+        batch = await create(client, completions(1))
+        await until(client, batch.id, "completed")
+    for days, is_there in ((30.0, True), (1e-9, False)):
+        disk = Disk(config(tmp_path, batch_file_days=days).batches)
+        sweep(disk)
+        assert (disk.find_batch(batch.id) is not None) == is_there
+        disk.close()
