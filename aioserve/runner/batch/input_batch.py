@@ -66,9 +66,11 @@ class InputBatch:
         """
         self._drop(step.finished_req_ids, are_finished=True)
         self._drop(step.preempted_req_ids)
-        self.lost.end(step.finished_req_ids)
+        if self.lost:
+            self.lost.end(step.finished_req_ids)
         for request in step.scheduled_new_reqs:
-            self.lost.comes_anew(request.request_id)
+            if self.lost:
+                self.lost.comes_anew(request.request_id)
             try:
                 self._add(request)
             except Exception as error:

@@ -12,20 +12,19 @@ from aioserve.scheduler.output import CachedRequestData
 SHARED = "the step that served this request failed: it reads what a failed request was to compute"
 
 
-class LostRows:
-    """True if there is anything to look at."""
+class LostRows(dict[str, set[int]]):
+    """By request that was given up, the blocks that it was to write and has not. While it is empty,
+    no method need be called.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.why: dict[str, str] = {}  # by request, until it has ended or comes anew
-        self._unwritten: dict[str, set[int]] = {}  # blocks, by the request that was to write them
-
-    def __bool__(self) -> bool:
-        return bool(self.why or self._unwritten)
 
     def add(self, request_id: str, why: str, block_ids: Iterable[int]) -> None:
         """A request is given up, which was to write `block_ids`."""
         self.why[request_id] = why
-        self._unwritten.setdefault(request_id, set()).update(block_ids)
+        self.setdefault(request_id, set()).update(block_ids)
 
     def comes_anew(self, request_id: str) -> None:
         """The scheduler sends a request of that id as a new one. Its old blocks are unwritten."""
@@ -35,10 +34,9 @@ class LostRows:
         """The scheduler says that these have ended: it plans no step any more that reads what they
         have not written.
         """
-        if self:
-            for request_id in request_ids:
-                self.why.pop(request_id, None)
-                self._unwritten.pop(request_id, None)
+        for request_id in request_ids:
+            self.why.pop(request_id, None)
+            self.pop(request_id, None)
 
     def left_out(self, cached: CachedRequestData) -> CachedRequestData:
         """Without those that were given up; blocks that these get now stay unwritten as well."""
@@ -51,7 +49,7 @@ class LostRows:
         ]
         for request_id, block_ids in cached.new_block_ids.items():
             if request_id in self.why:
-                self._unwritten.setdefault(request_id, set()).update(block_ids)
+                self.setdefault(request_id, set()).update(block_ids)
         return CachedRequestData(
             [request_id for request_id, _ in kept],
             [num_computed for _, num_computed in kept],
@@ -60,10 +58,11 @@ class LostRows:
 
     def are_unwritten(self, block_ids: Collection[int]) -> bool:
         """Whether a request was to write one of them, and has not."""
-        return any(not own.isdisjoint(block_ids) for own in self._unwritten.values())
+        return any(not own.isdisjoint(block_ids) for own in self.values())
 
     def note_written(self, block_ids: Collection[int]) -> None:
         """These are written from their beginning."""
-        for own in self._unwritten.values():
+        for request_id, own in list(self.items()):
             own.difference_update(block_ids)
-        self._unwritten = {key: own for key, own in self._unwritten.items() if own}
+            if not own and request_id not in self.why:
+                del self[request_id]
