@@ -15,9 +15,7 @@ from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.control.adapters import Adapters
 from aioserve.engine.control.control import Control
 from aioserve.engine.observed_engine import ObservedEngine
-from aioserve.errors import (
-    EngineDeadError,
-)
+from aioserve.errors import EngineDeadError
 from aioserve.operations.answers import Arrivals, Running
 from aioserve.operations.command import Answer, EngineCommand
 from aioserve.outputs import FinishReason

@@ -192,7 +192,7 @@ class Kernels:
         self._silu_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)
 
     def gelu_tanh_and_mul(self, x: Tensor, out: Tensor) -> None:
-        """The same with gelu in its tanh form."""
+        """As `silu_and_mul`, `out` = gelu(gate) * factor, with gelu in its tanh form."""
         tokens, n = out.shape
         self._gelu_tanh_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)
 

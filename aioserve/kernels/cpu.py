@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def extension(name: str) -> Path:
-    """Where a compiled file of this package lies, if it was built."""
+    """The path of a compiled file of this package, if it was built."""
     return Path(__file__).with_name(f"_{name}.so")
 
 

@@ -19,8 +19,8 @@ _CPU_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 
 
 def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
-    """Where the model will run. Raises `ConfigError` if it cannot, or for a setting that would be
-    ignored there.
+    """The device on which the model will run. Raises `ConfigError` if it cannot, or for a setting
+    that would be ignored there.
     """
     wanted = config.runner.device
     if wanted == "cuda" and not has_cuda():
@@ -47,7 +47,7 @@ def has_cuda() -> bool:
 
 
 def num_cuda_devices() -> int:
-    """As the driver reports; asked without loading torch."""
+    """The number of CUDA devices, as the driver reports; asked without loading torch."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -23,7 +23,9 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix
 
 
 class HostBlocks(HostMemoryWorker):
-    """As many slots as fit a number of bytes: address space at once, memory as they fill."""
+    """Slots for blocks in host memory, as many as fit a number of bytes: address space at once,
+    memory as they fill.
+    """
 
     def __init__(self, caches: Sequence[Tensor], num_bytes: int, computed: str) -> None:
         """`caches` are K and V of every layer, [num_blocks, ...], each block in one piece;

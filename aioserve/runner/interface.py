@@ -35,8 +35,8 @@ class RunnerInterface(ABC):
         """
 
     def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
-        """What copies blocks between its KV cache and at most `num_bytes` of host memory, as steps
-        tell it; after `load`. Raises `ConfigError`.
+        """Make the worker that copies blocks between the KV cache and at most `num_bytes` of host
+        memory, as steps tell it; after `load`. Raises `ConfigError`.
         """
         raise ConfigError("this engine's runner has no KV connector (cache.kv_connector)")
 
@@ -52,7 +52,7 @@ class RunnerInterface(ABC):
         raise ConfigError("this engine's runner serves no adapters")
 
     def unload_adapter(self, adapter_id: str) -> None:  # noqa: B027 - it has none
-        """After the steps that were handed over, none will have it."""
+        """Forget an adapter after the steps that were handed over: no later step has it."""
 
     def check_sleep(self, *, frees_weights: bool) -> None:
         """Raises `ConfigError` if `sleep` is not served."""
@@ -75,9 +75,10 @@ class RunnerInterface(ABC):
         raise ConfigError("reload is served on a CPU alone, without ranks (tensor_parallel_size)")
 
     async def load_weights(self, path: str) -> None:  # noqa: B027 - it has none
-        """Those of a model directory in the place of ours, between two steps; also instead of
-        `wake`. No later step reads what earlier ones wrote. Raises `ConfigError` as `check_weights`
-        does, or if they cannot be read, or have no room beside ours; nothing has changed then.
+        """Load the weights of a model directory in the place of those that serve, between two
+        steps; also instead of `wake`. No later step reads what earlier ones wrote. Raises
+        `ConfigError` as `check_weights` does, or if they cannot be read, or have no room beside the
+        old ones; nothing has changed then.
         """
 
     def check(self) -> None:  # noqa: B027 - it can

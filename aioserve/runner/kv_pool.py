@@ -10,7 +10,7 @@ TYPICAL_TOKENS = 2048  # of a request, for which several pools are made to last 
 
 
 def max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
-    """What `max_num_seqs` requests of `max_model_len` tokens use, and `PREFIX_SHARE` of it more."""
+    """Blocks of `max_num_seqs` requests of `max_model_len` tokens, and `PREFIX_SHARE` more."""
     num_blocks = config.scheduler.max_num_seqs * -(-max_model_len // config.cache.block_size)
     if config.cache.enable_prefix_caching:
         num_blocks += int(num_blocks * PREFIX_SHARE)

@@ -220,7 +220,7 @@ def load_model(
 
 
 def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place, num_seen: int) -> ServedModel:
-    """In two parts: a text model as any other, and an encoder."""
+    """Load a vision-language model in two parts: a text model as any other, and an encoder."""
     family = family_of(info)
     assert family is not None, "the model sees"
     with _quiet_transformers():
@@ -239,7 +239,7 @@ def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place, num_seen: i
 
 
 def _rounding(config: ModelConfig) -> Rounding | None:
-    """What model.quantization means: one scale for a group of inputs."""
+    """The rounding that `model.quantization` asks for: one scale for a group of inputs."""
     if config.quantization is None:
         return None
     group = config.quantization_group_size
@@ -341,7 +341,7 @@ def _unpack(module: nn.Module, place: Place) -> None:
 
 
 def num_weight_bytes(config: ModelConfig, info: ModelInfo, place: Place) -> int:
-    """What the weights will take at `place`, by the headers of their files. Raises `ConfigError`.
+    """Bytes of the weights at `place`, by the headers of their files. Raises `ConfigError`.
 
     Includes the copy of a tied embedding that the fast tier makes for its head.
     """

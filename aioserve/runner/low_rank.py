@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class LowRankProduct(ABC):
-    """What an adapter adds to one product."""
+    """The addition of a LoRA adapter to one product."""
 
     tensors: tuple[Tensor, ...] = ()  # that it consists of, if they are torch's to give back
 
@@ -39,7 +39,7 @@ class LowRankProduct(ABC):
 
 
 class LowRankTable(ABC):
-    """What an adapter adds to an embedding."""
+    """The addition of a LoRA adapter to an embedding."""
 
     tensors: tuple[Tensor, ...] = ()  # that it consists of, if they are torch's to give back
 
@@ -92,7 +92,7 @@ class Adapter:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Of all of it, as far as they are torch's."""
+        """All tensors of the adapter that are torch's."""
         parts = [*self.products.values(), *(() if self.table is None else (self.table,))]
         return [tensor for part in parts for tensor in part.tensors]
 
@@ -105,13 +105,13 @@ class TokenAdapters:
         self.groups = groups
 
     def add(self, place: Place, x: Tensor, out: Tensor) -> None:
-        """To `out` [T, out], which a product made of `x` [T, in]."""
+        """Add what adapters have to `out` [T, out], which a product made of `x` [T, in]."""
         for adapter, rows in self.groups:
             if (product := adapter.products.get(place)) is not None:
                 product.add(x, out, rows)
 
     def embed(self, ids: Tensor, out: Tensor) -> None:
-        """To `out` [T, hidden], the embeddings of `ids` [T]."""
+        """Add what adapters have to `out` [T, hidden], the embeddings of `ids` [T]."""
         for adapter, rows in self.groups:
             if adapter.table is not None:
                 adapter.table.add(ids, out, rows)
@@ -125,7 +125,7 @@ class AdapterOwners:
     places: IntArray  # T, which of the `adapters`; -1: none
 
     def take(self, rows: npt.NDArray[np.integer]) -> "AdapterOwners":
-        """The same of these rows."""
+        """The owners of these rows alone."""
         return AdapterOwners(self.adapters, self.places[rows])
 
     def groups(self) -> list[tuple[Adapter, IntArray]]:
@@ -134,5 +134,5 @@ class AdapterOwners:
         return [(a, own) for a, own in zip(self.adapters, rows, strict=True) if len(own)]
 
     def on_cpu(self) -> TokenAdapters:
-        """For tokens that are computed here."""
+        """The adapters of tokens that are computed on the CPU."""
         return TokenAdapters([(a, torch.from_numpy(rows)) for a, rows in self.groups()])

@@ -84,7 +84,9 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ]
 
     def _fixed_ms(self, num_decodes: int) -> float:
-        """What the host takes for a step with so many decodes, whatever their context."""
+        """The milliseconds of the host for a step of this number of decodes, whatever their
+        context.
+        """
         if num_decodes and self.decode_ms:
             return self.host_factor * (self.base_ms + _on_curve(self.decode_ms, num_decodes))
         return self.host_factor * self.base_ms

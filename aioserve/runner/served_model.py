@@ -75,8 +75,8 @@ class Halves(ABC):
 
     @abstractmethod
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        """What the head makes the logits of `forward` from, [S, hidden]: after the last norm.
-        `logits_rows` ascend.
+        """The hidden states [S, hidden] that the head makes the logits of `forward` from: after the
+        last norm. `logits_rows` ascend.
         """
 
     @abstractmethod

@@ -21,8 +21,8 @@ def why_unsound(best: float) -> str:
 
 
 def step_failed(error: BaseException) -> str:
-    """What the client of a request is told for which something raised that is not foreseen. An
-    error may quote anything, so only its type is told; the log has the rest.
+    """The text for the client of a request for which something unforeseen was raised. An error may
+    quote anything, so only its type is told; the log has it all.
     """
     return f"the step that served this request failed ({type(error).__name__})"
 

@@ -53,7 +53,7 @@ class StatePieces(NamedTuple):
 
 
 class GivenRows(NamedTuple):
-    """What some tokens enter the decoder with, instead of rows of its embedding."""
+    """Rows with which some tokens enter the decoder in the place of its embedding's."""
 
     places: Tensor  # N of the T, int64
     rows: Tensor  # [N, hidden]
@@ -62,7 +62,7 @@ class GivenRows(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """What a model reads of a step: int64, on the device of its weights."""
+    """The tensors of a step that a model reads: int64, on the device of its weights."""
 
     input_ids: Tensor  # T
     positions: Tensor  # T, by which heads turn
@@ -177,7 +177,7 @@ class RowStates(ABC):
 
     @abstractmethod
     def prepare(self, step: StepInputs) -> None:
-        """What follows is about this step."""
+        """Note the step that the calls which follow are about."""
 
     @property
     @abstractmethod

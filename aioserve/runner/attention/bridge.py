@@ -76,7 +76,7 @@ AttentionInterface.register(ATTN_IMPLEMENTATION, _dispatch)
 
 
 class AttentionSite(NamedTuple):
-    """What an attention module does not say in its calls."""
+    """Properties of an attention module that its calls do not state."""
 
     layer: int  # of the paged cache: several may share one (Gemma 4)
     chunk: int | None  # as in `AttentionOptions`
@@ -104,7 +104,7 @@ class PagedAttentionHandler:
 
 
 class SeenTokens:
-    """For modules that count their tokens by a cache, not by positions: the cache that they ask."""
+    """The cache that modules ask which count their tokens by a cache, not by positions."""
 
     def __init__(self, positions: Tensor) -> None:
         """`positions` int64 [T], of a packed step."""
@@ -112,7 +112,7 @@ class SeenTokens:
         self._seen = positions - torch.arange(len(positions), device=positions.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """What comes before the first token, if they were all of one request: [T]."""
+        """The number of tokens before the first one, as if all T were of one request: [T]."""
         del layer_idx
         return self._seen
 
@@ -127,7 +127,7 @@ class SeenTokens:
 def _options(
     query: Tensor, arguments: Mapping[str, Any], chunk: int | None = None
 ) -> AttentionOptions:
-    """In our words what `transformers` passes to its attention functions."""
+    """The options of an attention call of `transformers`, in this package's words."""
     scaling = arguments.get("scaling")
     return AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -139,7 +139,7 @@ def _options(
 
 
 def _chunk(module: nn.Module) -> int | None:
-    """Of its tokens; only the mask, which is not built, would say."""
+    """Tokens of a chunk of the attention; only the mask, which is not built, would state it."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None or index is None or layer_types[index] != "chunked_attention":
@@ -160,7 +160,7 @@ class AttentionProbe:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """In the order of their calls."""
+        """The attention modules, in the order of their calls."""
         return list(self.sites)
 
     def spec(self, dtype: torch.dtype) -> KVCacheSpec:

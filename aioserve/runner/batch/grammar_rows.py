@@ -131,7 +131,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
             self._fail(row, error)
 
     def guesses(self, row: int) -> list[int]:
-        """What comes next of a row, as far as its grammar leaves no choice of text."""
+        """The next tokens of a row, as far as its grammar leaves no choice of text."""
         matcher = self.rows.get(row)
         try:
             if matcher is None or matcher.is_stopped():
@@ -144,7 +144,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
             return []
 
     def masks(self, rows: IntArray) -> Masks | None:
-        """What each of M `rows` may say next; None if none of them has a grammar."""
+        """The tokens that each of M `rows` may say next; None if none of them has a grammar."""
         standing = self.standing(rows)
         if not standing:
             return None

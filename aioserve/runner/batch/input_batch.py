@@ -68,9 +68,8 @@ class InputBatch:
         self._drop(step.preempted_req_ids)
         if self.lost:
             self.lost.end(step.finished_req_ids)
+            self.lost.come_anew(request.request_id for request in step.scheduled_new_reqs)
         for request in step.scheduled_new_reqs:
-            if self.lost:
-                self.lost.comes_anew(request.request_id)
             try:
                 self._add(request)
             except Exception as error:
@@ -249,7 +248,7 @@ class InputBatch:
         return drafts
 
     def _drop(self, request_ids: Iterable[str], *, are_finished: bool = False) -> None:
-        """It never raises: requests that left are told once, and all their rows must come back."""
+        """Remove requests. Never raises: leaving is told once, and all rows must come back."""
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
             if row is None:
@@ -295,7 +294,7 @@ class InputBatch:
 def kept_logprobs(
     inputs: StepInputs, sampled: Mapping[int, TokenLogprobs], token_ids: list[list[int]]
 ) -> dict[str, list[TokenLogprobs]]:
-    """Of the `token_ids` that were kept, by request; `sampled` are by their places among the S."""
+    """Logprobs of the `token_ids` that were kept, by request; `sampled` are by place in the S."""
     logprobs: dict[str, list[TokenLogprobs]] = {}
     sampling = inputs.sampling.tolist()
     for place, entry in sampled.items():

@@ -13,7 +13,7 @@ SHARED = "the step that served this request failed: it reads what a failed reque
 
 
 class LostRows(dict[str, set[int]]):
-    """By request that was given up, the blocks that it was to write and has not. While it is empty,
+    """The blocks that a given-up request was to write and has not, by request. While it is empty,
     no method need be called.
     """
 
@@ -26,9 +26,10 @@ class LostRows(dict[str, set[int]]):
         self.why[request_id] = why
         self.setdefault(request_id, set()).update(block_ids)
 
-    def comes_anew(self, request_id: str) -> None:
-        """The scheduler sends a request of that id as a new one. Its old blocks are unwritten."""
-        self.why.pop(request_id, None)
+    def come_anew(self, request_ids: Iterable[str]) -> None:
+        """The scheduler sends requests of these ids as new ones. Their old blocks are unwritten."""
+        for request_id in request_ids:
+            self.why.pop(request_id, None)
 
     def end(self, request_ids: Iterable[str]) -> None:
         """The scheduler says that these have ended: it plans no step any more that reads what they
@@ -61,7 +62,7 @@ class LostRows(dict[str, set[int]]):
         return any(not own.isdisjoint(block_ids) for own in self.values())
 
     def note_written(self, block_ids: Collection[int]) -> None:
-        """These are written from their beginning."""
+        """Note that these blocks have been written from their beginning."""
         for request_id, own in list(self.items()):
             own.difference_update(block_ids)
             if not own and request_id not in self.why:

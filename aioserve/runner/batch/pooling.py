@@ -33,7 +33,7 @@ class _Prompt:
         self.total = own if self.total is None else self.total + own
 
     def vector(self) -> Vector:
-        """What the caller gets, all states being there."""
+        """The vector for the caller; all states are there."""
         assert self.total is not None
         vector = self.total
         if self.params.pooling == "mean":
@@ -48,7 +48,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class WantedStates:
-    """Of which N packed tokens of one step the hidden states are pooled."""
+    """The N packed tokens of one step whose hidden states are pooled."""
 
     places: IntArray  # N, ascending: none of them samples
     _parts: list[tuple[_Prompt, int, bool]]  # whose they are, how many, whether that is all

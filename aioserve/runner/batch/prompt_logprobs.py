@@ -34,7 +34,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class WantedLogprobs:
-    """What one step can tell of prompts, at N of its packed tokens."""
+    """The prompt log probabilities that one step can tell, at N of its packed tokens."""
 
     places: IntArray  # N, ascending: none of them samples
     token_ids: IntArray  # N, of the prompt, each after the one at its place

@@ -70,8 +70,8 @@ class StepRescue(Generic[T]):
         self._logged_at = -LOG_EVERY
 
     def run(self, step: SchedulerOutput) -> list[T]:
-        """What `run` makes of a step, in parts if it must. Those of its requests that are in none
-        are `lost` to the batch.
+        """Run a step, in parts if it must be. Returns what `run` makes of each part; requests that
+        are in none are `lost` to the batch.
         """
         rows = list(step.num_scheduled_tokens)
         if self._batch.lost:
@@ -99,8 +99,8 @@ class StepRescue(Generic[T]):
         return self._run_parts(step, sorted(rows, key=self._batch.num_computed))
 
     def _run_parts(self, step: SchedulerOutput, rows: Sequence[str]) -> list[T]:
-        """In the order of `rows`: one that shares blocks which another one fills comes after it, as
-        it begins behind them.
+        """Run the requests in the order of `rows`: one that shares blocks which another one fills
+        comes after it, as it begins behind them.
         """
         parts: list[T] = []
         self._num_failures = 0
@@ -178,7 +178,7 @@ class StepRescue(Generic[T]):
         return most is not None and num_rows > 1 and part.total_num_scheduled_tokens > most
 
     def _present(self, rows: Sequence[str]) -> list[str]:
-        """Those that are not given up; one that reads what was not written is from here on."""
+        """Requests that are not given up; one that reads what was not written is given up here."""
         lost, found = self._batch.lost, []
         for request_id in sorted(rows, key=self._batch.num_computed):
             if request_id in lost.why:
@@ -194,7 +194,7 @@ class StepRescue(Generic[T]):
         self._batch.lose(request_id, why)
 
     def _log(self, num_rows: int) -> None:
-        """With what was raised, once in a while: it may come with every step."""
+        """Log the last error, once in a while: it may come with every step."""
         now = time.monotonic()
         if now - self._logged_at >= LOG_EVERY:
             self._logged_at = now
@@ -226,7 +226,7 @@ class StepRescue(Generic[T]):
 def merge_outputs(
     step: SchedulerOutput, outputs: Sequence[ModelRunnerOutput], lost: dict[str, str]
 ) -> ModelRunnerOutput:
-    """What the parts of a step amount to; of the `lost` there is the reason alone."""
+    """The output of a step, from its parts; of the `lost` requests there is the reason alone."""
     req_ids = list(step.num_scheduled_tokens)
     tokens: dict[str, list[int]] = {}
     merged = ModelRunnerOutput(req_ids, [], {}, {}, {}, {}, {})

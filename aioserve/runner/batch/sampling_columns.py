@@ -102,12 +102,12 @@ class SamplingColumns(BatchPart[LogitsEdits]):
         return row in self.rows and self.rows[row].counts_tokens
 
     def of(self, inputs: StepInputs) -> SamplingInputs:
-        """What the sampler needs for the S rows of a step that sample."""
+        """The sampler's inputs for the S rows of a step that sample."""
         num_tokens = inputs.positions[inputs.logits_indices] + 1
         return self.select(inputs.rows[inputs.sampling], num_tokens)
 
     def select(self, rows: IntArray, num_tokens: IntArray) -> SamplingInputs:
-        """What the sampler needs for `rows`, which hold `num_tokens` each."""
+        """The sampler's inputs for `rows`, which hold `num_tokens` each."""
         edits = {}
         if self.rows:
             places = enumerate(rows.tolist())

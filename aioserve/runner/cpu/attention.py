@@ -116,7 +116,7 @@ class TorchPagedAttention(AttentionBackend):
 
 
 class _LayerShape(NamedTuple):
-    """What decides how a layer's items are grouped."""
+    """The properties of a layer that decide how its items are grouped."""
 
     window: int | None
     chunk: int | None
@@ -259,7 +259,7 @@ def _encode(states: Tensor) -> Tensor:
 
 
 def _decode(rows: Tensor) -> Tensor:
-    """What `_encode` was given, rounded."""
+    """The numbers that `_encode` was given, rounded."""
     codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous()
     return codes.float() * scales.view(torch.float32)
 

@@ -22,14 +22,14 @@ MAX_HEAD_DIM = 256  # beyond, a thread's buffers would outgrow the second-level 
 
 
 class Tables(NamedTuple):
-    """Where K and V of a step are."""
+    """The places of K and V of a step: slots to write, and blocks to read."""
 
     slots: Tensor  # int64 [T]
     blocks: Tensor  # int32 [R, W]
 
     @classmethod
     def of(cls, step: StepInputs) -> "Tables":
-        """In memory that numpy and torch share."""
+        """The tables of a step, in memory that numpy and torch share."""
         blocks = np.ascontiguousarray(step.block_table)
         return cls(torch.from_numpy(step.slot_mapping), torch.from_numpy(blocks))
 
@@ -51,7 +51,7 @@ class CompiledAttention(AttentionBackend):
 
     @staticmethod
     def why_not(spec: KVCacheSpec) -> str | None:
-        """What the kernels do not serve in `spec`; None if they serve it all."""
+        """The part of `spec` that the kernels do not serve; None if they serve it all."""
         if spec.dtype not in Kernels.dtypes | {torch.int8}:
             return f"{spec.dtype} is not served"
         for layer in spec.layers:
@@ -81,7 +81,7 @@ class CompiledAttention(AttentionBackend):
         return self.attend(layer, _dense(query), options)
 
     def tables_of(self, layer: int) -> "Tables":
-        """Where K and V of the step are in this layer."""
+        """The tables of the step for this layer: its window's, if it has one."""
         return self.window_tables if layer in self.window_layers else self.tables
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:

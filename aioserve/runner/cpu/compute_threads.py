@@ -88,7 +88,7 @@ class ComputeThreads:
         self._idle_before = self._idle_seconds() if self.count < self.most else 0.0
 
     def _decide(self, now: float) -> None:
-        """At the end of a period."""
+        """Choose the number of threads, at the end of a period."""
         waiting = self._waited / self._looked  # threads, on average
         if self.count > 1 and waiting > TOLERATED / self.count:
             self._let_compute(max(1, self.count - max(1, num_neighbours(waiting, self.count))))
@@ -126,7 +126,7 @@ class ComputeThreads:
                 self._start(self.most)
 
     def _look(self) -> Look | None:
-        """None if a thread has ended and OpenMP has started another, or will."""
+        """The time, and how long threads have waited; None if OpenMP has started another."""
         try:
             waited = sum(int(os.pread(file, 100, 0).split()[1]) for file in self._files)
         except OSError:

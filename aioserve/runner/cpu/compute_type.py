@@ -6,7 +6,7 @@ from aioserve.runner.load_plan import SideTypes
 
 
 def _is_bfloat16_fast() -> bool:
-    """For a model that our kernels serve."""
+    """Whether a model that our kernels serve computes fast in bfloat16."""
     try:
         return machine.has_native_bf16() or load_kernels().is_fast
     except KernelsUnavailableError:

@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def sample_each(logits: Tensor, inputs: SamplingInputs, masks: Masks | None) -> SampledTokens:
-    """As `sample`, which is tried first. It never raises: a row fails for which `sample` does."""
+    """Sample rows at once, as `sample`, or one by one if that raises: a row fails for which it
+    does.
+    """
     try:
         return sample(logits, inputs, masks)
     except Exception:

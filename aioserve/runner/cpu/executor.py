@@ -132,7 +132,7 @@ class StepExecutor:
         return merge_outputs(scheduler_output, outputs, self._batch.lost.why)
 
     def _compute(self, step: SchedulerOutput) -> ComputedStep:
-        """What is sampled in a step that the batch was told of. It may be asked for again."""
+        """Compute and sample a step that the batch was told of. It may be asked for again."""
         started = time.perf_counter()
         inputs = self._batch.prepare(step)
         wanted, pooled = inputs.parts.get(PromptRows.name), inputs.parts.get(PooledRows.name)
@@ -165,7 +165,7 @@ class StepExecutor:
         self._memory.release()
 
     def make_host_blocks(self, num_bytes: int) -> HostBlocks:
-        """Where blocks may be kept outside the KV cache. Raises `ConfigError`."""
+        """Make room for blocks in host memory, of at most `num_bytes`. Raises `ConfigError`."""
         return self._memory.make_host_blocks(self._model, num_bytes)
 
     def close(self) -> None:

@@ -13,7 +13,9 @@ from aioserve.runner.cpu.attention import AttentionBackend, Group, attend_group
 
 
 class BidirectionalImageAttention(LayerAttention):
-    """Of one step, which `backend` is prepared for."""
+    """Attention of one step in which tokens of an image see each other; `backend` is prepared for
+    the step.
+    """
 
     def __init__(self, backend: AttentionBackend, step: StepInputs, block_size: int) -> None:
         self._backend, self._step, self._block_size = backend, step, block_size
@@ -27,7 +29,7 @@ class BidirectionalImageAttention(LayerAttention):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """As `LayerAttention.forward`, but for those that see each other."""
+        """As `LayerAttention.forward`, but tokens of the same image see each other."""
         out = self._backend.forward(layer, query, key, value, options)
         caches = self._backend.key_caches[layer], self._backend.value_caches[layer]
         is_own = layer in self._backend.window_layers

@@ -18,7 +18,7 @@ _MULTIPLE = 16  # inputs
 
 
 class CompiledProduct(LowRankProduct):
-    """Of up to three pieces."""
+    """The low-rank addition to a product of up to three pieces, by the compiled kernels."""
 
     def __init__(self, kernels: Kernels, pieces: Sequence[Piece]) -> None:
         """`serves` must be true of them."""
@@ -83,7 +83,7 @@ class CompiledAdapter:
         return all(isinstance(product, CompiledProduct) for product in adapter.products.values())
 
     def of(self, rows: Tensor) -> AdapterStruct:
-        """For these rows, which the caller keeps."""
+        """The struct of the kernels for these rows, which the caller keeps."""
         products = ctypes.cast(self._products, ctypes.POINTER(LowRankStruct))
         table = None if self._table is None else ctypes.pointer(self._table)
         return AdapterStruct(products, table, rows.data_ptr(), len(rows))

@@ -61,7 +61,7 @@ def load_models(
 def load_model_on_cpu(
     config: ModelConfig, info: ModelInfo, ranks: Ranks | None = None, *, num_seen: int = 0
 ) -> ServedModel:
-    """As `load_model`, on this CPU."""
+    """Load a model on this CPU, as `load_model` does."""
     resolved = CPU_TYPES.resolve(config)
     model = load_model(resolved, info, CpuPlace(ranks), num_seen=num_seen)
     is_right = model.is_compiled or machine.has_native_bf16() or resolved.dtype == "float32"
@@ -77,7 +77,7 @@ def load_model_on_cpu(
 def _check_memory(
     config: EngineConfig, info: ModelInfo, draft: ModelInfo | None, num_ranks: int
 ) -> None:
-    """Of all ranks: they are on this machine."""
+    """Raises `ConfigError` if the weights of all ranks do not fit: they are on this machine."""
     weights, per_token = 0, []
     for part in (info,) if draft is None else (info, draft):
         model = CPU_TYPES.resolve(part.config)

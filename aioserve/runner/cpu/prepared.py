@@ -81,7 +81,7 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies in a file, behind the head."""
+    """The place of a tensor in a file, behind the head."""
 
     begin: int  # bytes
     dtype: str
@@ -89,7 +89,7 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """What a file says before its tensors."""
+    """The head of a file, which stands before its tensors."""
 
     key: str
     spec: KVCacheSpec
@@ -203,7 +203,7 @@ class PreparedModel:
 
 
 def _state_of(model: ServedModel) -> ModelState:
-    """What there is to write of a model. Raises `_NotKeptError` if it has parts of other kinds."""
+    """The parts of a model that are written. Raises `_NotKeptError` if it has others."""
     if not isinstance(model, FusedModel) or model.image_encoder is not None:
         raise _NotKeptError
     decoder = model.decoder
@@ -298,7 +298,7 @@ def _linear(kernels: Kernels, product: Product) -> PanelLinear | BlockLinear:
 
 
 def _read_head(file: Any) -> _Head | None:
-    """What a file says of itself; None if it is no such file. The tensors follow."""
+    """The head of a file; None if it is no such file. The tensors follow."""
     if file.read(len(_MAGIC)) != _MAGIC:
         return None
     length = int.from_bytes(file.read(8), "little")

@@ -26,7 +26,7 @@ from aioserve.runner.unsound import NOT_FINITE
 
 @dataclass(slots=True)
 class Looked:
-    """What a step has found of prompts, and what has not been kept yet."""
+    """Results that a step has found for prompts, and that have not been kept yet."""
 
     wanted: WantedLogprobs | None
     pooled: WantedStates | None
@@ -36,8 +36,8 @@ class Looked:
     def keep(
         self, failed: dict[str, str]
     ) -> tuple[dict[str, list[TokenLogprobs]], dict[str, Vector]]:
-        """What is complete with this step, by request. Vectors that are no numbers are among what
-        has `failed` instead.
+        """The results that are complete with this step, by request. Vectors that are no numbers are
+        among what has `failed` instead.
         """
         told = {} if self.wanted is None else self.wanted.keep(self.found)
         if self.pooled is None or self.states is None:

@@ -23,7 +23,7 @@ def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Schedule
     from aioserve.runner.cpu.sampler import SampledTokens
 
     def choose(*_: object) -> SampledTokens:
-        """What the first rank has chosen."""
+        """The tokens that the first rank has chosen."""
         sampled = first.hear(decode)
         assert isinstance(sampled, Sampled)
         if sampled.token_ids is None:

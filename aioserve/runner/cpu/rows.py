@@ -51,7 +51,7 @@ class PagedRows(AttentionBackend, RowStates):
         raise AssertionError("a model that reads rows computes attention itself")
 
     def _slots_of(self, row: int) -> Tensor:
-        """For all its layers, as rows are computed one after another."""
+        """The slots of a row for all its layers, as rows are computed one after another."""
         if self._slots[0] != row:
             position = torch.arange(self._rows[row].seq_len)
             block = self._block_table[row, position // self._block_size]

@@ -36,7 +36,7 @@ class ShardedRunner(FirstRankRunner, ThreadedRunner):
 
     @property
     def num_compute_threads(self) -> int | None:
-        """Of all ranks, if the others have as many as the first."""
+        """The threads of all ranks, if the others have as many as the first."""
         own = super().num_compute_threads
         return None if own is None else own * self._config.runner.tensor_parallel_size
 

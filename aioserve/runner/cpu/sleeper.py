@@ -55,7 +55,7 @@ class SleepingRunner(ThreadedRunner):
     # What follows runs on the runner's thread.
 
     def _load_again(self, info: ModelInfo) -> None:
-        """With as many blocks and slots as before: the scheduler counts on them."""
+        """Load the model with as many blocks and slots as before: the scheduler counts on them."""
         from aioserve.runner.cpu.load import load_on_cpu
         from aioserve.runner.cpu.machine import give_back_freed_memory
 
@@ -66,7 +66,7 @@ class SleepingRunner(ThreadedRunner):
         give_back_freed_memory()
 
     def _geometry(self) -> CacheConfig:
-        """What the settings of the cache have come to."""
+        """The sizes that the settings of the cache have come to."""
         if (executor := self._executor) is not None:
             info = executor.info
             self._made_cache = msgspec.structs.replace(

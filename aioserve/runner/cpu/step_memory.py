@@ -47,7 +47,7 @@ class StepMemory:
             self._windows.release()
 
     def make_host_blocks(self, model: ServedModel, num_bytes: int) -> HostBlocks:
-        """Where blocks may be kept outside the KV cache. Raises `ConfigError`."""
+        """Make room for blocks in host memory, of at most `num_bytes`. Raises `ConfigError`."""
         computed = f"{model.name}, {model.kv_cache_spec.dtype}, {self._description}"
         caches = [*self._memory.key_caches, *self._memory.value_caches]
         self._host_blocks = HostBlocks(caches, num_bytes, computed)

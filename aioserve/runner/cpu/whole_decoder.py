@@ -178,7 +178,7 @@ class WholeDecoder(FusedDecoder):
 
 
 class _Sums:
-    """What the one call asks of other ranks, twice in a layer."""
+    """The sums over all ranks that the one call asks for, twice in a layer."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.scratch = torch.empty(0)  # of the call: it asks for parts of it

@@ -199,14 +199,14 @@ def _prove(
 
 
 def _let_go(layer: LayerParts) -> None:
-    """Of what is one fused copy now."""
+    """Free the weights of a layer's modules: a fused copy has them now."""
     for module in _modules(layer):
         for name, _ in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             delattr(module, name)
 
 
 def _modules(layer: LayerParts) -> list[nn.Module]:
-    """Those with the weights of its products."""
+    """The modules with the weights of a layer's products."""
     mlp = layer.mlp
     own = (*mlp.gate_up, mlp.down) if isinstance(mlp, GatedParts) else (mlp.experts,)
     return [*layer.qkv, layer.output, *own]

@@ -60,7 +60,7 @@ class DecoderLayer:
         return state
 
     def attend(self, state: "Activations", ops: Ops) -> Tensor:
-        """What the tokens see in their past, [T, Hq * head_dim]."""
+        """The attention of the tokens to their past, [T, Hq * head_dim]."""
         qkv = self._multiply("qkv", self.qkv, state.normed, state.adapters)
         return ops.attend(self.attention, qkv)
 
@@ -91,7 +91,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What layers hand on, and buffers that all of them use; T rows each."""
+    """The tensors that layers hand on, and buffers that all of them use; T rows each."""
 
     residual: Tensor  # [T, hidden]
     normed: Tensor  # [T, hidden], the residual after the norm that comes next

@@ -33,7 +33,7 @@ class ExpertParts:
         return self._weight("down_proj", 0).shape[1]
 
     def weights(self) -> Iterator[ExpertWeights]:
-        """Of one expert after the other."""
+        """The weights of the experts, one expert after the other."""
         for number in range(len(self.router.weight)):
             bias = self._bias("gate_up_proj", number)
             yield ExpertWeights(
@@ -106,7 +106,7 @@ def _router(module: Any) -> Router:
 
 
 def _activation(experts: Any) -> tuple[ExpertActivation, bool]:
-    """By its numbers, and whether gates and ups lie by turns. Raises `NotFusedError`."""
+    """The activation, by its numbers; whether gates and ups take turns. Else `NotFusedError`."""
     if not hasattr(experts, "_apply_gate"):  # a private name of `transformers`
         raise NotFusedError(f"{type(experts).__name__} has no _apply_gate")
     gates, ups = torch.linspace(-12, 12, 96), torch.linspace(11, -10, 96)

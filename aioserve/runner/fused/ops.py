@@ -34,7 +34,7 @@ class Embedding(Protocol):
 
 
 class PlainEmbedding:
-    """Of a table as it is."""
+    """An embedding that reads rows of a table as it is."""
 
     def __init__(self, table: Tensor) -> None:
         self.table, self.dtype = table, table.dtype
@@ -53,7 +53,7 @@ class RMSNorm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """All of one layer's attention that is not a product with a weight."""
+    """The attention of one layer, but for its products with weights."""
 
     index: int  # in the KV cache
     num_heads: int
@@ -151,11 +151,11 @@ class Ops(ABC):
         return None
 
     def low_rank_product(self, pieces: Sequence[Piece]) -> LowRankProduct:
-        """What an adapter adds to one product, by its `pieces` in the order of their outputs."""
+        """The addition of an adapter to a product, by `pieces` in the order of their outputs."""
         return TorchProduct(pieces)
 
     def low_rank_table(self, piece: Piece) -> LowRankTable:
-        """What it adds to the embedding."""
+        """The addition of an adapter to the embedding."""
         return TorchTable(piece)
 
     @abstractmethod

@@ -198,7 +198,7 @@ def _head_norms(attention: Any, head_dim: int) -> tuple[RMSNorm, RMSNorm] | None
 
 
 def _cos_sin(module: nn.Module, max_model_len: int, head_dim: int) -> Tensor:
-    """What the model's own module gives for every position, as `AttentionLayer.cos_sin`."""
+    """The model's own rotary numbers for every position, as `AttentionLayer.cos_sin` has them."""
     table: list[Tensor] = []
     device = next((buffer.device for buffer in module.buffers()), None)
     for begin in range(0, max_model_len, _ROPE_CHUNK):

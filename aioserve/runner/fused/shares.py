@@ -10,7 +10,7 @@ from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class AllReduceLinear:
-    """With some of the inputs: the sums of all ranks are added up."""
+    """A product with a share of the inputs: the sums of all ranks are added up."""
 
     def __init__(self, own: Linear, ranks: Ranks) -> None:
         self.own, self.ranks = own, ranks
@@ -22,7 +22,7 @@ class AllReduceLinear:
 
 
 class GatherToRank0:
-    """With some of the `width` outputs: the first rank gets all, the others get zeros."""
+    """A product with a share of the `width` outputs: the first rank gets all, the others zeros."""
 
     def __init__(self, own: Linear, ranks: Ranks, width: int) -> None:
         self.own, self.ranks, self.width = own, ranks, width
@@ -31,10 +31,10 @@ class GatherToRank0:
         return self.join(self.own(x))
 
     def join(self, own: Tensor) -> Tensor:
-        """Of what the product itself gives."""
+        """All outputs, on the first rank, of the `own` ones that the product gives on each."""
         return self.ranks.join_at_first(own, self.width)
 
 
 def own_product(linear: Linear) -> Linear:
-    """What this rank multiplies with."""
+    """The product that this rank multiplies with."""
     return linear.own if isinstance(linear, AllReduceLinear | GatherToRank0) else linear

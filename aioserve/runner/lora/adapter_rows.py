@@ -51,7 +51,9 @@ class LoadedAdapters:
         self._sites, self._rows = sites, rows
 
     def put(self, files: AdapterFiles) -> Adapter:
-        """As `AdapterSites.put`, from any thread."""
+        """Put an adapter where the model computes, from any thread; raises what `AdapterSites.put`
+        raises.
+        """
         return self._sites.put(files)
 
     def load(self, adapter_id: str, adapter: Adapter) -> None:
@@ -59,5 +61,5 @@ class LoadedAdapters:
         self._rows.loaded[adapter_id] = adapter
 
     def unload(self, adapter_id: str) -> None:
-        """None will come any more."""
+        """Forget an adapter: no request of its id comes any more."""
         self._rows.loaded.pop(adapter_id, None)

@@ -37,7 +37,7 @@ class Site(NamedTuple):
 
 
 class AdapterSites:
-    """Of one model. Used from any thread."""
+    """The places of one model that can have LoRA adapters. Used from any thread."""
 
     def __init__(
         self,

@@ -172,7 +172,7 @@ def _what_does_not_fit(info: ModelInfo) -> str | None:
 
 
 def _layer_types(config: Any) -> list[str] | None:
-    """None: what is stated are no names."""
+    """The types of the layers, by name; None if the configuration states something else."""
     stated = _stated(config, "layer_types")
     if stated is None:
         return []

@@ -16,7 +16,7 @@ from aioserve.runner.models.stateful_layers import StatefulLayers
 
 
 class HookedAdapters:
-    """Of one causal language model. A step says first what it is computed with."""
+    """The adapters of one model, by hooks. A step says first what it is computed with."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -58,7 +58,7 @@ class HookedAdapters:
             self._tokens = self._sampling = None
 
     def sites(self, head: Callable[[Tensor], Tensor]) -> AdapterSites:
-        """What was found; `head` as in `AdapterSites`."""
+        """The places that were found; `head` as in `AdapterSites`."""
         weight = next(self._module.parameters())
         table, shape = self._table, None
         if table is not None:

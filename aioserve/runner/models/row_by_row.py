@@ -37,7 +37,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
 class _Place(NamedTuple):
-    """Where in the paged cache are a layer's K and V, and the keys of its indexer."""
+    """The places of a layer's K and V, and of the keys of its indexer, in the paged cache."""
 
     states: int | None
     index_keys: int | None
@@ -144,7 +144,7 @@ class RowByRowModel(ServedModel):
 
     @torch.inference_mode()
     def _find_places(self, dtype: torch.dtype) -> tuple[KVCacheSpec, list[_Place]]:
-        """By what a few tokens put into a cache."""
+        """Find where layers keep K and V, by what a few tokens put into a cache."""
         num_tokens = 4
         ids = torch.arange(num_tokens, device=self._device) + self._vocab_size // 2
         cache = Cache(layer_class_to_replicate=_NotedLayer)
@@ -238,7 +238,7 @@ def _width(states: Tensor) -> int:
 
 
 def _random_steps(vocab_size: int) -> list[StepInputs]:
-    """Of two rows, whose blocks lie in each other's way."""
+    """Steps of two rows whose blocks lie between each other's."""
     random = np.random.default_rng(0)
     steps, seen = [], np.zeros(2, dtype=np.int64)
     width = -(-max(map(sum, zip(*_STEPS, strict=True))) // _BLOCK_SIZE)

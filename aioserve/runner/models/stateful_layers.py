@@ -130,7 +130,7 @@ class _Pieces(NamedTuple):
         return cls(tokens, sources, slots, copies, place)
 
     def by_token(self) -> "list[_Pieces]":
-        """The same, a token at a time, but for the beginnings of texts."""
+        """The same pieces, a token at a time, but for the beginnings of texts."""
         if self.sources is None:
             return [self]
         last = self.tokens.shape[1] - 1
@@ -146,7 +146,9 @@ class _Pieces(NamedTuple):
 
 
 class StatefulLayers:
-    """Those of one model. Without `used`, they compute what they are given as one new text."""
+    """The layers with states of one model. Without `used`, they compute what they are given as one
+    new text.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._layers: list[_Layer] = []
@@ -278,7 +280,7 @@ def _call(
     tokens: Tensor,
     states: PieceStates,
 ) -> tuple[Any, ...]:
-    """What a module makes of pieces; `arguments` [1, T, ...] are those of all tokens."""
+    """The outputs of a module for pieces; `arguments` [1, T, ...] are those of all tokens."""
     own = {name: _take(value, tokens) for name, value in arguments.items()}
     own[layer.argument] = states
     found = forward(**_spread(layer.signature, own))
@@ -340,14 +342,14 @@ def _as_float(value: Any) -> Any:
 
 
 def _take(value: Any, tokens: Tensor) -> Any:
-    """Of an argument [1, T, ...], or of several, what belongs to `tokens` [B, L]."""
+    """The part of an argument [1, T, ...], or of several, that belongs to `tokens` [B, L]."""
     if isinstance(value, tuple):
         return tuple(_take(one, tokens) for one in value)
     return value[0][tokens] if isinstance(value, Tensor) and value.dim() > 1 else value
 
 
 def _spread(signature: inspect.Signature, arguments: dict[str, Any]) -> dict[str, Any]:
-    """By name, those that a `**kwargs` caught among the others."""
+    """Arguments by name, with those that a `**kwargs` caught among the others."""
     spread: dict[str, Any] = {}
     for name, value in arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -358,7 +360,7 @@ def _spread(signature: inspect.Signature, arguments: dict[str, Any]) -> dict[str
 
 
 def _names(cls: type) -> set[str]:
-    """Of attributes that the methods of a class reach."""
+    """The names of attributes that the methods of a class reach."""
     names: set[str] = set()
     for function in vars(cls).values():
         code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

@@ -42,7 +42,7 @@ def sees_images(info: ModelInfo) -> bool:
 def encoder_cache_bytes(
     config: EngineConfig, info: ModelInfo, dtype: torch.dtype, sees: bool
 ) -> int:
-    """What outputs of the encoder may take, if the model `sees`."""
+    """The bytes that outputs of the encoder may take, if the model `sees`."""
     if not sees:
         return 0
     size = info.hidden_size * dtype.itemsize * (1 + num_deep_rows(info.whole_config))

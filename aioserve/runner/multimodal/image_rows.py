@@ -37,7 +37,7 @@ class _Row:
     ahead: int = 0  # by how much text behind the last image turns more than by its position
 
     def turns(self, positions: IntArray) -> IntArray:
-        """By which heads turn, but for those of images."""
+        """The positions by which heads turn for tokens of text."""
         assert self.axes is not None, "of a model that has some"
         end = self.axes.shape[1]
         turns: IntArray = positions + self.ahead
@@ -118,7 +118,7 @@ class ImageRows(BatchPart[_Row]):
         return found
 
     def turns(self, inputs: StepInputs) -> IntArray | None:
-        """By which heads of the T tokens turn, if not by their positions."""
+        """The positions by which heads of the T tokens turn, if not by their own."""
         if self._merged is None:
             return None
         turns = inputs.positions.copy()

@@ -123,8 +123,8 @@ class SimulatedRunner(RunnerInterface):
     def run_step(
         self, scheduler_output: SchedulerOutput, now: float
     ) -> tuple[ModelRunnerOutput, float]:
-        """What comes of a step that is handed over at `now`, and when it does: for code that keeps
-        the time of many runners without a loop.
+        """The output of a step that is handed over at `now`, and the time when it is there: for
+        code that keeps the time of many runners without a loop.
         """
         # Steps run in order: this one starts when the last one ends.
         started = self._busy_until
@@ -198,7 +198,7 @@ class SimulatedRunner(RunnerInterface):
         )
 
     def be_busy_until(self, when: float) -> None:
-        """With steps that others have timed, by `ends_of_decodes`."""
+        """Count as busy until `when`, with steps that others have timed by `ends_of_decodes`."""
         self._busy_until = when
 
     async def close(self) -> None:
@@ -313,7 +313,7 @@ class SimulatedRunner(RunnerInterface):
         return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts, pooled)
 
     def _invent_vector(self, row: SimulatedRow, params: PoolingParams) -> Vector:
-        """Of the right size, and always the same of a prompt; equal prompts are nearest."""
+        """A vector of the right size, always the same of a prompt; equal prompts are nearest."""
         import numpy as np
 
         vector = np.random.default_rng(row.hash).standard_normal(
@@ -347,7 +347,7 @@ class SimulatedRunner(RunnerInterface):
         return token_ids
 
     def _draft(self, request_id: str, row: SimulatedRow) -> list[int]:
-        """As many guesses as pay, of which a share is right; the same ones every time."""
+        """Guesses for a row, as many as pay; a share is right, and they are always the same."""
         num_tokens, drafts = row.num_tokens, []
         chance = self.draft_acceptance.get(request_id, DRAFT_ACCEPTANCE)
         for _ in range(self._draft_length.limit(request_id)):

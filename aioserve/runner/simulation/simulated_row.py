@@ -16,7 +16,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class SimulatedRow:
-    """What the runner remembers of a request in the batch."""
+    """A request in the batch of the simulated runner: its lengths, and the seed of what it says."""
 
     __slots__ = (
         "encoder_inputs",
@@ -58,8 +58,8 @@ class SimulatedRow:
 
 
 def draw(seed: int, place: int) -> float:
-    """From 0 to 1, evenly, and independent of the places beside: a CRC would not be, it is linear.
-    The mixing of splitmix64 (Steele, Lea and Flood, 2014).
+    """A number from 0 to 1, even, and independent of the places beside: a CRC would not be, it is
+    linear. The mixing of splitmix64 (Steele, Lea and Flood, 2014).
     """
     x = (seed << 32 | place) * 0x9E3779B97F4A7C15 & _MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK

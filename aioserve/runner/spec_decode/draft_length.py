@@ -129,7 +129,7 @@ class DraftLength:
         self._record(request).note(num_drafts, num_right)
 
     def forget_times(self) -> None:
-        """What took time so far was no step like those that come."""
+        """Forget measured times: the steps so far were none like those that come."""
         self._cost, self.price = _StepCost(), 0.0
 
     def limit(self, request: Hashable) -> int:

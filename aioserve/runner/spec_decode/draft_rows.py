@@ -18,9 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class DraftRows(BatchPart[bool]):
-    """What the drafter is told of rows, if there is one; by row, whether it is ever to say
-    anything.
-    """
+    """The rows that a drafter is told of, if there is one; by row, whether it is ever to guess."""
 
     name = "draft_lengths"
 

@@ -16,7 +16,7 @@ from aioserve.scheduler.output import NewRequestData
 
 
 class Texts(NamedTuple):
-    """What a drafter may ask: the texts of rows, where their blocks lie, and how they go on."""
+    """The texts of rows, the places of their blocks, and how they go on: what a drafter may ask."""
 
     batch: InputBatch
     grammars: GrammarRows

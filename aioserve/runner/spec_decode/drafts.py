@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Draft(NamedTuple):
-    """What makes guesses, and is loaded; its KV cache is not made yet."""
+    """A drafter that is loaded; its KV cache is not made yet."""
 
     info: ModelInfo
     kv_cache_spec: KVCacheSpec

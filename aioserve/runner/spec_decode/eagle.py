@@ -116,7 +116,7 @@ class EagleHead:
         return logits
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        """As Llama does: in float32, rounded, times the weight."""
+        """Normalize as Llama does: in float32, rounded, times the weight."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return self._norms[name] * wide.to(x.dtype)
@@ -127,7 +127,7 @@ class _Taps(msgspec.Struct):
 
 
 class _Stated(_Taps):
-    """What is read of a config.json beside what `LlamaConfig` does."""
+    """The fields that are read of a config.json beside those of `LlamaConfig`."""
 
     architectures: list[str] | None = None
     eagle_config: _Taps | None = None

@@ -54,7 +54,7 @@ class EagleDrafter(ModelDrafter):
         return super().guesses(rows, others, inputs, texts)
 
     def _keep(self, slots: Tensor, states: Tensor) -> None:
-        """As `Taps.keep`; it may be recorded in a CUDA graph."""
+        """Keep hidden states, as `Taps.keep`; it may be recorded in a CUDA graph."""
         self._states.index_copy_(0, slots, states.transpose(0, 1).flatten(1))
 
     def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:

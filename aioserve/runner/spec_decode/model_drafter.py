@@ -30,7 +30,7 @@ Forward = Callable[[ModelInputs, LayerAttention], Tensor]
 
 
 class DraftRunner(ABC):
-    """Where a drafting model computes: its KV cache, and how a token is drawn."""
+    """The side on which a drafting model computes: its KV cache, and how a token is drawn."""
 
     num_blocks: int  # of the KV cache, as many as the served model has
     num_slots: int  # of it, those that requests never have included

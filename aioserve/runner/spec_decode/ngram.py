@@ -148,7 +148,9 @@ class NgramDrafter(Drafter):
         return {row: token_ids for row in rows if (token_ids := self.guess(row))}
 
     def guess(self, row: int) -> list[int]:
-        """What may come next; none if nothing like it was said before, or if it would not pay."""
+        """The tokens that may come next; none if nothing like it was said before, or if it would
+        not pay.
+        """
         max_tokens = self.length.limit(row)
         if not max_tokens:
             return []
@@ -172,7 +174,7 @@ class NgramDrafter(Drafter):
 
 
 def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:
-    """As the settings ask; None if they do not."""
+    """The n-gram drafter that the settings ask for; None if they ask for none."""
     if config.speculative_method != "ngram":
         return None
     length = DraftLength(config.num_speculative_tokens)

@@ -112,14 +112,14 @@ class Ranks:
             raise self._lost(error) from error
 
     def told_by_first(self, numbers: Sequence[float]) -> list[float]:
-        """What the first rank has said; what the others say does not count."""
+        """The numbers that the first rank has said; what the others say does not count."""
         told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         self.tell(told)
         found: list[float] = told.tolist()
         return found
 
     def least(self, number: int) -> int:
-        """Of what all ranks say."""
+        """The least of the numbers that all ranks say."""
         own = torch.tensor([number], dtype=torch.float64, device=self.device)
         return int(self.join(own).min())
 

@@ -29,13 +29,13 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag=True):
-    """What was sampled of the step, for each of its S rows; None: the step has failed, drop it."""
+    """The tokens sampled for each of the S rows; None: the step has failed, drop it."""
 
     token_ids: list[int] | None
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a rank says: that it comes to the meeting, later that it has loaded, or why it ends."""
+    """A message of a rank: that it comes to the meeting, that it has loaded, or why it ends."""
 
     has_loaded: bool = False
     error: str | None = None
@@ -48,7 +48,9 @@ _decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
 
 
 def encode(message: Message | Answer) -> bytes:
-    """As bytes; of a step, what the others can do without is left out: they choose no token."""
+    """A message as bytes; of a step, what the other ranks can do without is left out: they choose
+    no token.
+    """
     if isinstance(message, Step) and message.step.scheduled_new_reqs:
         plain = [_for_others(request) for request in message.step.scheduled_new_reqs]
         message = Step(msgspec.structs.replace(message.step, scheduled_new_reqs=plain))

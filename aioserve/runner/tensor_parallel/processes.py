@@ -93,7 +93,7 @@ class OtherRanks:
         return [process.pid for process in self._processes]
 
     def tell(self, message: Message) -> None:
-        """To all. Raises `RunnerDeadError` if one is not there any more."""
+        """Send a message to all other ranks. Raises `RunnerDeadError` if one is not there."""
         data = encode(message)
         for rank in range(1, self._size):
             self._send(rank, data)
@@ -110,14 +110,16 @@ class OtherRanks:
         self._leave_folder()
 
     def _wait(self, ranks: set[int]) -> None:
-        """Until all are among them."""
+        """Wait until all ranks have come."""
         with self._news:
             self._news.wait_for(lambda: len(ranks) == self._size - 1 or self._ended)
             if self._ended:
                 raise self._death()
 
     def why(self, error: Exception) -> Exception:
-        """What `error` of the first rank comes of: another one that has ended, or itself."""
+        """The cause of an `error` of the first rank: another rank that has ended, or the error
+        itself.
+        """
         with self._news:
             is_theirs = self._news.wait_for(lambda: self._ended, REASON_SECONDS)
             return self._death() if is_theirs else error
@@ -218,6 +220,6 @@ def _end_with_parent() -> None:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What an error says; with its kind, unless it was raised on purpose."""
+    """An error in one line; with its kind, unless it was raised on purpose."""
     text = " ".join(str(error).split())
     return text if isinstance(error, AioserveError) else f"{type(error).__name__}: {text}"

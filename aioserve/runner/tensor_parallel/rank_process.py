@@ -26,7 +26,7 @@ Load = Callable[[FirstRank, Start, ModelInfo], Callable[[SchedulerOutput], None]
 
 
 def run_rank(file: int, load: Load) -> int:
-    """Until there is no more to do; `file` is the socket. Returns the exit code."""
+    """Serve as a rank until there is no more to do; `file` is the socket. Returns the exit code."""
     first = FirstRank(file)
     try:
         start = first.hear(decode)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class FirstRankRunner(RunnerInterface):
-    """To be named before the runner of one process that does the steps."""
+    """A runner that other ranks follow: to be derived from before the runner of one process that
+    does the steps.
+    """
 
     _config: EngineConfig
     _rank_module: str  # what the other processes run
