@@ -1,6 +1,6 @@
 """What a request must not exceed to count as good: the limits behind goodput, by class of clients.
 
-Knows how limits are written, and which hold for whom. Measures nothing.
+Knows how limits are written, and which requests they hold for. Measures nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request must not exceed to count as good, in seconds; None: any."""
+    """The limits of a request that counts as good, in seconds; None: any."""
 
     ttft: Limit | None = None
     tpot: Limit | None = None
@@ -49,8 +49,9 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
     def is_met(self, durations: Mapping[str, Floats]) -> npt.NDArray[np.bool_]:
-        """By request, from its seconds by name; `overtime` are those beyond its timeout. What is
-        undefined, such as the time per token of a reply of one, misses no limit.
+        """Whether each request keeps to the limits, from its seconds by name; `overtime` are those
+        beyond its timeout. What is undefined, such as the time per token of a reply of one, misses
+        no limit.
         """
         met: npt.NDArray[np.bool_] = np.full(len(durations["e2e"]), True)
         for name in ("ttft", "tpot", "gap", "e2e"):
@@ -92,7 +93,7 @@ class StatedSlo(NamedTuple):
 
 
 class ServiceLevels(msgspec.Struct, frozen=True):
-    """Which limits hold for whom: those of its class, else those of all; perhaps none."""
+    """The limits of each request: those of its class, else those of all; perhaps none."""
 
     for_all: Slo | None = None
     by_class: dict[str, Slo] = {}
@@ -101,10 +102,10 @@ class ServiceLevels(msgspec.Struct, frozen=True):
     def of(
         cls, stated: Sequence[StatedSlo], classes: Mapping[str, Slo | None]
     ) -> "ServiceLevels | None":
-        """`classes` are those of the workload, with what it states itself. A class of the command
-        goes before what the command states for all, and that before the workload. None if nobody
-        states anything. Raises `ConfigError` for a class that the workload does not have, or two
-        statements for one.
+        """The limits `stated` on the command line and by the workload, whose `classes` are given
+        with what it states itself. A class of the command goes before what the command states for
+        all, and that before the workload. None if no limit is stated. Raises `ConfigError` for a
+        class that the workload does not have, or two statements for one.
         """
         for_all: Slo | None = None
         of_command: dict[str, Slo] = {}
@@ -133,8 +134,8 @@ class ServiceLevels(msgspec.Struct, frozen=True):
         return self.by_class.get(kind, self.for_all)
 
     def judge(self, kinds: Sequence[str], durations: Mapping[str, Floats]) -> Floats:
-        """By request, 1 if it is within its limits and 0 if not; NaN where it has none. `kinds` are
-        the classes of the requests, `durations` their seconds by name.
+        """A number for each request: 1 if it is within its limits and 0 if not; NaN where it has
+        none. `kinds` are the classes of the requests, `durations` their seconds by name.
         """
         good = np.full(len(kinds), np.nan)
         of = np.array(kinds)

@@ -129,7 +129,9 @@ class Load(Clients):
     async def run(
         self, *, warmup: tuple[WorkloadRequest, ...] = (), max_seconds: float | None = None
     ) -> None:
-        """Until the last answer, or until `max_seconds` are over; errors are noted, not raised.
+        """Send the load, and return after the last answer, or when `max_seconds` are over; errors
+        are noted, not raised. `warmup` is sent before, all at once, and not noted. Raises
+        `NobodyThereError`.
 
         `warmup` is sent before, all at once, and not noted. Raises `NobodyThereError`.
         """

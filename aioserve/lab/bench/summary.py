@@ -120,7 +120,7 @@ def _num_output(exchange: Exchange) -> int:
 
 
 def _count_tokens(load: Load, finished: list[Exchange]) -> dict[str, int]:
-    """Of the finished requests: what was asked for, what came, and in how many chunks."""
+    """Tokens of the finished requests: what was asked for, what came, and in how many chunks."""
     asked = [
         request
         for request, exchange in zip(load.workload.requests, load.exchanges, strict=True)
@@ -138,7 +138,7 @@ def _count_tokens(load: Load, finished: list[Exchange]) -> dict[str, int]:
 
 
 def _count_errors(sent: list[Exchange]) -> list[dict[str, Any]]:
-    """By kind, the most frequent first, each with what was said the first time."""
+    """Errors by kind, the most frequent first, each with what was said the first time."""
     errors = [exchange.error for exchange in sent if exchange.error is not None]
     said = dict(reversed(errors))
     counts = Counter(kind for kind, _ in errors).most_common()

@@ -113,7 +113,7 @@ MEDIAN_PROMPT = 200  # tokens, lognormal
 
 
 class Measurements(NamedTuple):
-    """What was seen of a model on a machine."""
+    """The measured steps of a model on a machine."""
 
     steps: list[TimedStep]
     first_tokens: list[tuple[StepFeatures, float]]  # seconds to them, from an idle engine
@@ -221,7 +221,9 @@ def calibrate(measured: Measurements) -> StepTimeModel:
 
 
 def write_profile(model: StepTimeModel, path: str) -> None:
-    """As YAML that `--profile` reads. Raises `ConfigError` if the file cannot be written."""
+    """Write a profile as YAML that `--profile` reads. Raises `ConfigError` if the file cannot be
+    written.
+    """
     try:
         with open(path, "wb") as file:
             file.write(b"# Made by: python -m aioserve calibrate\n" + msgspec.yaml.encode(model))

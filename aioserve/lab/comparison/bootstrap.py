@@ -41,8 +41,8 @@ Draws = Sequence[tuple[Floats, Floats]]  # by seed: a statistic in each draw, of
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Of one statistic, second configuration minus first, with its 95% interval; and the 95%
-    interval of the second over the first, where both are positive in all draws.
+    """The difference of one statistic, second configuration minus first, with its 95% interval; and
+    the 95% interval of the second over the first, where both are positive in all draws.
     """
 
     value: float
@@ -114,8 +114,8 @@ def sample_one(block: Ints, series: Sequence[Floats], num_draws: int = NUM_DRAWS
 
 
 def correlation_time(values: Floats) -> float:
-    """The integrated autocorrelation time of a series, in places, at least 1: its mean is known as
-    well as from so many times fewer independent values (Sokal, Monte Carlo Methods in Statistical
+    """The integrated autocorrelation time of a series, in places, at least 1: by this factor fewer
+    independent values would tell its mean as well (Sokal, Monte Carlo Methods in Statistical
     Mechanics, 1997, section 3). NaN is left out.
     """
     known = values[~np.isnan(values)]

@@ -108,7 +108,7 @@ def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
-    """What the policy goes by: its defaults, and what the configuration states instead."""
+    """The options of a policy: its defaults, and those that the configuration states instead."""
     stated = config.scheduler.options
     policy = load_policy(config.scheduler.policy)
     if not issubclass(policy, BaseScheduler):
@@ -161,7 +161,9 @@ def _with_config(candidate: Candidate, config: EngineConfig) -> Candidate:
 def stated_weights(
     candidates: Sequence[Candidate], workload: Workload
 ) -> tuple[list[dict[str, float]], str]:
-    """What clients are due under each candidate, and what states it ("" if nothing does).
+    """The weights of clients under each candidate, and what states them ("" if nothing does). The
+    workload has the first word. Otherwise what one configuration states holds for those that state
+    nothing, unless several state different things: then each is measured by its own.
 
     The workload has the first word. Otherwise what one configuration states holds for those that
     state nothing, unless several state different things: then each is measured by its own.

@@ -305,7 +305,7 @@ def _by_class(workloads: list[Workload], runs: list[RunMeasures]) -> dict[str, A
 
 
 def _service_bound(candidate: Candidate, workloads: list[Workload]) -> float | None:
-    """What VTC promises with the KV cache of one engine."""
+    """The bound that VTC promises with the KV cache of one engine."""
     if candidate.fleet is not None:
         return None
     config = candidate.config

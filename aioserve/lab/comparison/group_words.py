@@ -51,7 +51,7 @@ class GroupRow(NamedTuple):
 
 
 def columns(document: Document) -> list[Row]:
-    """What tables have of each group: latencies, and the share within the SLO if there is one."""
+    """The columns of tables of groups: latencies, and the share within the SLO if there is one."""
     return COLUMNS if document["slo"] is None else [*COLUMNS, GOOD]
 
 

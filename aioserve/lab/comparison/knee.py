@@ -31,7 +31,7 @@ class Bound(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Bound":
-        """Parse `gap:p99=0.2`. Raises `ConfigError`."""
+        """Parse a bound such as `gap:p99=0.2`. Raises `ConfigError` for anything else."""
         name, _, limit = text.partition("=")
         measure, _, statistic = name.partition(":")
         try:

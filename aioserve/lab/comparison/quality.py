@@ -1,4 +1,4 @@
-"""The quality of experience of a reader, as Andes has it: how late tokens are for who reads along.
+"""The quality of experience of a reader, as Andes has it: how late tokens are for a reader.
 
 Liu et al., "Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming
 Services", 2024 (arXiv 2404.16283). Knows one reply at a time.
@@ -37,8 +37,9 @@ class Reader(msgspec.Struct, frozen=True):
         return reader
 
     def quality(self, token_times: Floats, num_tokens: int, end: float) -> float:
-        """Of a reply of `num_tokens` tokens that ended `end` seconds after its arrival and of which
-        tokens came at `token_times`: from 0 to 1, at which each was there when it was to be read.
+        """The quality, from 0 to 1, of a reply of `num_tokens` tokens that ended `end` seconds
+        after its arrival and whose tokens came at `token_times`: 1 if each was there when it was to
+        be read.
 
         The reader expects token k at e(k) = ttft + (k - 1) / speed, and reads it at r(k), when it
         has come and the one before is read, but no sooner than expected. The time to read one is

@@ -109,7 +109,7 @@ MEANINGS = {
 
 
 def meanings(rows: list[Row]) -> dict[str, str]:
-    """Of the rows, and of the words in their labels."""
+    """The meanings of rows, and of the words in their labels."""
     labels = [row.label for row in rows] + ["p50, p99"]
     return {
         word: meaning
@@ -128,7 +128,7 @@ def value_of(result: dict[str, Any], row: Row) -> float:
 
 
 def verdict(difference: dict[str, Any] | None, row: Row, first: float) -> str:
-    """What a difference against the value `first` amounts to, in words."""
+    """A difference against the value `first` in words: better, worse, or neither."""
     if difference is None:
         return ""
     if difference["is_nothing"]:
@@ -162,7 +162,7 @@ def difference_of(result: dict[str, Any], row: Row) -> dict[str, Any] | None:
 
 
 def number(value: float, row: Row) -> str:
-    """With the digits of the row."""
+    """A value with the digits of the row."""
     return "-" if math.isnan(value) else f"{value:.{row.digits}f}"
 
 

@@ -23,7 +23,9 @@ MAX_CLIENTS = 16  # that are compared two by two: those that waited longest
 
 
 class Service(NamedTuple):
-    """Of one client, in tokens of prompts and replies.
+    """The service of one client, in tokens of prompts and replies. A client competes from the first
+    step that leaves out a waiting request of its until that one is admitted: one that is served as
+    soon as it asks is due no more than it asks for.
 
     A client competes from the first step that leaves out a waiting request of its until that one is
     admitted: one that is served as soon as it asks is due no more than it asks for.
@@ -58,7 +60,9 @@ class Difference(NamedTuple):
 def service_by_client(
     outcome: RunOutcome, workload: Workload, weights: Mapping[str, float]
 ) -> tuple[dict[str, Service], Difference]:
-    """By the `user` of the requests, in alphabetical order; a client without a weight has 1."""
+    """The service by `user` of the requests, in alphabetical order; a client without a weight has
+    1.
+    """
     tokens: Counter[str] = Counter()
     seconds: dict[str, float] = {}
     waits: dict[str, list[tuple[float, float]]] = {}
@@ -107,8 +111,8 @@ def service_by_client(
 
 
 def service_bound(longest_prompt: int, kv_tokens: int) -> float:
-    """What VTC promises that no difference of service exceeds, with all weights 1: twice the larger
-    of the longest prompt and of a batch that fills the KV cache with tokens of replies.
+    """The difference of service that VTC promises not to exceed, with all weights 1: twice the
+    larger of the longest prompt and of a batch that fills the KV cache with tokens of replies.
     """
     return 2 * max(INPUT_WEIGHT * longest_prompt, OUTPUT_WEIGHT * kv_tokens)
 
@@ -154,7 +158,9 @@ def _intersection(a: Floats, b: Floats) -> Floats:
 def _compete(
     waits: list[Floats], served: list[tuple[Floats, Floats]], weights: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """For each client: how long it waited while another did, what it got then, and was due.
+    """The competition of each client: how long it waited while another did, what it got then, and
+    was due. `waits` are [n, 2] stretches of time, apart from each other; what comes at the end of
+    one comes in it.
 
     `waits` are [n, 2] stretches of time, apart from each other; what comes at the end of one comes
     in it.
@@ -190,7 +196,7 @@ def _compete(
 
 
 def _union(stretches: list[tuple[float, float]]) -> Floats:
-    """As few as cover the same time, in order."""
+    """The fewest stretches that cover the same time, in order."""
     stretches.sort()
     begins, ends = np.array(stretches).T
     ends = np.maximum.accumulate(ends)

@@ -86,7 +86,9 @@ def remarks(document: Document) -> list[str]:
 
 
 def slo_in_words(document: Document) -> str | None:
-    """What a request must keep to, and under which configuration which class does so least."""
+    """The limits that requests must keep to, and under which configuration which class does so
+    least.
+    """
     if document["slo"] is None:
         return None
     said = f"Good is a request within its SLO: {document['slo']['words']}."
@@ -110,7 +112,7 @@ def _about_programs(document: Document) -> str:
 
 
 def _about_one_seed(document: Document) -> str:
-    """What intervals are of, or what a difference needs to have one."""
+    """A sentence on what intervals are of, or what a difference needs to have one."""
     is_trace = document["workload"]["is_recorded"]
     missing = MIN_BLOCKS * REQUESTS_PER_BLOCK - document["workload"]["requests"]
     none = "No difference has an interval, and none is called better or worse: "
@@ -205,7 +207,7 @@ def _change(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
 
 
 def render_table(document: Document) -> str:
-    """All of it as text of fixed width."""
+    """The whole comparison as text of fixed width."""
     first, *others = document["results"]
     slo = slo_in_words(document)
     lines = [headline(document), *([] if slo is None else [slo]), *other_differences(document), ""]
@@ -302,7 +304,9 @@ def _short(row: Row) -> str:
 
 
 def _interval(other: dict[str, Any], row: Row) -> str:
-    """As factors of the first value; in the row's unit where it has no factor, or is a share."""
+    """An interval as factors of the first value; in the row's unit where it has no factor, or is a
+    share.
+    """
     difference = difference_of(other, row)
     if difference is None or difference["low"] is None:
         return ""

@@ -152,12 +152,12 @@ def _compare(
 
 
 def _label(measure: str) -> str:
-    """Of a row for people: JSON has it shorter."""
+    """The label of a row for people: JSON has it shorter."""
     return measure.replace("e2e", "end to end")
 
 
 def _errors(result: WhatIf) -> dict[str, float]:
-    """Of the simulation of what was recorded, relative to what was recorded."""
+    """The errors of the simulation of what was recorded, relative to what was recorded."""
     return {
         name: result.same[name] / result.recorded[name] - 1
         for name in CHECKED

@@ -105,7 +105,7 @@ class _Reasons:
             self.lost_at = record.time - self._began
 
     def note(self, chronicle: Chronicle) -> None:
-        """After a step: only what has changed."""
+        """Note the reasons after a step: only those that have changed."""
         if self._replay is None:
             return
         reasons = self._replay.scheduler.get_wait_reasons()

@@ -31,7 +31,9 @@ class Traffic(NamedTuple):
 
     @property
     def lives(self) -> list[Life]:
-        """Of all requests that were accepted while it was written, with their prompts."""
+        """The lives of all requests that were accepted while the log was written, with their
+        prompts.
+        """
         return self.chronicle.lives[self.header.num_there :]
 
 

@@ -81,8 +81,8 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
 
 
 def make_plan(traffic: Traffic, policy: str | None, settings: list[tuple[str, str]]) -> Plan:
-    """What was recorded, switches included, with `settings` laid over all of it; or another
-    policy, from the beginning to the end. Raises `ConfigError`.
+    """The plan of a rerun: what was recorded, switches included, with `settings` laid over all of
+    it; or another policy, from the beginning to the end. Raises `ConfigError`.
     """
     header = traffic.header
     switches = []
@@ -119,7 +119,7 @@ def make_config(
 
 
 def rerun(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Measures:
-    """The same traffic under `plan`, which may be the recorded one. Raises `PolicyError` if a
+    """Run the same traffic under `plan`, which may be the recorded one. Raises `PolicyError` if a
     policy cannot take over, or if it fails and is another one than was recorded.
     """
     with (
@@ -192,7 +192,7 @@ class _Rerun:
             self._recorder.switch(scheduler)
 
     def _windows(self) -> WindowSpec | None:
-        """Those of the model, in steps of this plan."""
+        """The windows of the model, in steps of this plan."""
         header = self._traffic.header
         if header.windows is None:
             return None
@@ -237,7 +237,7 @@ class _Rerun:
         """The recorder has noted the end of these requests."""
 
     def fail(self, request_ids: list[str] | None, error: BaseException) -> None:
-        """What was recorded may have failed in reality, too; another policy has to work."""
+        """Pass over an error that was recorded as well; another policy has to work."""
         is_failure = not isinstance(error, RequestRejectedError)
         if is_failure and not self._is_recorded and self._error is None:
             self._error = error

@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 def events(outcomes: Sequence[Outcome]) -> list[Event]:
-    """What happened in the log, in order of time."""
+    """The events of a log, in order of time."""
     moments = [(outcome.first, True, i) for i, outcome in enumerate(outcomes)]
     moments += [(outcome.end, False, i) for i, outcome in enumerate(outcomes)]
     moments.sort(key=lambda moment: (moment[0], not moment[1]))
@@ -60,7 +60,7 @@ def rounds_after_ends(outcomes: Sequence[Outcome]) -> tuple[Floats, Floats]:
 
 
 class Spans(NamedTuple):
-    """Of each request that is long enough: its decodes, between its first and its last token."""
+    """The decodes of each request that is long enough, between its first and its last token."""
 
     seconds: Floats  # of one decode, mean
     rows: Floats  # [request, knot]: share of the time with so many rows, spread over two knots

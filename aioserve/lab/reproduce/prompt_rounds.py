@@ -105,8 +105,8 @@ class PromptRoundsScheduler(BaseScheduler):
         return request.request_id in self._come or request.request_id in self._late
 
     def _see_arrivals(self) -> None:
-        """From now on these requests are in their line. A client of which none waited is lifted to
-        the lowest counter of the others that wait.
+        """Put requests that have arrived into their lines. A client of which none waited is lifted
+        to the lowest counter of the others that wait.
         """
         seen = {**self._late}
         if self.options.sees_late and self.running:

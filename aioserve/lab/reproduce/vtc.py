@@ -137,7 +137,7 @@ def make_config(
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What one run did, measured or simulated; arrays are in the order of the arrivals."""
+    """The results of one run, measured or simulated; arrays are in the order of the arrivals."""
 
     first: Floats  # seconds at which each request had its first token
     end: Floats  # and its last

@@ -30,7 +30,7 @@ class Clients(ABC):
         """Send request number `i`, which is `due` now; the token ids of its whole reply."""
 
     async def come(self) -> None:
-        """Until the last request has ended."""
+        """Ask as the workload has it; returns when the last request has ended."""
         requests = self.workload.requests
         openers = [i for i, request in enumerate(requests) if request.follows < 0]
         openers.sort(key=lambda i: requests[i].arrival)

@@ -12,7 +12,9 @@ from aioserve.scheduler.output import SchedulerOutput
 
 
 class DelegatingRunner(RunnerInterface):
-    """To the engine it is the runner behind it, pipeline and threads included."""
+    """A runner that passes all on to another one: to the engine it is that one, pipeline and
+    threads included.
+    """
 
     def __init__(self, runner: RunnerInterface) -> None:
         self._runner = runner

@@ -53,7 +53,7 @@ def simulate_fleet(
 
 
 class FleetOutcome(RunOutcome):
-    """What is known about a run of a fleet: the steps are those of its first replica."""
+    """The outcome of a run of a fleet: the steps are those of its first replica."""
 
     def __init__(self, num_requests: int, num_replicas: int) -> None:
         super().__init__(num_requests)
@@ -88,7 +88,7 @@ class _Seat:
 
     @property
     def slowdown(self) -> float:
-        """What its steps are times as long as the model says."""
+        """The factor by which its steps are longer than the model says."""
         return math.prod(self.slowdowns, start=1.0)
 
 
@@ -126,7 +126,7 @@ class _Run:
         self._next_state = 0.0
 
     def run(self) -> FleetOutcome:
-        """Until the last request has ended."""
+        """Run until the last request has ended."""
         for seat in self._seats:
             self._start(seat)
         self._count_up()
@@ -166,7 +166,7 @@ class _Run:
         self._send(i)
 
     def _send(self, i: int) -> None:
-        """To the replica that the router says; again, if it was lost."""
+        """Send a request to the replica that the router names; again, if it was lost."""
         asked, arrival = self._workload.requests[i], self._outcome.requests[i].arrival
         if not self._up:
             if self._num_returns:
@@ -370,7 +370,7 @@ class _Run:
         seat.engine = None
 
     def _fail(self, seat: _Seat) -> None:
-        """What it had not streamed is sent elsewhere, what it had is told an error."""
+        """Fail a replica: send elsewhere what it had not streamed, and tell the rest an error."""
         now, engine = self._clock.now, seat.engine
         assert engine is not None
         engine.catch_up()

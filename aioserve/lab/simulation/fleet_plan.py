@@ -32,8 +32,8 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def load(
         cls, words: str, routers: tuple[str, ...] | None = None, price: float | None = None
     ) -> "FleetSpec":
-        """From a number of replicas, or a YAML file; what is given beside it goes before. Raises
-        `ConfigError`.
+        """Load a fleet from a number of replicas, or a YAML file; what is given beside it goes
+        before. Raises `ConfigError`.
         """
         if words.lstrip("-").isdigit():
             if int(words) < 1:

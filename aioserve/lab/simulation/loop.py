@@ -56,7 +56,7 @@ class VirtualClockEventLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Where a real selector would sleep until the next timer, the clock jumps there."""
+    """A selector that moves the clock to the next timer where a real one would sleep until then."""
 
     def __init__(self, loop: VirtualClockEventLoop) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ class _Process:
             self.line.send(run)
 
     def outcome(self) -> RunOutcome | Exception:
-        """Of what it was sent, or what that raised."""
+        """The outcome of what the process was sent; raises what that raised."""
         with self._its_end_told():
             return cast(RunOutcome | Exception, self.line.recv())
 

@@ -141,7 +141,7 @@ async def _warm_up(engine: AsyncEngine) -> None:
 
 
 class _EngineClients(Clients):
-    """They ask an engine in this process."""
+    """Clients of an engine in this process."""
 
     def __init__(
         self, engine: AsyncEngine, workload: Workload, progress: Progress, *, is_live: bool
@@ -164,7 +164,7 @@ class _EngineClients(Clients):
         )
 
     async def run(self) -> RunOutcome:
-        """Until the last request has ended."""
+        """Run until the last request has ended."""
         try:
             await self.come()
         except ExceptionGroup as group:

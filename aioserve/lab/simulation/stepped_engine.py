@@ -26,7 +26,7 @@ MIN_AHEAD, MAX_AHEAD = 2, 128
 
 
 class Blueprint:
-    """What equal engines have in common, read and checked once."""
+    """The parts that equal engines have in common, read and checked once."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises `ConfigError` for what cannot work."""
@@ -75,7 +75,7 @@ class _Stretch(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What the simulated runner has of a step, before it is back."""
+    """The result that the simulated runner has of a step, before it is back."""
 
     output: ModelRunnerOutput
     end: float
@@ -194,7 +194,7 @@ class SteppedEngine:
         return outputs, None
 
     def take_events(self) -> list[KVEvent]:
-        """What the KV cache says since the last call, if it records."""
+        """The events of the KV cache since the last call, if it records."""
         return self._kv_cache.take_events()
 
     def next_expiry(self) -> float | None:

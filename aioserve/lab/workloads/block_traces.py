@@ -131,7 +131,7 @@ class _Session:
         self._ends: list[float] = []  # of the calls, as they were recorded
 
     def requests(self) -> list[WorkloadRequest]:
-        """In the order of the file. Raises `ConfigError`."""
+        """The requests in the order of the file. Raises `ConfigError`."""
         last: tuple[int, ...] = ()
         joined: tuple[int, ...] = ()  # last calls of helpers that nobody has waited for yet
         for call in self._session.requests:

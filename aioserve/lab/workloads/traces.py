@@ -66,7 +66,9 @@ def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Wo
 def _at_random(
     requests: list[WorkloadRequest], rate: float, rng: random.Random
 ) -> list[WorkloadRequest]:
-    """With arrivals of a Poisson process; those of one program come as far apart as they are."""
+    """The requests with arrivals of a Poisson process; those of one program come as far apart as
+    they are.
+    """
     found, now, last = [], 0.0, -1
     for request in requests:
         if request.follows < 0:

@@ -79,7 +79,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def all_hints(self) -> Hints:
-        """What the client tells the policy: stated hints, and its session and program."""
+        """The hints that the client gives the policy: its own, and its session and program."""
         own = {SESSION: self.session, PROGRAM: self.program}
         numbered: Hints = {n: f"{self.crowd}.{i}" for n, i in own.items() if i >= 0}
         return self.hints if not numbered else {**numbered, **self.hints}
@@ -119,7 +119,9 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def num_clients(self) -> int | None:
-        """In a closed loop: how many clients ask again as soon as they are served. Else None."""
+        """The number of clients of a closed loop, which ask again as soon as they are served. Else
+        None.
+        """
         starts = [r for r in self.requests if r.follows < 0]
         is_closed = self.duration == 0 and len(starts) < len(self.requests)
         return len(starts) if is_closed else None
@@ -130,8 +132,8 @@ class Workload(msgspec.Struct, frozen=True):
         return sum(request.num_tokens for request in self.requests)
 
     def max_tokens(self, room: int) -> list[int]:
-        """What the client of each request allows for its reply, of a server with `room` tokens for
-        prompt and reply together.
+        """The most tokens that the client of each request allows for its reply, of a server with
+        `room` tokens for prompt and reply together.
         """
         longest = max((request.output_tokens for request in self.requests), default=0)
         default, limit = default_max_tokens(longest), self.reply_limit
@@ -151,7 +153,9 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def draft_acceptance(self) -> dict[str, float]:
-        """Of the requests that say it, by the names that a run gives them: their places."""
+        """The chance that a draft token is right, of the requests that state it, by the names that
+        a run gives them: their places.
+        """
         found = ((str(i), r.draft_acceptance) for i, r in enumerate(self.requests))
         return {name: chance for name, chance in found if chance is not None}
 
@@ -178,7 +182,8 @@ class Workload(msgspec.Struct, frozen=True):
     def cut(
         self, *, start: float = 0.0, duration: float | None = None, limit: int | None = None
     ) -> "Workload":
-        """What arrives within `duration` seconds after `start`, at most `limit` requests.
+        """The requests that arrive within `duration` seconds after `start`, at most `limit` of
+        them. A conversation is in it if its first turn is. Raises `ConfigError` if nothing is left.
 
         A conversation is in it if its first turn is. Raises `ConfigError` if nothing is left.
         """
@@ -232,7 +237,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def largest_image(self) -> int:
-        """In tokens; 0 if there is none."""
+        """The size of the largest image, in tokens; 0 if there is none."""
         return max((p.length for r in self.requests for p in r.pieces if p.is_image), default=0)
 
     def refuse_images(self, why: str) -> None:
@@ -274,7 +279,7 @@ def build_prompt(
 
 
 def build_images(request: WorkloadRequest) -> list[EncoderInput]:
-    """Where in such a prompt images are."""
+    """The places of images in such a prompt."""
     ends = accumulate(piece.length for piece in request.pieces)
     return [
         EncoderInput(end - piece.length, piece.length, f"{request.crowd}-{piece.text:x}")
@@ -325,7 +330,7 @@ def text_name(*parts: int | str) -> int:
 
 
 def followers(requests: Sequence[WorkloadRequest]) -> dict[int, list[int]]:
-    """By the place of a request, those that wait for its end."""
+    """The requests that wait for the end of each request, by its place."""
     found: dict[int, list[int]] = {}
     for i, request in enumerate(requests):
         for place in request.waits_for:
@@ -357,7 +362,9 @@ def _moved(request: WorkloadRequest, start: float, places: dict[int, int]) -> Wo
 def _copied(
     request: WorkloadRequest, crowd: int, offset: int, seconds: float, duration: float
 ) -> WorkloadRequest:
-    """In another crowd, whose requests stand `offset` places behind, and come `seconds` later."""
+    """A request in another crowd, whose requests stand `offset` places behind, and come `seconds`
+    later.
+    """
     arrival, follows, pieces = request.arrival, request.follows, request.pieces
     if follows >= 0:
         follows += offset
