@@ -54,6 +54,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     #: Of requests that asked, with their first token: of every prompt token after the first.
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     pooled: dict[str, Vector] = {}  # of requests that are pooled, once their prompt is computed
+    row_values: dict[str, dict[str, float]] = {}  # of the newest tokens, if the policy wants any
 
 
 EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])

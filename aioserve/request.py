@@ -13,6 +13,7 @@ from aioserve.errors import RequestError
 from aioserve.hints import SESSION, Hints, check_hints
 from aioserve.outputs import FinishReason
 from aioserve.pooling_params import PoolingParams
+from aioserve.row_values import NO_ROW_VALUES
 from aioserve.sampling_params import SamplingParams
 
 
@@ -185,6 +186,7 @@ class Request:
         "pooling_params",
         "priority",
         "request_id",
+        "row_values",
         "sampling_params",
         "spec",
         "status",
@@ -227,6 +229,7 @@ class Request:
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache on first admission
         self.num_external_tokens = 0  # of these, loaded from outside the KV cache
         self.draft_token_ids: list[int] = []  # draft tokens that its next step verifies
+        self.row_values = NO_ROW_VALUES  # of its newest token, those that the policy wants, by name
         self.wait_reason = WaitReason.POLICY  # why it was not admitted in step wait_step_id
         self.wait_step_id = 0  # the last step in which it was passed over with a reason
         self.order_key: Any = None  # set by the scheduler when the request enters its queue

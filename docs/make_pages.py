@@ -74,6 +74,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         [
             *("admits_in_order", "keeps_decoding", "policy_api", "reorder_every"),
             *("runs_whole_prompts", "uses_step_time", "uses_predicted_tokens"),
+            "wants_row_values",
         ],
     ),
     (

@@ -25,6 +25,7 @@ PARTS = (
         "workers",
         "client.py",
     ),
+    *("row_values.py", "runner/cpu/row_values.py", "scheduler/row_reading.py"),
     *("pooling_params.py", "hints.py", "grammars/structural_tag.py"),
     *("model_source/adapter.py", "model_source/checkpoint*.py", "model_source/gguf_*.py"),
     *("model_source/quant*.py", "kv_cache/connector.py", "kv_cache/encoder_cache.py"),

@@ -20,6 +20,7 @@ ALLOWED = {
     "aioserve.sampling_params": {"aioserve.errors", "aioserve.structured_outputs"},
     "aioserve.sampling_defaults": {"aioserve.errors", "aioserve.sampling_params"},
     "aioserve.hints": {"aioserve.errors"},
+    "aioserve.row_values": {"aioserve.errors"},
     "aioserve.pooling_params": {"aioserve.errors", "aioserve.sampling_params"},
     "aioserve.grammars": {
         "aioserve.errors",
@@ -58,6 +59,7 @@ ALLOWED = {
         "aioserve.errors",
         "aioserve.outputs",
         "aioserve.pooling_params",
+        "aioserve.row_values",
         "aioserve.sampling_params",
     },
     "aioserve.multimodal": {
@@ -71,6 +73,7 @@ ALLOWED = {
     "aioserve.routing": {"aioserve.errors", "aioserve.kv_cache.events", "aioserve.nearest"},
     "aioserve.kv_connector": {"aioserve.errors", "aioserve.kv_cache", "aioserve.request"},
     "aioserve.scheduler": {
+        "aioserve.row_values",
         "aioserve.config",
         "aioserve.errors",
         "aioserve.hints",
@@ -84,6 +87,7 @@ ALLOWED = {
     },
     "aioserve.kernels": {"aioserve.errors"},
     "aioserve.runner": {
+        "aioserve.row_values",
         "aioserve.kv_connector",
         "aioserve.kv_cache",
         "aioserve.config",
@@ -137,6 +141,7 @@ ALLOWED = {
         "aioserve.model_source.adapter",
     },
     "aioserve.engine": {
+        "aioserve.row_values",
         "aioserve.hints",
         "aioserve.operations.answers",
         "aioserve.operations.command",
@@ -177,6 +182,7 @@ ALLOWED = {
         "aioserve.grammars",
     },
     "aioserve.lab": {
+        "aioserve.row_values",
         "aioserve.zoo",
         "aioserve.version",
         "aioserve.scheduler.option_fields",
@@ -219,6 +225,7 @@ ALLOWED = {
         "aioserve.yaml_file",
     },
     "aioserve.testing": {
+        "aioserve.row_values",
         "aioserve.kv_connector",
         "aioserve.config",
         "aioserve.errors",

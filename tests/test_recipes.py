@@ -276,3 +276,16 @@ def test_a_prefix_stays_for_as_long_as_its_kind_comes_back(goes_on: bool, num_ca
     for call in range(5):
         serve(50 + call, "call", f"late-{call}")
     assert serve(20, "chat", "new").num_cached_tokens == 0
+
+
+def test_drafts_are_asked_for_behind_tokens_that_the_model_was_sure_of() -> None:
+    harness = SchedulerHarness(policy("confident_drafts"), drafter=lambda token_ids: [1, 1, 1])
+    request = harness.add_request("a", [5] * 4, max_tokens=40)
+    seen = set()
+    while "a" not in harness.finished:
+        entropy = request.row_values.get("entropy")
+        (step,) = harness.step()
+        is_sure = entropy is None or entropy <= 1.5
+        assert step.draft_lengths == ({} if is_sure else {"a": 0})
+        seen.add(is_sure)
+    assert seen == {True, False}

@@ -15,7 +15,7 @@ from aioserve.kv_cache import KVCacheManager, WindowSpec, make_resources
 from aioserve.request import RequestSpec
 from aioserve.scheduler import SchedulerOutput
 
-FORMAT_VERSION = 9  # raise it with every change of a record, or of what is in one
+FORMAT_VERSION = 10  # raise it with every change of a record, or of what is in one
 OLDEST_FORMAT = 8  # raise it, too, unless all that was added are fields with a default at the end
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
@@ -120,6 +120,7 @@ class Updated(Record, frozen=True, array_like=True, tag="U"):
     drafts: list[tuple[Name, list[int]]]  # proposed for the next step
     ended: list[tuple[Name, str]]  # requests that ended by it, with the finish reason
     took: float
+    row_values: list[tuple[Name, dict[str, float]]] = []  # that the policy wants, by name
 
 
 class Finished(Record, frozen=True, array_like=True, tag="F"):

@@ -109,7 +109,9 @@ class Replay:
                 output = self._planned.pop(record.step_id)
                 req_ids = list(output.num_scheduled_tokens)
                 drafts = {self._name(name): token_ids for name, token_ids in record.drafts}
-                result = ModelRunnerOutput(req_ids, record.sampled_token_ids, {}, drafts)
+                values = {self._name(name): own for name, own in record.row_values}
+                tokens = record.sampled_token_ids
+                result = ModelRunnerOutput(req_ids, tokens, {}, drafts, row_values=values)
                 try:
                     recorder.update_from_output(output, result)
                 except FROM_OUTSIDE:

@@ -21,6 +21,7 @@ from aioserve.engine.admission.input_processor import InputProcessor
 from aioserve.engine.admission.pooling_validator import PoolingValidator
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.control.adapters import Adapters
+from aioserve.engine.control.row_values import check_row_values
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.delivery.output_processor import OutputProcessor
 from aioserve.engine.delivery.output_router import OutputRouter
@@ -132,6 +133,7 @@ class EngineBuilder:
         """The parts around the runner, which is loaded and has told this `info`. Raises
         `ConfigError` or `PolicyError`.
         """
+        check_row_values(self._policy, info)
         self.config = config = _with_runner(self.config, info)
         clock, metrics = self._clock, self._metrics
         self._connector = make_connector(

@@ -14,12 +14,14 @@ from aioserve.config import EngineConfig
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.control.adapters import Adapters
 from aioserve.engine.control.control import Control
+from aioserve.engine.control.row_values import check_row_values
 from aioserve.engine.observed_engine import ObservedEngine
 from aioserve.errors import EngineDeadError
 from aioserve.operations.answers import Arrivals, Running
 from aioserve.operations.command import Answer, EngineCommand
 from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
+from aioserve.scheduler import load_policy
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class OperatedEngine(ObservedEngine):
         settings = msgspec.structs.replace(
             self.config.scheduler, policy=policy, options=options or {}
         )
+        check_row_values(load_policy(policy), parts.runner_info)
         parts.core.switch(settings)
         self.config = msgspec.structs.replace(self.config, scheduler=settings)
         logger.info("policy is now %s %s", policy, options or {})

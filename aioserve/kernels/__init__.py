@@ -201,11 +201,7 @@ class Kernels:
         largest first. Where a logit is not finite, the shares of the row are NaN.
         """
         self._route[x.dtype](
-            ctypes.byref(experts),
-            x.data_ptr(),
-            chosen.data_ptr(),
-            shares.data_ptr(),
-            x.shape[0],
+            ctypes.byref(experts), x.data_ptr(), chosen.data_ptr(), shares.data_ptr(), x.shape[0]
         )
 
     def mix(

@@ -17,13 +17,7 @@ import msgspec
 
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.checkpoint import Stored, find_weights
-from aioserve.model_source.source import (
-    ModelSource,
-    Rounding,
-    check_file,
-    not_loaded,
-    read_json,
-)
+from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
 logger = logging.getLogger(__name__)

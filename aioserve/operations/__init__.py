@@ -27,12 +27,7 @@ from aioserve.operations.policy import (
     Trial,
     TryPolicy,
 )
-from aioserve.operations.serving import (
-    AbortElsewhere,
-    HealthCheck,
-    ShowMetrics,
-    ShowSteps,
-)
+from aioserve.operations.serving import AbortElsewhere, HealthCheck, ShowMetrics, ShowSteps
 from aioserve.operations.upkeep import ResetPrefixCache, SetLogLevel, UpkeepMethods
 
 #: Of operators, in the order of the docs.

@@ -28,3 +28,5 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     supports_images: bool = False
     #: Most draft tokens that are proposed for a request after a step; 0: none ever are.
     max_draft_tokens: int = 0
+    #: Whether outputs have the values of rows that a policy wants (`row_values`).
+    gives_row_values: bool = False

@@ -33,6 +33,7 @@ from aioserve.scheduler.reordering import Reordering
 from aioserve.scheduler.request_table import RequestTable
 from aioserve.scheduler.results import take_results
 from aioserve.scheduler.retention_verbs import Retaining
+from aioserve.scheduler.row_reading import RowReading
 from aioserve.scheduler.sleeping import Sleeping
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
@@ -43,7 +44,9 @@ order_key = attrgetter("order_key")
 _NONE: dict[str, Rejection] = {}  # never changed
 
 
-class BaseScheduler(Reordering, Retaining, Waking, Drafting, Hearing, Gauging, Pausing, Sleeping):
+class BaseScheduler(
+    Reordering, Retaining, Waking, Drafting, RowReading, Hearing, Gauging, Pausing, Sleeping
+):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (admission order) and `victim` (preemption), and read
@@ -110,7 +113,8 @@ class BaseScheduler(Reordering, Retaining, Waking, Drafting, Hearing, Gauging, P
         if self.uses_step_time or kv_cache.wants_prices:
             self._step_time = OnlineStepTime()
         noted = () if self._step_time is None else (self._note_planned,)
-        self._on_output = (*noted, *self._draft_hooks())  # called with every step
+        # Called with every step.
+        self._on_output = (*noted, *self._draft_hooks(), *self._row_hooks())
 
     @property
     def running(self) -> list[Request]:

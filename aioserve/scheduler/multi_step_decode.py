@@ -27,7 +27,9 @@ class MultiStepDecode:
         """Whether this class promises `keeps_decoding`: not one that plans or counts otherwise than
         the base that does, nor one that learns from every step.
         """
-        if not issubclass(policy, BaseScheduler) or policy.uses_step_time:
+        if not issubclass(policy, BaseScheduler):
+            return False
+        if policy.uses_step_time or policy.wants_row_values:
             return False
         for cls in policy.__mro__:
             if "keeps_decoding" in vars(cls):

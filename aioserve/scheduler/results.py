@@ -83,6 +83,8 @@ def take_results(
         book.drop_finished()
     if book.ended or book.stale:
         book.settle(requests)
+    for request in requests if (of_rows := model_runner_output.row_values) else ():
+        request.row_values = of_rows.get(request.request_id, request.row_values)
     if model_runner_output.draft_token_ids:
         take_drafts(book, requests, model_runner_output.draft_token_ids)
     now = clock()

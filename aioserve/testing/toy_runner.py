@@ -9,6 +9,7 @@ from typing import Any
 
 from aioserve.kv_cache import WindowSpec
 from aioserve.outputs import ModelRunnerOutput, Vector
+from aioserve.row_values import ROW_VALUES, invented
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
 from aioserve.testing.toy_connector import ToyWorker
@@ -101,12 +102,18 @@ class ToyRunner:
         ]
         req_ids = list(output.num_scheduled_tokens)
         drafts = self._propose(req_ids, sampled, output.draft_lengths)
+        wanted = output.parts.get(ROW_VALUES, {})
         return ModelRunnerOutput(
             req_ids,
             sampled,
             draft_token_ids=drafts,
             pooled=self._pool(output),
             failed=dict.fromkeys(self._failed, "planted"),
+            row_values={
+                name: invented(wanted[name], self._rows[name].token_ids, 0)
+                for name, own in zip(req_ids, sampled, strict=True)
+                if own and name in wanted
+            },
         )
 
     def fail(

@@ -118,7 +118,7 @@ def test_a_torn_end_is_left_out_and_told(
     [
         (lambda data: b"", "is not a decision log"),
         (lambda data: b"TIMESTAMP,ContextTokens\n1,2\n", "is not a decision log"),
-        (lambda data: data.replace(b"log 9\n", b"log 3\n", 1), "has format 3; this"),
+        (lambda data: data.replace(b"log 10\n", b"log 3\n", 1), "has format 3; this"),
         (lambda data: data[:60], "ends before its header"),
         (lambda data: data[:500] + b"x" * 50 + data[550:], "is damaged at byte"),
     ],

@@ -928,6 +928,35 @@ class KeepsWrongDrafts(SoundScheduler):
         return outputs
 
 
+# Row values.
+
+
+@caught_by(r"ReadsBeforeTheFirst raised KeyError\('entropy'\) in schedule\(\)")
+class ReadsBeforeTheFirst(SoundScheduler):
+    """Serves the surest first, also among those of which there is no token yet."""
+
+    wants_row_values = ("entropy",)
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in sorted(self.running, key=lambda r: r.row_values["entropy"]):
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()
+
+
+@caught_by(r"ReadsWhatIsNotWanted raised KeyError\('entropy'\) in draft_length\(\)")
+class ReadsWhatIsNotWanted(SoundScheduler):
+    """Reads values, and has not said that it wants them."""
+
+    def draft_length(self, request: Request) -> Any:
+        if not request.num_output_tokens:
+            return None
+        return int(request.row_values["entropy"] < 1.0)
+
+
 # Predicted lengths.
 
 

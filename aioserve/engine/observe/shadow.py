@@ -14,6 +14,7 @@ import msgspec
 
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
+from aioserve.row_values import ROW_VALUES, invented
 from aioserve.scheduler import (
     BaseScheduler,
     OnlineStepTime,
@@ -182,7 +183,12 @@ class Shadow:
                 and request.num_computed_tokens >= request.num_tokens
             )
             sampled.append([self._token(request)] if is_sampling and request is not None else [])
-        result = ModelRunnerOutput(list(output.num_scheduled_tokens), sampled)
+        values = {
+            request_id: invented(names, request_id, request.num_tokens)
+            for request_id, names in output.parts.get(ROW_VALUES, {}).items()
+            if (request := self.scheduler.get_request(request_id)) is not None
+        }
+        result = ModelRunnerOutput(list(output.num_scheduled_tokens), sampled, row_values=values)
         self._loop.take(result)
         for request_id, token_ids in zip(output.num_scheduled_tokens, sampled, strict=True):
             if request_id not in self._live:

@@ -7,6 +7,7 @@ import asyncio
 from array import array
 
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.row_values import ROW_VALUES, invented
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
@@ -65,7 +66,11 @@ class RepliesRunner(RunnerInterface):
             else []
             for request_id, num_tokens in output.num_scheduled_tokens.items()
         ]
-        return ModelRunnerOutput(list(output.num_scheduled_tokens), sampled)
+        values = {
+            request_id: invented(names, request_id, self._num_known[request_id])
+            for request_id, names in output.parts.get(ROW_VALUES, {}).items()
+        }
+        return ModelRunnerOutput(list(output.num_scheduled_tokens), sampled, row_values=values)
 
     def _next_token(self, request_id: str) -> int:
         position = self._num_known[request_id] - self._num_prompt[request_id]

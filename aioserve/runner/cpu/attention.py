@@ -92,12 +92,7 @@ class TorchPagedAttention(AttentionBackend):
             self._window_plan = _StepPlan(step.windows, self._block_size)
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         plan = self._window_plan if layer in self.window_layers else self._plan
         assert plan is not None, "prepare() first"

@@ -68,12 +68,7 @@ class CompiledAttention(AttentionBackend):
         self.seq_lens = torch.from_numpy(step.seq_lens)
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         slots = self.tables_of(layer).slots
         self._kernels.store_kv(_dense(key), slots, self.key_caches[layer])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
+from aioserve.row_values import ROW_VALUES
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.batch.pooling import PooledRows
@@ -22,6 +23,7 @@ from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.each_row import sample_each
 from aioserve.runner.cpu.image_attention import BidirectionalImageAttention
 from aioserve.runner.cpu.prompts import Looked, forward_and_look
+from aioserve.runner.cpu.row_values import RowValueStep
 from aioserve.runner.cpu.sampler import SampledTokens
 from aioserve.runner.cpu.step_memory import StepMemory
 from aioserve.runner.host_blocks import HostBlocks
@@ -44,6 +46,7 @@ class ComputedStep:
     looked: Looked | None  # if prompts are looked at
     is_masked: bool
     started: float
+    values: RowValueStep | None  # if a policy wants some
 
     def keep(
         self, batch: InputBatch, drafts: DraftRows, *, takes_guesses: bool
@@ -68,8 +71,9 @@ class ComputedStep:
                 for req_id, own in zip(inputs.req_ids, token_ids, strict=True)
             ]
         logprobs = kept_logprobs(inputs, sampled.logprobs, token_ids)
+        values = {} if self.values is None else self.values.of_newest(inputs, token_ids)
         return ModelRunnerOutput(
-            inputs.req_ids, token_ids, logprobs, guesses, failed, told, vectors
+            inputs.req_ids, token_ids, logprobs, guesses, failed, told, vectors, values
         )
 
 
@@ -101,6 +105,7 @@ class StepExecutor:
             supports_prompt_logprobs=model.halves is not None,
             supports_pooling=model.halves is not None,
             supports_images=model.image_encoder is not None,
+            gives_row_values=True,
             max_draft_tokens=parts.drafts.max_tokens if self._takes_guesses else 0,
         )
 
@@ -157,8 +162,10 @@ class StepExecutor:
         finally:  # also if that fails: rows may change only when no thread reads them
             made = None if masks is None else masks.result()
         sampled = self.choose(logits, self.parts.sampling.of(inputs), made)
+        wanted_values = step.parts.get(ROW_VALUES)
+        values = None if wanted_values is None else RowValueStep(wanted_values, logits)
         self._threads.end_step()
-        return ComputedStep(inputs, sampled, looked, made is not None, started)
+        return ComputedStep(inputs, sampled, looked, made is not None, started, values)
 
     def release_kv(self) -> None:
         """Give back the KV cache's memory; no request has blocks. It comes back as steps write."""

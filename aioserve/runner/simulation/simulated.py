@@ -16,6 +16,7 @@ from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.pooling_params import PoolingParams
+from aioserve.row_values import ROW_VALUES, invented
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.kv_pool import window_spec
@@ -100,6 +101,7 @@ class SimulatedRunner(RunnerInterface):
             supports_prompt_logprobs=True,
             supports_pooling=True,
             max_draft_tokens=config.runner.simulated_draft_tokens,
+            gives_row_values=True,
         )
 
     def check_sleep(self, *, frees_weights: bool) -> None:
@@ -222,6 +224,12 @@ class SimulatedRunner(RunnerInterface):
                 num_tokens = scheduler_output.total_num_scheduled_tokens
                 self._draft_length.stepped(num_rows, num_tokens, seconds)
             output = self._run(scheduler_output, computed)
+        if (wanted := scheduler_output.parts.get(ROW_VALUES)) is not None:
+            for request_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
+                if token_ids:
+                    row = self._rows[request_id]
+                    values = invented(wanted[request_id], row.hash, row.num_tokens)
+                    output.row_values[request_id] = values
         return seconds, output
 
     def _seconds(self, scheduler_output: SchedulerOutput, num_encoder: int) -> float:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.row_values import ROW_VALUES
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
@@ -51,6 +52,9 @@ def encode(message: Message | Answer) -> bytes:
     """A message as bytes; of a step, what the other ranks can do without is left out: they choose
     no token.
     """
+    if isinstance(message, Step) and ROW_VALUES in message.step.parts:
+        parts = {name: part for name, part in message.step.parts.items() if name != ROW_VALUES}
+        message = Step(msgspec.structs.replace(message.step, parts=parts))
     if isinstance(message, Step) and message.step.scheduled_new_reqs:
         plain = [_for_others(request) for request in message.step.scheduled_new_reqs]
         message = Step(msgspec.structs.replace(message.step, scheduled_new_reqs=plain))
