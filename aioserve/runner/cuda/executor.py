@@ -8,7 +8,7 @@ or event loops.
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +28,12 @@ from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.device import Device, HostBuffer, StagingRing
 from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.host_blocks import Copied, DeviceBlocks
-from aioserve.runner.cuda.launched_step import LaunchedParts, LaunchedStep, make_output
+from aioserve.runner.cuda.launched_step import (
+    Asked,
+    LaunchedParts,
+    LaunchedStep,
+    make_output,
+)
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
 from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan, read_result
@@ -44,14 +49,6 @@ if TYPE_CHECKING:
     from aioserve.runner.tensor_parallel.group import Ranks
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What few steps need besides their plan."""
-
-    prompts: PromptPlan | None
-    adapters: Sequence[TokenAdapters]  # of the T, of the S, of the pieces of `prompts`; or none
 
 
 class StepExecutor:
@@ -203,7 +200,7 @@ class StepExecutor:
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
         slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
         sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
-        asked = _Asked(plan_prompts(wanted, plan, self._sampler), ())
+        asked = Asked(plan_prompts(wanted, plan, self._sampler), ())
         if owners is not None:
             asked = replace(asked, adapters=self._stage_adapters(owners, plan, asked.prompts))
         try:
@@ -253,7 +250,7 @@ class StepExecutor:
         sampling: SamplePlan,
         attention: LayerAttention,
         rows: IntArray,
-        asked: _Asked,
+        asked: Asked,
     ) -> None:
         """Masks need the last step's tokens: they are waited for while this one computes."""
         logits: list[Tensor] = []
@@ -361,7 +358,7 @@ class StepExecutor:
         if self._ranks is not None:
             self._ranks.tell(self._sampler.last_token)
 
-    def _compute(self, plan: StepPlan, attention: LayerAttention, asked: _Asked) -> Tensor:
+    def _compute(self, plan: StepPlan, attention: LayerAttention, asked: Asked) -> Tensor:
         rows = self._arrays.logits_rows[: plan.num_sampling].long()
         tokens, sampling = asked.adapters[:2] or (None, None)
         if (prompts := asked.prompts) is not None:

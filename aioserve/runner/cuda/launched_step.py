@@ -3,6 +3,7 @@
 Knows plans and host memory; launches nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
@@ -12,8 +13,17 @@ from aioserve.runner.cuda.host_blocks import Copied
 from aioserve.runner.cuda.plan import StepPlan
 from aioserve.runner.cuda.prompts import PromptPlan
 from aioserve.runner.cuda.sampler import SamplePlan
+from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.unsound import failed_requests
 from aioserve.scheduler.output import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Parts of the inputs of a step that most steps do not have."""
+
+    prompts: PromptPlan | None
+    adapters: Sequence[TokenAdapters]  # of the T, of the S, of the pieces of `prompts`; or none
 
 
 @dataclass(frozen=True, slots=True)
