@@ -186,7 +186,7 @@ class BesideBars(logging.StreamHandler[Any]):
 
     def __init__(self, stream: Any = None) -> None:
         super().__init__(stream)
-        self._is_terminal = self.stream.isatty()
+        self._is_terminal = self.stream is not None and self.stream.isatty()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log a record on a line of its own."""
