@@ -105,7 +105,8 @@ class JustitiaScheduler(BaseScheduler):
     def retire(self) -> None:
         """Learn from the agents that are over, and forget them."""
         over = self.clock() - self.options.idle_after
-        for name, agent in list(self.agents.items()):
+        while self.agents:
+            name, agent = next(iter(self.agents.items()))
             if agent.present or agent.ended > over:
                 break
             del self.agents[name]
