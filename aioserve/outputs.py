@@ -83,6 +83,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     num_used_kv_blocks: int
     num_leased_kv_blocks: int = 0  # of these, held by leases and no request
+    num_leases: int = 0
     num_state_slots: int = 0  # 0: a model without states
     num_free_state_slots: int = 0  # that no running request has
     num_window_blocks: int = 0  # of layers with a sliding window; 0: they have none of their own

@@ -50,13 +50,24 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: dict[str, int]  # that it computes, by request id; empty: it only tells of endings
 
 
+class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A cached prefix that a policy has pinned for the next turn of a conversation."""
+
+    user: str  # the client's name
+    conversation: str  # the hint `session` of its requests, else the id of the request
+    num_blocks: int  # those that other leases or requests hold, too, included
+    seconds_left: float  # until it ends, if it does not give way before; below 0: at the next step
+
+
 class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The memory for keys, values and states, and what of it is held. Each block is used, cached or
     free.
     """
 
     num_blocks: int
-    num_used_blocks: int  # that requests hold
+    num_used_blocks: int  # that requests or leases hold
+    num_leased_blocks: int  # of these, that leases hold and no request
+    leases: list[LeaseSnapshot]  # the newest first
     num_cached_blocks: int | None  # that no request holds, with a prefix that can be found again
     num_free_blocks: int | None  # that no request holds, without content
     num_state_slots: int | None  # None: the model's layers keep no states
@@ -121,7 +132,7 @@ def take_snapshot(
             )
             for step in core.loop.in_flight
         ],
-        cache=_cache(deciding),
+        cache=_cache(deciding, now),
     )
 
 
@@ -156,11 +167,21 @@ def _requests(
     ]
 
 
-def _cache(deciding: SchedulerInterface) -> CacheSnapshot | None:
+def _cache(deciding: SchedulerInterface, now: float) -> CacheSnapshot | None:
     if (stats := deciding.make_stats()) is None:
         return None
     num_cached = num_free = None
+    leases: list[LeaseSnapshot] = []
     if isinstance(deciding, BaseScheduler):
+        leases = [
+            LeaseSnapshot(
+                user=held.user,
+                conversation=held.conversation,
+                num_blocks=held.num_tokens // deciding.kv_cache.block_size,
+                seconds_left=held.until - now,
+            )
+            for held in deciding.memory.leases()
+        ]
         pool = deciding.kv_cache.pool
         num_free = pool.num_unused_blocks
         num_cached = pool.num_free_blocks - num_free
@@ -169,6 +190,8 @@ def _cache(deciding: SchedulerInterface) -> CacheSnapshot | None:
     return CacheSnapshot(
         num_blocks=stats.num_kv_blocks,
         num_used_blocks=stats.num_used_kv_blocks,
+        num_leased_blocks=stats.num_leased_kv_blocks,
+        leases=leases,
         num_cached_blocks=num_cached,
         num_free_blocks=num_free,
         num_state_slots=stats.num_state_slots if has_states else None,

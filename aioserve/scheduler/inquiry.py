@@ -40,6 +40,7 @@ def stats(book: RequestTable, policy: str, gauges: dict[str, float]) -> Schedule
         num_kv_blocks=kv_cache.pool.num_blocks,
         num_used_kv_blocks=kv_cache.pool.num_used_blocks,
         num_leased_kv_blocks=kv_cache.leases.num_held_blocks if kv_cache.leases else 0,
+        num_leases=len(kv_cache.leases),
         num_preemptions=book.num_preemptions,
         num_prefill_tokens=book.num_prefill_tokens,
         num_decode_tokens=book.num_decode_tokens,

@@ -3,8 +3,20 @@
 Reads blocks and leases and changes nothing.
 """
 
+from itertools import islice
+from typing import Any, NamedTuple
+
 from aioserve.request import Request
 from aioserve.scheduler.succession import Switchable
+
+
+class HeldPrefix(NamedTuple):
+    """A lease: the prefix of a conversation that `pin` keeps."""
+
+    user: str  # the client's name
+    conversation: str  # the hint `session` of its requests, else the id of the request
+    num_tokens: int  # of its blocks, those that other leases or requests hold, too, included
+    until: float  # seconds of the clock
 
 
 class Memory:
@@ -50,6 +62,19 @@ class Memory:
         return self._tokens(
             len({b for request in self._scheduler.book.paused for b in request.block_ids})
         )
+
+    def leases(self, most: int | None = None) -> list[HeldPrefix]:
+        """The leases (`pin`), or `most` of them, each with its user, conversation, tokens and end;
+        the newest first.
+        """
+        held: dict[Any, Any] = self._kv_cache.leases.held  # by `Request.conversation`
+        found = []
+        for key in islice(reversed(held), most):
+            _, user, name = key
+            conversation = name[0] if isinstance(name, tuple) else str(name)
+            num_tokens = self._tokens(len(held[key].block_ids))
+            found.append(HeldPrefix(user, conversation, num_tokens, held[key].until))
+        return found
 
     def cached(self, request: Request) -> int:
         """Tokens of the request's longest cached prefix. Costs time with its length;

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ CONFIG = EngineConfig(
     scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": 64}),
     server=ServerConfig(enable_admin=True),
 )
+TOOL_PAUSES = f"{Path(__file__).parents[2]}/examples/recipes/tool_pauses.py:ToolPausesScheduler"
 LIVE = "document.getElementById('connection').textContent === 'live'"
 
 SHADOW = "document.getElementById('shadow').innerText"
@@ -414,6 +416,27 @@ async def test_lanes_have_the_names_of_users_or_the_numbers_of_requests(browser)
         await tab.run("aioserve.now.draw()")
         assert all(await tab.run("aioserve.now.lanes.shown.map((lane) => lane?.length)"))
         assert found == ["ann", "ann", "bob", "requests 4\N{EN DASH}6"]
+
+
+async def test_leases_are_shown_by_conversation_and_leave_when_they_end(browser):
+    """A turn of ten blocks stays pinned for three seconds; its name opens nothing."""
+    scheduler = SchedulerConfig(policy=TOOL_PAUSES, options={"ttl": 3.0})
+    cache = CacheConfig(num_kv_blocks=40, block_size=16)
+    async with page(browser, scheduler=scheduler, cache=cache) as (server, tab):
+        prompt = list(range(10, 171))
+        fields = {"max_tokens": 2, "ignore_eos": True}
+        await server.complete(prompt, user="ann", session_id="agent-7", **fields)
+        await tab.until("!document.getElementById('leases').hidden")
+        told = await tab.run(text_of("leases"))
+        assert told.startswith(
+            f"1 lease holds 10 blocks that no request holds: ann {shown_id('agent-7')} 10 blocks, "
+        )
+        assert "agent-7" not in told.replace(shown_id("agent-7"), "")
+        await tab.until("aioserve.story.kv.at(-1).leased === 10")
+        await tab.shape(1100, 800)  # the policy's name, a path, is not wider than its place
+        assert await tab.run("document.documentElement.scrollWidth <= innerWidth")
+        await tab.until("document.getElementById('leases').hidden")  # no other request came
+        await tab.until("aioserve.story.kv.at(-1).used === 0")
 
 
 async def test_names_stand_beside_lanes_however_low(browser):

@@ -200,7 +200,37 @@ async def test_metrics_say_what_leases_hold(tmp_path: Path) -> None:
         stats = engine.get_stats()
         assert stats is not None
         assert stats.num_leased_kv_blocks == stats.num_used_kv_blocks == 6
-        assert b"aioserve_kv_cache_leased_blocks 6.0" in engine.render_metrics([])
+        metrics = engine.render_metrics([])
+        assert b"aioserve_kv_cache_leased_blocks 6.0" in metrics
+        assert b"aioserve_kv_cache_leases 1.0" in metrics
+
+
+async def test_inspect_names_every_lease_with_its_conversation() -> None:
+    config = EngineConfig(
+        runner=RunnerConfig(runner="simulated"),
+        scheduler=SchedulerConfig(policy="tests.scheduler.test_leases:PinsEnded"),
+    )
+    async with AsyncEngine(config) as engine:
+        params = SamplingParams(max_tokens=2)
+        spoken = {"session": "agent-7"}
+        async for _ in engine.generate(list(range(100)), params, user="ann", hints=spoken):
+            pass
+        async for _ in engine.generate(list(range(200, 240)), params, request_id="single"):
+            pass
+        async with asyncio.timeout(PATIENCE):
+            while True:  # a lease comes with the step after the end
+                seen = engine.inspect()
+                assert seen is not None
+                assert seen.cache is not None
+                if len(leases := seen.cache.leases) == 2:
+                    break
+                await asyncio.sleep(0.005)
+        assert [(held.user, held.conversation, held.num_blocks) for held in leases] == [
+            ("", "single", 2),
+            ("ann", "agent-7", 6),
+        ]
+        assert all(900 < held.seconds_left <= 1000 for held in leases)
+        assert seen.cache.num_used_blocks == seen.cache.num_leased_blocks == 8
 
 
 def test_an_agents_next_turn_is_computed_once_under_memory_pressure() -> None:

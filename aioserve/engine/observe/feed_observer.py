@@ -49,6 +49,7 @@ class FeedObserver(StepObserver):
         the one that plans now, and has the requests that are there already.
         """
         self.began = clock()
+        self.kv_cache = policy.kv_cache
         self.pool = policy.kv_cache.pool
         self._scheduler = scheduler
         self._numbers: dict[str, int] = {}  # of requests that have not ended

@@ -97,14 +97,26 @@ class Events(msgspec.Struct, frozen=True, kw_only=True):
     switched: list[Switched]
 
 
+class Lease(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A cached prefix that the policy has pinned for the next turn of a conversation."""
+
+    user: str
+    shown_id: str  # made of the conversation's name, and opens nothing
+    num_blocks: int  # those that others hold, too, included
+    ends: float
+
+
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the engine; totals since its start."""
 
     loop_lag: float  # ms, the worst since the last frame
     num_running: int
     num_waiting: int
-    num_used_blocks: int
-    num_cached_blocks: int  # held by no request, with content that can be found again
+    num_used_blocks: int  # that requests or leases hold
+    num_leased_blocks: int  # of these, that leases hold and no request
+    num_leases: int
+    leases: list[Lease]  # the newest, some of them if there are many
+    num_cached_blocks: int  # held by none, with content that can be found again
     num_free_blocks: int  # without
     num_output_tokens: int
     step_limit: int  # most tokens in a step, as the policy began the last one

@@ -17,12 +17,21 @@ from aioserve.decision_log.delegate import innermost
 from aioserve.engine.clock import Clock, LoopLag
 from aioserve.engine.core import EngineLoop
 from aioserve.engine.observe.feed_observer import FeedObserver
-from aioserve.engine.observe.frames import About, Frame, Gauges, Histograms, Shadow, Snapshot
+from aioserve.engine.observe.frames import (
+    About,
+    Frame,
+    Gauges,
+    Histograms,
+    Lease,
+    Shadow,
+    Snapshot,
+)
 from aioserve.engine.observe.metrics import EngineMetrics, Latencies
 from aioserve.engine.observe.shadow_metrics import ShadowMetrics
+from aioserve.engine.observe.shown_id import shown_id
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.operations.answers import Seen
-from aioserve.scheduler import BaseScheduler
+from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.scheduler.descriptions import describe_options, describe_policies
 from aioserve.scheduler.option_fields import OptionField
 from aioserve.version import __version__
@@ -31,6 +40,7 @@ FRAME_SECONDS = 1 / 15  # as often as an eye can follow
 QUIET_SECONDS = 1.0  # between two frames while nothing happens
 AWAY_SECONDS = 3.0  # a page that has not asked for this long has gone
 SHADOW_SECONDS = 1.0  # between two tellings of the shadow
+MAX_LEASES = 8  # of which a frame tells one by one
 NUM_KEPT = 30  # frames, two seconds: for a page that was held up
 
 _encoder = msgspec.json.Encoder()
@@ -200,6 +210,7 @@ class LiveFeed:
     def _measure(self, onlooker: FeedObserver) -> Gauges:
         num_running, num_waiting = self._loop.scheduler.get_request_counts()
         pool, latencies = onlooker.pool, self._metrics.latencies
+        leases = onlooker.kv_cache.leases
         policy = innermost(self._loop.scheduler)
         first_tokens, gaps = ([], []) if latencies is None else latencies.take()
         return Gauges(
@@ -207,6 +218,9 @@ class LiveFeed:
             num_running=num_running,
             num_waiting=num_waiting,
             num_used_blocks=pool.num_used_blocks,
+            num_leased_blocks=leases.num_held_blocks if leases else 0,
+            num_leases=len(leases),
+            leases=_leases(policy, onlooker),
             num_cached_blocks=pool.num_free_blocks - pool.num_unused_blocks,
             num_free_blocks=pool.num_unused_blocks,
             num_output_tokens=self._metrics.num_generation_tokens,
@@ -232,6 +246,17 @@ class LiveFeed:
             num_resets=shadow.stats.num_resets,
             is_failed=shadow.stats.is_failed,
         )
+
+
+def _leases(policy: SchedulerInterface, onlooker: FeedObserver) -> list[Lease]:
+    """The newest of them."""
+    if not isinstance(policy, BaseScheduler):
+        return []
+    size = policy.kv_cache.block_size
+    return [
+        Lease(user, shown_id(name), num_tokens // size, onlooker.since_began(until))
+        for user, name, num_tokens, until in policy.memory.leases(MAX_LEASES)
+    ]
 
 
 def _histograms(metrics: EngineMetrics | ShadowMetrics) -> Histograms:

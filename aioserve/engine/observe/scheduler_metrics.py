@@ -20,8 +20,9 @@ def scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterat
         ("num_requests_paused", "Of these, with KV blocks kept", stats.num_paused_reqs),
         ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
         ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
-        ("kv_cache_used_blocks", "KV blocks held by requests", stats.num_used_kv_blocks),
+        ("kv_cache_used_blocks", "KV blocks of requests and leases", stats.num_used_kv_blocks),
         ("kv_cache_leased_blocks", "KV blocks that leases alone hold", stats.num_leased_kv_blocks),
+        ("kv_cache_leases", "Leases of cached prefixes", stats.num_leases),
         ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),
         ("encoder_cache_used_tokens", "Tokens of images kept", stats.num_used_encoder_tokens),
     )

@@ -76,11 +76,21 @@ export type Events = {
   switched: Array<Switched>;
 };
 
+export type Lease = [
+  user: string,
+  shown_id: string,
+  num_blocks: number,
+  ends: number,
+];
+
 export type Gauges = {
   loop_lag: number;
   num_running: number;
   num_waiting: number;
   num_used_blocks: number;
+  num_leased_blocks: number;
+  num_leases: number;
+  leases: Array<Lease>;
   num_cached_blocks: number;
   num_free_blocks: number;
   num_output_tokens: number;

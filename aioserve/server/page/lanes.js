@@ -17,7 +17,7 @@ export class Palette {
   read() {
     const style = getComputedStyle(document.documentElement);
     for (const name of ["paper", "panel", "ink", "faint", "line", "queued", "prefill", "decode",
-      "preempted", "done", "bad", "held", "cached", "chosen"])
+      "preempted", "done", "bad", "held", "leased", "cached", "chosen"])
       this[name] = style.getPropertyValue(`--${name}`).trim();
     this.font = `11px ${style.getPropertyValue("--font").trim()}`;
     this.stripes = new Map();
@@ -275,7 +275,7 @@ export class StepStrip extends Plot {
   }
 }
 
-// KV blocks: held, and without a holder but found again.
+// KV blocks: held by requests, by leases, and without a holder but found again.
 export class BlockStrip extends Plot {
   draw(story, view) {
     const { pen, palette } = this;
@@ -291,7 +291,8 @@ export class BlockStrip extends Plot {
     this.clip(() => {
       for (const [color, top] of [
         [palette.cached, ({ used, cached }) => used + cached],
-        [palette.held, ({ used }) => used],
+        [palette.leased, ({ used }) => used],
+        [palette.held, ({ used, leased }) => used - leased],
       ]) {
         pen.fillStyle = color;
         pen.beginPath();

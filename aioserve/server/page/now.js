@@ -108,6 +108,7 @@ export class Now {
     const used = gauges.num_used_blocks / about.num_blocks;
     this.tell("KV blocks", `${(100 * used).toFixed(used < 0.1 ? 1 : 0)}%`, `of ${count(about.num_blocks)}`);
     this.lastStep();
+    this.leases();
     this.ofPolicy();
     const label = `Requests as lanes through time: ${gauges.num_running} run, ${gauges.num_waiting} wait`;
     if (this.lanes.canvas.getAttribute("aria-label") !== label)
@@ -134,6 +135,20 @@ export class Now {
     if (node.dataset.text === text) return;
     node.dataset.text = text;
     node.replaceChildren(value, element("small", {}, more || "\u00a0"));
+  }
+
+  // Conversations whose prefixes the policy has pinned, the newest first.
+  leases() {
+    const { gauges, now } = this.story;
+    const names = gauges.leases.map(([user, id, blocks, ends]) =>
+      `${[user, id].filter(Boolean).join(" ")} ${plural(blocks, "block")}, ${duration(Math.max(ends - now, 0))} left`);
+    const more = gauges.num_leases - names.length;
+    if (more > 0) names.push(`${count(more)} more`);
+    const total = `${plural(gauges.num_leases, "lease")} hold${gauges.num_leases === 1 ? "s" : ""} ${plural(gauges.num_leased_blocks, "block")} that no request holds`;
+    const text = gauges.num_leases ? `${total}: ${names.join(" · ")}` : "";
+    if (byId("leases").textContent === text) return;
+    byId("leases").textContent = text;
+    byId("leases").hidden = !text;
   }
 
   // What the policy shows of itself, if it does.

@@ -46,7 +46,7 @@ class Watched {
   prefilling = new Set();
   /** @type {{ time: number, policy: string }[]} */
   switches = [];
-  /** @type {{ time: number, used: number, cached: number }[]} */
+  /** @type {{ time: number, used: number, leased: number, cached: number }[]} */
   kv = []; // from then on
   /** @type {{ time: number, tokens: number, lag: number, gaps: [number, number][], firstTokens: number[] }[]} */
   recent = [];
@@ -255,9 +255,10 @@ export class Story extends Watched {
 
   /** @param {Frame | Snapshot} frame */
   takeGauges({ now, gauges }) {
-    const [used, cached] = [gauges.num_used_blocks, gauges.num_cached_blocks];
+    const { num_used_blocks: used, num_leased_blocks: leased, num_cached_blocks: cached } = gauges;
     const last = this.kv.at(-1);
-    if (last?.used !== used || last.cached !== cached) this.kv.push({ time: now, used, cached });
+    if (last?.used !== used || last.leased !== leased || last.cached !== cached)
+      this.kv.push({ time: now, used, leased, cached });
     this.recent.push({
       time: now, tokens: gauges.num_output_tokens, lag: gauges.loop_lag, gaps: gauges.gaps,
       firstTokens: gauges.first_tokens,
