@@ -22,6 +22,9 @@ from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 # A model that states no limit (or an absurd one) is served to this length, in tokens.
 FALLBACK_MAX_MODEL_LEN = 2048
 
+#: Fields that no configuration of `transformers` adds to those that a file states.
+ADDED_FIELDS = {"matryoshka_dimensions", "is_matryoshka"}
+
 
 class ModelInfo:
     """Facts of one model. Raises `ConfigError` if it cannot be found or read."""
@@ -34,8 +37,11 @@ class ModelInfo:
         """A value of the configuration. `transformers`, which takes seconds to import, is asked
         only for what the source cannot tell without it.
         """
-        value = self.source.known_config.get(name)
-        return getattr(self.hf_config, name, None) if value is None else value
+        known = self.source.known_config
+        value = known.get(name)
+        if value is None and not (known and name in ADDED_FIELDS):
+            value = getattr(self.hf_config, name, None)
+        return value
 
     @cached_property
     def whole_config(self) -> Any:

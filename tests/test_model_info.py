@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,17 @@ def test_a_field_of_another_type_is_named(tmp_path: Path, fields: Any, name: str
     info = model_info(tmp_path, model_type="llama", **fields)
     with pytest.raises(ConfigError, match=f"{name} of .* cannot be: Expected"):
         _ = (info.eos_token_ids, info.matryoshka_dimensions)
+
+
+def test_a_request_for_shorter_vectors_loads_no_heavy_library() -> None:
+    code = (
+        "import sys\n"
+        "from aioserve.config import ModelConfig\n"
+        "from aioserve.model_info import ModelInfo\n"
+        "assert not ModelInfo(ModelConfig()).matryoshka_dimensions\n"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
 @pytest.mark.parametrize("weight_map", [5, ["a.safetensors"], {"a": 5}, {"a": None}, None])
