@@ -62,11 +62,16 @@ def is_id(text: str, kind: str) -> bool:
     return re.fullmatch(f"{kind}[0-9a-f]{{32}}", text) is not None
 
 
+def private(path: str, flags: int) -> int:
+    """Opens a file that no other user of the machine may read."""
+    return os.open(path, flags, 0o600)
+
+
 def write_whole(path: Path, data: bytes, *, synced: bool = True) -> None:
     """Replace what is there, all at once."""
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
-        with open(beside, "xb") as file:
+        with open(beside, "xb", opener=private) as file:
             file.write(data)
             file.flush()
             if synced:

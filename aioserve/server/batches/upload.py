@@ -11,12 +11,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 from aiohttp import BodyPartReader, MultipartReader, hdrs, web
+from aiohttp.http import HttpProcessingError
 
-from aioserve.errors import RequestError
+from aioserve.errors import RequestError, one_line
 from aioserve.server.access.gate import owner_of
 from aioserve.server.batches.directory import Disk
 from aioserve.server.batches.protocol import FileForm
 from aioserve.server.batches.room import MIB, check_room
+from aioserve.server.batches.stored import private
 from aioserve.server.errors import BodyTimeoutError, UnknownFieldError
 from aioserve.server.keys import ENGINE
 
@@ -25,6 +27,9 @@ MAX_FIELD = 1024  # bytes of a part that is no file
 MAX_NAME = 255  # characters of a file's name
 CHECK_BYTES = 16 * MIB  # after which it is looked again how much there is
 
+#: What aiohttp's reader of forms raises.
+_UNREADABLE = (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError)
+_PLAIN = ("identity", "binary", "8bit", "7bit")
 _FIELDS = {field.encode_name for field in msgspec.structs.fields(FileForm)}
 
 
@@ -69,8 +74,8 @@ async def _receive(request: web.Request, disk: Disk, path: Path) -> Upload:
                 size = await _write(part, path, disk, owner_of(request), seconds)
             else:
                 fields[name] = await _text(part, name, seconds)
-    except (ValueError, AssertionError, web.RequestPayloadError) as error:
-        raise RequestError(f"the form cannot be read: {error}") from error
+    except _UNREADABLE as error:
+        raise RequestError(f"the form cannot be read: {one_line(error)}") from error
     if filename is None:
         raise RequestError("the form has no part named file", param="file")
     try:
@@ -99,10 +104,13 @@ def _name(part: MultipartReader | BodyPartReader, seen: set[str]) -> str:
     if name not in _FIELDS:
         raise UnknownFieldError(
             f"unknown field {name[:64]!r}; the form has {', '.join(sorted(_FIELDS))}",
-            param=name[:64],
+            param=name[:64] if name.isprintable() else None,
         )
     if name in seen:
         raise RequestError(f"the form has {name} twice", param=name)
+    for header in (hdrs.CONTENT_ENCODING, hdrs.CONTENT_TRANSFER_ENCODING):
+        if (coding := part.headers.get(header, "binary")).lower() not in _PLAIN:
+            raise RequestError(f"{name} is sent as {coding[:64]!r}: send it plain", param=name)
     return name
 
 
@@ -127,7 +135,7 @@ async def _text(part: BodyPartReader, name: str, seconds: float) -> str:
 async def _write(part: BodyPartReader, path: Path, disk: Disk, owner: str, seconds: float) -> int:
     """Returns how many bytes it has."""
     limit, size, checked = disk.settings.max_batch_file_mib * MIB, 0, -CHECK_BYTES  # at once
-    file: BinaryIO = await disk.do(open, path, "xb", buffering=0, opener=_private)
+    file: BinaryIO = await disk.do(open, path, "xb", buffering=0, opener=private)
     try:
         buffer = bytearray()
         while True:
@@ -160,10 +168,6 @@ async def _put(disk: Disk, file: BinaryIO, data: bytearray) -> None:
             written += await disk.do(file.write, memoryview(data)[written:])
     except OSError as error:
         raise RequestError(f"the file cannot be kept: {error.strerror}", param="file") from error
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _param(message: str) -> str | None:

@@ -61,7 +61,7 @@ class Work:
         try:
             with contextlib.closing(await self._disk.do(self._open_log)) as log:
                 self.log = log
-                answers = await self._recover(lines, log)
+                answers = await self._disk.do(self._recover, lines, log)
                 await self._begin()
                 end = await self._run(lines, answers, log)
                 await self._end(lines, answers, log, end)
@@ -89,10 +89,11 @@ class Work:
         names = (self._folder / "output", self._folder / "errors")
         return ResultLog(*names, self._disk.settings.batch_fsync_seconds)
 
-    async def _recover(self, lines: Lines, log: ResultLog) -> Answers:
+    def _recover(self, lines: Lines, log: ResultLog) -> Answers:
+        """In a thread: what was answered before."""
         counts = RequestCounts(total=len(lines))
         answers = Answers(self._disk, log, counts, self._folder / "counts.json")
-        completed, failed = await self._disk.do(log.recover)
+        completed, failed = log.recover()
         for custom_ids, is_error in ((completed, False), (failed, True)):
             for custom_id in custom_ids:
                 answers.note(Answered(lines.numbers[custom_id], is_error, b""))

@@ -112,6 +112,46 @@ async def test_what_is_no_form_is_refused(tmp_path: Path) -> None:
                 assert response.status == 400, await response.text()
 
 
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--b--\r\n'
+)
+NESTED = b"--b\r\nContent-Type: multipart/mixed; boundary=c\r\n\r\n--c--\r\n--b--\r\n"
+
+
+@pytest.mark.filterwarnings("ignore::aiohttp.BadContentDispositionHeader")  # a log line of aiohttp
+async def test_a_form_that_is_damaged_anywhere_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    encoded = FORM.replace(b'"a"\r\n', b'"a"\r\nContent-Transfer-Encoding: base64\r\n')
+    whole = len(FORM) - len(b"--\r\n")  # the rest of the last mark says nothing more
+    damaged = [*(FORM[:end] for end in range(0, whole, 5)), NESTED, encoded]
+    damaged += [FORM.replace(b'name="file"; ', b"")]
+    damaged += [FORM.replace(b"\r\n", b"\n"), b"\0" * 2000, FORM.replace(b"purpose", b"\xff")]
+    url, headers = "/v1/files", {"Content-Type": "multipart/form-data; boundary=b"}
+    async with serving(tmp_path) as (server, client):
+        for data in damaged:
+            async with server.session.post(server.url + url, data=data, headers=headers) as answer:
+                assert answer.status == 400, (data, await answer.text())
+                assert (await answer.json())["error"]["message"]
+        async with server.session.post(server.url + url, data=FORM, headers=headers) as answer:
+            assert answer.status == 200
+        assert len([file async for file in client.files.list()]) == 1
+    assert list((tmp_path / "batches/incoming").iterdir()) == []
+
+
+async def test_no_page_of_the_web_leaves_a_file_through_a_browser(tmp_path: Path) -> None:
+    """A browser sends forms to other origins unasked."""
+    async with serving(tmp_path) as (server, client):
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", b"{}", filename="a.jsonl")
+        url, headers = server.url + "/v1/files", {"Origin": "http://evil.example"}
+        async with server.session.post(url, data=form, headers=headers) as response:
+            assert response.status == 403
+        assert [file async for file in client.files.list()] == []
+
+
 async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, client):
         _, writer = await asyncio.open_connection(server.host, server.port)
