@@ -38,8 +38,7 @@ class ModelInfo:
         only for what the source cannot tell without it.
         """
         known = self.source.known_config
-        value = known.get(name)
-        if value is None and not (known and name in ADDED_FIELDS):
+        if (value := known.get(name)) is None and not (known and name in ADDED_FIELDS):
             value = getattr(self.hf_config, name, None)
         return value
 

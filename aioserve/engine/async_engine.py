@@ -1,8 +1,7 @@
 """The public Python API: an engine that lives in the caller's event loop.
 
-Guards the door and owns the engine task; what it is made of, `builder` knows, and what else can be
-asked of it the classes that it derives from. Installs no signal handlers, opens no ports; starts no
-processes but those that render chat templates.
+Guards the door and owns the engine task; `builder` knows what it is made of. Installs no signal
+handlers, opens no ports; starts no processes but those that render chat templates.
 """
 
 import asyncio

@@ -36,8 +36,8 @@ def options_as_labels(
     return {"policy": name, **{key: str(value) for key, value in options.items()}}
 
 
-# A policy whose last step failed may work again for the next request, but only a request can show
-# it. So long it counts as failing, in seconds: enough for a client that asks now and then. A guess.
+# Seconds for which a policy counts as failing whose last step failed: only a request can show that
+# it works again. Enough for a client that asks now and then; a guess.
 POLICY_FAILURE_SECONDS = 10.0
 
 

@@ -58,15 +58,8 @@ class HttpCounts:
 
     def tell(self) -> list[Counted]:
         """The counts with their labels, for metrics."""
-        counts: list[tuple[tuple[str, ...], int]] = list(self._counts.items())
-        return [
-            Counted(
-                "http_requests",
-                "HTTP requests that were answered",
-                ("method", "route", "status"),
-                counts,
-            )
-        ]
+        labels, told = ("method", "route", "status"), "HTTP requests that were answered"
+        return [Counted("http_requests", told, labels, [*self._counts.items()])]
 
 
 HTTP_COUNTS = web.AppKey("HTTP_COUNTS", HttpCounts)
