@@ -40,8 +40,8 @@ EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
-Commands: serve (the default); chat, bench, compare, search, sweep, calibrate, replay, trace, fetch,
-doctor and completion have a --help of their own.
+Commands: serve (the default); chat, bench, compare, search, sweep, zoo, calibrate, replay, trace,
+fetch, doctor and completion have a --help of their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
 if the engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if a
@@ -138,6 +138,7 @@ TOOLS = {
     "bench": "aioserve.lab.bench.commands:run_bench",
     "calibrate": "aioserve.lab.calibration.commands:run_calibrate",
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",
+    "zoo": "aioserve.lab.zoo.commands:run_zoo",
     "replay": "aioserve.lab.logs.commands:run_replay",
     "trace": "aioserve.lab.logs.commands:run_trace",
     "chat": "aioserve.console.chat:run_chat",

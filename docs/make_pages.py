@@ -44,8 +44,8 @@ Made from their files by `python docs/make_pages.py`; a test keeps it true. Each
 `python -m aioserve --config configs/fair.yaml`, or `--policy fair` for the defaults. Which one is
 better for your traffic: [comparing-policies.md](comparing-policies.md). The zoo,
 [policies/zoo](../policies/zoo), holds more of them, as papers and other engines have them:
-`--policy zoo.srpt`, or `--config zoo.srpt` for the file in [configs/zoo](../configs/zoo);
-`python -m aioserve --help` lists them all.
+`--policy zoo.srpt`, or `--config zoo.srpt` for the file in [configs/zoo](../configs/zoo).
+[The zoo](zoo.md) ranks them all on the same workloads.
 """
 
 HINTED: tuple[Callable[..., Any], ...] = (hinted_number, hinted_text, hinted_flag)

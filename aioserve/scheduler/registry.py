@@ -20,9 +20,7 @@ from aioserve.zoo import GROUP, is_zoo_name, zoo_entry_points
 
 
 def available_policies() -> dict[str, EntryPoint]:
-    """Installed policies by name, those of the zoo as `zoo.srpt`. Raises `ConfigError` if two
-    packages claim one name.
-    """
+    """Installed policies by name, also `zoo.srpt`; `ConfigError` if two packages claim one name."""
     found: dict[str, EntryPoint] = {}
     installed = [*entry_points(group=GROUP), *zoo_entry_points()]
     for entry_point in sorted(installed, key=lambda e: e.name):

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from aioserve.scheduler.option_fields import OptionField, read_options
-from aioserve.zoo import PREFIX, zoo_entry_points
+from aioserve.zoo import zoo_entry_points
 
 LABELS = ("Paper", "Aim", "Says", "Simplified", "Cost", "Needs")
 #: Of the paragraph `Paper`: a year, and a venue or a number of arXiv.
@@ -61,8 +61,3 @@ def read_cards() -> list[Card]:
         assert spec.origin is not None
         cards.append(read_card(entry_point.name, Path(spec.origin).read_text(encoding="utf-8")))
     return cards
-
-
-def short_name(name: str) -> str:
-    """`srpt` of `zoo.srpt`; any other name as it is."""
-    return name.removeprefix(PREFIX)

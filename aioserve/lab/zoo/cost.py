@@ -5,10 +5,13 @@ give in each. Steps take modelled time. Knows policies as the engine makes them;
 """
 
 import gc
+import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +24,7 @@ from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput, load_policy
 
+REFERENCE = "chunked_prefill"
 RUNNING, WAITING = 1000, 10_000
 PROMPT_TOKENS, REPLY_TOKENS, BLOCK_SIZE = 64, 512, 16
 LIFE = 64  # steps that a request stays, about
@@ -35,10 +39,27 @@ class Cost(msgspec.Struct, frozen=True):
     us: float  # per schedule(), of CPU
     running: int
     waiting: int
+    reference_us: float  # of `chunked_prefill` on the same machine, just before
+    machine: str  # and the day
+
+    @property
+    def ratio(self) -> float:
+        """Times the cost of `chunked_prefill`, which says more than a time of another machine."""
+        return self.us / self.reference_us
 
 
-def measure_cost(config: EngineConfig, waiting: int = WAITING) -> Cost:
-    """The cost of the configured policy; CPU time of this process, so it depends on the machine."""
+def measure_costs(configs: Sequence[EngineConfig], waiting: int = WAITING) -> list[Cost]:
+    """The cost of each configured policy, in CPU time of this process, on this machine."""
+    machine, found = _machine(), []
+    reference = EngineConfig.load(REFERENCE)
+    for config in configs:
+        reference_us, _, _ = _measure(reference, waiting)
+        found.append(Cost(*_measure(config, waiting), reference_us, machine))
+    return found
+
+
+def _measure(config: EngineConfig, waiting: int) -> tuple[float, int, int]:
+    """Microseconds per schedule(), and how many ran and waited, on average."""
     work = _Work(config, waiting)
     work.fill()
     gc.collect()
@@ -46,9 +67,8 @@ def measure_cost(config: EngineConfig, waiting: int = WAITING) -> Cost:
     for _ in range(NUM_STEPS):
         times.append(work.step(leaving=max(len(work.known) // LIFE, 1)))
         running.append(len(work.known))
-    return Cost(
-        round(1e6 * statistics.mean(times), 1), round(statistics.mean(running)), work.num_waiting
-    )
+    us = round(1e6 * statistics.mean(times), 1)
+    return us, round(statistics.mean(running)), work.num_waiting
 
 
 class _Work:
@@ -163,3 +183,14 @@ def _wide(config: EngineConfig) -> dict[str, Any]:
     if options.get("chunk_size") is not None:
         options["chunk_size"] = 2 * RUNNING
     return options
+
+
+def _machine() -> str:
+    """The processor, and the day."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {datetime.now(UTC):%Y-%m-%d}"

@@ -2,7 +2,7 @@
 
 A rank counts the policies that are better on average over the seeds. Its range counts those that
 are better or worse beyond the 95% interval of the difference, seed by seed (Student), each by
-itself; of one seed the range is all. Knows results; knows nothing about how they are shown.
+itself; of one seed there is no range. Knows results; knows nothing about how they are shown.
 """
 
 import math
@@ -10,7 +10,7 @@ from statistics import fmean
 
 import msgspec
 
-from aioserve.lab.comparison.bootstrap import Sampling, compare_seeds
+from aioserve.lab.comparison.bootstrap import MIN_SEEDS, Sampling, compare_seeds
 from aioserve.lab.comparison.rows import Row
 from aioserve.lab.zoo.measures import IN_TIME, Values, key
 from aioserve.lab.zoo.standard import WORKLOADS
@@ -67,6 +67,9 @@ def rank_of(results: Results, name: str, workload: str, row: Row) -> Rank | None
     if math.isnan(mean := _mean(own)) or not row.good:
         return None
     better = ahead = behind = 0
+    if len(own) < MIN_SEEDS:
+        better = sum(row.good * (_mean(values) - mean) > TINY for values in others)
+        return Rank(mean, better + 1, better + 1, better + 1, 1 + len(others))
     for values in others:
         better += row.good * (_mean(values) - mean) > TINY
         difference = compare_seeds(own, values, Sampling())
@@ -82,6 +85,11 @@ def values_of(entry: Entry, workload: str, row: Row) -> Values:
         return entry.scores[workload][key(row)]
     of_workloads = [entry.scores[name][key(row)] for name in WORKLOADS]
     return [fmean(values) for values in zip(*of_workloads, strict=True)]
+
+
+def mean_of(entry: Entry, workload: str, row: Row) -> float:
+    """The mean over the seeds, in the unit of the lab's document; NaN: undefined."""
+    return _mean(values_of(entry, workload, row))
 
 
 def _mean(values: Values) -> float:

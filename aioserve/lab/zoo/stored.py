@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.zoo.cost import Cost
 from aioserve.lab.zoo.measures import Scores
@@ -22,13 +23,14 @@ from aioserve.scheduler import available_policies
 from aioserve.version import __version__
 
 FILE = Path(__file__).with_name(f"{VERSION}.json")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 AGAIN = "python -m aioserve zoo --store computes them anew"
 
 
 class Entry(msgspec.Struct, frozen=True):
     """One policy: its scores by workload and measure, a value for each seed, and its cost."""
 
-    code: str  # digest of its source, without comments and docstrings; "": not one that ships
+    code: str  # `code_digest` of the policy
     scores: Scores
     cost: Cost | None = None
 
@@ -39,7 +41,6 @@ class Results(msgspec.Struct, frozen=True):
     standard: str = VERSION
     digest: str = DIGEST
     aioserve: str = __version__
-    machine: str = ""  # on which costs were measured, and when
     policies: dict[str, Entry] = {}
 
     def only(self, num_seeds: int) -> "Results":
@@ -91,7 +92,9 @@ def write_results(results: Results, path: Path = FILE) -> None:
 
 
 def code_digest(name: str) -> str:
-    """Of the source of a policy that ships: what it decides hangs on it. "": it does not ship."""
+    """Of what a policy that ships decides by: its source, and the options of its configuration.
+    "": the policy does not ship.
+    """
     entry_point = available_policies().get(name)
     module = "" if entry_point is None else entry_point.value.partition(":")[0]
     if not module.startswith("aioserve.policies."):
@@ -100,16 +103,19 @@ def code_digest(name: str) -> str:
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).read_text(encoding="utf-8")
+    options = EngineConfig.load(name).scheduler.options
+    return sha256(f"{_code(source)}\n{options}".encode()).hexdigest()[:12]
+
+
+def _code(source: str) -> str:
+    """The source without docstrings, comments and empty lines."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
             first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
             lines[first - 1 : last] = [""] * (last - first + 1)
     code = [line.partition("  # ")[0].rstrip() for line in lines]
-    kept = [line for line in code if line and not line.lstrip().startswith("#")]
-    return sha256("\n".join(kept).encode()).hexdigest()[:12]
+    return "\n".join(line for line in code if line and not line.lstrip().startswith("#"))
 
 
 def stale(results: Results, names: list[str]) -> list[str]:

@@ -1,0 +1,127 @@
+"""The command `zoo`: standard workloads for a policy, and where it stands among all that ship.
+
+Arguments in, words and files out.
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from aioserve.arguments import Parser, count
+from aioserve.errors import ConfigError
+from aioserve.lab.arguments import add_output
+from aioserve.lab.comparison.candidates import Candidate
+from aioserve.lab.comparison.document import encode
+from aioserve.lab.terminal import paint, progress
+from aioserve.lab.zoo.cost import measure_costs
+from aioserve.lab.zoo.measures import run_standard
+from aioserve.lab.zoo.page import render_page
+from aioserve.lab.zoo.standard import (
+    SEEDS,
+    VERSION,
+    WORKLOADS,
+    load_policies,
+    load_workload,
+    policy_names,
+)
+from aioserve.lab.zoo.stored import (
+    FILE,
+    Entry,
+    Results,
+    code_digest,
+    read_results,
+    stale,
+    write_results,
+)
+from aioserve.lab.zoo.words import as_document, render_board, render_policy
+from aioserve.output_file import write
+
+
+def run_zoo(words: Sequence[str]) -> int:
+    """`aioserve zoo`; returns the exit code. Raises `AioserveError`."""
+    arguments = _parser().parse_args(words)
+    shipping = policy_names()
+    candidates = load_policies(arguments.policies or shipping)
+    if arguments.store and (arguments.quick or {c.name for c in candidates} - set(shipping)):
+        raise ConfigError("--store keeps results of policies that ship, with every seed")
+    seeds = SEEDS[:1] if arguments.quick else SEEDS
+    is_first = not arguments.policies or (arguments.store and not FILE.exists())
+    results = Results() if is_first else read_results().only(len(seeds))
+    if not is_first and (old := stale(results, shipping)) and not arguments.store:
+        print(f"not stored, or stored of other code: {', '.join(old)}", file=sys.stderr)
+    has_costs = bool(arguments.policies) or not arguments.quick
+    results = results.with_entries(_measure(candidates, seeds, arguments.jobs, has_costs))
+    names = [candidate.name for candidate in candidates] if arguments.policies else []
+    print(paint(render_board(results)))
+    for name in names:
+        print("\n" + paint(render_policy(results, name)))
+    if arguments.store:
+        write_results(results, FILE)
+    write(arguments.json, encode(msgspec.to_builtins(as_document(results, names))))
+    if arguments.html:
+        write(arguments.html, render_page(results, names).encode())
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "zoo",
+        description=f"Run policies on the standard workloads {VERSION} ({', '.join(WORKLOADS)}) in "
+        "virtual time, and print where they stand among all that ship, whose results are stored.",
+    )
+    parser.add_argument(
+        "policies",
+        nargs="*",
+        metavar="POLICY",
+        help="policy, file.py:Class, or YAML file of settings (default: all that ship, each run "
+        "anew: some minutes)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed in the place of five: a first look, without ranges of ranks",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=count,
+        default=_num_cores(),
+        metavar="N",
+        help="processes for simulated runs (default: one per core)",
+    )
+    parser.add_argument(
+        "--store",
+        action="store_true",
+        help="keep the results of policies that ship, in the installed package: for its authors",
+    )
+    add_output(parser, "--html", help="write a report to this HTML file")
+    add_output(parser, "--json", help="write all numbers to this JSON file")
+    return parser
+
+
+def _measure(
+    candidates: list[Candidate], seeds: Sequence[int], num_jobs: int, has_costs: bool
+) -> dict[str, Entry]:
+    """The scores of each policy, and what it costs; costs while nothing else runs here."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    jobs = min(num_jobs, len(candidates) * len(seeds))
+    try:
+        sizes = (len(load_workload(w, seed).requests) for w in WORKLOADS for seed in seeds)
+        with progress(len(candidates) * sum(sizes)) as report:
+            scores = run_standard(candidates, seeds, jobs, report)
+        configs = [candidate.config for candidate in candidates]
+        costs = measure_costs(configs) if has_costs else [None] * len(configs)
+    finally:
+        gc.set_threshold(*thresholds)
+    return {
+        candidate.name: Entry(code_digest(candidate.name), of_policy, cost)
+        for candidate, of_policy, cost in zip(candidates, scores, costs, strict=True)
+    }
+
+
+def _num_cores() -> int:
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

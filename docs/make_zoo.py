@@ -1,0 +1,25 @@
+"""Writes zoo.md and zoo.svg from the stored results of the zoo.
+
+python -m aioserve zoo zoo.NAME --store   # measures one policy and keeps its results
+python docs/make_zoo.py
+"""
+
+from pathlib import Path
+
+from aioserve.lab.zoo.chart import draw
+from aioserve.lab.zoo.gallery import render
+from aioserve.lab.zoo.standing import leaderboard
+from aioserve.lab.zoo.stored import read_results
+
+HERE = Path(__file__).parent
+
+
+def pages() -> dict[str, str]:
+    """By name, what the files should hold."""
+    results = read_results()
+    return {"zoo.md": render(results), "zoo.svg": draw(leaderboard(results))}
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (HERE / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,92 @@
+"""`zoo` runs a policy on the standard workloads, and says where it stands among those stored."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioserve.cli import main
+from aioserve.lab.simulation.run import simulate
+from aioserve.lab.zoo import commands
+from aioserve.lab.zoo.cost import measure_costs
+from aioserve.lab.zoo.measures import MEASURES, key, measure_run, run_standard
+from aioserve.lab.zoo.standard import (
+    DIGEST,
+    SEEDS,
+    WORKLOADS,
+    load_policies,
+    load_workload,
+    policy_names,
+    prepared,
+)
+
+ROOT = Path(__file__).parents[3]
+MINE = f"{ROOT}/examples/recipes/shortest_predicted.py:ShortestPredictedScheduler"
+
+
+@pytest.fixture
+def cheap_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tenth of the requests that wait."""
+    monkeypatch.setattr(commands, "measure_costs", lambda configs: measure_costs(configs, 1000))
+
+
+@pytest.mark.usefixtures("cheap_costs")
+def test_a_policy_of_a_file_is_ranked_among_all_that_ship(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    html, data = tmp_path / "mine.html", tmp_path / "mine.json"
+    assert (
+        main(["zoo", MINE, "--quick", "--jobs", "1", "--html", str(html), "--json", str(data)]) == 0
+    )
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    names = [*policy_names(), "ShortestPredictedScheduler"]
+    assert lines[0].startswith(f"zoo-1 ({DIGEST}), 1 seed")
+    board = [line.split() for line in lines[2 : 2 + len(names)]]
+    assert sorted(cells[1] for cells in board) == sorted(names)
+    place = [cells[1] for cells in board].index("ShortestPredictedScheduler") + 1
+    assert f"\nShortestPredictedScheduler: rank {place} of {len(names)}, " in out
+    found: dict[str, Any] = json.loads(data.read_text())
+    assert found["digest"] == DIGEST
+    mine = found["policies"]["ShortestPredictedScheduler"]
+    assert mine["ranks"]["chat"]["in_time"]["of"] == len(names)
+    assert mine["cost"]["waiting"] >= 900
+    assert list(mine["scores"]) == list(WORKLOADS)
+    page = html.read_text()
+    assert "ShortestPredictedScheduler" in page
+    assert page.count("<svg") == 1
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_what_an_engine_measures_is_what_is_stored_of_it() -> None:
+    """The zoo simulates by the quick way of fleets; the engine itself gives the same."""
+    [candidate] = load_policies(["fcfs"])
+    workload = load_workload("tenants", SEEDS[0])
+    by_engine = measure_run(simulate(prepared(candidate, workload).config, workload), workload)
+    [scores] = run_standard([candidate], SEEDS[:1], workloads=["tenants"])
+    assert by_engine.keys() == {key(row) for row in MEASURES}
+    for measure, value in by_engine.items():
+        if not math.isnan(value):  # the engine does not count for how long it was busy
+            assert scores["tenants"][measure] == [value], measure
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["zoo.srtp"], "unknown config 'zoo.srtp' (did you mean 'zoo.srpt'?)"),
+        ([MINE, "--store"], "--store keeps results of policies that ship, with every seed"),
+        (["fcfs", "--quick", "--store"], "--store keeps results of policies that ship"),
+        (["fcfs", "--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_the_work(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: Any = main(["zoo", *words])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Ranks count who is better on average, and their ranges leave to chance what it can explain."""
+
+import math
+
+import pytest
+
+from aioserve.lab.zoo.cost import Cost
+from aioserve.lab.zoo.measures import IN_TIME, MEASURES, Scores, key
+from aioserve.lab.zoo.standard import WORKLOADS
+from aioserve.lab.zoo.standing import OVERALL, leaderboard, rank_of
+from aioserve.lab.zoo.stored import Entry, Results
+from aioserve.lab.zoo.words import against_in_words, render_board, render_policy
+
+TTFT = next(row for row in MEASURES if row.label == "TTFT mean, ms")
+BUSY = next(row for row in MEASURES if row.label == "busy, %")
+
+
+def scores(in_time: list[float], ttft: list[float]) -> Scores:
+    """The same on every workload; all other measures are undefined."""
+    undefined = {key(row): [math.nan] * len(in_time) for row in MEASURES}
+    return {w: {**undefined, "in_time": in_time, "ttft.mean": ttft} for w in WORKLOADS}
+
+
+def results(**policies: Scores) -> Results:
+    cost = Cost(1234.0, 1000, 10_000, 600.0, "a machine")
+    return Results(policies={name: Entry("", of, cost) for name, of in policies.items()})
+
+
+FIVE = results(
+    best=scores([0.91, 0.81, 0.95, 0.88, 0.90], [1.0, 2.0, 1.5, 1.2, 1.0]),
+    # On every seed less than the best by about as much: seeds differ more than policies do.
+    second=scores([0.86, 0.77, 0.90, 0.82, 0.85], [0.5, 1.0, 0.7, 0.6, 0.5]),
+    noisy=scores([0.95, 0.60, 0.99, 0.70, 0.95], [0.9, 2.5, 1.2, 1.5, 0.8]),
+    worst=scores([0.20, 0.10, 0.30, 0.20, 0.15], [9.0, 9.5, 9.2, 9.1, 9.3]),
+)
+
+
+def test_a_policy_that_is_better_on_every_seed_is_surely_ahead_and_a_noisy_one_is_not() -> None:
+    board = {standing.name: standing.overall for standing in leaderboard(FIVE)}
+    assert list(board) == ["best", "second", "noisy", "worst"]
+    assert (board["best"].rank, board["best"].best, board["best"].worst) == (1, 1, 2)
+    assert (board["second"].rank, board["second"].best, board["second"].worst) == (2, 2, 3)
+    assert (board["noisy"].rank, board["noisy"].best, board["noisy"].worst) == (3, 1, 3)
+    assert str(board["worst"]) == "4"
+    assert board["best"].value == pytest.approx(0.89)
+    assert against_in_words(FIVE, "best") == [
+        "better than: second, worst",
+        "not told apart from: noisy",
+    ]
+
+
+def test_less_time_to_first_token_is_better_and_what_is_neither_has_no_rank() -> None:
+    ranks = {name: rank_of(FIVE, name, "chat", TTFT) for name in FIVE.policies}
+    assert {name: rank.rank for name, rank in ranks.items() if rank} == {
+        **{"second": 1, "best": 2, "noisy": 3, "worst": 4}
+    }
+    assert rank_of(FIVE, "best", "chat", BUSY) is None
+    assert rank_of(FIVE, "best", "chat", next(r for r in MEASURES if r.measure == "gap")) is None
+
+
+def test_equal_policies_share_the_better_place() -> None:
+    same = results(a=scores([0.5, 0.6], [1, 1]), b=scores([0.5, 0.6], [1, 1]))
+    assert [str(standing.overall) for standing in leaderboard(same)] == ["1 (1 to 2)"] * 2
+
+
+def test_of_one_seed_there_are_ranks_without_ranges() -> None:
+    one = FIVE.only(1)
+    overall = {standing.name: standing.overall for standing in leaderboard(one)}
+    assert {name: str(rank) for name, rank in overall.items()} == {
+        **{"noisy": "1", "best": "2", "second": "3", "worst": "4"}
+    }
+    assert "1 seed, so that ranks have no ranges" in render_board(one)
+
+
+def test_the_board_and_a_policy_are_told_in_lines_of_their_numbers() -> None:
+    lines = render_board(FIVE).splitlines()
+    assert lines[2].split() == [
+        *("1", "(1", "to", "2)", "best"),
+        *["89.0"] * (len(WORKLOADS) + 1),
+        "1,234",
+    ]
+    text = render_policy(FIVE, "second")
+    assert text.startswith("second: rank 2 (2 to 3) of 4, 84.0% in time over all workloads\n")
+    assert (
+        "1,234 microseconds of CPU per schedule() with 1,000 running and 10,000 waiting, 2.1 "
+        in text
+    )
+    [row] = [line for line in text.splitlines() if line.startswith("TTFT mean, ms")]
+    assert row.split()[3:5] == ["660.0", "(1)"]
+    assert "gap p99" not in text  # undefined everywhere
+    assert OVERALL not in WORKLOADS
+    assert IN_TIME.good == 1
