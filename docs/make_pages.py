@@ -82,8 +82,8 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "memory"),
-            *("paused_requests", "pin", "unpin", "retain", "wake_at", "reorder", "reorder_all"),
-            "num_steps",
+            *("paused_requests", "estimate_offload", "pin", "unpin", "retain", "wake_at"),
+            *("reorder", "reorder_all", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
             *("max_draft_tokens", "step_time", "predicted_tokens"),
         ],
@@ -111,7 +111,10 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     (
         "The cache: `self.kv_cache`, a `KVCacheManager`",
         KVCacheManager,
-        ["block_size", "num_slots", "estimate_cached_tokens", "estimate_lost_tokens", "refresh"],
+        [
+            *("block_size", "num_slots", "estimate_cached_tokens", "estimate_lost_tokens"),
+            *("get_external_prefix", "refresh"),
+        ],
     ),
     ("The memory: `self.memory`, a `Memory`", Memory, None),
     ("The memory to come: a `PeakMemory`", PeakMemory, None),

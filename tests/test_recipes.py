@@ -289,3 +289,28 @@ def test_drafts_are_asked_for_behind_tokens_that_the_model_was_sure_of() -> None
         assert step.draft_lengths == ({} if is_sure else {"a": 0})
         seen.add(is_sure)
     assert seen == {True, False}
+
+
+def test_a_long_served_request_gives_its_seat_to_a_newcomer_and_its_blocks_go_to_host_memory() -> (
+    None
+):
+    options = {"quantum": 16, "reserve": 0.5}
+    limits: dict[str, Any] = {"max_num_seqs": 1, "num_blocks": 16, "num_host_slots": 40}
+    harness = SchedulerHarness(
+        policy("swapped_levels"), options=options, kv_connector="memory", **limits
+    )
+    long = harness.add_request("long", [1] * 30, max_tokens=20)
+    for _ in range(6):
+        harness.step()
+    harness.add_request("short", [2] * 9, max_tokens=12)
+    harness.run_until_idle()
+    assert order_of_first_tokens(harness) == ["long", "short"]
+    assert list(harness.finished) == ["long", "short"]
+    assert long.num_preemptions == 1
+    (resumed,) = [
+        data
+        for step in harness.steps[1:]
+        for data in step.scheduled_new_reqs
+        if data.request_id == "long"
+    ]
+    assert resumed.num_computed_tokens == 32  # all but what is behind its last whole block

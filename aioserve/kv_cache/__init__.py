@@ -7,9 +7,11 @@ from aioserve.kv_cache.connector import (
     KVConnectorBase,
     KVConnectorMetadata,
     KVConnectorStats,
+    OffloadPrice,
 )
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.kv_cache.manager import KVCacheManager
+from aioserve.kv_cache.offload import offload_price
 from aioserve.kv_cache.resources import make_limits, make_resources
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.kv_cache.resources.encoder import EncoderLimits
@@ -31,6 +33,7 @@ __all__ = [
     "KVConnectorMetadata",
     "KVConnectorStats",
     "KVEvent",
+    "OffloadPrice",
     "Resource",
     "Retention",
     "StatePool",
@@ -41,4 +44,5 @@ __all__ = [
     "WindowSpec",
     "make_limits",
     "make_resources",
+    "offload_price",
 ]

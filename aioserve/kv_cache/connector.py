@@ -48,6 +48,15 @@ class ExternalPrefix(NamedTuple):
     compute_seconds: float  # to compute it instead; 0: not known yet
 
 
+class OffloadPrice(NamedTuple):
+    """What of a request can be kept in host memory, and what that costs."""
+
+    num_tokens: int  # that would be kept, in whole blocks; 0: it cannot be offloaded now
+    save_seconds: float  # to copy what is not there yet
+    load_seconds: float  # to copy all of it back
+    compute_seconds: float  # to compute it again in place of that; 0: not known yet
+
+
 class BlockNotes:
     """What the block pool notes for a connector: contents by hash, with their block. The connector
     takes them. None: of no interest.
@@ -107,6 +116,22 @@ class KVConnectorBase(ABC):
     @abstractmethod
     def get_external_prefix(self, request: Request, num_computed_tokens: int) -> ExternalPrefix:
         """The same with its price, also if it is cheaper to compute."""
+
+    def get_offload_price(self, request: Request, num_blocks: int) -> OffloadPrice:
+        """What it costs to keep the first blocks of a request, whose hashes are known; all or
+        nothing. Changes nothing. By default a connector cannot.
+        """
+        return OffloadPrice(0, 0.0, 0.0, 0.0)
+
+    def keep(self, request: Request, num_blocks: int) -> None:
+        """Keep the content of the request's first blocks, which have their price, until it is
+        admitted or finished; what is not there is saved in this step. It is loaded in any case.
+        """
+        raise NotImplementedError
+
+    def keeps(self, request: Request) -> bool:
+        """Whether blocks of the request are kept for it until it is admitted or finished."""
+        return False
 
     @abstractmethod
     def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:

@@ -253,7 +253,9 @@ class KVCacheManager:
         return sum(find(request, num_computed_tokens) for find in self._loadables)
 
     def get_external_prefix(self, request: Request) -> ExternalPrefix:
-        """What could be loaded behind the cached prefix, were it admitted now, and its price."""
+        """What a KV connector could load behind the cached prefix, were the request admitted now:
+        `num_tokens`, and the `load_seconds` and `compute_seconds` that they cost; 0: not known.
+        """
         num_cached = len(self.get_computed_blocks(request)) * self.block_size
         if self.connector is None or not (
             self.enable_prefix_caching and request.takes_cached_prefix

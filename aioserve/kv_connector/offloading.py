@@ -17,6 +17,7 @@ from aioserve.kv_cache import (
     KVConnectorBase,
     KVConnectorMetadata,
     KVConnectorStats,
+    OffloadPrice,
 )
 from aioserve.kv_connector.interface import BlockStore, KVConnectorWorker
 from aioserve.request import Request
@@ -65,13 +66,15 @@ class OffloadingConnector(KVConnectorBase):
         self._block_size = block_size
         self._store = store
         self._loads = role != "producer"
+        self._offloads = role == "both"
         self._open = _Transfers()  # of the step that is being planned
         self._planned: deque[tuple[int, _Transfers]] = deque()  # not back yet
         #: Requests that wait for a read: its first block, and what calls the time limit off.
         self._waiting: dict[Request, tuple[int, Callable[[], None]]] = {}
         self._late: set[Request] = set()  # given up; while there are some, the store is not asked
         self._ready: dict[Request, None] = {}  # need wait no longer
-        self._staged: dict[Request, list[int]] = {}  # slots that were read for them
+        self._staged: dict[Request, list[int]] = {}  # slots that were read for them, or are kept
+        self._kept: set[Request] = set()  # requests that were offloaded: they are loaded
         self._worth: dict[Request, bool] = {}  # whether loading is, as of the first admission
         self._num_passed = 0
         self._num_timeouts = 0
@@ -110,8 +113,8 @@ class OffloadingConnector(KVConnectorBase):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         num_tokens, *price = self.get_external_prefix(request, num_computed_tokens)
-        if not num_tokens:
-            return 0
+        if not num_tokens or request in self._kept:
+            return num_tokens
         if request not in self._worth:  # asked in every step, decided once
             self._worth[request] = self._is_worth(num_tokens, *price)
         return num_tokens if self._worth[request] else 0
@@ -121,11 +124,43 @@ class OffloadingConnector(KVConnectorBase):
             return ExternalPrefix(0, 0.0, 0.0)
         first = num_computed_tokens // self._block_size
         num_blocks = self._end_in_slots(request, first) - first
-        worker = self._worker
-        seconds = worker.load_seconds / max(worker.num_loaded, 1) * num_blocks
         return ExternalPrefix(
-            num_blocks * self._block_size, seconds, self._compute_seconds(num_blocks)
+            num_blocks * self._block_size,
+            self._copy_seconds(num_blocks),
+            self._compute_seconds(num_blocks),
         )
+
+    def get_offload_price(self, request: Request, num_blocks: int) -> OffloadPrice:
+        slots = [self.slots.lookup(h) for h in request.block_hashes[:num_blocks]]
+        num_missing = slots.count(None)
+        num_taken = sum(slot is None or not self.slots.ref_counts[slot] for slot in slots)
+        loading = {block_id for _, block_id in self._open.loads}  # nothing is in these yet
+        is_there = loading.isdisjoint(request.block_ids)
+        if not self._offloads or not is_there or num_taken > self.slots.num_free_blocks:
+            num_blocks = num_missing = 0
+        return OffloadPrice(
+            num_blocks * self._block_size,
+            self._copy_seconds(num_missing),
+            self._copy_seconds(num_blocks),
+            self._compute_seconds(num_blocks),
+        )
+
+    def keep(self, request: Request, num_blocks: int) -> None:
+        self._unstage(request)
+        hashes = request.block_hashes[:num_blocks]
+        self.slots.touch(slot for h in hashes if (slot := self.slots.lookup(h)) is not None)
+        missing = {
+            block_hash: block_id
+            for block_hash, block_id in zip(hashes, request.block_ids, strict=False)
+            if self.slots.lookup(block_hash) is None
+        }
+        self._save(missing)
+        self.slots.touch(self._open.saves[block_hash][1] for block_hash in missing)
+        self._staged[request] = [slot for h in hashes if (slot := self.slots.lookup(h)) is not None]
+        self._kept.add(request)
+
+    def keeps(self, request: Request) -> bool:
+        return request in self._kept
 
     def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
         end = request.num_computed_tokens // self._block_size
@@ -316,10 +351,16 @@ class OffloadingConnector(KVConnectorBase):
         self.wake()
 
     def _unstage(self, request: Request) -> None:
+        self._kept.discard(request)
         if slots := self._staged.pop(request, None):
             self.slots.free(reversed(slots))
 
     # Prices.
+
+    def _copy_seconds(self, num_blocks: int) -> float:
+        """As loads have taken so far: a copy out takes about as long."""
+        worker = self._worker
+        return worker.load_seconds / max(worker.num_loaded, 1) * num_blocks
 
     def _is_worth(self, num_tokens: int, load_seconds: float, compute_seconds: float) -> bool:
         """Whether loading is quicker, as far as is known; now and then also if it is not."""

@@ -24,9 +24,9 @@ from aioserve.scheduler.hearing import Hearing
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
 from aioserve.scheduler.memory import Memory
+from aioserve.scheduler.offloading import Offloading, drop_prefetched
 from aioserve.scheduler.options import PolicyOptions, make_options
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.pausing import Pausing
 from aioserve.scheduler.queue import RequestQueue, by_user
 from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.reordering import Reordering
@@ -45,7 +45,7 @@ _NONE: dict[str, Rejection] = {}  # never changed
 
 
 class BaseScheduler(
-    Reordering, Retaining, Waking, Drafting, RowReading, Hearing, Gauging, Pausing, Sleeping
+    Reordering, Retaining, Waking, Drafting, RowReading, Hearing, Gauging, Sleeping, Offloading
 ):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
@@ -290,6 +290,7 @@ class BaseScheduler(
 
     def discard_step(self, last_step_id: int) -> list[str]:
         touched = self.book.discard_step(last_step_id)
+        drop_prefetched(self.book)
         if not touched:
             return []
         ids = [request.request_id for request in touched]
@@ -317,6 +318,8 @@ class BaseScheduler(
                 f"policy {type(self).__name__}: finish_requests() was called while a step is under "
                 "construction: schedule() plans, and the engine ends requests"
             )
+        if finished_status is RequestStatus.FINISHED_ERROR:
+            drop_prefetched(self.book)
         return self.book.finish_requests(request_ids, finished_status)
 
     def get_num_unfinished_requests(self) -> int:

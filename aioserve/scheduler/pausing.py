@@ -6,7 +6,8 @@ short. (Andes, Liu et al., 2024, and TokenFlow, Chen et al., 2025, pause request
 behind.) Knows what a step has given to whom; when to pause, the policy knows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 
@@ -63,6 +64,11 @@ class PausingStep(OpenStep):
         """As `Step` does."""
         raise NotImplementedError
 
+    def _find_place(
+        self, request: Request, max_tokens: int | None, whole: bool, gone: Vacancy | None = None
+    ) -> Place:
+        raise NotImplementedError
+
     def pause(self, request: Request) -> bool:
         """Let a running request step aside: it gives up its seat, keeps its KV blocks, and goes on
         from there when `admit` takes it again. Until then it is in `waiting` and `paused_requests`.
@@ -91,7 +97,7 @@ class PausingStep(OpenStep):
         request.num_cached_blocks = min(request.num_cached_blocks, num_full)
         for resource in self._kv_cache.resources:
             resource.pause(request)
-        self._book.paused[request] = None
+        self._book.paused[request] = False
         self._preempted.add(request)
         self.preempted_req_ids.append(request.request_id)
         return True
@@ -129,6 +135,10 @@ class PausingStep(OpenStep):
         requests, paused = self._book.requests, self._book.paused
         return [i for i in self.preempted_req_ids if requests.get(i) in paused]
 
+    def _drop_paused(self, request: Request) -> None:
+        drop_paused(self._book, request)
+        self._note_preempted(request)
+
     def _resume(self, request: Request, num_slots: int) -> None:
         """A paused request, of which there is room for `num_slots` tokens, runs again."""
         kv_cache = self._kv_cache
@@ -148,21 +158,32 @@ class PausingStep(OpenStep):
     def _make_room(
         self,
         request: Request,
-        place: Place,
+        max_tokens: int | None,
+        whole: bool,
         displacing: Iterable[Request],
-        find_place: Callable[[Vacancy | None], Place],
+        place: Place,
     ) -> Place:
         """The place of a waiting request that has to wait, once the paused requests and those of
         `displacing` have lost what it lacks: as few as are needed, and none if that does not help.
+        Before them leases end, if nothing runs.
         """
+        leases = self._kv_cache.leases
+        while place is WaitReason.BLOCKS and not self._book.running and leases.give_way():
+            place = self._find_place(request, max_tokens, whole)
+        if place is WaitReason.BLOCKS and leases.held and leases.num_held_blocks:
+            place = WaitReason.LEASES
+        if not isinstance(place, WaitReason):
+            return place
         if place in OF_STEP or not (displacing or place not in OF_RUNNING):
             return place
         paused = [r for r in self._book.paused if r is not request]
         paused.sort(key=_order_key, reverse=True)
         gone = Vacancy(self._kv_cache.pool, self._fresh_blocks, self._dependents)
-        for victim in gone.choose(chain(paused, displacing), lambda: find_place(gone)):
+        find = partial(self._find_place, request, max_tokens, whole)
+        victims = gone.choose(chain(paused, displacing), lambda: find(gone))
+        for victim in victims:
             self.preempt(victim)
-        return find_place(None)
+        return find() if victims else place
 
 
 _order_key = attrgetter("order_key")

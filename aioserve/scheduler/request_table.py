@@ -85,7 +85,7 @@ class RequestTable:
         self.requests: dict[str, Request] = {}  # all that are not finished, in order of arrival
         self.waiting = RequestQueue(group_by)
         self.running: list[Request] = []  # replaced, never shrunk in place
-        self.paused: dict[Request, None] = {}  # they wait, and hold blocks; in order of the pauses
+        self.paused: dict[Request, bool] = {}  # they wait and hold blocks; were these prefetched?
         #: Finished, but a step in flight may write their blocks. In order, as all that a plan may
         #: depend on: the same events give the same plan.
         self.ended: dict[Request, None] = {}

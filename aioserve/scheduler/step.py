@@ -4,19 +4,19 @@ Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Deci
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError
 from aioserve.kv_cache import Vacancy
 from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.offloading import OffloadingStep
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.scheduler.pausing import PausingStep, Place, drop_paused
+from aioserve.scheduler.pausing import Place
 from aioserve.scheduler.rejecting import RejectingStep
 from aioserve.scheduler.request_table import Order, RequestTable
 
 
-class Step(PausingStep, RejectingStep):
+class Step(OffloadingStep, RejectingStep):
     """Made by `BaseScheduler.new_step`, filled by the verbs, frozen by `output`.
 
     `token_budget` is what remains of this step, in tokens.
@@ -195,17 +195,11 @@ class Step(PausingStep, RejectingStep):
         if request.status is not RequestStatus.WAITING and book.in_flight.carries(request):
             return self.hold(request, WaitReason.IN_FLIGHT)  # its next token is on the way
         place = self._find_place(request, max_tokens, whole)
-        if self._kv_cache.leases.held:
-            leases = self._kv_cache.leases
-            while place is WaitReason.BLOCKS and not book.running and leases.give_way():
-                place = self._find_place(request, max_tokens, whole)
-            if place is WaitReason.BLOCKS and leases.num_held_blocks:
-                place = WaitReason.LEASES
-        if (displacing or book.paused) and isinstance(place, WaitReason):
-            find = partial(self._find_place, request, max_tokens, whole)
-            place = self._make_room(request, place, displacing, find)
         if isinstance(place, WaitReason):
-            return self.hold(request, place)
+            if displacing or book.paused or self._kv_cache.leases.held:
+                place = self._make_room(request, max_tokens, whole, displacing, place)
+            if isinstance(place, WaitReason):
+                return self.hold(request, place)
         computed_blocks, num_slots, num_external = place
         if request.status is RequestStatus.PAUSED:
             self._resume(request, num_slots)
@@ -228,15 +222,13 @@ class Step(PausingStep, RejectingStep):
         return 0
 
     def preempt(self, request: Request) -> None:
-        """Free the blocks of a running or paused request, refund its tokens of this step, put it
-        in line.
+        """Free the blocks of a running or paused request, refund its tokens of this step, queue it.
 
         It will be computed again from the start, less what the prefix cache still has. Raises
         `PolicyError` if `order` does; it runs on then.
         """
         if request.status is RequestStatus.PAUSED:
-            drop_paused(self._book, request)
-            self._note_preempted(request)
+            self._drop_paused(request)
         if request.status is not RequestStatus.RUNNING:
             return
         victims = {request: self._status_before(request)}

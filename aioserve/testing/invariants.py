@@ -28,6 +28,8 @@ def check(bench: Bench) -> None:
         _check_keys(bench, bench.scheduler)
         if bench.reads_gauges:
             checked_gauges(bench.scheduler)
+        paused = bench.scheduler.book.paused
+        bench.planned.note_prefetched(r for r, is_prefetched in paused.items() if is_prefetched)
         _check_blocks(bench)
         _check_leases(bench)
 

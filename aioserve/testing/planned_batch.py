@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from aioserve.config import SchedulerConfig
-from aioserve.request import RequestStatus
+from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.violation import ContractViolation
@@ -33,6 +33,7 @@ class PlannedBatch:
         """`budget` is the most tokens of a step."""
         self.rows: dict[str, Row] = {}
         self.paused: dict[str, Row] = {}  # not in the batch, but with all their blocks
+        self.prefetched: dict[str, Row] = {}  # the same; no step tells of these blocks
         self._config = config
         self._ledger = ledger
         self._num_blocks = num_blocks
@@ -84,9 +85,22 @@ class PlannedBatch:
     def preempt(self, request_ids: Iterable[str]) -> None:
         """These lost their rows and blocks."""
         for request_id in request_ids:
-            for rows in (self.rows, self.paused):
+            for rows in (self.rows, self.paused, self.prefetched):
                 if (row := rows.pop(request_id, None)) is not None:
                     row.is_preempted = True
+
+    def note_prefetched(self, requests: Iterable[Request]) -> None:
+        """These hold blocks that a connector has loaded, as the scheduler says. What stands in
+        them is seen when they run.
+        """
+        self.prefetched = {
+            request.request_id: Row(
+                self._ledger.lives[request.request_id],
+                request.block_ids.copy(),
+                num_computed=request.num_computed_tokens,
+            )
+            for request in requests
+        }
 
     def _take_out(self, output: SchedulerOutput, where: str) -> None:
         """Requests leave the batch: those that are paused keep their blocks."""
@@ -101,7 +115,7 @@ class PlannedBatch:
 
     def holders(self, in_flight: Collection[Row]) -> list[Row]:
         """Requests that hold blocks: unfinished ones, and ended ones that a step still has."""
-        rows = (*self.rows.values(), *self.paused.values())
+        rows = (*self.rows.values(), *self.paused.values(), *self.prefetched.values())
         holders = [row for row in rows if row.life.is_alive]
         holders += {row for row in in_flight if not (row.life.is_alive or row.is_preempted)}
         return holders
@@ -193,7 +207,8 @@ class PlannedBatch:
                 yield request_id, block_id
         for data in output.scheduled_new_reqs:
             num_shared = data.num_computed_tokens // self._block_size
-            if (row := self.paused.get(data.request_id)) is not None:
+            row = self.paused.get(data.request_id) or self.prefetched.get(data.request_id)
+            if row is not None:
                 num_shared = len(row.block_ids)
             for block_id in data.block_ids[num_shared:]:
                 yield data.request_id, block_id
@@ -249,7 +264,8 @@ class PlannedBatch:
 
     def _check_resumed(self, data: NewRequestData, where: str) -> None:
         """Check that a request that was paused goes on where it stopped, with the same blocks."""
-        row = self.paused.pop(data.request_id, None)
+        prefetched = self.prefetched.pop(data.request_id, None)
+        row = self.paused.pop(data.request_id, prefetched)
         if row is None:
             return
         if data.block_ids[: len(row.block_ids)] != row.block_ids:

@@ -212,13 +212,17 @@ class PolicyRules:
     def test_what_another_policy_has_paused_goes_on(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        """It takes over when all requests that ran are paused, with few blocks beside theirs."""
+        """It takes over when all requests that ran are paused, with few blocks beside theirs, or
+        are in host memory.
+        """
         if not issubclass(subject.policy, BaseScheduler):
             return  # nothing else can be switched
-        for num_blocks in (14, 22):
+        for num_blocks, kv_connector in ((14, "none"), (22, "none"), (14, "memory")):
             with replace(subject, policy=PausesAll, options={}).harness(
                 pipeline_depth=pipeline_depth,
                 num_blocks=num_blocks,
+                kv_connector=kv_connector,
+                num_host_slots=40,
                 max_num_seqs=3,
                 max_num_batched_tokens=80,
                 max_model_len=40,
@@ -262,6 +266,29 @@ class PolicyRules:
                 stats = harness.connector and harness.connector.stats
                 if not num_refused and not (stats and stats.num_hit_tokens):
                     raise ContractViolation("what a connector has was computed again")
+
+    def test_what_a_policy_swaps_comes_back_whole(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Long replies in a pool for two, with host memory for all; some leave half-way."""
+        if not issubclass(subject.policy, BaseScheduler):
+            return  # nothing else has a connector
+        for num_blocks in (12, 17):
+            with subject.harness(
+                pipeline_depth=pipeline_depth,
+                num_blocks=num_blocks,
+                max_num_seqs=3,
+                max_model_len=44,
+                num_host_slots=120,
+                kv_connector="memory",
+            ) as harness:
+                for i in range(7):
+                    arrive(harness, f"r{i}", [i] * (5 + 5 * i % 17), max_tokens=22)
+                    harness.step()
+                for _ in range(9):
+                    harness.step()
+                harness.finish(["r1", "r4"])
+                harness.run_until_idle()
 
     def test_images_that_run_whole_are_not_split(
         self, subject: Subject, pipeline_depth: int

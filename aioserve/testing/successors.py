@@ -23,7 +23,7 @@ def sound_policies() -> tuple[type[BaseScheduler], ...]:
 
 
 class PausesAll(BaseScheduler):
-    """Order of arrival; every third step, each request that runs is paused."""
+    """Order of arrival; every third step, each request that runs is offloaded, else paused."""
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
@@ -31,7 +31,8 @@ class PausesAll(BaseScheduler):
             step.run(request)
         if step.step_id % 3 == 0:
             for request in self.running:
-                step.pause(request)
+                if not step.offload(request):
+                    step.pause(request)
         for request in self.waiting:
             if not step.admit(request):
                 break

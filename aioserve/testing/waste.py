@@ -28,10 +28,10 @@ class Waste:
         self, scheduler: BaseScheduler, output: SchedulerOutput, requests: Mapping[str, Request]
     ) -> None:
         """Check the step that was just planned; `requests` are those of its ids."""
-        names = set(output.preempted_req_ids) - set(
-            output.paused_req_ids
-        )  # those keep their blocks
-        preempted = [requests[name] for name in output.preempted_req_ids if name in names]
+        names = [n for n in output.preempted_req_ids if n not in output.paused_req_ids]
+        preempted = [requests[name] for name in names]  # the others keep their blocks
+        if (connector := scheduler.kv_cache.connector) is not None:  # offloaded ones find them
+            preempted = [request for request in preempted if not connector.keeps(request)]
         if preempted:
             self._check_preempted(scheduler, output, preempted)
         self._check_half_prompts(scheduler, output)

@@ -29,3 +29,19 @@ class PausesAtEveryTurn(BaseScheduler):
     def pause(self, step: Step, turn: int) -> None:
         for request in self.running[turn // 3 % 2 :: 2]:
             type(self).num_pauses += step.pause(request)
+
+
+class OffloadsAtEveryTurn(PausesAtEveryTurn):
+    """Half of those that run are offloaded, else paused; the first that waits is prefetched."""
+
+    num_offloads: ClassVar[int] = 0
+    num_prefetches: ClassVar[int] = 0
+
+    def pause(self, step: Step, turn: int) -> None:
+        for request in self.running[turn // 3 % 2 :: 2]:
+            if request.num_preemptions < 9 and step.offload(request):
+                type(self).num_offloads += 1
+            else:
+                step.pause(request)
+        for request in list(self.waiting)[-2:]:
+            type(self).num_prefetches += step.prefetch(request) > 0

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
@@ -24,6 +25,7 @@ from aioserve.errors import ConfigError, RequestFailedError
 from aioserve.kv_cache import KVConnectorStats
 from aioserve.kv_connector import BlockDirectory, OffloadingConnector
 from tests.adapters import make_adapter
+from tests.engine.pausing_policy import OffloadsAtEveryTurn
 from tests.models import make_model
 from tests.processes import PATIENCE
 from tests.runner.cuda.fake_device import FakeDevice
@@ -154,6 +156,38 @@ async def test_tokens_are_those_without_a_connector(
         assert scheduled.num_preemptions > 0
         text = engine.metrics.render().decode()
     assert f"aioserve_kv_connector_hit_tokens_total {stats_of(engine).num_hit_tokens:.1f}" in text
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "make_device"),
+    [
+        pytest.param("memory", lambda: None, id="memory"),
+        pytest.param("disk", lambda: None, id="disk"),
+        pytest.param("memory", make_device, id="memory-device"),
+    ],
+)
+async def test_a_policy_that_offloads_and_prefetches_changes_no_token(
+    base: Path,
+    expected: list[list[int]],
+    kind: str,
+    make_device: Callable[[], FakeDevice | None],
+    depth: int,
+    tmp_path: Path,
+) -> None:
+    before = OffloadsAtEveryTurn.num_offloads, OffloadsAtEveryTurn.num_prefetches
+    path = {"kv_connector_path": str(tmp_path)} if kind == "disk" else {}
+    config, device = settings(base, num_kv_blocks=30, kv_connector=kind, **path), make_device()
+    policy = f"{OffloadsAtEveryTurn.__module__}:{OffloadsAtEveryTurn.__name__}"
+    scheduler = SchedulerConfig(policy=policy, max_num_seqs=4, pipeline_depth=depth)
+    config = msgspec.structs.replace(config, scheduler=scheduler)
+    async with make_engine(config, device) as engine:
+        for _ in range(3):
+            assert await run_all(engine) == expected
+        stats = stats_of(engine)
+        assert stats.num_hit_tokens > 0
+    assert OffloadsAtEveryTurn.num_offloads > before[0] + 10
+    assert OffloadsAtEveryTurn.num_prefetches > before[1]
 
 
 @pytest.mark.parametrize("make_device", [lambda: None, make_device], ids=["cpu", "device"])

@@ -16,6 +16,7 @@ import msgspec
 from aioserve.kv_cache import StateSlots
 from aioserve.kv_cache.resources.adapters import AdapterSlots
 from aioserve.kv_cache.resources.encoder import EncoderOutputs
+from aioserve.kv_connector import OffloadingConnector
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
@@ -211,6 +212,84 @@ class RunsThePaused(PausesInTurn):
         if step.pause(request):
             force(request, status=RequestStatus.RUNNING)
             step.run(request)
+
+
+# Offload.
+
+
+class Swaps(SoundScheduler):
+    """Offloads half of the running requests every third step, and prefetches what comes back next.
+    Nothing is wrong with it.
+    """
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        if step.step_id % 3 == 0:
+            for request in self.running[::2]:
+                if request.num_preemptions < 5:
+                    self.set_aside(step, request)
+        if step.step_id % 3 == 2:
+            for request in list(self.waiting)[:1]:
+                self.bring_back(step, request)
+        else:
+            for request in self.waiting:
+                if not self.take_in(step, request):
+                    break
+        return step.output()
+
+    def set_aside(self, step: Step, request: Request) -> None:
+        step.offload(request)
+
+    def bring_back(self, step: Step, request: Request) -> None:
+        step.prefetch(request)
+
+    def take_in(self, step: Step, request: Request) -> int:
+        return step.admit(request)
+
+    @property
+    def connector(self) -> OffloadingConnector | None:
+        found = self.kv_cache.connector
+        return found if isinstance(found, OffloadingConnector) else None
+
+
+@caught_by(r"\w+ reads position \d+ in block \d+ and finds what")
+class OffloadsOthers(Swaps):
+    """Has the blocks copied that are beside those of the request."""
+
+    def set_aside(self, step: Step, request: Request) -> None:
+        if step.offload(request) and self.connector is not None:
+            saves = self.connector._open.saves
+            for block_hash, (block_id, slot) in saves.items():
+                saves[block_hash] = (block_id + 1) % self.kv_cache.pool.num_blocks, slot
+
+
+@caught_by(r"\w+ reads position \d+ in block \d+ and finds what")
+class PrefetchesNothing(Swaps):
+    """Says that blocks are back, and does not have them loaded."""
+
+    def bring_back(self, step: Step, request: Request) -> None:
+        if step.prefetch(request) and self.connector is not None:
+            self.connector._open.loads.clear()
+
+
+@caught_by(r"\d+ slots of host memory leaked")
+class KeepsSlotsForNobody(Swaps):
+    """Has the connector keep blocks of a request twice, and forgets the first time."""
+
+    def set_aside(self, step: Step, request: Request) -> None:
+        if step.offload(request) and self.connector is not None:
+            self.connector._staged.pop(request)
+
+
+@caught_by(r"reference counts of blocks|\d+ blocks are lost")
+class HoldsWhatFailed(Swaps):
+    """Trusts prefetched blocks whose step may have failed."""
+
+    def bring_back(self, step: Step, request: Request) -> None:
+        if step.prefetch(request):
+            self.book.paused[request] = False
 
 
 # Order.
