@@ -278,17 +278,21 @@ def test_a_prefix_stays_for_as_long_as_its_kind_comes_back(goes_on: bool, num_ca
     assert serve(20, "chat", "new").num_cached_tokens == 0
 
 
-def test_drafts_are_asked_for_behind_tokens_that_the_model_was_sure_of() -> None:
-    harness = SchedulerHarness(policy("confident_drafts"), drafter=lambda token_ids: [1, 1, 1])
-    request = harness.add_request("a", [5] * 4, max_tokens=40)
+def test_in_a_full_batch_drafts_are_made_behind_tokens_that_the_model_was_sure_of() -> None:
+    harness = SchedulerHarness(
+        policy("confident_drafts"), options={"free": 1}, drafter=lambda token_ids: [1, 1, 1]
+    )
+    harness.add_request("alone", [4] * 4, max_tokens=10)
+    harness.run_until_idle()
+    assert not any(step.draft_lengths for step in harness.steps)
+    requests = [harness.add_request(name, [5, i], max_tokens=40) for i, name in enumerate("ab")]
     seen = set()
-    while "a" not in harness.finished:
-        entropy = request.row_values.get("entropy")
+    while not {"a", "b"} & set(harness.finished):
+        unsure = {r.request_id: 0 for r in requests if r.row_values.get("entropy", 0.0) > 1.5}
         (step,) = harness.step()
-        is_sure = entropy is None or entropy <= 1.5
-        assert step.draft_lengths == ({} if is_sure else {"a": 0})
-        seen.add(is_sure)
-    assert seen == {True, False}
+        assert step.draft_lengths == unsure
+        seen.add(len(unsure))
+    assert seen == {0, 1, 2}
 
 
 def test_a_long_served_request_gives_its_seat_to_a_newcomer_and_its_blocks_go_to_host_memory() -> (

@@ -1,15 +1,16 @@
-"""Row values: tokens are guessed where the model is sure of itself, and nowhere else.
+"""Row values: in a full batch, tokens are guessed only where the model is sure of itself.
 
 The runner tells the entropy of the distribution that each newest token was drawn from. Where it is
-high, many tokens were about as likely, and guesses of what follows are seldom right; so none are
-made. A simple form of AdaEDL (Agrawal et al., 2024), which stops drafts by the entropy of the model
-that makes them.
+high, many tokens were about as likely, and guesses of what follows are right less often: once more
+than `free` requests run, and wrong guesses cost others time, none are made there. A simple form of
+AdaEDL (Agrawal et al., 2024), which stops drafts by the entropy of the model that makes them.
 """
 
 from aioserve.scheduler import (
     BaseScheduler,
     PolicyOptions,
     PositiveFloat,
+    PositiveInt,
     Request,
     SchedulerOutput,
 )
@@ -22,10 +23,11 @@ class ConfidentDraftsScheduler(BaseScheduler):
 
     class Options(PolicyOptions):
         sure: PositiveFloat = 1.5  # nats of entropy up to which tokens are guessed
+        free: PositiveInt = 4  # running requests up to which all guesses are welcome
 
     def draft_length(self, request: Request) -> int | None:
-        entropy = request.row_values.get("entropy")  # None: it has no token yet
-        if entropy is not None and entropy > self.options.sure:
+        entropy = request.row_values.get("entropy", 0.0)  # there is none before the first token
+        if len(self.running) > self.options.free and entropy > self.options.sure:
             return 0
         return None  # as many as pay
 
