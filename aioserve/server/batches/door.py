@@ -1,6 +1,7 @@
 """Where an application keeps the directory of batches, and what it says if there is none."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 from aiohttp import web
@@ -9,6 +10,8 @@ from aioserve.server.batches.directory import Disk
 from aioserve.server.batches.runner import Runner
 from aioserve.server.errors import UnknownBatchError
 from aioserve.server.keys import ENGINE
+
+logger = logging.getLogger(__name__)
 
 _DISK = web.AppKey("DISK", Disk)
 
@@ -22,8 +25,14 @@ def open_batches(app: web.Application, max_bytes: int) -> None:
         return
     disk = app[_DISK] = Disk(settings)
 
+    async def run_batches() -> None:
+        try:
+            await Runner(app, disk, max_bytes).run()
+        except Exception:  # what is kept can still be read
+            logger.exception("no batches run in this process any more")
+
     async def run(app: web.Application) -> AsyncIterator[None]:
-        running = asyncio.create_task(Runner(app, disk, max_bytes).run())
+        running = asyncio.create_task(run_batches())
         try:
             yield
         finally:

@@ -16,7 +16,8 @@ from aioserve.errors import UNREADABLE
 from aioserve.server.batches.protocol import BatchError, Line
 
 MAX_ERRORS = 100  # that are told of one input
-PIECE = 64  # lines in a row, and then a pause
+PIECE = 2**18  # bytes in a row, and then a pause; a line counts as LINE_BYTES more
+LINE_BYTES = 2**12
 PAUSE_SECONDS = 0.001
 
 _line = msgspec.json.Decoder(Line)
@@ -60,12 +61,14 @@ def look_through(path: Path, endpoint: str, *, max_lines: int, max_bytes: int) -
     limit of one of them. Empty lines are passed over.
     """
     lines = Lines(path)
-    offset = place = 0
+    offset = place = since_pause = 0
     with open(path, "rb") as file:
         while raw := file.readline(max_bytes + 1):
             place += 1
-            if place % PIECE == 0:
+            since_pause += len(raw) + LINE_BYTES
+            if since_pause >= PIECE:
                 time.sleep(PAUSE_SECONDS)
+                since_pause = 0
             if raw.strip():
                 error = _note(lines, raw, offset, endpoint, max_lines, max_bytes)
                 if error is not None:

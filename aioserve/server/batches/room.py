@@ -5,7 +5,6 @@ What blocks on the disk is for the threads of `Disk`.
 
 import contextlib
 import os
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -23,7 +22,8 @@ def usage(disk: Disk) -> Counter[str]:
         used[stored.owner] += max(stored.file.bytes, MIB)
     for batch_id in disk.batch_ids():
         folder = disk.folder(batch_id)
-        sizes = (_size(folder / name) for name in ("output", "errors"))
+        sizes = [_size(folder / name) for name in ("output", "errors")]
+        sizes.append(_size(folder / "input", of_its_own=True))
         used[disk.owner_of(batch_id)] += max(sum(sizes), MIB)
     for name in os.listdir(disk.incoming):
         used[INCOMING] += _size(disk.incoming / name)
@@ -50,9 +50,10 @@ async def check_room(disk: Disk, owner: str, more: int, of_these_here: int = 0) 
         )
 
 
-def sweep(disk: Disk) -> None:
-    """Delete what is older than it may be, and what an upload has left behind."""
-    now = time.time()
+def sweep(disk: Disk, now: float) -> None:
+    """Delete what is older than it may be, and what uploads and crashes have left behind; `now` is
+    in seconds since 1970.
+    """
     for stored in disk.all_files():
         if stored.file.expires_at <= now:
             disk.remove_file(stored.file.id)
@@ -65,14 +66,18 @@ def sweep(disk: Disk) -> None:
             remove_folder(disk.folder(batch_id))
         else:  # a crash may have left something
             disk.clear_batch(batch_id)
-    for path in disk.incoming.iterdir():
+    names = set(os.listdir(disk.files))
+    lost = [disk.files / n for n in names if not n.endswith(".json") and f"{n}.json" not in names]
+    for path in (*disk.incoming.iterdir(), *lost):
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime < now - DAY:
+            if path.stat().st_ctime < now - DAY:  # else it may be on its way
                 remove_folder(path) if path.is_dir() else path.unlink()
 
 
-def _size(path: Path) -> int:
+def _size(path: Path, *, of_its_own: bool = False) -> int:
+    """Bytes; 0 if it is not there or, where asked, if it has another name, by which it counts."""
     try:
-        return path.stat().st_size
+        found = path.stat()
     except FileNotFoundError:
         return 0
+    return 0 if of_its_own and found.st_nlink > 1 else found.st_size

@@ -150,7 +150,7 @@ class Runner:
                 work.log.is_full = is_full(self._disk, used, work.stored.owner)
 
     async def _sweep(self) -> None:
-        await self._disk.do(sweep, self._disk)
+        await self._disk.do(sweep, self._disk, time.time())
         self._ended &= set(await self._disk.do(self._disk.batch_ids))
 
     async def _run_line(

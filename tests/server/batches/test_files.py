@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 
 from aioserve.server.batches.directory import Disk
-from aioserve.server.batches.room import sweep
+from aioserve.server.batches.room import sweep, usage
 from tests.server.batches.asking import completions, config, create, serving, until
+from tests.server.serving import SIMULATED
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -194,7 +196,32 @@ async def test_a_file_that_has_expired_is_gone_and_then_deleted(tmp_path: Path) 
         assert [file async for file in client.files.list()] == []
     settings = config(tmp_path, batch_file_days=day).batches
     disk = Disk(settings)
-    sweep(disk)
+    sweep(disk, time.time())
+    assert list(disk.files.iterdir()) == []
+    disk.close()
+
+
+async def test_an_input_counts_although_its_client_deletes_it(tmp_path: Path) -> None:
+    slow = msgspec.structs.replace(SIMULATED.runner, step_base_ms=50)
+    base = msgspec.structs.replace(SIMULATED, runner=slow)
+    async with serving(tmp_path, base) as (_, client):
+        data = completions(200) + b"\n" * 3 * MIB
+        batch = await create(client, data)
+        disk = Disk(config(tmp_path).batches)
+        before = usage(disk)[""]
+        await client.files.delete(batch.input_file_id)
+        assert before - 2 * MIB < usage(disk)[""] <= before
+        disk.close()
+        await client.batches.cancel(batch.id)
+
+
+async def test_what_a_crash_has_left_among_files_is_deleted_in_time(tmp_path: Path) -> None:
+    disk = Disk(config(tmp_path).batches)
+    (disk.files / "file-x.json.abcd.new").touch()
+    (disk.files / "file-y").touch()
+    sweep(disk, time.time())  # they may be on their way
+    assert len(list(disk.files.iterdir())) == 2
+    sweep(disk, time.time() + 2 * 86_400)
     assert list(disk.files.iterdir()) == []
     disk.close()
 
@@ -205,6 +232,6 @@ async def test_a_batch_that_has_ended_long_ago_is_forgotten(tmp_path: Path) -> N
         await until(client, batch.id, "completed")
     for days, is_there in ((30.0, True), (1e-9, False)):
         disk = Disk(config(tmp_path, batch_file_days=days).batches)
-        sweep(disk)
+        sweep(disk, time.time())
         assert (disk.find_batch(batch.id) is not None) == is_there
         disk.close()
