@@ -93,7 +93,7 @@ class BlockPool:
                 self.num_free_blocks -= 1
             self.ref_counts[block_id] += 1
         if self._num_stale > self.num_blocks:  # so that they cost no more than blocks do
-            self.list_evictable(self._take_evictable())
+            self.evictable = deque(self._take_evictable())
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop one reference each. What is given first is evicted first."""

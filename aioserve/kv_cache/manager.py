@@ -192,8 +192,8 @@ class KVCacheManager:
     def refresh(self, request: Request, num_tokens: int) -> int:
         """Make the cached prefix of the request's first `num_tokens` tokens the last to be evicted.
 
-        For a prefix that will be asked for again. Takes no reference: if a running request needs
-        the block, it gets it. The request need not live. Returns the tokens that are cached.
+        Of those of its rank, if it has one. For a prefix that will be asked for again: if a running
+        request needs the block, it gets it. The request need not live. Returns the cached tokens.
         """
         block_ids = self.get_computed_blocks(request)[: num_tokens // self.block_size]
         self.pool.touch(block_ids)
