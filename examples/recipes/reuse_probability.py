@@ -39,7 +39,8 @@ class ReuseProbabilityScheduler(BaseScheduler):
 
     class Options(PolicyOptions):
         least: PositiveFloat = 0.1  # probability of a next turn, below which a prefix has no worth
-        sessions: PositiveInt = 10_000  # most conversations that are waited for
+        max_kinds: PositiveInt = 1000  # of requests that are told apart, the latest
+        max_sessions: PositiveInt = 10_000  # conversations that are waited for, the latest
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,7 +48,10 @@ class ReuseProbabilityScheduler(BaseScheduler):
         self.left: dict[object, tuple[Kind, float]] = {}  # by conversation: its last turn's end
 
     def kind(self, request: Request) -> Kind:
-        return self.kinds.setdefault(request.hints.get("type", request.user), Kind())
+        name = request.hints.get("type", request.user)
+        if name not in self.kinds and len(self.kinds) >= self.options.max_kinds:
+            del self.kinds[next(iter(self.kinds))]
+        return self.kinds.setdefault(name, Kind())
 
     def retention(self, request: Request) -> float:
         return self.clock() + self.kind(request).horizon(self.options.least)
@@ -70,5 +74,5 @@ class ReuseProbabilityScheduler(BaseScheduler):
         kind.ends += 1
         if "session" in request.hints:
             self.left[request.conversation] = kind, self.clock()
-        if len(self.left) > self.options.sessions:
+        if len(self.left) > self.options.max_sessions:
             del self.left[next(iter(self.left))]
