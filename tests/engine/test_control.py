@@ -334,6 +334,41 @@ async def test_other_weights_of_the_same_model_are_served(
         assert await whole_replies(engine) == before
 
 
+async def test_no_lease_outlives_a_sleep_or_the_weights_that_it_was_computed_by(
+    model: Path, other_weights: Path
+) -> None:
+    """Though the policy has pinned every prefix for a quarter of an hour."""
+    async with serving(of_model(other_weights)) as engine:
+        expected = await whole_replies(engine)
+    config = of_model(model)
+    scheduler = msgspec.structs.replace(
+        config.scheduler, policy="tests.scheduler.test_leases:PinsEnded"
+    )
+    async with serving(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
+
+        async def until_pinned() -> None:
+            """The policy hears of an end with the next step."""
+            await whole_replies(engine)
+            await whole_replies(engine)
+            assert num_leased(engine) > 0
+
+        await until_pinned()
+        await engine.sleep()
+        assert num_leased(engine) == 0
+        await engine.wake()
+        await until_pinned()
+        await engine.reload(str(other_weights))
+        assert num_leased(engine) == 0
+        assert await whole_replies(engine) == expected
+
+
+def num_leased(engine: AsyncEngine) -> int:
+    stats = engine.get_stats()
+    assert stats is not None
+    assert stats.num_leased_kv_blocks <= stats.num_used_kv_blocks
+    return stats.num_leased_kv_blocks
+
+
 async def test_requests_wait_for_other_weights_whatever_a_pause_before_said(
     model: Path, other_weights: Path
 ) -> None:

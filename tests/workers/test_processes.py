@@ -175,8 +175,10 @@ def test_a_worker_that_hangs_is_ended_and_comes_again():
 
 
 @pytest.mark.dist
-def test_a_worker_that_is_killed_takes_its_own_requests_along_and_comes_again():
-    with serving(*TWO) as (process, url), ThreadPoolExecutor(12) as threads:
+@pytest.mark.parametrize("policy", ["chunked_prefill", "tests.testing.pinning:PinsForMoments"])
+def test_a_worker_that_is_killed_takes_its_own_requests_along_and_comes_again(policy: str):
+    """Also where a policy has pinned their prefixes, for moments."""
+    with serving(*TWO, "--policy", policy) as (process, url), ThreadPoolExecutor(12) as threads:
         before = workers_of(process)
         has_begun = threading.Semaphore(0)
         streams = [threads.submit(read_stream, url, has_begun) for _ in range(12)]
