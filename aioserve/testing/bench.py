@@ -112,10 +112,8 @@ class Bench:
             self.connector = OffloadingConnector(worker, block_size, store=store)
         windows = None
         if window is not None:
-            windows = WindowSpec(window, 1, self.config.max_chunk(max_model_len), max_drafts=2)
-            longest = max_model_len - 1
-            least = windows.num_request_blocks(longest, longest, block_size)
-            windows = msgspec.structs.replace(windows, num_blocks=least + num_spare_window_blocks)
+            spec = WindowSpec(window, 1, self.config.max_chunk(max_model_len), max_drafts=2)
+            windows = _with_blocks(spec, max_model_len - 1, block_size, num_spare_window_blocks)
         self.kv_cache = KVCacheManager(
             num_blocks,
             block_size,
@@ -232,6 +230,12 @@ class Bench:
             f"{self.where}: no request was scheduled for {self.config.stall_timeout:g} s although "
             f"{list(self.ledger.alive)} wait"
         )
+
+
+def _with_blocks(spec: WindowSpec, longest: int, block_size: int, num_spare: int) -> WindowSpec:
+    """With blocks for one request of `longest` tokens, and some to spare."""
+    least = spec.num_request_blocks(longest, longest, block_size)
+    return msgspec.structs.replace(spec, num_blocks=least + num_spare)
 
 
 def _without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:

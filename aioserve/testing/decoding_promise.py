@@ -54,8 +54,8 @@ def check_keeps_decoding(
             )
         raise ContractViolation(
             f"step {number + 1}: {name} promises keeps_decoding, but where it was not asked for "
-            f"steps that only decode it plans {expected.num_tokens} instead of {plan.num_tokens}: "
-            "it has kept something of them"
+            f"steps that only decode it plans {_difference(expected, plan)}: it has kept something "
+            "of them"
         )
 
 
@@ -146,6 +146,12 @@ class _Run:
         if request is None or request.num_computed_tokens < request.num_tokens:
             return []
         return [0]
+
+
+def _difference(plan: _Plan, other: _Plan) -> str:
+    """The first of what differs, tokens before the rest."""
+    name = next(n for n in _Plan._fields if getattr(plan, n) != getattr(other, n))
+    return f"{name} {getattr(plan, name)} instead of {getattr(other, name)}"
 
 
 def _plan(output: SchedulerOutput) -> _Plan:
