@@ -29,7 +29,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_TIMEOUT = enum.auto()  # its deadline or --queue-timeout passed
     FINISHED_ERROR = enum.auto()  # by a failed step or policy
     FINISHED_REJECTED = enum.auto()  # by the policy, before it ran
-    PAUSED = -1  # ran, waits, and keeps its KV blocks; below the final ones, whose numbers are kept
+    # Logs hold the numbers of the others; what is final is FINISHED_STOPPED and above.
+    PAUSED = -1  # ran and stepped aside: it waits, and keeps its KV blocks
 
     @property
     def is_finished(self) -> bool:

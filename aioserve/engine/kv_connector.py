@@ -210,5 +210,10 @@ class KVConnectorMetrics(Collector):
             "aioserve_kv_connector_host_blocks", "Blocks in host memory", stats.num_host_blocks
         )
         yield GaugeMetricFamily(
+            "aioserve_kv_connector_kept_blocks",
+            "Of these, kept for requests that a policy has offloaded",
+            stats.num_kept_blocks,
+        )
+        yield GaugeMetricFamily(
             "aioserve_kv_connector_host_slots", "Room for blocks there", stats.num_host_slots
         )

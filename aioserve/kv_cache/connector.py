@@ -38,6 +38,7 @@ class KVConnectorStats(msgspec.Struct):
     read_seconds: float = 0.0  # from the first lookup until the blocks are in host memory
     num_host_blocks: int = 0  # in host memory now
     num_host_slots: int = 0
+    num_kept_blocks: int = 0  # of those in host memory, kept for requests that were offloaded
 
 
 class ExternalPrefix(NamedTuple):

@@ -228,6 +228,7 @@ class OffloadingConnector(KVConnectorBase):
         stats, worker, store = self.stats, self._worker, self._store
         stats.num_host_slots = worker.num_slots
         stats.num_host_blocks = self.slots.num_blocks - self.slots.num_unused_blocks
+        stats.num_kept_blocks = sum(len(self._staged[request]) for request in self._kept)
         stats.load_seconds = worker.load_seconds
         stats.num_bytes_loaded = worker.num_loaded * worker.block_bytes
         if store is not None:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from aioserve.kv_cache import OffloadPrice
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.base import BaseScheduler
@@ -37,6 +38,7 @@ __all__ = [
     "ModelRunnerOutput",
     "NewRequestData",
     "NonNegativeFloat",
+    "OffloadPrice",
     "OnlineStepTime",
     "PeakMemory",
     "PolicyOptions",

@@ -51,10 +51,11 @@ class OffloadingStep(PausingStep):
     def prefetch(self, request: Request) -> int:
         """Bring the KV blocks of a preempted request back into the cache before it is admitted.
 
-        What host memory has of it is loaded in this step, into free blocks alone, behind what the
-        cache still has. The request holds all this from now on as a paused request does: `admit`
-        lets it go on, and it is the first to give way. Returns the tokens that are there. 0: there
-        is no connector, nothing to hold or no room for it, or the request was not preempted.
+        What host memory has of it is loaded in this step, or in the next one that serves a request,
+        into free blocks alone, behind what the cache still has. The request holds all this from now
+        on as a paused request does: `admit` lets it go on, and it is the first to give way. Returns
+        the tokens that are there. 0: there is no connector, nothing to hold or no room for it, or
+        the request was not preempted.
         """
         book, kv_cache = self._book, self._kv_cache
         is_away = request.status is RequestStatus.PREEMPTED and request not in self._preempted

@@ -2,8 +2,8 @@
 
 A paused request waits in line like any other. It holds no seat, no row of the runner's batch and no
 adapter's place, and goes on where it stopped. Its blocks are what gives way first when memory runs
-short. (Andes, Liu et al., 2024, and TokenFlow, Chen et al., 2025, pause requests whose readers are
-behind.) Knows what a step has given to whom; when to pause, the policy knows.
+short. (Andes, Liu et al., 2024, and TokenFlow, Chen et al., 2025, pause requests that are ahead of
+their readers.) Knows what a step has given to which request; when to pause, the policy knows.
 """
 
 from collections.abc import Iterable

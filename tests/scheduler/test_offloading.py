@@ -197,12 +197,13 @@ def test_host_memory_is_kept_for_a_request_until_it_runs_or_has_left() -> None:
     assert connector is not None
     request, num_computed = displaced(found)
     assert connector.slots.num_used_blocks == num_computed // 4
+    assert connector.make_stats().num_kept_blocks == num_computed // 4
     found.add_request("c", [9] * 40, max_tokens=3)  # what it evicts does not displace that
     while "c" not in found.finished:
         found.step()
     assert connector.slots.num_used_blocks == num_computed // 4
     found.finish("a")
-    assert connector.slots.num_used_blocks == 0
+    assert connector.slots.num_used_blocks == connector.make_stats().num_kept_blocks == 0
     assert request.status is RequestStatus.FINISHED_ABORTED
     found.run_until_idle()
 
