@@ -56,7 +56,8 @@ setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": BuildWheel},
     packages=[
         *find_packages(include=["aioserve*"]),
-        *("aioserve.configs", "aioserve.policies", "aioserve.policies.zoo"),
+        *("aioserve.configs", "aioserve.policies"),
+        *("aioserve.policies.composed", "aioserve.policies.zoo"),
     ],
     ext_modules=[
         *(

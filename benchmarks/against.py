@@ -164,9 +164,11 @@ def compare(
     num_starts: int,
     num_rounds: int,
     tolerance: float,
+    beside: Callable[[Any], Any] = lambda case: case,
 ) -> Iterator[Compared]:
-    """Each named case, given as plain data, in this checkout and in `other`. One that looks slower
-    by more than `tolerance` is started as often again before it is said.
+    """Each named case, given as plain data, in this checkout, and what `beside` makes of it in
+    `other`. One that looks slower by more than `tolerance` is started as often again before it is
+    said.
     """
     for name, case in cases:
         ratios: list[float] = []
@@ -174,16 +176,19 @@ def compare(
         while len(ratios) < num_starts or (
             len(ratios) < 2 * num_starts and statistics.median(ratios) > 1 + tolerance
         ):
-            ratio, is_same = _start(script, case, other, len(ratios), num_rounds)
+            pair = (case, beside(case))
+            ratio, is_same = _start(script, pair, other, len(ratios), num_rounds)
             ratios.append(ratio)
             is_same_work &= is_same
         yield Compared(name, statistics.median(ratios), min(ratios), max(ratios), is_same_work)
 
 
 def _start(
-    script: Path, case: Any, other: Path, number: int, num_rounds: int
+    script: Path, cases: tuple[Any, Any], other: Path, number: int, num_rounds: int
 ) -> tuple[float, bool]:
-    """This one's time to the other's in a start of both, and whether they did the same work."""
+    """This one's time to the other's in a start of both, and whether they did the same work;
+    `cases` are this one's and the other's.
+    """
     # Who is started first, and who goes first, changes from start to start.
     is_first = number % 2 == 1
     with ExitStack() as stack:
@@ -191,7 +196,7 @@ def _start(
             stack.enter_context(_Side(script, root))
             for root in ((ROOT, other) if is_first else (other, ROOT))
         ]
-        for side in sides:
+        for side, case in zip(sides, cases if is_first else cases[::-1], strict=True):
             side.tell(case=case)
         for side in sides:
             side.hear()

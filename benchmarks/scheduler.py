@@ -2,6 +2,7 @@
 
     python benchmarks/scheduler.py [--policy fcfs ...] [--case steady ...] [--waiting 0 10000]
     python benchmarks/scheduler.py --against HEAD~5    # or a directory: ratios, in turns
+    python benchmarks/scheduler.py --policy configs/composed.yaml --beside fair    # so, too
 
 `steady`: decodes alone. `churn`: every step some end and as many come. `bursts`: twice as many as
 there are seats come at once to a pool that has room for half of the seats, so that some are
@@ -49,7 +50,7 @@ FEW_USERS, MANY_USERS = 100, 10_000
 
 
 class Case(NamedTuple):
-    """What is measured."""
+    """What is measured. A policy is given by name, or by a YAML file that has options of it."""
 
     policy: str
     kind: str
@@ -100,7 +101,10 @@ class SchedulerWork:
             "bursts": seats // 2 * -(-(PROMPT_TOKENS + LIFE) // BLOCK_SIZE),
         }[case.kind]
         num_blocks = max(num_blocks, -(-(PROMPT_TOKENS + 2 * LIFE) // BLOCK_SIZE))  # of the longest
-        options: dict[str, Any] = {}
+        policy, options = case.policy, dict[str, Any]()
+        if policy.endswith(".yaml"):
+            named = EngineConfig.load(policy).scheduler
+            policy, options = named.policy, named.options
         if case.policy == "chunked_prefill":
             options = {"chunk_size": max(512, 2 * seats)}  # all decodes, and some prompts
         elif case.policy == "mlfq" and case.kind == "steady":
@@ -111,7 +115,7 @@ class SchedulerWork:
             max_waiting_requests=3 * seats + case.waiting + 1,
             options=options,
         )
-        make_scheduler: Any = load_policy(case.policy)
+        make_scheduler: Any = load_policy(policy)
         scheduler: BaseScheduler = make_scheduler(
             config,
             KVCacheManager(num_blocks, BLOCK_SIZE),
@@ -360,6 +364,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--images", type=int, default=0, help="in every prompt (at most 20)")
     parser.add_argument("--against", metavar="REV_OR_DIR", help="compare with another checkout")
+    parser.add_argument(
+        "--beside", metavar="POLICY", help="compare with this policy, name or YAML file"
+    )
     parser.add_argument("--tolerance", type=float, default=0.03, help="by which one may be slower")
     parser.add_argument("--starts", type=int, default=5, help="of both sides, for each case")
     parser.add_argument("--rounds", type=int, default=20, help="of each start")
@@ -376,11 +383,11 @@ def main() -> int:
         for waiting in (args.waiting if kind != "engine" else [0])
         for users in args.users or usual_users(policy, waiting)
     ]
-    if args.against is None:
+    if args.against is None and args.beside is None:
         print_all(cases, args.steps)
         return 0
     named = [(case.name, list(case)) for case in cases]
-    with against.checkout(args.against) as other:
+    with against.checkout(args.against or str(against.ROOT)) as other:
         found = against.compare(
             Path(__file__).resolve(),
             named,
@@ -388,6 +395,7 @@ def main() -> int:
             num_starts=args.starts,
             num_rounds=args.rounds,
             tolerance=args.tolerance,
+            beside=lambda case: [args.beside or case[0], *case[1:]],
         )
         return against.report(found, args.tolerance)
 

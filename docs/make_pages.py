@@ -20,12 +20,16 @@ from aioserve.kv_cache import KVCacheManager, StatePool, WindowPool
 from aioserve.operations import OPERATOR_COMMANDS
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import (
+    AdmissionPart,
     BaseScheduler,
+    BudgetPart,
     Memory,
     OnlineStepTime,
+    OrderPart,
     PeakMemory,
     RequestQueue,
     Step,
+    VictimPart,
     hinted_flag,
     hinted_number,
     hinted_text,
@@ -103,6 +107,14 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     ),
     ("The step: `Step`", Step, None),
     ("A request: `Request`", Request, None),
+    ("A part of a composed policy, its order: `OrderPart`", OrderPart, None),
+    (
+        "A part, its budget: `BudgetPart`",
+        BudgetPart,
+        ["num_tokens", "max_requests", "for_prompts", "returned"],
+    ),
+    ("A part, its admission: `AdmissionPart`", AdmissionPart, ["begin", "ask"]),
+    ("A part, its victims: `VictimPart`", VictimPart, ["victim", "displaceable"]),
     (
         "The line: `self.waiting`, a `RequestQueue`",
         RequestQueue,
@@ -133,11 +145,13 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
 
 def catalogue() -> str:
     """The page `policies.md`."""
-    files = sorted((HERE.parent / "policies").glob("[!_]*.py"))
+    folder = HERE.parent / "policies"
+    files = [(path.stem, path) for path in folder.glob("[!_]*.py")]
+    files.append(("composed", folder / "composed/__init__.py"))
     parts, table = [], ["| policy | in a line |", "|---|---|"]
-    for file in files:
-        name, source = file.stem, file.read_text(encoding="utf-8")
-        policy = load_policy(name)
+    for name, file in sorted(files):
+        source = file.read_text(encoding="utf-8")
+        policy = load_policy(f"aioserve.policies.{name}")
         title, _, text = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")
         table.append(f"| [{name}](#{name}) | {_prose(policy.__doc__)} |")
         parts += [f"## {name}\n", f"**{_prose(title)}**\n", _prose(text) + "\n"]

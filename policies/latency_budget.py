@@ -13,6 +13,7 @@ from typing import Any
 
 from aioserve.scheduler import (
     BaseScheduler,
+    BudgetPart,
     EngineCoreOutputs,
     ModelRunnerOutput,
     PolicyOptions,
@@ -20,10 +21,46 @@ from aioserve.scheduler import (
     PositiveInt,
     Request,
     SchedulerOutput,
+    Step,
     load_policy,
 )
 
 INCREASE = 32  # prompt tokens by which the budget grows after a step in time, before the fit
+
+
+class LatencyBudget(BudgetPart):
+    """As many prompt tokens as keep a step with decodes within a time, predicted by `step_time`."""
+
+    uses_step_time = True
+
+    class Options(PolicyOptions):
+        target_itl: PositiveFloat = 0.05  # seconds that a step with decodes should take at most
+        min_prefill_tokens: PositiveInt = 16  # prompts get so much, whatever the decodes take
+
+    def __init__(self, policy: BaseScheduler, options: Any) -> None:
+        super().__init__(policy, options)
+        self.trial_budget = 8 * INCREASE  # of prompt tokens, until the fit stands
+
+    def for_prompts(self, step: Step, prompts: list[Request]) -> int:
+        num_decodes = len(step.requests)
+        if not num_decodes:
+            return self.policy.max_num_batched_tokens
+        budget, step_time = self.trial_budget, self.policy.step_time
+        if step_time.is_fitted:
+            num_context = sum(r.num_computed_tokens for r in step.requests + prompts)
+            target = self.options.target_itl
+            budget = step_time.max_prefill_tokens(target, num_decodes, num_context)
+        return max(budget, int(self.options.min_prefill_tokens))
+
+    def returned(self, output: SchedulerOutput) -> None:
+        if self.policy.step_time.last_seconds > self.options.target_itl:
+            self.trial_budget //= 2
+        elif output.total_num_scheduled_tokens > len(output.num_scheduled_tokens):
+            self.trial_budget += INCREASE  # only a step with prompt tokens says that more may do
+
+    def gauges(self) -> dict[str, float]:
+        """The budget for prompts until the fit stands, in tokens, and whether it does."""
+        return {"trial_budget": self.trial_budget, "is_fitted": self.policy.step_time.is_fitted}
 
 
 class LatencyBudgetScheduler(BaseScheduler):
@@ -32,16 +69,14 @@ class LatencyBudgetScheduler(BaseScheduler):
     admits_in_order = "all"
     uses_step_time = True
 
-    class Options(PolicyOptions):
-        target_itl: PositiveFloat = 0.05  # seconds that a step with decodes should take at most
-        min_prefill_tokens: PositiveInt = 16  # prompts get so much, whatever the decodes take
+    class Options(LatencyBudget.Options):
         order_by: str = "fcfs"  # policy whose order is used for prompts
 
     options: Options
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.trial_budget = 8 * INCREASE  # of prompt tokens, until the fit stands
+        self.budget = LatencyBudget(self, self.options)
 
     @classmethod
     def parse_options(cls, options: dict[str, Any]) -> PolicyOptions:
@@ -59,41 +94,25 @@ class LatencyBudgetScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
-        prefills = step.run_decodes()
-        num_decodes = len(step.requests)
-        num_context = sum(r.num_computed_tokens for r in step.requests + prefills)
-        budget = self.prefill_budget(num_decodes, num_context)
-        for request in sorted(prefills, key=lambda r: r.order_key):
-            budget -= step.run(request, budget)
+        prompts = step.run_decodes()
+        if not prompts and not self.waiting:
+            return step.output()
+        left = self.budget.for_prompts(step, prompts)
+        for request in sorted(prompts, key=lambda r: r.order_key):
+            left -= step.run(request, left)
         for request in self.waiting:
-            granted = step.admit(request, budget)
+            granted = step.admit(request, left)
             if not granted:
                 break
-            budget -= granted
+            left -= granted
         return step.output()
-
-    def prefill_budget(self, num_decodes: int, num_context: int) -> int:
-        """Prompt tokens for a step with this number of decodes and of context tokens read."""
-        if not num_decodes:
-            return self.max_num_batched_tokens
-        budget = self.trial_budget
-        if self.step_time.is_fitted:
-            target = self.options.target_itl
-            budget = self.step_time.max_prefill_tokens(target, num_decodes, num_context)
-        return max(budget, self.options.min_prefill_tokens)
-
-    def gauges(self) -> dict[str, float]:
-        """The budget for prompts until the fit stands, in tokens, and whether it does."""
-        return {"trial_budget": self.trial_budget, "is_fitted": self.step_time.is_fitted}
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.step_time.last_seconds > self.options.target_itl:
-            self.trial_budget //= 2
-        elif scheduler_output.total_num_scheduled_tokens > len(
-            scheduler_output.num_scheduled_tokens
-        ):
-            self.trial_budget += INCREASE  # only a step with prompt tokens says that more may do
+        self.budget.returned(scheduler_output)
         return outputs
+
+    def gauges(self) -> dict[str, float]:
+        return self.budget.gauges()

@@ -12,9 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 25_680
+CORE_LIMIT = 25_674
 
-#: Folders and files that a feature owns, below `aioserve`; `policies/zoo` is one besides.
+#: Folders and files that a feature owns, below `aioserve`; so are `policies/zoo` and
+#: `policies/composed`.
 PARTS = (
     *("child", "console", "decision_log", "kv_connector", "lab", "multimodal", "ray", "routing"),
     *("config/batches.py", "server/batches"),
@@ -69,7 +70,10 @@ PARTS = (
         "progress.py",
         "scheduler/descriptions.py",
         "scheduler/hinted.py",
+        "config/policy_files.py",
         "scheduler/option_fields.py",
+        "scheduler/part_loader.py",
+        "scheduler/parts.py",
         "scheduler/options.py",
         "scheduler/peak_memory.py",
         "scheduler/pooling.py",
@@ -142,7 +146,8 @@ def measure() -> dict[str, list[int]]:
             names = path.relative_to(ROOT).parts
             folder = "/".join(names[: 2 if top == "aioserve" and len(names) > 2 else 1])
             lines = _lines(path)
-            is_core = top in ("aioserve", "policies") and path not in parts and "zoo" not in names
+            is_core = top in ("aioserve", "policies") and path not in parts
+            is_core = is_core and names[1] not in ("composed", "zoo")
             for i, count in enumerate((1, lines, lines * is_core)):
                 counts[folder][i] += count
     return counts

@@ -11,8 +11,9 @@ from aioserve.config.adapters import AdapterConfig
 from aioserve.config.batches import BatchConfig
 from aioserve.config.cache import CacheConfig
 from aioserve.config.images import ImageConfig
-from aioserve.config.load import convert, find_policies, read_sections, set_value
+from aioserve.config.load import convert, read_sections, set_value
 from aioserve.config.model import ModelConfig
+from aioserve.config.policy_files import find_policies
 from aioserve.config.runner import RunnerConfig
 from aioserve.config.scheduler import SchedulerConfig
 from aioserve.config.section import Section

@@ -1,7 +1,5 @@
 """From a YAML file and dotted names to settings, with errors that name the place."""
 
-import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,23 +20,6 @@ def read_sections(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     return tree
-
-
-def find_policies(tree: dict[str, Any], path: Path, overridden: Collection[str]) -> None:
-    """Have the policies that are files of Python found from the working directory."""
-    for section, name in (("scheduler", "policy"), ("shadow", "shadow_policy")):
-        spec = tree.get(section, {}).get(name) or ""
-        match = re.fullmatch(r"(.+\.py)(:.*)?", spec)
-        if match is None or f"{section}.{name}" in overridden:
-            continue
-        beside, here = path.parent / match[1], Path(match[1])
-        if beside.is_file():
-            tree[section][name] = f"{beside}{match[2] or ''}"
-        elif not here.is_file():
-            raise ConfigError(
-                f"{path}: no file {here} to take a policy from: looked in {path.parent.absolute()} "
-                f"and in {Path.cwd()}"
-            )
 
 
 def set_value(tree: dict[str, Any], dotted: str, value: Any) -> None:

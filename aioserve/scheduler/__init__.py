@@ -14,6 +14,8 @@ from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
 from aioserve.scheduler.memory import Memory
 from aioserve.scheduler.options import PolicyOptions
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.scheduler.part_loader import read_part
+from aioserve.scheduler.parts import AdmissionPart, BudgetPart, OrderPart, Part, Verdict, VictimPart
 from aioserve.scheduler.peak_memory import PeakMemory
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.recompute_price import RecomputePrice
@@ -31,7 +33,9 @@ __all__ = [
     "FAILURES_UNTIL_FALLBACK",
     "FALLBACK_POLICY",
     "POLICY_API",
+    "AdmissionPart",
     "BaseScheduler",
+    "BudgetPart",
     "CachedRequestData",
     "EngineCoreOutputs",
     "Memory",
@@ -40,6 +44,8 @@ __all__ = [
     "NonNegativeFloat",
     "OffloadPrice",
     "OnlineStepTime",
+    "OrderPart",
+    "Part",
     "PeakMemory",
     "PolicyOptions",
     "PositiveFloat",
@@ -52,6 +58,8 @@ __all__ = [
     "SchedulerInterface",
     "SchedulerOutput",
     "Step",
+    "Verdict",
+    "VictimPart",
     "WaitReason",
     "available_policies",
     "hinted_flag",
@@ -59,4 +67,5 @@ __all__ = [
     "hinted_text",
     "load_policy",
     "make_successor",
+    "read_part",
 ]

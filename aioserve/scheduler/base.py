@@ -7,7 +7,6 @@ Knows nothing about text, tensors, tasks or threads.
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
-from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from aioserve.config import SchedulerConfig
@@ -27,7 +26,7 @@ from aioserve.scheduler.memory import Memory
 from aioserve.scheduler.offloading import Offloading, drop_prefetched
 from aioserve.scheduler.options import PolicyOptions, make_options
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.queue import RequestQueue, by_user
+from aioserve.scheduler.queue import RequestQueue, by_user, order_key
 from aioserve.scheduler.rejection import Rejection
 from aioserve.scheduler.reordering import Reordering
 from aioserve.scheduler.request_table import RequestTable
@@ -39,9 +38,6 @@ from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
 from aioserve.scheduler.victims import VICTIM_KEYS
 from aioserve.scheduler.wake_up import Waking
-
-order_key = attrgetter("order_key")
-_NONE: dict[str, Rejection] = {}  # never changed
 
 
 class BaseScheduler(
@@ -62,9 +58,9 @@ class BaseScheduler(
     #: A promise about `order` that the contract checks: no request is admitted while another with
     #: a smaller key waits, among "all" requests or those of one "user" or "group" (`group_by`).
     #: None: no promise.
-    admits_in_order: ClassVar[Literal["all", "user", "group"] | None] = None
+    admits_in_order: Literal["all", "user", "group"] | None = None
     #: True if the policy asks `step_time`: it then learns from every step.
-    uses_step_time: ClassVar[bool] = False
+    uses_step_time: bool = False
     #: A promise that the contract checks: while no request waits and every prompt is computed, a
     #: step gives each request one token, whatever the clock says, and changes nothing in the
     #: policy. `compare --fleet` then plans many such steps at once. A class that overrides
@@ -280,7 +276,7 @@ class BaseScheduler(
         return self.kv_cache.leases.next_due(self.book.timers.next_due())
 
     def take_rejections(self) -> dict[str, Rejection]:
-        return self.book.take_rejected() if self.book.rejected else _NONE
+        return self.book.take_rejected() if self.book.rejected else {}
 
     def expire_requests(self) -> list[str]:
         now = self.clock()

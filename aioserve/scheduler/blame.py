@@ -42,7 +42,15 @@ def _own_line(frames: list[tuple[FrameType, int]], policy: type) -> traceback.Fr
     files = {code.co_filename for code in methods}
     # The code that called the policy may stand in the same file.
     called = dropwhile(lambda frame: frame[0].f_code not in methods, frames)
-    own = [frame for frame in called if frame[0].f_code.co_filename in files]
+    own = [
+        frame
+        for frame in called
+        if frame[0].f_code.co_filename in files
+        or (
+            getattr(frame[0].f_locals.get("self"), "is_part_of_policy", False)
+            and not frame[0].f_globals.get("__name__", "").startswith("aioserve.scheduler")
+        )
+    ]
     return traceback.StackSummary.extract(iter(own[-1:]))[0] if own else None
 
 

@@ -35,7 +35,8 @@ def describe_options() -> dict[str, list[OptionField]]:
     for name, entry_point in available_policies().items():
         try:
             with _parsing:
-                found[name] = read_options(_source(entry_point).decode())
+                owner = entry_point.value.partition(":")[2]
+                found[name] = read_options(_source(entry_point).decode(), owner)
         except (ImportError, OSError, SyntaxError, ValueError):
             found[name] = []
     return found

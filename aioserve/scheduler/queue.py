@@ -12,7 +12,7 @@ from typing import Any
 from aioserve.errors import InvariantError
 from aioserve.request import Request
 
-_order_key = attrgetter("order_key")
+order_key = attrgetter("order_key")
 by_user: Callable[[Request], str] = attrgetter("user")
 
 
@@ -44,18 +44,18 @@ class RequestQueue:
         """In order, from the first request whose `order` is `key` or more: those before it cost
         nothing.
         """
-        yield from self._walk(bisect_left(self._requests, (key,), key=_order_key))
+        yield from self._walk(bisect_left(self._requests, (key,), key=order_key))
 
     def _walk(self, i: int) -> Iterator[Request]:
         version = self._version
         while i < len(self._requests):
             request = self._requests[i]
-            order_key = request.order_key
+            last = request.order_key
             yield request
             if self._version == version:
                 i += 1
             else:
-                i = bisect_right(self._requests, order_key, key=_order_key)
+                i = bisect_right(self._requests, last, key=order_key)
                 version = self._version
 
     def __contains__(self, request: Request) -> bool:
@@ -67,8 +67,8 @@ class RequestQueue:
             raise InvariantError(f"{request!r} waits already")
         group = self._group_by(request)
         own = self._groups.get(group, [])
-        place = bisect_right(self._requests, request.order_key, key=_order_key)
-        own_place = bisect_right(own, request.order_key, key=_order_key)
+        place = bisect_right(self._requests, request.order_key, key=order_key)
+        own_place = bisect_right(own, request.order_key, key=order_key)
         self._requests.insert(place, request)
         own.insert(own_place, request)
         if own_place == 0 and self._changed is not None:
@@ -120,7 +120,7 @@ class RequestQueue:
         """Put all in their places after the keys of these have changed. If comparing keys raises,
         nothing else has changed.
         """
-        requests, before = sorted(self._requests, key=_order_key), self._groups
+        requests, before = sorted(self._requests, key=order_key), self._groups
         members = self._members | {request: self._group_by(request) for request in changed}
         groups: dict[str, list[Request]] = {}
         for request in requests:
@@ -138,7 +138,7 @@ class RequestQueue:
 def _place(requests: list[Request], request: Request) -> int:
     """Where it stands; found the long way if its key says nothing, as NaN does."""
     with suppress(Exception):
-        i = bisect_left(requests, request.order_key, key=_order_key)
+        i = bisect_left(requests, request.order_key, key=order_key)
         if i < len(requests) and requests[i] is request:
             return i
     return requests.index(request)

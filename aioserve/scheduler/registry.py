@@ -40,7 +40,7 @@ def load_policy(spec: str) -> type[SchedulerInterface]:
     cannot be imported: then with the file and line of the error, which is the cause.
     """
     path, name = _parse(spec)
-    module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
+    module = import_named(path)
     policy = getattr(module, name, None) if name else _only_policy(module, path)
     if policy is None:
         known = [kind.__name__ for kind in _policies_in(module)]
@@ -105,6 +105,11 @@ def _only_policy(module: ModuleType, path: str) -> type[SchedulerInterface]:
             + ", ".join(f"{path}:{kind.__name__}" for kind in complete)
         )
     return complete[0]
+
+
+def import_named(path: str) -> ModuleType:
+    """A file, read anew each time, or a module. Raises `ConfigError` if it cannot be imported."""
+    return _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
 
 
 def _import_module(name: str) -> ModuleType:

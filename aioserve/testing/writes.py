@@ -26,7 +26,7 @@ class Writes:
 
     def __init__(self) -> None:
         self.request_type = _watched(Request, self._note_request)  # a `Request` that tells
-        self._step_type = _watched(Step, self._note_step)
+        self._step_types: dict[type[Step], type[Step]] = {}  # that tell, by those that do not
         self._found: list[str] = []
         self._scheduler: BaseScheduler | None = None
         self._fixed: dict[str, Any] = {}
@@ -42,7 +42,10 @@ class Writes:
 
         def watched_step(*args: Any, **kwargs: Any) -> Step:
             step = new_step(*args, **kwargs)
-            step.__class__ = self._step_type
+            kind = type(step)
+            if kind not in self._step_types:
+                self._step_types[kind] = _watched(kind, self._note_step)
+            step.__class__ = self._step_types[kind]
             return step
 
         scheduler.new_step = watched_step  # type: ignore[method-assign]

@@ -81,7 +81,7 @@ def test_memory_stays_bounded_however_many_clients_come_and_go() -> None:
     for i in range(3000):
         harness.add_request(f"r{i}", [i % 40, 1, 2], max_tokens=2, user=f"user-{i}")
         harness.step()
-    assert len(harness.scheduler.served) < 400  # type: ignore[attr-defined]
+    assert len(harness.scheduler.clients.counters) < 400  # type: ignore[attr-defined]
     harness.run_until_idle()
 
 
@@ -92,7 +92,7 @@ def test_leaving_does_not_cancel_a_debt() -> None:
     harness.add_request("large", list(range(50)), max_tokens=5, user="debtor")  # 58 tokens
     while "large" not in harness.finished:
         harness.step()
-    harness.scheduler.forget()  # type: ignore[attr-defined]
+    harness.scheduler.clients.forget()  # type: ignore[attr-defined]
     num_before = len(harness.finished)
     harness.add_request("again", [1], max_tokens=1, user="debtor")
     while "again" not in harness.finished:

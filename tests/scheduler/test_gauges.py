@@ -113,5 +113,5 @@ def test_looking_at_the_gauges_of_fair_gives_no_client_a_counter() -> None:
     scheduler = harness.scheduler
     assert isinstance(scheduler, FairScheduler)
     assert scheduler.read_gauges() == {"floor": 0.0, "clients": 0.0, "clients_waiting": 0.0}
-    assert not scheduler.served
+    assert not scheduler.clients.counters
     harness.run_until_idle()

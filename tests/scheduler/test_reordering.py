@@ -1,6 +1,7 @@
 """Keys that change: `order` asked again for many at once, on a period, and the queue by groups."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.request import Request
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 from aioserve.testing import SchedulerHarness
+from policies.deadline import DeadlineOrder, DeadlineScheduler
 
 RECIPES = Path(__file__).parents[2] / "examples/recipes"
 
@@ -200,27 +202,30 @@ def test_a_log_of_a_policy_whose_keys_change_replays(name: str, tmp_path: Path) 
     assert replay(DecisionLog(str(log))).divergence is None
 
 
-class WalksPastAll(load_policy("deadline")):  # type: ignore[misc]
-    """As `deadline`, and looks at every request that is late."""
+class WalksPastAll(DeadlineOrder):
+    """As the order of `deadline`, and looks at every request that is late."""
 
-    def prospects(self, now: float, late: list[Request]) -> Any:
-        return iter(self.waiting)
+    def prospects(self, now: float, late: list[Request]) -> Iterator[Request]:
+        return iter(self.policy.waiting)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_deadline_decides_the_same_as_if_it_had_looked_at_all_the_late(seed: int) -> None:
     """Too little memory, so that requests are preempted half-way; most of the line is late."""
     plans = []
-    for policy in (load_policy("deadline"), WalksPastAll):
+    for order in (DeadlineOrder, WalksPastAll):
         rng = random.Random(seed)
         harness = SchedulerHarness(
-            policy,
+            DeadlineScheduler,
             options={"ttft": 3.0, "tpot": 0.5, "window": 3},
             num_blocks=14,
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=40,
         )
+        scheduler = harness.scheduler
+        assert isinstance(scheduler, DeadlineScheduler)
+        scheduler.deadlines = order(scheduler, scheduler.options)
         for i in range(60):
             deadline = harness.now + rng.randint(20, 90) if rng.random() < 0.2 else None
             harness.add_request(

@@ -36,8 +36,10 @@ def load_workload(name: str, seed: int) -> Workload:
 
 
 def policy_names() -> list[str]:
-    """The policies that come with aioserve and have a configuration of their name, sorted."""
-    return sorted(available_policies().keys() & config_names())
+    """The policies that come with aioserve and have a configuration of their name, sorted; without
+    `composed`, which is what its parts are.
+    """
+    return sorted((available_policies().keys() & config_names()) - {"composed"})
 
 
 def load_policies(names: list[str]) -> list[Candidate]:
