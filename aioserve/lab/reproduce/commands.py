@@ -14,6 +14,8 @@ from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output
 from aioserve.lab.calibration.measurement import write_profile
 from aioserve.lab.comparison.document import encode
+from aioserve.lab.reproduce.claims.commands import ALL, run_claims
+from aioserve.lab.reproduce.claims.registry import CLAIMS
 from aioserve.lab.reproduce.plot import draw
 from aioserve.lab.reproduce.vtc import predict
 from aioserve.lab.reproduce.words import as_document, render, summary, tabulate
@@ -26,14 +28,17 @@ FOLDER = Path(__file__).parents[3] / "benchmarks" / "published" / "vtc"
 
 def run_reproduce(argv: Sequence[str]) -> int:
     """`python -m aioserve reproduce vtc`; returns the exit code. Raises `ConfigError`."""
+    if argv and argv[0] in (*CLAIMS, ALL):
+        return run_claims(argv)
     parser = Parser(
         "reproduce",
         description="Predict a published result from other measurements of the same machine, and "
         "print it beside what was measured, where that is published. vtc: fit a step-time profile "
         "to what S-LoRA on an A10G did first come, first served, and predict (weighted) VTC (Sheng "
-        "et al., OSDI'24).",
+        "et al., OSDI'24). The others run a setting again, and have options of their own "
+        f"(`reproduce {ALL} --help`).",
     )
-    parser.add_argument("result", choices=["vtc"], help="the published result")
+    parser.add_argument("result", choices=["vtc", *CLAIMS, ALL], help="the published result")
     parser.add_argument(
         "workloads", nargs="*", metavar="WORKLOAD", help="workloads to predict (default: all)"
     )
