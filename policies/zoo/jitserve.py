@@ -19,6 +19,7 @@ lengths (hint `predicted_output_tokens`).
 """
 
 from itertools import islice
+from typing import Any
 
 from aioserve.scheduler import (
     BaseScheduler,
@@ -41,18 +42,23 @@ class JITServeScheduler(BaseScheduler):
         ttft: PositiveFloat = 1.0  # seconds to the first token of a request that states none
         tpot: PositiveFloat = 0.1  # seconds for each token after it
         usual: PositiveFloat = 200.0  # tokens of a reply of which nothing is predicted
-        margin: PositiveFloat = 2.0  # steps before it is due in which a token is computed
+        margin: PositiveFloat = 1.0  # steps before it is due in which a token is computed
         patience: PositiveFloat = 10.0  # seconds of waiting after which a prompt goes first
         min_prefill_tokens: PositiveInt = 64  # prompts get so much, however late the streams are
         window: PositiveInt = 256  # waiting requests compared per step, oldest first
 
     options: Options
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last: dict[Request, float] = {}  # when each running request was last served
+
     def schedule(self) -> SchedulerOutput:
         step, now, model = self.new_step(), self.clock(), self.step_time
         prefills = [r for r in self.running if r.is_prefill]
         if not prefills and not self.waiting:  # nothing to gain from holding back
             step.run_decodes()
+            self.last.update(dict.fromkeys(step.requests, now))
             return step.output()
         horizon = now + self.options.margin * max(model.last_seconds, model.seconds_per_step)
         ahead: list[Request] = []
@@ -84,7 +90,11 @@ class JITServeScheduler(BaseScheduler):
         if not step.requests:  # a step that no prompt can use is for those ahead
             for request in ahead:
                 step.run(request)
+        self.last.update(dict.fromkeys(step.requests, now))
         return step.output()
+
+    def on_finish(self, request: Request, reason: str) -> None:
+        self.last.pop(request, None)
 
     def next_due(self, request: Request, now: float) -> float:
         """When the next token of a stream has to be there, or be computed to meet the deadline."""
@@ -93,7 +103,7 @@ class JITServeScheduler(BaseScheduler):
             left = max(length - request.num_output_tokens, 1.0)
             return now + (request.deadline - now) / left - self.step_time.last_seconds
         tpot = hinted_number(request, "slo_tpot", self.options.tpot)
-        return self.first_due(request) + tpot * request.num_output_tokens
+        return self.last.get(request, now) + tpot
 
     def first_due(self, request: Request) -> float:
         due = request.arrival_time + hinted_number(request, "slo_ttft", self.options.ttft)

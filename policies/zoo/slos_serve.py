@@ -19,6 +19,7 @@ Needs: levels as `slo_ttft` and `slo_tpot`; a request without has those of the o
 
 from heapq import heappop, heappush
 from itertools import islice
+from typing import Any
 
 from aioserve.scheduler import (
     BaseScheduler,
@@ -46,6 +47,10 @@ class SLOsServeScheduler(BaseScheduler):
 
     options: Options
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last: dict[Request, float] = {}  # when each running request was last served
+
     def order(self, request: Request) -> float:
         """When the first token is due."""
         return request.arrival_time + hinted_number(request, "slo_ttft", self.options.ttft)
@@ -60,9 +65,10 @@ class SLOsServeScheduler(BaseScheduler):
         decodes = [r for r in self.running if not r.is_prefill]
         pace = min(map(self.pace, decodes), default=self.options.ttft / 8)
         busy = bool(prefills or self.waiting)
+        next_batch = now + max(model.last_seconds, model.seconds_per_step)
         for request in decodes:
-            due = request.order_key[0] + self.pace(request) * request.num_output_tokens
-            if not busy or due <= now + 2 * pace:  # it may not skip this batch
+            due = self.last.get(request, now) + self.pace(request)
+            if not busy or due <= next_batch:  # it may not skip this batch
                 step.run(request)
         num_context = sum(r.num_computed_tokens for r in step.requests)
         num_decodes = len(step.requests)
@@ -84,7 +90,11 @@ class SLOsServeScheduler(BaseScheduler):
                 may_admit = granted > 0
         if not step.requests:  # a batch that no prompt can use is for decodes
             step.run_decodes()
+        self.last.update(dict.fromkeys(step.requests, now))
         return step.output()
+
+    def on_finish(self, request: Request, reason: str) -> None:
+        self.last.pop(request, None)
 
     def plan(
         self, begun: list[Request], waiting: list[Request], now: float, speed: float
@@ -106,7 +116,4 @@ class SLOsServeScheduler(BaseScheduler):
                 minus_work, _, loser = heappop(longest)
                 at += minus_work
                 declined.add(loser)
-        return (
-            [r for r in prompts if r not in declined],
-            [r for r in prompts if r in declined],
-        )
+        return [r for r in prompts if r not in declined], [r for r in prompts if r in declined]
