@@ -12,7 +12,9 @@ class Hearing(LengthPredicting):
     _on_end: tuple[Callable[[Request, str], None], ...]
 
     def on_finish(self, request: Request, reason: str) -> None:
-        """Called before the next step for each request that has ended, with its finish reason."""
+        """Called before the next step for each request that has ended. The reason is "stop",
+        "length", "abort", "timeout", "error" or "rejected".
+        """
 
     def _end_hooks(self) -> tuple[Callable[[Request, str], None], ...]:
         """What is to be called with each request that has ended; nothing unless a policy asks."""

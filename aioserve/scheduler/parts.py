@@ -37,7 +37,9 @@ class Part:
         return {}
 
     def on_finish(self, request: Request, reason: str) -> None:
-        """Called before the next step for each request that has ended, with its finish reason."""
+        """Called before the next step for each request that has ended. The reason is "stop",
+        "length", "abort", "timeout", "error" or "rejected".
+        """
 
 
 class OrderPart(Part):
