@@ -7,8 +7,7 @@ Aim: agents end early, none much later than under fair sharing.
 
 Says: an agent costs the memory that it holds over time: for each call the prompt times the steps,
 and half the square of the reply. If all agents shared the memory equally, each would end at some
-virtual time. The one that would end first gets all it can use, so that most end much earlier, and
-none much later.
+virtual time. The one that would end first gets all it can use: most end earlier, none much later.
 
 Simplified: the cost of an agent is the mean of earlier ones of its client and class; the paper
 predicts it from the prompt. An agent has ended after `idle_after` seconds without a request.
