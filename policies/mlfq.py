@@ -1,15 +1,15 @@
 """Skip-join multi-level feedback queue (FastServe, NSDI'26): the least served first, unpredicted.
 
 A request's level follows from what it was served: its prompt counts at once, so a long one skips
-the upper levels, and each output token counts like `output_weight` prompt tokens, so it sinks as
-it goes on; levels double in size. Upper levels go first, and take seats and blocks from lower
-ones. Waiting lifts a request in line, from the lowest level to the top in `starve_after` seconds.
-Short answers come back much sooner, without guessing lengths; long ones are put off. The paper
-swaps what it displaces; here that is computed again, so a request is displaced only if that pays:
-if the output that it is expected to have yet (as much as it had) is more work than what is computed
-again while all running requests wait, and than the output to come of the request in its place. At
-most `max_preemptions` times, so that none is preempted for ever. Costs half a microsecond per
-running request in steps where one waits in vain.
+the upper levels, and each output token counts like `output_weight` prompt tokens, so it sinks as it
+goes on; levels double in size. Upper levels go first, and take seats and blocks from lower ones.
+Waiting lifts a request in line, from the lowest level to the top in `starve_after` seconds. Short
+answers come back much sooner, without guessing lengths; long ones are put off. The paper swaps what
+it displaces, as the recipe swapped_levels.py does; here that is computed again, so a request is
+displaced only if that pays: if the output that it is expected to have yet (as much as it had) is
+more work than what is computed again while all running requests wait, and than the output to come
+of the request in its place. At most `max_preemptions` times, so that none is preempted for ever.
+Costs half a microsecond per running request in steps where one waits in vain.
 """
 
 from collections.abc import Iterator
