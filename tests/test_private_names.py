@@ -19,7 +19,7 @@ import pytest
 from tests.test_imports import MODULES
 
 #: Names that are documented although they begin with an underscore.
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace", "_current_frames"}
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace", "_current_frames", "_getframe"}
 
 
 class Private(NamedTuple):
@@ -191,8 +191,10 @@ def foreign_names_of_bases(module: str) -> Iterator[tuple[ast.ClassDef, set[str]
             continue
         for base in node.bases:
             first, _, rest = ast.unparse(base).partition("[")[0].partition(".")
-            dotted = f"{known.get(first, '')}.{rest}".strip(".")
-            if dotted and home_of(dotted) is None:
+            if first not in known:
+                continue  # a class of the module's own, or a builtin
+            dotted = f"{known[first]}.{rest}".strip(".")
+            if home_of(dotted) is None:
                 yield node, names_of_class(dotted)
 
 
