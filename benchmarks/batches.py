@@ -7,9 +7,9 @@ The online load is `configs/workloads/mixed.yaml`; the batch has 10,000 lines of
 tokens and 4 to 60 output tokens. `simulated`: the engine on the virtual clock, with and without the
 lines, of which `--concurrency` are with the engine at once, under the policy of batches and, for
 comparison, under one that does not know them. `live`: a server of its own with `--batch-dir`, whose
-steps are simulated or computed; the load with the batch and without it, in turns, round by round,
-each pair on the same texts; the batch of the last round then runs to its end, and every line must
-be answered once. The aim is a ratio of at most 1.1. The last line is JSON.
+steps are simulated or computed; in each round the same load without the batch, with it, and without
+it again, which tells how noisy the machine is. The batch of the last round runs to its end, and
+every line must be answered once. The aim is a ratio of at most 1.1. The last line is JSON.
 """
 
 import argparse
@@ -21,13 +21,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import openai
 from neighbour import is_ready
-from peers import COLUMNS
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.lab.bench.exchange import Load, Target
@@ -162,39 +161,39 @@ def jsonl(number: int) -> bytes:
 
 
 def live(args: argparse.Namespace) -> dict[str, Any]:
-    """On a server, over HTTP."""
-    ratios, documents = [], []
+    """On a server, over HTTP: each round without the batch, with it, and without it again."""
+    ratios, noise = [], []
     with tempfile.TemporaryDirectory() as folder, server(args, folder) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
         upload = client.files.create(file=("lines.jsonl", jsonl(args.lines)), purpose="batch")
         run(url, online(args, seed=0))  # warm
         for round_ in range(args.rounds):
-            pair: dict[bool, Document] = {}
-            for is_beside in (False, True) if round_ % 2 == 0 else (True, False):
-                batch_id = begin(client, upload.id) if is_beside else ""
-                pair[is_beside] = run(url, online(args, seed=1 + round_))
-                if is_beside:
-                    batch = client.batches.retrieve(batch_id)
-                    assert batch.status == "in_progress", batch  # it ran all the time
-                    counts = batch.request_counts
-                    print(f"    {counts.completed if counts else 0} lines answered meanwhile")
-                if is_beside and round_ < args.rounds - 1:
-                    client.batches.cancel(batch_id)
-                    end(client, batch_id, "cancelled")
-                elif is_beside:
-                    finish(client, batch_id, args.lines)
-            gaps = [pair[kind]["durations"]["gap"] for kind in (False, True)]
-            alone, beside = ((gap["p50"], gap["p99"]) for gap in gaps)
-            show(f"live, round {round_ + 1}", alone, beside)
-            ratios.append(beside[1] / alone[1])
-            documents.append(pair)
-    for is_beside in (False, True):
-        for label, value in COLUMNS:
-            middle = statistics.median(value(pair[is_beside]) for pair in documents)
-            print(f"    {'with' if is_beside else 'without'} the batch: {label} {middle:.1f}")
+            load = online(args, seed=1 + round_)
+            before = run(url, load)
+            batch_id = begin(client, upload.id)
+            beside = run(url, load)
+            batch = client.batches.retrieve(batch_id)
+            assert batch.status == "in_progress", batch  # it ran all the time
+            if round_ < args.rounds - 1:
+                client.batches.cancel(batch_id)
+                end(client, batch_id, "cancelled")
+            else:
+                finish(client, batch_id, args.lines)
+            after = run(url, load)
+            gaps = [document["durations"]["gap"] for document in (before, beside, after)]
+            alone = [(gaps[0][name] + gaps[2][name]) / 2 for name in ("p50", "p99")]
+            show(f"live, round {round_ + 1}", alone, [gaps[1]["p50"], gaps[1]["p99"]])
+            noise.append(max(gaps[0]["p99"], gaps[2]["p99"]) / min(gaps[0]["p99"], gaps[2]["p99"]))
+            counts = batch.request_counts
+            print(
+                f"    {counts.completed if counts else 0} lines answered meanwhile; without the "
+                f"batch, the two p99 gaps differ by a factor of {noise[-1]:.2f}"
+            )
+            ratios.append(gaps[1]["p99"] / alone[1])
     return {
         "ratios": [round(ratio, 3) for ratio in ratios],
         "median": round(statistics.median(ratios), 3),
+        "noise": [round(factor, 3) for factor in noise],
     }
 
 
@@ -235,7 +234,7 @@ def finish(client: openai.OpenAI, batch_id: str, number: int) -> None:
     print(f"    all {number} lines answered once, {seconds:.0f} s after the online load")
 
 
-def show(what: str, alone: tuple[float, float], beside: tuple[float, float]) -> None:
+def show(what: str, alone: Sequence[float], beside: Sequence[float]) -> None:
     """Lines for people, of medians and p99."""
     medians = f"median {1e3 * alone[0]:.2f}, {1e3 * beside[0]:.2f}"
     print(
