@@ -48,7 +48,12 @@ def check_hash_order(bench: Bench) -> None:
     calls = [call for call in bench.calls if not call.method.startswith("check_")]
     program = write_program(bench, calls)
     children = [_start(program, seed) for seed in SEEDS]
-    one, other = (_plans(child, program) for child in children)
+    try:
+        one, other = (_plans(child, program) for child in children)
+    finally:
+        for child in children:  # none goes on if another one failed
+            child.kill()
+            child.communicate()
     for plan, expected in zip(other or (), one or (), strict=False):
         if plan != expected:
             raise HashOrder(
@@ -85,10 +90,7 @@ def _start(program: str, seed: str) -> subprocess.Popen[str]:
 
 def _plans(child: subprocess.Popen[str], program: str) -> list[_Plan] | None:
     """What the process has planned; None if it could not import the policy."""
-    try:
-        printed, errors = child.communicate(timeout=SECONDS)
-    finally:
-        child.kill()
+    printed, errors = child.communicate(timeout=SECONDS)
     if child.returncode:
         raise RuntimeError(f"the program did not run in a process of its own:\n{program}\n{errors}")
     found: list[_Plan] | None = json.loads(printed)

@@ -126,9 +126,10 @@ def all_faults() -> Iterator[Fault]:
                 yield Fault(part, kind, after)
 
 
+@pytest.mark.parametrize("policy", mostly_slow(["chunked_prefill", PINS], but=["chunked_prefill"]))
 @pytest.mark.parametrize("depth", DEPTHS if IS_LONG else (2,))
 def test_what_is_raised_at_any_point_of_a_requests_way_leaves_nothing(
-    depth: int, injected: Counter[str]
+    depth: int, policy: str, injected: Counter[str]
 ) -> None:
     assert len(passed_points()) > 40  # of a list that is made from the code
     coming = [
@@ -137,7 +138,7 @@ def test_what_is_raised_at_any_point_of_a_requests_way_leaves_nothing(
         for kind in LINE_KINDS
         for after in PASSES
     ]
-    asyncio.run(meet(coming, depth, injected, passed_points()))
+    asyncio.run(meet(coming, depth, injected, passed_points(), policy))
 
 
 @pytest.mark.parametrize("policy", ["chunked_prefill", PINS])
