@@ -19,15 +19,18 @@ from aioserve.scheduler.descriptions import describe_policies
 from aioserve.shipped import config_names, find_config
 from aioserve.testing.contract import PolicyContract, Subject
 from tests.policy_names import ZOO
+from tests.slow import mostly_slow
 
 ROOT = Path(__file__).parents[3]
 FILES = {f"zoo.{path.stem}": path for path in (ROOT / "policies/zoo").glob("[!_]*.py")}
 MIN_LINES, MAX_LINES = 20, 120
 # Of random traffic, at each pipeline depth: a few in every run, all in `make test-all`.
 EXAMPLES, ALL_EXAMPLES = 2, 50
+# One that preempts, one that pauses, one that pins, one that ranks what stays, one that skips rows.
+IN_EVERY_RUN = ("zoo.srpt", "zoo.fastserve", "zoo.continuum", "zoo.kvflow", "zoo.slos_serve")
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", mostly_slow(ZOO, but=IN_EVERY_RUN))
 class TestContract(PolicyContract):
     @pytest.fixture
     def subject(self, name: str) -> Subject:
