@@ -151,7 +151,7 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 ARGUMENTS = [
-    *("--runner", "simulated", "--step-base-ms", "4", "--step-prefill-token-us", "1"),
+    *("--runner", "simulated", "--step-base-ms", "20", "--step-prefill-token-us", "1"),
     *("--policy", "aioserve.server.batches.policy:OfflineScheduler"),
 ]
 
