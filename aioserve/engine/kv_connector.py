@@ -211,7 +211,7 @@ class KVConnectorMetrics(Collector):
         )
         yield GaugeMetricFamily(
             "aioserve_kv_connector_kept_blocks",
-            "Of these, kept for requests that a policy has offloaded",
+            "Blocks in host memory kept for requests that a policy has offloaded",
             stats.num_kept_blocks,
         )
         yield GaugeMetricFamily(

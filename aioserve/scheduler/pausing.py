@@ -61,7 +61,7 @@ class PausingStep(OpenStep):
     token_budget: int
 
     def preempt(self, request: Request) -> None:
-        """As `Step` does."""
+        """Preempt a running or paused request, as `Step.preempt` says."""
         raise NotImplementedError
 
     def _find_place(

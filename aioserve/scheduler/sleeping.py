@@ -15,7 +15,7 @@ class Sleeping(Switchable):
 
     @abstractmethod
     def new_step(self, token_budget: int | None = None) -> Step:
-        """As `BaseScheduler` does."""
+        """Begin an empty step, as `BaseScheduler.new_step` does."""
 
     def vacate(self) -> SchedulerOutput:
         step = self.new_step()

@@ -249,7 +249,7 @@ class LiveFeed:
 
 
 def _leases(policy: SchedulerInterface, onlooker: FeedObserver) -> list[Lease]:
-    """The newest of them."""
+    """The newest leases of the policy, at most `MAX_LEASES`; empty for another scheduler."""
     if not isinstance(policy, BaseScheduler):
         return []
     size = policy.kv_cache.block_size

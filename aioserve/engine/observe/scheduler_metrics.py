@@ -17,7 +17,7 @@ def scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterat
     gauges: tuple[tuple[str, str, float], ...] = (
         ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
         ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
-        ("num_requests_paused", "Of these, with KV blocks kept", stats.num_paused_reqs),
+        ("num_requests_paused", "Paused ones; KV blocks kept", stats.num_paused_reqs),
         ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
         ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
         ("kv_cache_used_blocks", "KV blocks of requests and leases", stats.num_used_kv_blocks),
@@ -35,7 +35,7 @@ def scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterat
     if stats.num_window_blocks:
         gauges += (
             ("window_blocks", "KV blocks for layers with a window", stats.num_window_blocks),
-            ("window_used_blocks", "Of these, held by requests", stats.num_used_window_blocks),
+            ("window_used_blocks", "Window blocks in use", stats.num_used_window_blocks),
         )
     for name, documentation, value in gauges:
         yield GaugeMetricFamily(f"{prefix}_{name}", documentation, value)

@@ -102,7 +102,7 @@ class _Work:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait now."""
+        """Number of requests that wait now, without those that run."""
         return self.scheduler.get_request_counts()[1]
 
     def _make_request(self) -> Request:

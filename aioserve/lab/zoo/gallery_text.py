@@ -54,7 +54,7 @@ QUESTIONS = [
         "The last token of the program counts, and prefixes come again after each tool.",
     ),
     Question(
-        "3. Is there work for which nobody waits?",
+        "3. Is there offline work, such as batches?",
         "offline",
         "any",
         "It should fill what the online requests leave, and give way when they come in a burst.",

@@ -44,7 +44,7 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def overall(self) -> Rank:
-        """Over all workloads."""
+        """The rank of the policy over all workloads together."""
         return self.ranks[OVERALL]
 
 

@@ -93,7 +93,7 @@ class Disk:
         write_whole(self.files / f"{stored.file.id}.json", encoder.encode(stored))
 
     def content(self, file_id: str) -> Path:
-        """Where its bytes are."""
+        """The path at which the bytes of the file are stored."""
         return self.files / file_id
 
     def find_file(self, file_id: str, reach: str) -> StoredFile | None:

@@ -89,7 +89,7 @@ class FileObject(msgspec.Struct, kw_only=True):
 
 
 class FileList(msgspec.Struct, kw_only=True):
-    """A page of files."""
+    """One page of a list of files, as OpenAI's API has it."""
 
     object: Literal["list"] = "list"
     data: list[FileObject]

@@ -71,7 +71,7 @@ def _make(body: BatchRequest, owner: str) -> StoredBatch:
 
 
 def _check_number(disk: Disk, owner: str) -> None:
-    """In a thread."""
+    """Raise `RequestError` if the owner has too many batches; called in a thread."""
     limit = disk.settings.max_batches
     own = [s for s in disk.list_batches(owner) if s.owner == owner and not s.batch.has_ended]
     if len(own) >= limit:

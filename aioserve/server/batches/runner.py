@@ -120,7 +120,7 @@ class Runner:
         self._works[stored.batch.id] = (work, asyncio.create_task(self._live(work)))
 
     def _unfinished(self) -> list[StoredBatch]:
-        """In a thread."""
+        """Batches on the disk that have not ended; called in a thread, as it reads files."""
         found = []
         for batch_id in self._disk.batch_ids():
             if batch_id in self._ended:

@@ -54,7 +54,7 @@ class Work:
         self._folder = disk.folder(self.batch.id)
 
     async def live(self) -> None:
-        """To its end."""
+        """Run the batch until it has ended."""
         lines = await self._look_through()
         if lines is None:
             return
@@ -90,7 +90,7 @@ class Work:
         return ResultLog(*names, self._disk.settings.batch_fsync_seconds)
 
     def _recover(self, lines: Lines, log: ResultLog) -> Answers:
-        """In a thread: what was answered before."""
+        """Read what was answered before a restart; called in a thread."""
         counts = RequestCounts(total=len(lines))
         answers = Answers(self._disk, log, counts, self._folder / "counts.json")
         completed, failed = log.recover()
@@ -167,7 +167,7 @@ class Work:
         await self._settle(end)
 
     def _not_run(self, lines: Lines, numbers: list[int], end: Status) -> list[Answered]:
-        """In a thread."""
+        """Results of lines that were not run; called in a thread, as it reads the input."""
         why = "the completion window ended" if end == "expired" else "the batch was cancelled"
         error = LineError(code=f"batch_{end}", message=f"{why} before this line was answered")
         told = []
@@ -180,7 +180,7 @@ class Work:
         return told
 
     def _make_files(self, log: ResultLog) -> None:
-        """In a thread. The second time nothing happens."""
+        """Make files of the results; called in a thread. A second call changes nothing."""
         stored, now = self.stored, int(time.time())
         seconds = stored.output_seconds or int(self._disk.settings.batch_file_days * DAY)
         for kind, file_id, results in (
@@ -201,7 +201,7 @@ class Work:
             setattr(self.batch, f"{kind}_file_id", file_id)
 
     async def _settle(self, end: Status) -> None:
-        """It is over."""
+        """Store that the batch has ended, with its last status."""
         self.batch.status = end
         setattr(self.batch, f"{end}_at", int(time.time()))
         await self._disk.do(self._disk.end_batch, self.stored)
