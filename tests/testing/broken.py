@@ -424,7 +424,9 @@ class RanksTheUnknown(SoundScheduler):
         return float(request.hints["reuse"])
 
 
-@caught_by(r"step \d+: the same events gave another plan the second time")
+@caught_by(
+    r"the policy calls random.random\(\) \(broken.py:\d+\)|gave another plan the second time"
+)
 class RanksByDice(SoundScheduler):
     """Evicts in an order that depends on the process' random numbers."""
 
@@ -572,7 +574,10 @@ class PreemptsInSecret(SoundScheduler):
         return output
 
 
-@caught_by(r"step \d+: the same events gave another plan the second time|ended differently")
+@caught_by(
+    r"the policy calls random.random\(\) \(broken.py:\d+\)"
+    r"|the same events gave another plan the second time|ended differently"
+)
 class RollsGlobalDice(SoundScheduler):
     """Serves in an order that depends on the process' random numbers."""
 
