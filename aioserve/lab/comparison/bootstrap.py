@@ -32,6 +32,7 @@ MIN_BLOCKS = 10  # of one seed: with less to draw from, an interval claims more 
 # covered less with 2 or 3 of them.
 TIMES_PER_BLOCK = 5
 WINDOW = 5  # correlation times, over which correlations are summed (Sokal)
+WIDEST = 20.0  # logarithm of a factor; an interval of a ratio that is wider says nothing
 LIKE_NORMAL = 200  # degrees of freedom from which Student's distribution is taken as normal
 
 Weights = npt.NDArray[np.float64]  # [draws, blocks]: how often each was drawn
@@ -255,9 +256,11 @@ def compare_seeds(
     ratios: tuple[float, float] | tuple[()] = ()
     if min(*a, *b, *(np.nanmin(d, initial=np.inf) for pair in draws for d in pair)) > 0:
         # Ratios are taken as logarithms, so that no interval of a latency reaches below 0.
-        factor = math.exp(student * _spread(np.log(b / a), [np.log(y / x) for x, y in draws]))
-        ratio = float(np.mean(b)) / float(np.mean(a))
-        ratios = ratio / factor, ratio * factor
+        reach_log = student * _spread(np.log(b / a), [np.log(y / x) for x, y in draws])
+        if reach_log < WIDEST:
+            factor = math.exp(reach_log)
+            ratio = float(np.mean(b)) / float(np.mean(a))
+            ratios = ratio / factor, ratio * factor
     return Difference(value, value - reach, value + reach, *ratios)
 
 

@@ -207,3 +207,10 @@ def test_a_difference_of_gaps_smaller_than_a_bin_lies_in_its_interval() -> None:
 def test_the_draws_are_the_same_every_time() -> None:
     assert (draw_weights(7, 10) == draw_weights(7, 10)).all()
     assert draw_weights(7, 10).shape == (10, 7)
+
+
+def test_two_seeds_that_are_worlds_apart_have_a_difference_and_no_ratio() -> None:
+    found = compare_seeds([1.0, 1.0], [1e-30, 1e30], Sampling())
+    assert found.low is not None
+    assert not found.is_distinguishable
+    assert found.low_ratio is found.high_ratio is None
