@@ -133,7 +133,7 @@ COMMANDS: dict[str, Command] = {"serve": _serve}
 # Commands with arguments of their own: module and function, which returns the exit code.
 TOOLS = {
     "compare": "aioserve.lab.comparison.commands:run_compare",
-    "search": "aioserve.lab.comparison.commands:run_search",
+    "search": "aioserve.lab.search.commands:run_search",
     "sweep": "aioserve.lab.comparison.commands:run_sweep",
     "bench": "aioserve.lab.bench.commands:run_bench",
     "calibrate": "aioserve.lab.calibration.commands:run_calibrate",

@@ -1,1 +1,1 @@
-"""`compare`, `search` and `sweep`: what happened as numbers, and how sure differences are."""
+"""`compare` and `sweep`, and the knee: what happened as numbers, and how sure differences are."""

@@ -1,0 +1,182 @@
+"""Arguments that commands on a workload share: which requests, how many seeds, which settings.
+
+Knows argparse, and makes workloads of what was given. Runs nothing.
+"""
+
+import argparse
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from aioserve.arguments import TakesArguments, count, positive
+from aioserve.errors import ConfigError
+from aioserve.lab.arguments import add_output, add_settings, add_slo, add_time_scale
+from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.parallel import choose_num_jobs
+from aioserve.lab.terminal import progress
+from aioserve.lab.workloads.predictions import parse_prediction
+from aioserve.lab.workloads.reply_limit import DEFAULT_MAX_TOKENS, ReplyLimit
+from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.workload import Workload
+
+CONFIG_HELP = "YAML file of settings, the name of a shipped one, or a policy: its name or file.py"
+DEFAULT_SEEDS = 5
+
+
+def add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
+    """Add `--workload` and what cuts and changes it. Returns the group in which exactly one says
+    where requests come from.
+    """
+    group = parser.add_argument_group("workload")
+    sources = group.add_mutually_exclusive_group(required=True)
+    sources.add_argument(
+        "--workload",
+        metavar="FILE",
+        help="requests to send; .yaml or a shipped name: a description; .csv: a trace of Azure or "
+        "BurstGPT, or a list of lengths; .jsonl: a trace of Mooncake, Qwen-Bailian or agents, or a "
+        "request log",
+    )
+    group.add_argument(
+        "--rate",
+        type=positive,
+        metavar="R",
+        help="arrivals per second, Poisson, of a trace without arrivals: a list of lengths, or "
+        "sessions of agents",
+    )
+    add_time_scale(group)
+    group.add_argument(
+        "--start", type=float, default=0.0, metavar="S", help="seconds of arrivals to skip"
+    )
+    group.add_argument(
+        "--duration", type=positive, metavar="S", help="seconds of arrivals to keep (default: all)"
+    )
+    group.add_argument("--limit", type=count, metavar="N", help="requests to keep (default: all)")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the first repetition"
+    )
+    group.add_argument(
+        "--copies",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of copies of the workload to run at once",
+    )
+    group.add_argument(
+        "--min-turns",
+        type=count,
+        default=1,
+        metavar="N",
+        help="keep only conversations of at least N turns",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=ReplyLimit.parse,
+        default=ReplyLimit(),
+        metavar="LIMIT",
+        help="tokens that each client allows for a reply, which ends earlier where the model ends "
+        "it: a number, or x2 for twice the reply's own length (default: what the workload states, "
+        f"else {DEFAULT_MAX_TOKENS} or the next power of two above the longest reply)",
+    )
+    group.add_argument(
+        "--predict",
+        type=parse_prediction,
+        metavar="KIND",
+        help="give each request the hint predicted_output_tokens: exact; lognormal:SIGMA, off by "
+        "a factor with that spread; classes:BOUND,...:ACCURACY, the class of lengths that it falls "
+        "into, right with that chance (default: no hint, unless the workload states one)",
+    )
+    group.add_argument(
+        "--clip", action="store_true", help="shorten requests that exceed max_model_len"
+    )
+    return sources
+
+
+def add_common(
+    parser: argparse.ArgumentParser,
+    seeds: int = DEFAULT_SEEDS,
+    set_help: str = "set a setting of all configurations, overriding their files; repeatable",
+) -> None:
+    """Add `--seeds`, `--slo`, `--set` and `--json`."""
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        metavar="N",
+        help=f"repetitions with other requests (default: {seeds}; 1 for a trace)",
+    )
+    add_slo(parser)
+    add_settings(parser, set_help)
+    add_output(parser, "--json", help="write all numbers to this JSON file")
+    parser.set_defaults(live=False)
+
+
+def is_list(value: str) -> bool:
+    """Whether the value of a `--set` is several, separated by commas."""
+    return "," in value and value[0] not in "[{"
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Add the argument `--jobs`, which `read_jobs` reads."""
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes for simulated runs (default: one per core, fewer for little work)",
+    )
+
+
+def read_jobs(
+    arguments: argparse.Namespace, workloads: Sequence[Workload], num_configs: int
+) -> int:
+    """Processes for so many runs. Raises `ConfigError` for fewer than one."""
+    jobs: int | None = arguments.jobs
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, got {jobs}")
+    return jobs or choose_num_jobs(workloads, num_configs)
+
+
+def read_workloads(
+    arguments: argparse.Namespace, default_seeds: int = DEFAULT_SEEDS
+) -> list[Workload]:
+    """The workloads of a run, one per seed."""
+    source = read_source(arguments)
+    seeds = read_num_seeds(arguments, default_seeds, is_trace=source.is_trace)
+    return [source.load(arguments.seed + i) for i in range(seeds)]
+
+
+def read_source(arguments: argparse.Namespace) -> WorkloadSource:
+    """The file of `--workload`, and what is to be done with it."""
+    return WorkloadSource(
+        path=arguments.workload or "",
+        time_scale=arguments.time_scale,
+        rate=arguments.rate,
+        start=arguments.start,
+        duration=arguments.duration,
+        limit=arguments.limit,
+        copies=arguments.copies,
+        min_turns=arguments.min_turns,
+        reply_limit=arguments.max_tokens,
+        prediction=arguments.predict,
+    )
+
+
+def read_num_seeds(
+    arguments: argparse.Namespace, default: int = DEFAULT_SEEDS, *, is_trace: bool
+) -> int:
+    """How many seeds are asked for. Raises `ConfigError` for fewer than one."""
+    seeds: int | None = arguments.seeds
+    if seeds is not None and seeds < 1:
+        raise ConfigError(f"--seeds must be at least 1, got {seeds}")
+    return seeds or (1 if is_trace and not arguments.live else default)
+
+
+@contextmanager
+def running(total: int | None) -> Iterator[Progress]:
+    """A bar of requests, and a lazier garbage collector."""
+    # Runs make many small objects and hardly any cycles: looking for those costs a tenth.
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        with progress(total) as report:
+            yield report
+    finally:
+        gc.set_threshold(*thresholds)

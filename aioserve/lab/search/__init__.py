@@ -1,0 +1,1 @@
+"""The command `search`: the highest rate within an SLO, and the options that suit a workload."""
