@@ -24,6 +24,9 @@ class Clients(ABC):
         self._progress = progress
         self._followers = followers(workload.requests)
         self._num_missing = [len(request.waits_for) for request in workload.requests]
+        # By the time at which they come. They share a timer: asyncio fires timers of one time in
+        # any order, and a fleet has them in order of the ends that they follow.
+        self._coming: dict[float, list[int]] = {}
 
     @abstractmethod
     async def ask(self, i: int, due: float) -> list[int]:
@@ -51,10 +54,12 @@ class Clients(ABC):
             self._num_missing[follower] -= 1
             if self._num_missing[follower]:
                 continue
-            tasks.create_task(self._follow(follower, tasks))
+            due = self.clock() + self.workload.requests[follower].arrival
+            self._coming.setdefault(due, []).append(follower)
+            if len(self._coming[due]) == 1:
+                tasks.create_task(self._follow(due, tasks))
 
-    async def _follow(self, i: int, tasks: asyncio.TaskGroup) -> None:
-        pause = self.workload.requests[i].arrival
-        due = self.clock() + pause
-        await asyncio.sleep(pause)
-        await self._serve(i, due, tasks)
+    async def _follow(self, due: float, tasks: asyncio.TaskGroup) -> None:
+        await asyncio.sleep(due - self.clock())
+        for i in self._coming.pop(due):
+            tasks.create_task(self._serve(i, due, tasks))

@@ -12,7 +12,7 @@ from aioserve.lab.zoo.standing import OVERALL, Standing
 LEFT, COLUMN, ROW, TOP, BOTTOM = 190, 84, 24, 58, 40
 NUM_SHADES = 10
 COLUMNS = (*WORKLOADS, OVERALL)
-TITLE = "In time, % of requests and programs: the bluer, the better"
+TITLE = "In time, % of requests and programs, mean over classes: the bluer, the better"
 # Of each shade: its colour and that of the number in it, from little to much, light and dark.
 LIGHT = [
     *(("#f4f6f9", "#24272b"), ("#e6edf5", "#24272b"), ("#d5e2ef", "#24272b")),

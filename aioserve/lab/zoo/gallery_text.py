@@ -22,9 +22,10 @@ python -m aioserve zoo                                         # all of them ane
 
 The workloads, seeds and step times are frozen as **{standard}**, digest `{digest}`: two results
 with this digest can be compared. What counts is **in time**: the share of the requests, and of
-the programs of agents, that kept to all limits of their class, which the files of the workloads
-state (`configs/workloads/{standard}-chat.yaml` and its neighbours). Every workload is near what
-the engine can serve, where policies differ.
+the programs of agents, that kept to all limits of their class, as the mean over the classes of a
+workload, whose files state the limits (`configs/workloads/{standard}-chat.yaml` and its
+neighbours): a few long documents count as much as many chats. Every workload is near what the
+engine can serve, where policies differ.
 
 ![Share of requests in time, by policy and workload](zoo.svg)
 """

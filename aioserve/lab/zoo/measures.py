@@ -37,9 +37,9 @@ _LABELS = (
 MEASURES = (IN_TIME, *(next(row for row in ROWS if row.label == label) for label in _LABELS))
 IN_TIME_MEANING = (
     "The share of the requests, and of the programs of agents, that kept to all limits of their "
-    "class. By it policies are ranked."
+    "class; classes count alike, however many requests they have. By it policies are ranked."
 )
-ONE_ENGINE = Fleet(1, "round_robin")  # which is simulated as the engine is, and quicker
+ONE_ENGINE = Fleet(1, "round_robin")  # simulated as the engine is, and quicker
 
 
 def meaning(row: Row) -> str:
@@ -85,10 +85,10 @@ def measure_run(outcome: RunOutcome, workload: Workload) -> dict[str, float]:
     run = RunMeasures(outcome, workload, levels, workload.weights)
     if isinstance(outcome, FleetOutcome):
         run.totals |= fleet_totals(outcome, ONE_ENGINE, run.totals)
-    good = run.is_good
-    if hasattr(run, "program_good"):
-        good = np.concatenate([good, run.program_good])
-    run.totals["in_time"] = float(np.nanmean(good))
+    good = [run.is_good, *([run.program_good] if hasattr(run, "program_good") else [])]
+    kinds = np.array([request.kind for request in workload.requests])
+    shares = [float(np.nanmean([of[kinds == kind] for of in good])) for kind in workload.classes]
+    run.totals["in_time"] = float(np.mean(shares))
     run.totals["goodput_per_second"] = float(np.nansum(good)) / max(outcome.end, 1e-9)
     return {key(row): tidy(_value(run, row)) for row in MEASURES}
 

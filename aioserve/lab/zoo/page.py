@@ -16,8 +16,8 @@ from aioserve.lab.zoo.stored import Results
 from aioserve.lab.zoo.words import against_in_words, cost_in_words, place_in_words, title
 
 RANKS = (
-    "A rank in parentheses has a range where chance leaves one open: the policies that are better "
-    "or worse beyond the 95% interval of the difference, seed by seed."
+    "A rank has a range where chance leaves one open: it counts the policies that are better or "
+    "worse beyond the 95% interval of the difference, seed by seed."
 )
 
 
@@ -53,7 +53,7 @@ def _board(results: Results) -> str:
     for standing in leaderboard(results):
         cost = results.policies[standing.name].cost
         ranks = [standing.ranks[w] for w in (*WORKLOADS, OVERALL)]
-        cells = [f"{100 * rank.value:.1f} <span class='faint'>({rank})</span>" for rank in ranks]
+        cells = [f"{100 * rank.value:.1f} <span class='faint'>#{rank}</span>" for rank in ranks]
         cells.append("-" if cost is None else f"{cost.us:,.0f}")
         rows.append([escape(standing.name), *cells])
     return _table(["policy", *WORKLOADS, OVERALL, "us a step"], rows)
@@ -66,7 +66,7 @@ def _measures(results: Results, name: str) -> str:
         for workload in WORKLOADS:
             value = mean_of(results.policies[name], workload, row) * row.factor
             rank = rank_of(results, name, workload, row)
-            place = "" if rank is None else f" <span class='faint'>({rank})</span>"
+            place = "" if rank is None else f" <span class='faint'>#{rank}</span>"
             cells.append(number(value, row) + place)
         rows.append([escape(row.label), *cells])
     return _table(["value (rank)", *WORKLOADS], rows)

@@ -17,7 +17,7 @@ def render_board(results: Results) -> str:
     name_width = max(len(standing.name) for standing in board)
     head = [f"{'rank':14}{'policy':{name_width}}"]
     head += [f"{name:>11}" for name in (*WORKLOADS, OVERALL, "us a step")]
-    lines = [f"{title(results)}: requests and programs in time, %", "".join(head)]
+    lines = [f"{title(results)}: in time, %", "".join(head)]
     for standing in board:
         cells = [f"{100 * standing.ranks[w].value:11.1f}" for w in (*WORKLOADS, OVERALL)]
         cost = results.policies[standing.name].cost

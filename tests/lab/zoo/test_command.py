@@ -5,13 +5,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioserve.cli import main
+from aioserve.lab.comparison.document import compare
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.zoo import commands
 from aioserve.lab.zoo.cost import measure_costs
-from aioserve.lab.zoo.measures import MEASURES, key, measure_run, run_standard
+from aioserve.lab.zoo.measures import MEASURES, ONE_ENGINE, key, measure_run, run_standard
 from aioserve.lab.zoo.standard import (
     DIGEST,
     SEEDS,
@@ -60,16 +62,30 @@ def test_a_policy_of_a_file_is_ranked_among_all_that_ship(
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_what_an_engine_measures_is_what_is_stored_of_it() -> None:
-    """The zoo simulates by the quick way of fleets; the engine itself gives the same."""
+@pytest.mark.parametrize("name", ["tenants", "agents"])
+def test_what_an_engine_measures_is_what_is_stored_of_it(name: str) -> None:
+    """The zoo simulates by the quick way of fleets; the engine itself gives the same to the last
+    digit, also where programs send requests at one time.
+    """
     [candidate] = load_policies(["fcfs"])
-    workload = load_workload("tenants", SEEDS[0])
+    workload = load_workload(name, SEEDS[0])
     by_engine = measure_run(simulate(prepared(candidate, workload).config, workload), workload)
-    [scores] = run_standard([candidate], SEEDS[:1], workloads=["tenants"])
+    [scores] = run_standard([candidate], SEEDS[:1], workloads=[name])
     assert by_engine.keys() == {key(row) for row in MEASURES}
     for measure, value in by_engine.items():
         if not math.isnan(value):  # the engine does not count for how long it was busy
-            assert scores["tenants"][measure] == [value], measure
+            assert scores[name][measure] == [value], measure
+
+
+def test_the_share_in_time_is_the_mean_over_classes_of_requests_or_programs() -> None:
+    """A few programs of agents count as much as many chats."""
+    [candidate] = load_policies(["fcfs"])
+    workload = load_workload("agents", SEEDS[0])
+    document = compare([msgspec.structs.replace(candidate, fleet=ONE_ENGINE)], [workload])
+    by_class = document["results"][0]["slo"]["by_class"]
+    [scores] = run_standard([candidate], SEEDS[:1], workloads=["agents"])
+    shares = [by_class["agent"]["programs_in_time"], by_class["chat"]["good_share"]]
+    assert scores["agents"]["in_time"] == [pytest.approx(sum(shares) / 2, rel=1e-5)]
 
 
 @pytest.mark.parametrize(
