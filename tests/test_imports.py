@@ -22,6 +22,7 @@ ALLOWED = {
     "aioserve.hints": {"aioserve.errors"},
     "aioserve.row_values": {"aioserve.errors"},
     "aioserve.pooling_params": {"aioserve.errors", "aioserve.sampling_params"},
+    "aioserve.formats": set(),
     "aioserve.grammars": {
         "aioserve.errors",
         "aioserve.model_info",
@@ -264,6 +265,7 @@ ALLOWED = {
         "aioserve.operations.command",
         "aioserve.engine.observe.stacks",
         "aioserve.errors",
+        "aioserve.formats",
         "aioserve.multimodal",
         "aioserve.multimodal.decoding",
         "aioserve.multimodal.fetching",

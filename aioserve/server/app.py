@@ -28,7 +28,7 @@ from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import answer_preflights, check_caller, tell_origin
 from aioserve.server.access.site import Site
 from aioserve.server.batches.door import open_batches
-from aioserve.server.formats.chat_format import ChatFormat, untold_tools
+from aioserve.server.chat.chat_format import ChatFormat, untold_tools
 from aioserve.server.images import ImageLoader
 from aioserve.server.keys import (
     ACCESS,

@@ -6,7 +6,7 @@ from aioserve.engine import EngineClient
 from aioserve.server.access.access import Access
 from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.keyring import Key
-from aioserve.server.formats.chat_format import ChatFormat
+from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.images import ImageLoader
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.responses.store import Responses

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from aioserve.errors import UNREADABLE
+from aioserve.formats.events import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.anthropic.protocol import (
     BlockDelta,
@@ -33,7 +34,6 @@ from aioserve.server.anthropic.protocol import (
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_messages_error, to_wire
-from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning
 from aioserve.server.generation import Answer
 from aioserve.server.keys import CHAT_FORMAT
 from aioserve.server.protocol import Usage

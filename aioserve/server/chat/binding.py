@@ -11,10 +11,10 @@ import msgspec
 
 from aioserve.engine import Conversation
 from aioserve.errors import UNREADABLE, RequestError
+from aioserve.formats.call_parser import json_rule
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.tool_use import ToolUse
-from aioserve.server.formats.call_parser import json_rule
-from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.structured_outputs import StructuredOutputs
 
 _ANY_OBJECT = {"type": "object"}

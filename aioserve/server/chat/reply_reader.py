@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 
 from msgspec import UNSET
 
+from aioserve.formats.events import Arguments, Call, Content, Event, Reasoning, joined
+from aioserve.formats.reply_parser import ReplyParser
 from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.protocol import (
     ChatDelta,
     ChatReplyMessage,
@@ -17,9 +20,6 @@ from aioserve.server.chat.protocol import (
     ToolCallDelta,
 )
 from aioserve.server.chat.tool_use import ToolUse
-from aioserve.server.formats.chat_format import ChatFormat
-from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning, joined
-from aioserve.server.formats.reply_parser import ReplyParser
 
 
 class ReplyReader:

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from aioserve.errors import RequestError
+from aioserve.formats.call_parser import Function
 from aioserve.server.chat.protocol import ChatCompletionRequest, FunctionDefinition, NamedToolChoice
 from aioserve.server.chat.schema_check import check_schema
-from aioserve.server.formats.call_parser import Function
 
 # What every way to write calls can tell from what stands around it.
 _NAME = re.compile(r"[\w.:/\-]{1,128}", re.ASCII)

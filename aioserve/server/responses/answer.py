@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from aioserve.formats.events import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.access.gate import owner_of
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_wire
-from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning
 from aioserve.server.generation import Answer
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES
 from aioserve.server.protocol import Usage

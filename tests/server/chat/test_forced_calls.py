@@ -10,14 +10,14 @@ import pytest
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
+from aioserve.formats.events import Arguments, joined
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
+from aioserve.server.chat.chat_format import CALL_PARSERS, ChatFormat
 from aioserve.server.chat.protocol import FunctionDefinition
 from aioserve.server.chat.tool_use import tool_use
-from aioserve.server.formats.chat_format import CALL_PARSERS, ChatFormat
-from aioserve.server.formats.events import Arguments, joined
 from aioserve.structured_outputs import StructuredOutputs
 from tests.server.scripted import EMBEDDED, make_model
 from tests.server.serving import running

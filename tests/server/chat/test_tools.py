@@ -13,9 +13,9 @@ import pytest
 
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig, ServerConfig
+from aioserve.formats.reasoning import MARKS
 from aioserve.server.app import say_untold_tools
-from aioserve.server.formats.chat_format import CALL_PARSERS
-from aioserve.server.formats.reasoning import MARKS
+from aioserve.server.chat.chat_format import CALL_PARSERS
 from tests import processes
 from tests.processes import PATIENCE
 from tests.server.scripted import HERMES, THINKING, TWO_CALLS, make_model, saying

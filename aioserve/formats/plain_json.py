@@ -6,8 +6,8 @@ Only calls of known tools are taken for calls: other JSON may be what was asked 
 import re
 from collections.abc import Collection, Sequence
 
-from aioserve.server.formats.call_object import ARGUMENT_KEYS, CallObject
-from aioserve.server.formats.call_parser import (
+from aioserve.formats.call_object import ARGUMENT_KEYS, CallObject
+from aioserve.formats.call_parser import (
     Beginning,
     CallParser,
     Function,
@@ -15,7 +15,7 @@ from aioserve.server.formats.call_parser import (
     alternatives,
     repeated,
 )
-from aioserve.server.formats.text import match_end
+from aioserve.formats.text import match_end
 
 _SEPARATORS = re.compile(r"[\s,;]*")
 

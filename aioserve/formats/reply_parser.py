@@ -3,9 +3,9 @@
 Knows that both parsers may be absent. Knows nothing about which are chosen.
 """
 
-from aioserve.server.formats.call_parser import CallParser
-from aioserve.server.formats.events import Content, Event
-from aioserve.server.formats.reasoning import ReasoningParser
+from aioserve.formats.call_parser import CallParser
+from aioserve.formats.events import Content, Event
+from aioserve.formats.reasoning import ReasoningParser
 
 
 class ReplyParser:

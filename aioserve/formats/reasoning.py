@@ -5,8 +5,8 @@ Knows the marks, and that the prompt may have opened them. Knows nothing about t
 
 from typing import NamedTuple
 
-from aioserve.server.formats.events import Content, Event, Reasoning
-from aioserve.server.formats.text import SPACE, overlap
+from aioserve.formats.events import Content, Event, Reasoning
+from aioserve.formats.text import SPACE, overlap
 
 
 class Marks(NamedTuple):

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from aioserve.server.formats.call_object import CallObject
-from aioserve.server.formats.call_parser import (
+from aioserve.formats.call_object import CallObject
+from aioserve.formats.call_parser import (
     Beginning,
     CallParser,
     Function,

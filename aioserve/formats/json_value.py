@@ -5,7 +5,7 @@ Knows strings and brackets, no more: what stands inside of them is not judged.
 
 import re
 
-from aioserve.server.formats.text import match_end
+from aioserve.formats.text import match_end
 
 # What stands outside of strings: all else, as the "<" of a marker, shows that the value is broken.
 _PLAIN = re.compile(r"[\w\s+\-.,:]*", re.ASCII)

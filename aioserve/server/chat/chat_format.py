@@ -13,14 +13,14 @@ from aioserve.engine import Conversation
 from aioserve.engine.admission.chat_template import ChatTemplate
 from aioserve.engine.delivery.byte_level import special_token_ids
 from aioserve.errors import RequestError
-from aioserve.server.formats.call_parser import Beginning, CallParser, Function
-from aioserve.server.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from aioserve.server.formats.hermes import HermesParser
-from aioserve.server.formats.llama3 import Llama3Parser
-from aioserve.server.formats.mistral import MistralParser
-from aioserve.server.formats.plain_json import PlainJsonParser
-from aioserve.server.formats.reasoning import MARKS, Marks, ReasoningParser, choose_reasoning
-from aioserve.server.formats.reply_parser import ReplyParser
+from aioserve.formats.call_parser import Beginning, CallParser, Function
+from aioserve.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
+from aioserve.formats.hermes import HermesParser
+from aioserve.formats.llama3 import Llama3Parser
+from aioserve.formats.mistral import MistralParser
+from aioserve.formats.plain_json import PlainJsonParser
+from aioserve.formats.reasoning import MARKS, Marks, ReasoningParser, choose_reasoning
+from aioserve.formats.reply_parser import ReplyParser
 
 #: By the names of the setting; the first that fits a template is taken.
 CALL_PARSERS: Mapping[str, type[CallParser]] = {

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from aioserve.server.formats.call_parser import (
+from aioserve.formats.call_parser import (
     Beginning,
     CallParser,
     Function,
@@ -13,9 +13,9 @@ from aioserve.server.formats.call_parser import (
     json_rule,
     repeated,
 )
-from aioserve.server.formats.events import Arguments, Call
-from aioserve.server.formats.json_value import JsonValue
-from aioserve.server.formats.text import match_end
+from aioserve.formats.events import Arguments, Call
+from aioserve.formats.json_value import JsonValue
+from aioserve.formats.text import match_end
 
 
 def _marker(name: str) -> str:

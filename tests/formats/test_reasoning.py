@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioserve.server.formats.events import Call, Content, Reasoning, joined
-from aioserve.server.formats.hermes import HermesParser
-from aioserve.server.formats.reasoning import MARKS, ReasoningParser, choose_reasoning
-from aioserve.server.formats.reply_parser import ReplyParser
+from aioserve.formats.events import Call, Content, Reasoning, joined
+from aioserve.formats.hermes import HermesParser
+from aioserve.formats.reasoning import MARKS, ReasoningParser, choose_reasoning
+from aioserve.formats.reply_parser import ReplyParser
 
 
 def parse(name, pieces, prompt_end="", calls=None):

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from aioserve.server.formats.call_object import CallObject
-from aioserve.server.formats.events import Arguments, Call, Content, Event
-from aioserve.server.formats.json_value import JsonValue
-from aioserve.server.formats.text import SPACE, overlap, skip_space
+from aioserve.formats.call_object import CallObject
+from aioserve.formats.events import Arguments, Call, Content, Event
+from aioserve.formats.json_value import JsonValue
+from aioserve.formats.text import SPACE, overlap, skip_space
 
 
 class Function(msgspec.Struct, frozen=True):

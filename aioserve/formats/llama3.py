@@ -5,8 +5,8 @@ Without the tag a reply is calls from its beginning or not at all; after it, any
 
 from collections.abc import Sequence
 
-from aioserve.server.formats.call_object import CallObject
-from aioserve.server.formats.call_parser import (
+from aioserve.formats.call_object import CallObject
+from aioserve.formats.call_parser import (
     Beginning,
     Function,
     Literal,
@@ -14,7 +14,7 @@ from aioserve.server.formats.call_parser import (
     any_of,
     repeated,
 )
-from aioserve.server.formats.plain_json import PlainJsonParser
+from aioserve.formats.plain_json import PlainJsonParser
 
 _TAG = "<|python_tag|>"
 _TAGGED = any_of([_TAG])

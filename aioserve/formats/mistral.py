@@ -5,8 +5,8 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from aioserve.server.formats.call_object import CallObject
-from aioserve.server.formats.call_parser import (
+from aioserve.formats.call_object import CallObject
+from aioserve.formats.call_parser import (
     Beginning,
     CallParser,
     Function,
@@ -15,9 +15,9 @@ from aioserve.server.formats.call_parser import (
     any_of,
     repeated,
 )
-from aioserve.server.formats.events import Call
-from aioserve.server.formats.json_value import JsonValue
-from aioserve.server.formats.text import match_end
+from aioserve.formats.events import Call
+from aioserve.formats.json_value import JsonValue
+from aioserve.formats.text import match_end
 
 _CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _OPENING = any_of([_CALLS])

@@ -8,9 +8,9 @@ from collections.abc import Collection
 import msgspec
 
 from aioserve.errors import UNREADABLE
-from aioserve.server.formats.events import Arguments, Call, Event
-from aioserve.server.formats.json_value import JsonValue
-from aioserve.server.formats.text import skip_space
+from aioserve.formats.events import Arguments, Call, Event
+from aioserve.formats.json_value import JsonValue
+from aioserve.formats.text import skip_space
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS = {"name", "type", "id", "description", *ARGUMENT_KEYS}

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioserve.server.formats.call_parser import CallParser
-from aioserve.server.formats.deepseek import DeepSeekV31Parser
-from aioserve.server.formats.events import Arguments, Call, Content, Event, joined
-from aioserve.server.formats.hermes import HermesParser
-from aioserve.server.formats.llama3 import Llama3Parser
-from aioserve.server.formats.mistral import MistralParser
-from aioserve.server.formats.plain_json import PlainJsonParser
+from aioserve.formats.call_parser import CallParser
+from aioserve.formats.deepseek import DeepSeekV31Parser
+from aioserve.formats.events import Arguments, Call, Content, Event, joined
+from aioserve.formats.hermes import HermesParser
+from aioserve.formats.llama3 import Llama3Parser
+from aioserve.formats.mistral import MistralParser
+from aioserve.formats.plain_json import PlainJsonParser
 
 PARSERS = [HermesParser, Llama3Parser, MistralParser, DeepSeekV31Parser, PlainJsonParser]
 NAMES = ("add", "get_weather")
