@@ -63,6 +63,7 @@ PARTS = (
         "kv_cache/ranking.py",
         "kv_cache/retention.py",
         "server/unserved.py",
+        "named_module.py",
         "nearest.py",
         "output_file.py",
         "whole.py",
@@ -105,7 +106,13 @@ PARTS = (
     # Structured output.
     *("grammars", "structured_outputs.py", "runner/batch/grammar_rows.py"),
     # Tool calls and reasoning: what models write, read.
-    *("formats", "server/chat/chat_format.py", "server/chat/tool_use.py", "server/chat/binding.py"),
+    *(
+        "formats",
+        "server/chat/chat_format.py",
+        "server/chat/malformed_calls.py",
+        "server/chat/tool_use.py",
+        "server/chat/binding.py",
+    ),
     *("server/chat/reply_reader.py", "server/chat/schema_check.py"),
     # Keys, accounts, origins, TLS: a server without keys on loopback asks none of them.
     *("server/access/access.py", "server/access/accounts.py", "server/access/exposure.py"),

@@ -19,7 +19,6 @@ from aioserve.config.section import (
     EMBEDDED_MODEL,
     LogLevel,
     Section,
-    ToolCallFormat,
 )
 from aioserve.config.server import ServerConfig
 from aioserve.config.shadow import ShadowConfig
@@ -46,6 +45,5 @@ __all__ = [
     "ShadowConfig",
     "SimulatorConfig",
     "SpeculationConfig",
-    "ToolCallFormat",
     "iter_settings",
 ]

@@ -16,9 +16,6 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
-ToolCallFormat = Literal[
-    "auto", "none", "deepseek_v3", "deepseek_v31", "mistral", "hermes", "llama3_json", "json"
-]
 
 
 def doc(text: str, **limits: Any) -> Meta:

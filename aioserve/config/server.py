@@ -9,7 +9,6 @@ from aioserve.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
-    ToolCallFormat,
     doc,
 )
 
@@ -54,11 +53,18 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         True
     )
     tool_call_parser: Annotated[
-        ToolCallFormat, doc("tool-call format of the model; auto: detected in its chat template")
+        str,
+        doc(
+            "tool-call format of the model: a name of docs/tools.md, package.module:Class or "
+            "file.py:Class; none: refuse tools; auto: detected in its chat template"
+        ),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "seed_oss"],
-        doc("reasoning format of the model; auto: detected in its chat template"),
+        str,
+        doc(
+            "reasoning format of the model: a name of docs/tools.md, or a format that marks "
+            "reasoning; auto: detected in its chat template"
+        ),
     ] = "auto"
     default_chat_tokens: Annotated[
         PositiveInt | None,

@@ -1,4 +1,72 @@
 """How models write tool calls and reasoning into their text, and how to read that as it comes.
 
-Knows no HTTP and no engine: text goes in, in any pieces; events come out.
+This is all that an author of a format imports. Knows no HTTP and no engine: text goes in, in any
+pieces; events come out. The formats that ship stand beside, one file for each.
 """
+
+from aioserve.formats.call_object import ARGUMENT_KEYS, CallObject
+from aioserve.formats.call_parser import CallParser
+from aioserve.formats.choice import Choice, check_names, choose
+from aioserve.formats.events import Arguments, Call, Content, Event, Reasoning, joined
+from aioserve.formats.grammar import (
+    ANY,
+    MAX_FORCED_CALLS,
+    Beginning,
+    Function,
+    Literal,
+    alternatives,
+    json_rule,
+    repeated,
+    text_until,
+)
+from aioserve.formats.json_value import JsonValue
+from aioserve.formats.reasoning import MARKS, Marks, ReasoningParser, choose_reasoning
+from aioserve.formats.registry import SHIPPED, available_formats, load_format
+from aioserve.formats.reply_format import Reply, ReplyFormat, SaidCall, dumps, object_of
+from aioserve.formats.reply_parser import ReplyParser
+from aioserve.formats.text import SPACE, any_of, match_end, overlap, skip_space
+from aioserve.formats.typed_text import typed_json
+
+__all__ = [
+    "ANY",
+    "ARGUMENT_KEYS",
+    "MARKS",
+    "MAX_FORCED_CALLS",
+    "SHIPPED",
+    "SPACE",
+    "Arguments",
+    "Beginning",
+    "Call",
+    "CallObject",
+    "CallParser",
+    "Choice",
+    "Content",
+    "Event",
+    "Function",
+    "JsonValue",
+    "Literal",
+    "Marks",
+    "Reasoning",
+    "ReasoningParser",
+    "Reply",
+    "ReplyFormat",
+    "ReplyParser",
+    "SaidCall",
+    "alternatives",
+    "any_of",
+    "available_formats",
+    "check_names",
+    "choose",
+    "choose_reasoning",
+    "dumps",
+    "joined",
+    "json_rule",
+    "load_format",
+    "match_end",
+    "object_of",
+    "overlap",
+    "repeated",
+    "skip_space",
+    "text_until",
+    "typed_json",
+]

@@ -4,18 +4,21 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from aioserve.formats.call_parser import (
+from aioserve.formats import (
+    Arguments,
     Beginning,
+    Call,
     CallParser,
     Function,
+    JsonValue,
     Literal,
+    Reply,
     any_of,
+    dumps,
     json_rule,
+    match_end,
     repeated,
 )
-from aioserve.formats.events import Arguments, Call
-from aioserve.formats.json_value import JsonValue
-from aioserve.formats.text import match_end
 
 
 def _marker(name: str) -> str:
@@ -38,8 +41,8 @@ class DeepSeekV31Parser(CallParser):
     markers = (_CALLS, _CALL, _SEP, _CALL_END, _CALLS_END)
 
     @classmethod
-    def fits(cls, template: str) -> bool:
-        return _CALLS in template
+    def evidence(cls, template: str) -> str | None:
+        return _CALLS if _CALLS in template else None
 
     @classmethod
     def _call(cls, name: str, literal: Literal) -> tuple[str, str]:
@@ -66,26 +69,39 @@ class DeepSeekV31Parser(CallParser):
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
         return [Beginning(literal(_CALLS), "block"), Beginning(literal(_CALL), "unmarked")]
 
-    def _begin(self) -> bool:
-        return self._read_content(_OPENING, self._open)
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        calls = [
+            f"{_CALL}{cls._written(call.name, dumps(call.arguments))}{_CALL_END}"
+            for call in reply.calls
+        ]
+        block = f"{_CALLS}{cls._between.join(calls)}{_CALLS_END}" if calls else ""
+        return reply.content + block
+
+    @classmethod
+    def _written(cls, name: str, arguments: str) -> str:
+        return f"{name}{_SEP}{arguments}"
+
+    def begin(self) -> bool:
+        return self.read_content(_OPENING, self._open)
 
     def _open(self) -> bool:
         self._header: list[str] = []
-        self._state = self._read_header if self._marker == _CALL else self._next
+        self.state = self._read_header if self.marker == _CALL else self._next
         return True
 
     def _next(self) -> bool:
         """Another call, or the end of the block."""
-        if not self._skip_space():
+        if not self.skip_space():
             return False
-        is_end = self._skip_end(_CALLS_END)
-        is_call = False if is_end else self._skip(_CALL)
+        is_end = self.skip_end(_CALLS_END)
+        is_call = False if is_end else self.skip(_CALL)
         if is_end:
-            self._held = None
-            self._state = self._begin
+            self.held = None
+            self.state = self.begin
         elif is_call:
             self._header = []
-            self._state = self._read_header
+            self.state = self._read_header
         elif is_end is None or is_call is None:
             return False
         else:
@@ -94,32 +110,32 @@ class DeepSeekV31Parser(CallParser):
 
     def _read_header(self) -> bool:
         """The name, or that it is a function."""
-        self._header.append(self._take(match_end(_HEADER, self._text, self._at)))
-        if self._at == len(self._text):
+        self._header.append(self.take(match_end(_HEADER, self.text, self.at)))
+        if self.at == len(self.text):
             return False
-        found = self._skip(_SEP)
+        found = self.skip(_SEP)
         if found is None:
             return False
         if found:
-            self._state = self._after_sep
+            self.state = self._after_sep
         else:
             self._close()
         return True
 
     def _after_sep(self) -> bool:
-        if not self._skip_space():
+        if not self.skip_space():
             return False
         name = "".join(self._header).strip()
         self._header = []
-        if name == _KIND and self._text[self._at] != "{":
-            self._state = self._read_name
+        if name == _KIND and self.text[self.at] != "{":
+            self.state = self._read_name
         else:
             self._call_begins(name)
         return True
 
     def _read_name(self) -> bool:
-        self._header.append(self._take(match_end(_LINE, self._text, self._at)))
-        if self._at == len(self._text):
+        self._header.append(self.take(match_end(_LINE, self.text, self.at)))
+        if self.at == len(self.text):
             return False
         self._call_begins("".join(self._header).strip())
         return True
@@ -128,35 +144,35 @@ class DeepSeekV31Parser(CallParser):
         if not name:
             self._close()
             return
-        self._tell([Call(name)])
-        self._value = JsonValue()
-        self._state = self._before_arguments
+        self.tell([Call(name)])
+        self.value = JsonValue()
+        self.state = self._before_arguments
 
     def _before_arguments(self) -> bool:
-        if not self._skip_space() or self._skip(_FENCE) is None or not self._skip_space():
+        if not self.skip_space() or self.skip(_FENCE) is None or not self.skip_space():
             return False
-        if self._text[self._at] == "{":
-            self._state = self._read_own_arguments
+        if self.text[self.at] == "{":
+            self.state = self._read_own_arguments
         else:  # a call without any
-            self._events.append(Arguments("{}"))
-            self._state = self._after_arguments
+            self.events.append(Arguments("{}"))
+            self.state = self._after_arguments
         return True
 
     def _read_own_arguments(self) -> bool:
-        return self._read_arguments(then=self._after_arguments)
+        return self.read_arguments(then=self._after_arguments)
 
     def _after_arguments(self) -> bool:
-        if not self._skip_space() or self._skip(_FENCE_END) is None or not self._skip_space():
+        if not self.skip_space() or self.skip(_FENCE_END) is None or not self.skip_space():
             return False
-        if self._skip_end(_CALL_END) is None:
+        if self.skip_end(_CALL_END) is None:
             return False
-        self._hold()
-        self._state = self._next
+        self.hold()
+        self.state = self._next
         return True
 
     def _close(self) -> None:
-        self._give_back()
-        self._state = self._begin
+        self.give_back()
+        self.state = self.begin
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
@@ -165,10 +181,14 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     _between = "\n"
 
     @classmethod
-    def fits(cls, template: str) -> bool:
-        return super().fits(template) and _FENCE in template
+    def evidence(cls, template: str) -> str | None:
+        return super().evidence(template) and (_FENCE if _FENCE in template else None)
 
     @classmethod
     def _call(cls, name: str, literal: Literal) -> tuple[str, str]:
         before = f"{literal(_KIND)} {literal(_SEP)} {literal(f'{name}{chr(10)}{_FENCE}{chr(10)}')}"
         return before, literal(f"{chr(10)}{_FENCE_END}")
+
+    @classmethod
+    def _written(cls, name: str, arguments: str) -> str:
+        return f"{_KIND}{_SEP}{name}\n{_FENCE}\n{arguments}\n{_FENCE_END}"

@@ -22,6 +22,7 @@ class Call(msgspec.Struct, frozen=True):
     """A call begins; its arguments follow."""
 
     name: str
+    id: str | None = None  # where the model wrote one; else the server makes one
 
 
 class Arguments(msgspec.Struct, frozen=True):

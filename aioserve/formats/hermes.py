@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
-from aioserve.formats.call_object import CallObject
-from aioserve.formats.call_parser import (
+from aioserve.formats import (
     Beginning,
+    CallObject,
     CallParser,
     Function,
     Literal,
+    Reply,
     alternatives,
     any_of,
+    object_of,
     repeated,
 )
 
@@ -23,9 +25,10 @@ class HermesParser(CallParser):
     markers = (_OPEN, _CLOSE)
 
     @classmethod
-    def fits(cls, template: str) -> bool:
+    def evidence(cls, template: str) -> str | None:
         # Qwen3-Coder and others write XML between the same markers.
-        return _OPEN in template and "<function=" not in template and "<arg_key>" not in template
+        is_xml = "<function=" in template or "<arg_key>" in template
+        return _OPEN if _OPEN in template and not is_xml else None
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
@@ -43,19 +46,24 @@ class HermesParser(CallParser):
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
         return [Beginning(literal(_OPEN), "unmarked")]
 
-    def _begin(self) -> bool:
-        return self._read_content(_OPENING, self._open)
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        calls = [f"{_OPEN}\n{object_of(call)}\n{_CLOSE}" for call in reply.calls]
+        return "\n".join([*filter(None, [reply.content]), *calls])
+
+    def begin(self) -> bool:
+        return self.read_content(_OPENING, self._open)
 
     def _open(self) -> bool:
-        self._object = CallObject()
-        self._state = self._read_call
+        self.object = CallObject()
+        self.state = self._read_call
         return True
 
     def _read_call(self) -> bool:
-        return self._read_object(then=self._close, otherwise=self._begin)
+        return self.read_object(then=self._close, otherwise=self.begin)
 
     def _close(self) -> bool:
-        if not self._skip_space() or self._skip_end(_CLOSE) is None:
+        if not self.skip_space() or self.skip_end(_CLOSE) is None:
             return False
-        self._state = self._begin
+        self.state = self.begin
         return True

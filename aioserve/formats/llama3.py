@@ -5,19 +5,22 @@ Without the tag a reply is calls from its beginning or not at all; after it, any
 
 from collections.abc import Sequence
 
-from aioserve.formats.call_object import CallObject
-from aioserve.formats.call_parser import (
+from aioserve.formats import (
     Beginning,
+    CallObject,
     Function,
     Literal,
+    Reply,
     alternatives,
     any_of,
+    object_of,
     repeated,
 )
 from aioserve.formats.plain_json import PlainJsonParser
 
 _TAG = "<|python_tag|>"
 _TAGGED = any_of([_TAG])
+_HEADER = "<|start_header_id|>"
 # In templates of models that were made of Llama 3 and call in ways of their own: functionary's,
 # firefunction's.
 _OTHERS = ("<function=", ">>>", "functools")
@@ -27,12 +30,15 @@ class Llama3Parser(PlainJsonParser):
     """As plain JSON, and the tag makes any name a call."""
 
     markers = (_TAG,)
+    has_text_before = True
 
     @classmethod
-    def fits(cls, template: str) -> bool:
+    def evidence(cls, template: str) -> str | None:
         if any(sign in template for sign in _OTHERS):
-            return False
-        return _TAG in template or ("<|start_header_id|>" in template and "tools" in template)
+            return None
+        if _TAG in template:
+            return _TAG
+        return _HEADER if _HEADER in template and "tools" in template else None
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
@@ -43,15 +49,20 @@ class Llama3Parser(PlainJsonParser):
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
         return [Beginning(literal(_TAG), "call"), *super().beginnings(functions, literal)]
 
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        calls = "; ".join(object_of(call, "parameters") for call in reply.calls)
+        return reply.content + (_TAG if reply.content and calls else "") + calls
+
     def _rest(self) -> bool:
-        return self._read_content(_TAGGED, self._after_tag)
+        return self.read_content(_TAGGED, self._after_tag)
 
     def _after_tag(self) -> bool:
-        if not self._skip_space():
+        if not self.skip_space():
             return False
-        if self._text[self._at] == "{":
-            self._object = CallObject()
-            self._state = self._read_call
+        if self.text[self.at] == "{":
+            self.object = CallObject()
+            self.state = self._read_call
         else:
             self._close()
         return True

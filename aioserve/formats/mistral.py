@@ -5,24 +5,27 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from aioserve.formats.call_object import CallObject
-from aioserve.formats.call_parser import (
+from aioserve.formats import (
     Beginning,
+    Call,
+    CallObject,
     CallParser,
     Function,
+    JsonValue,
     Literal,
+    Reply,
     alternatives,
     any_of,
+    match_end,
+    object_of,
     repeated,
 )
-from aioserve.formats.events import Call
-from aioserve.formats.json_value import JsonValue
-from aioserve.formats.text import match_end
 
 _CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _OPENING = any_of([_CALLS])
 _NAME = re.compile(r"[\w.\-]*", re.ASCII)
 _ID_CHARACTERS = string.ascii_letters + string.digits
+_OWN_ID = re.compile("[a-zA-Z0-9]{9}")
 _SEPARATORS = re.compile(r"[\s,]*")
 
 
@@ -36,8 +39,8 @@ class MistralParser(CallParser):
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
     @classmethod
-    def fits(cls, template: str) -> bool:
-        return _CALLS in template
+    def evidence(cls, template: str) -> str | None:
+        return _CALLS if _CALLS in template else None
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
@@ -58,82 +61,89 @@ class MistralParser(CallParser):
         ]
         return [Beginning(literal(_CALLS), f"(array | {' | '.join(named)})")]
 
-    def _begin(self) -> bool:
-        return self._read_content(_OPENING, self._open)
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        calls = ", ".join(map(object_of, reply.calls))
+        return reply.content + (f"{_CALLS}[{calls}]" if calls else "")
+
+    def begin(self) -> bool:
+        return self.read_content(_OPENING, self._open)
 
     def _open(self) -> bool:
-        if not self._skip_space():
+        if not self.skip_space():
             return False
-        if self._text[self._at] == "[":
-            self._take(self._at + 1)
-            self._state = self._next
+        if self.text[self.at] == "[":
+            self.take(self.at + 1)
+            self.state = self._next
         else:
             self._name: list[str] = []
-            self._state = self._read_name
+            self._id: list[str] = []
+            self.state = self._read_name
         return True
 
     # An array
 
     def _next(self) -> bool:
-        self._take(match_end(_SEPARATORS, self._text, self._at))
-        if self._at == len(self._text):
+        self.take(match_end(_SEPARATORS, self.text, self.at))
+        if self.at == len(self.text):
             return False
-        if self._text[self._at] == "]":
-            self._take(self._at + 1)
-            self._held = None
-            self._state = self._begin
-        elif self._text[self._at] == "{":
-            self._object = CallObject()
-            self._state = self._read_call
+        if self.text[self.at] == "]":
+            self.take(self.at + 1)
+            self.held = None
+            self.state = self.begin
+        elif self.text[self.at] == "{":
+            self.object = CallObject()
+            self.state = self._read_call
         else:
             self._close()
         return True
 
     def _read_call(self) -> bool:
-        return self._read_object(then=self._after_call, otherwise=self._begin)
+        return self.read_object(then=self._after_call, otherwise=self.begin)
 
     def _after_call(self) -> bool:
-        self._hold()
-        self._state = self._next
+        self.hold()
+        self.state = self._next
         return True
 
     # A name
 
     def _read_name(self) -> bool:
-        self._name.append(self._take(match_end(_NAME, self._text, self._at)))
-        if self._at == len(self._text):
+        self._name.append(self.take(match_end(_NAME, self.text, self.at)))
+        if self.at == len(self.text):
             return False
-        self._state = self._after_name
+        self.state = self._after_name
         return True
 
     def _after_name(self) -> bool:
-        if not self._skip_space():
+        if not self.skip_space():
             return False
         for marker in (_ARGS, _ID):
-            found = self._skip(marker)
+            found = self.skip(marker)
             if found is None:
                 return False
             if found:
-                self._state = self._after_name if marker == _ARGS else self._read_id
+                self.state = self._after_name if marker == _ARGS else self._read_id
                 return True
-        if self._text[self._at] != "{" or not any(self._name):
+        if self.text[self.at] != "{" or not any(self._name):
             self._close()
             return True
-        self._tell([Call("".join(self._name))])
-        self._value = JsonValue()
-        self._state = self._read_own_arguments
+        call_id = "".join(self._id)
+        self.tell([Call("".join(self._name), call_id if _OWN_ID.fullmatch(call_id) else None)])
+        self.value = JsonValue()
+        self.state = self._read_own_arguments
         return True
 
     def _read_id(self) -> bool:
-        self._take(match_end(_NAME, self._text, self._at))
-        if self._at == len(self._text):
+        self._id.append(self.take(match_end(_NAME, self.text, self.at)))
+        if self.at == len(self.text):
             return False
-        self._state = self._after_name
+        self.state = self._after_name
         return True
 
     def _read_own_arguments(self) -> bool:
-        return self._read_arguments(then=self._begin)
+        return self.read_arguments(then=self.begin)
 
     def _close(self) -> None:
-        self._give_back()
-        self._state = self._begin
+        self.give_back()
+        self.state = self.begin

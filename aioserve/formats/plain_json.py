@@ -4,18 +4,21 @@ Only calls of known tools are taken for calls: other JSON may be what was asked 
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from aioserve.formats.call_object import ARGUMENT_KEYS, CallObject
-from aioserve.formats.call_parser import (
+from aioserve.formats import (
+    ARGUMENT_KEYS,
     Beginning,
+    CallObject,
     CallParser,
     Function,
     Literal,
+    Reply,
     alternatives,
+    match_end,
+    object_of,
     repeated,
 )
-from aioserve.formats.text import match_end
 
 _SEPARATORS = re.compile(r"[\s,;]*")
 
@@ -29,13 +32,15 @@ _BEGINNING = r'/[ \t\r\n,;\[\]]*\{_("type"_:_"function"_,_)?"name"_:_"NAME"_,_"(
 class PlainJsonParser(CallParser):
     """Decided by the first character that is no space; for the next call, by what follows one."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
+    has_text_before = False
+
+    def __init__(self, functions: Sequence[Function], prompt_end: str = "") -> None:
+        super().__init__(functions, prompt_end)
         self._is_array = False
 
     @classmethod
-    def fits(cls, template: str) -> bool:
-        return False  # no template shows that it is this and not another's
+    def evidence(cls, template: str) -> str | None:
+        return None  # no template shows that it is this and not another's
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
@@ -60,19 +65,26 @@ class PlainJsonParser(CallParser):
             if function.is_strict
         ]
 
-    def _begin(self) -> bool:
-        self._hold()
-        self._state = self._first
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        if reply.content and reply.calls:
+            raise ValueError("a reply is either content or calls")
+        calls = ", ".join(map(object_of, reply.calls))
+        return reply.content or (f"[{calls}]" if calls else "")
+
+    def begin(self) -> bool:
+        self.hold()
+        self.state = self._first
         return True
 
     def _first(self) -> bool:
-        if not self._skip_space():
+        if not self.skip_space():
             return False
-        char = self._text[self._at]
+        char = self.text[self.at]
         if char == "[" and not self._is_array:
             self._is_array = True
-            self._take(self._at + 1)
-            self._state = self._first
+            self.take(self.at + 1)
+            self.state = self._first
         elif char == "{":
             self._open()
         else:
@@ -80,29 +92,29 @@ class PlainJsonParser(CallParser):
         return True
 
     def _open(self) -> None:
-        self._object = CallObject(self.names)
-        self._state = self._read_call
+        self.object = CallObject(self.functions)
+        self.state = self._read_call
 
     def _read_call(self) -> bool:
-        return self._read_object(then=self._after_call, otherwise=self._rest)
+        return self.read_object(then=self._after_call, otherwise=self._rest)
 
     def _after_call(self) -> bool:
-        self._take(match_end(_SEPARATORS, self._text, self._at))  # no content
-        if self._at == len(self._text):
+        self.take(match_end(_SEPARATORS, self.text, self.at))  # no content
+        if self.at == len(self.text):
             return False
-        char = self._text[self._at]
+        char = self.text[self.at]
         if char == "]" and self._is_array:
             self._is_array = False
-            self._take(self._at + 1)
+            self.take(self.at + 1)
         else:
-            self._hold()
+            self.hold()
             self._first()
         return True
 
     def _close(self) -> None:
-        self._give_back()
-        self._state = self._rest
+        self.give_back()
+        self.state = self._rest
 
     def _rest(self) -> bool:
-        self._say(self._take(len(self._text)))
+        self.say(self.take(len(self.text)))
         return False

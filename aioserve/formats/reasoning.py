@@ -28,14 +28,12 @@ MARKS = {
 
 def choose_reasoning(template: str) -> str | None:
     """The name of what a model with this chat template writes; None: no reasoning."""
-    if "[THINK]" in template:
-        return "mistral"
-    if "<seed:think>" in template:
-        return "seed_oss"
-    if "<think>" in template:
-        return "qwen3"
+    for name, marks in MARKS.items():
+        if not marks.is_implied and marks.start in template:
+            return name
     # Of the past it only cuts off what stands before the end: such a model writes it first.
-    return "deepseek_r1" if "</think>" in template else None
+    implied = (name for name, marks in MARKS.items() if marks.is_implied and marks.end in template)
+    return next(implied, None)
 
 
 class ReasoningParser:

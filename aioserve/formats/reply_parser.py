@@ -1,19 +1,24 @@
-"""One reply from text to events: reasoning first, then content and calls.
+"""One reply from text to events: reasoning first, then what a format reads in the rest.
 
-Knows that both parsers may be absent. Knows nothing about which are chosen.
+Knows that both may be absent. Knows nothing about which are chosen.
 """
 
-from aioserve.formats.call_parser import CallParser
 from aioserve.formats.events import Content, Event
 from aioserve.formats.reasoning import ReasoningParser
+from aioserve.formats.reply_format import ReplyFormat
 
 
 class ReplyParser:
     """The pieces of a reply, as they come; cut in any way, the joined events are the same."""
 
-    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
+    def __init__(self, reasoning: ReasoningParser | None, calls: ReplyFormat | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
+
+    @property
+    def num_malformed(self) -> int:
+        """Pieces of the text so far that began as a call and were none."""
+        return 0 if self._calls is None else self._calls.num_malformed
 
     def append(self, text: str) -> list[Event]:
         """Read more of a reply; the events that this text completes."""

@@ -33,3 +33,8 @@ def overlap(text: str, markers: Sequence[str], start: int = 0) -> int:
         if at >= 0:
             longest = max(longest, len(text) - at)
     return longest
+
+
+def any_of(markers: Sequence[str]) -> re.Pattern[str]:
+    """A pattern that finds the first of them."""
+    return re.compile("|".join(map(re.escape, markers)))

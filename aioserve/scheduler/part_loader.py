@@ -7,11 +7,12 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, TypeVar
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, UnknownPolicyError
+from aioserve.named_module import import_named
 from aioserve.nearest import did_you_mean
 from aioserve.scheduler.options import PolicyOptions, make_options
 from aioserve.scheduler.parts import Part
-from aioserve.scheduler.registry import available_policies, import_named
+from aioserve.scheduler.registry import available_policies
 from aioserve.zoo import is_zoo_name
 
 GROUP = "aioserve.parts"  # of entry points, by which other packages register parts
@@ -49,7 +50,7 @@ def load_part(spec: str, kind: type[P]) -> type[P]:
     if ":" not in spec and ("." not in spec or is_zoo_name(spec)):
         value = _value(spec, kind)
     path, _, name = value.rpartition(":") if ":" in value else (value, "", "")
-    module = import_named(path)
+    module = import_named(path, "policy", UnknownPolicyError)
     found = getattr(module, name, None) if name else _only_part(module, kind, spec)
     if not (isinstance(found, type) and issubclass(found, kind)):
         known = [part.__name__ for part in _parts_in(module, kind)]
@@ -98,7 +99,7 @@ def _offers(value: str, kind: type[Part]) -> bool:
     """Whether a part of this kind is there; what cannot be imported has none."""
     path, _, name = value.partition(":")
     try:
-        module = import_named(path)
+        module = import_named(path, "policy", UnknownPolicyError)
     except ConfigError:
         return False
     parts = _parts_in(module, kind)

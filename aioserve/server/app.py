@@ -28,7 +28,7 @@ from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import answer_preflights, check_caller, tell_origin
 from aioserve.server.access.site import Site
 from aioserve.server.batches.door import open_batches
-from aioserve.server.chat.chat_format import ChatFormat, untold_tools
+from aioserve.server.chat.chat_format import ChatFormat, check_formats, say_format
 from aioserve.server.images import ImageLoader
 from aioserve.server.keys import (
     ACCESS,
@@ -125,6 +125,7 @@ def build_app(
         routes = OPERATORS_ROUTES
     else:
         open_batches(app, max_bytes)
+        app[HTTP_COUNTS].more.append(app[CHAT_FORMAT].malformed.tell)
     if server.page and (is_one_for_all or is_for_operators):
         routes = (*routes, *PAGE_ROUTES)
     needs: dict[str, str] = {route.documented_path: route.needs for route in routes}
@@ -248,13 +249,6 @@ def say_chat_limit(engine: AsyncEngine) -> None:
         )
 
 
-def say_untold_tools(engine: AsyncEngine) -> None:
-    """A line of the log if calls are looked for of tools that the model never hears of."""
-    parser = engine.config.server.tool_call_parser
-    if (why := untold_tools(engine.model_info.tokenizer, parser)) is not None:
-        logger.warning("%s", why)
-
-
 async def serve(
     config: EngineConfig,
     site: MakeSite = site_here,
@@ -271,6 +265,7 @@ async def serve(
         raise ConfigError("skip_tokenizer_init is for Python callers: a server needs the tokenizer")
     access = MainAccess(config)
     signals = Signals()  # before any code of a policy runs
+    check_formats(config.server)
     check_policies(config)  # before a port is taken, and long before the model is loaded
     config.check_effects()
     allow_connections(config.access.max_connections)
@@ -322,7 +317,7 @@ async def serve(
             )
             notify("READY=1", f"STATUS=serves {config.model.served_name} on {url}")
             say_chat_limit(engine)
-            say_untold_tools(engine)
+            say_format(engine)
             for sock in doors.admin:
                 told = url_of(sock, is_encrypted=access.tls is not None)
                 logger.info("the admin routes are on %s", told)

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import hdrs, web
@@ -48,6 +49,8 @@ class HttpCounts:
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()
+        #: What else the application counts: each is asked on a scrape.
+        self.more: list[Callable[[], list[Counted]]] = []
 
     def add(self, request: web.Request, status: str) -> None:
         """Count one response with this status."""
@@ -59,7 +62,8 @@ class HttpCounts:
     def tell(self) -> list[Counted]:
         """The counts with their labels, for metrics."""
         labels, told = ("method", "route", "status"), "HTTP requests that were answered"
-        return [Counted("http_requests", told, labels, [*self._counts.items()])]
+        own = Counted("http_requests", told, labels, [*self._counts.items()])
+        return [own, *(one for tell in self.more for one in tell())]
 
 
 HTTP_COUNTS = web.AppKey("HTTP_COUNTS", HttpCounts)

@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioserve.formats.call_parser import CallParser
+from aioserve.formats import Arguments, Call, CallParser, Content, Event, Function, joined
 from aioserve.formats.deepseek import DeepSeekV31Parser
-from aioserve.formats.events import Arguments, Call, Content, Event, joined
 from aioserve.formats.hermes import HermesParser
 from aioserve.formats.llama3 import Llama3Parser
 from aioserve.formats.mistral import MistralParser
 from aioserve.formats.plain_json import PlainJsonParser
 
 PARSERS = [HermesParser, Llama3Parser, MistralParser, DeepSeekV31Parser, PlainJsonParser]
-NAMES = ("add", "get_weather")
+FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]
 
 
 def deepseek(text: str) -> str:
@@ -26,7 +25,7 @@ def deepseek(text: str) -> str:
 
 
 def parse(parser: type[CallParser], pieces: list[str]) -> list[Event]:
-    reader = parser(NAMES)
+    reader = parser(FUNCTIONS)
     events = [event for piece in pieces for event in reader.append(piece)]
     return joined(events + reader.flush())
 
@@ -87,6 +86,11 @@ CASES: list[tuple[type[CallParser], str, list[Event]]] = [
         '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]x1[ARGS]'
         '{"city": "\\"}</tool_call>]"}[TOOL_CALLS]add{"a": 1}',
         [*ADD, *WEATHER, *ADD],
+    ),
+    (
+        MistralParser,
+        '[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}',
+        [Call("add", "a1B2c3D4e"), Arguments('{"a": 1}')],
     ),
     (MistralParser, "[TOOL_CALLS] no [TOOL", [Content("[TOOL_CALLS] no [TOOL")]),
     (

@@ -4,10 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioserve.formats.events import Call, Content, Reasoning, joined
+from aioserve.formats import (
+    MARKS,
+    Call,
+    Content,
+    Function,
+    Reasoning,
+    ReasoningParser,
+    ReplyParser,
+    choose_reasoning,
+    joined,
+)
 from aioserve.formats.hermes import HermesParser
-from aioserve.formats.reasoning import MARKS, ReasoningParser, choose_reasoning
-from aioserve.formats.reply_parser import ReplyParser
 
 
 def parse(name, pieces, prompt_end="", calls=None):
@@ -54,7 +62,7 @@ def test_any_cut_of_any_reply_gives_the_same(name, prompt_end, fragments, cut):
 
 def test_a_call_that_is_only_thought_of_is_none():
     text = '<think><tool_call>{"name": "a"}</tool_call></think><tool_call>{"name": "b"}</tool_call>'
-    events = parse("qwen3", list(text), calls=HermesParser(["a", "b"]))
+    events = parse("qwen3", list(text), calls=HermesParser([Function(name, {}) for name in "ab"]))
     assert [event.name for event in events if isinstance(event, Call)] == ["b"]
 
 

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from aioserve.errors import UNREADABLE
-from aioserve.formats.events import Arguments, Call, Content, Event, Reasoning
+from aioserve.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.anthropic.protocol import (
     BlockDelta,
@@ -53,7 +53,7 @@ class MessageAnswer(Answer):
         self._tells_thoughts = body.thinking is not None and body.thinking.type != "disabled"
         self._max_tokens = body.max_tokens
         # Whether a reply is text and nothing else.
-        self._is_plain = use is None and not self._format.marks
+        self._is_plain = use is None and not self._format.tells_apart
         self._reader: ReplyReader | None = None
         self._is_begun = False
         self._index = -1  # of the last block
@@ -111,7 +111,7 @@ class MessageAnswer(Answer):
                 opening = b"" if is_open else self._open(ThinkingBlock())
                 return opening + self._delta(ThinkingDelta(thinking=event.text))
             case Call():
-                return self._open(ToolUseBlock(id=self._format.make_id(), name=event.name))
+                return self._open(ToolUseBlock(id=event.id or "", name=event.name))
             case Arguments():
                 return self._delta(InputDelta(partial_json=event.text))
 
@@ -165,7 +165,7 @@ class MessageAnswer(Answer):
                 case Reasoning():
                     blocks.append(ThinkingBlock(thinking=event.text))
                 case Call():
-                    blocks.append(ToolUseBlock(id=self._format.make_id(), name=event.name))
+                    blocks.append(ToolUseBlock(id=event.id or "", name=event.name))
                 case Arguments():
                     arguments += event.text
         return blocks

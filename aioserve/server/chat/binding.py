@@ -11,7 +11,7 @@ import msgspec
 
 from aioserve.engine import Conversation
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.formats.call_parser import json_rule
+from aioserve.formats import json_rule
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.tool_use import ToolUse
@@ -27,7 +27,7 @@ async def bind_off_loop(
     conversation: Conversation,
 ) -> SamplingParams:
     """As `bind`, in a thread if the chat template is to be asked whether it begins to reason."""
-    if chat_format.marks is None or (use is None and params.structured_outputs is None):
+    if not chat_format.tells_apart or (use is None and params.structured_outputs is None):
         return bind(params, use, chat_format, conversation)
     return await asyncio.to_thread(bind, params, use, chat_format, conversation)
 
@@ -43,7 +43,7 @@ def bind(
     Raises `RequestError` for what `structured_outputs` asks beside tools and is no JSON.
     """
     wanted = params.structured_outputs
-    if use is None and (wanted is None or chat_format.marks is None):
+    if use is None and (wanted is None or not chat_format.tells_apart):
         return params
     if use is not None and use.is_bound and not use.must_call and wanted is None:
         functions = [
@@ -52,14 +52,16 @@ def bind(
         ]
         free = chat_format.free_grammar(functions, conversation)
         return params if free is None else _bound(params, free)
-    rules = []
+    rules, kinds = [], []
     if use is not None and (use.must_call or wanted is not None):
         grammar = chat_format.call_parser.grammar
+        kinds.append("calls")
         rules.append(grammar(use.functions, use.is_parallel, chat_format.literal))
     if wanted is not None and not (use and use.must_call):
         schema = _schema(wanted)
         if schema is not None:
-            rules.append(f"answer: {json_rule(schema)}")
+            kinds.append("answer")
+            rules += chat_format.answer_rules(json_rule(schema))
         elif use is None:
             return params  # it is the whole text that is bound
         else:
@@ -71,7 +73,7 @@ def bind(
     if not rules:
         return params
     before, thought_rules = chat_format.thought(conversation)
-    reply = " | ".join(rule.partition(":")[0] for rule in rules)
+    reply = " | ".join(kinds)
     return _bound(params, "\n".join([f"start: {before}({reply})", *thought_rules, *rules]))
 
 

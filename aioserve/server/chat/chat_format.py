@@ -1,47 +1,61 @@
-"""Which parsers read the replies of a model: by its chat template, or by what the settings say.
+"""How one model writes replies: its format, with its tokenizer and its chat template.
 
-Knows all of them by name. Knows nothing about requests.
+Knows the grammars of bound replies. Which format it is, is chosen in `aioserve.formats`.
 """
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from aioserve.engine import Conversation
+from aioserve.config import ServerConfig
+from aioserve.engine import AsyncEngine, Conversation
 from aioserve.engine.admission.chat_template import ChatTemplate
 from aioserve.engine.delivery.byte_level import special_token_ids
 from aioserve.errors import RequestError
-from aioserve.formats.call_parser import Beginning, CallParser, Function
-from aioserve.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from aioserve.formats.hermes import HermesParser
-from aioserve.formats.llama3 import Llama3Parser
-from aioserve.formats.mistral import MistralParser
-from aioserve.formats.plain_json import PlainJsonParser
-from aioserve.formats.reasoning import MARKS, Marks, ReasoningParser, choose_reasoning
-from aioserve.formats.reply_parser import ReplyParser
+from aioserve.formats import (
+    ANY,
+    Beginning,
+    Function,
+    Marks,
+    ReasoningParser,
+    ReplyFormat,
+    ReplyParser,
+    check_names,
+    choose,
+    text_until,
+)
+from aioserve.server.chat.malformed_calls import MalformedCalls
 
-#: By the names of the setting; the first that fits a template is taken.
-CALL_PARSERS: Mapping[str, type[CallParser]] = {
-    "deepseek_v3": DeepSeekV3Parser,
-    "deepseek_v31": DeepSeekV31Parser,
-    "mistral": MistralParser,
-    "hermes": HermesParser,
-    "llama3_json": Llama3Parser,
-    "json": PlainJsonParser,
-}
+logger = logging.getLogger(__name__)
 
 # In patterns of a grammar.
-_ANY = r"(.|\n)*"
 _SPACE = r"[ \t\r\n]*"
+
+
+def check_formats(settings: ServerConfig) -> None:
+    """Raise `ConfigError` if the settings name a format that is none, before a model is loaded."""
+    check_names(settings.tool_call_parser, settings.reasoning_parser)
+
+
+def say_format(engine: AsyncEngine) -> None:
+    """A line of the log about which format reads replies, and by which evidence; another if calls
+    are looked for of tools that the model never hears of.
+    """
+    tokenizer, settings = engine.model_info.tokenizer, engine.config.server
+    names = settings.tool_call_parser, settings.reasoning_parser
+    logger.info("format of replies: %s", choose(*names, _templates_of(tokenizer)).why)
+    if (why := untold_tools(tokenizer, settings.tool_call_parser)) is not None:
+        logger.warning("%s", why)
 
 
 def untold_tools(tokenizer: Any, tool_call_parser: str) -> str | None:
     """Why a parser that the settings name reads no call that was asked for: the chat template tells
     the model of no tools. None if it does, or if nothing is named.
     """
-    if tool_call_parser not in CALL_PARSERS:
+    if tool_call_parser in ("auto", "none"):
         return None
     templates = _templates_of(tokenizer)
     if re.search(r"\btools\b", templates):
@@ -60,38 +74,50 @@ class ChatFormat:
     """How one model writes replies."""
 
     def __init__(self, tokenizer: Any, tool_call_parser: str, reasoning_parser: str) -> None:
-        """Both names may be `auto`, as the chat template has it, or `none`."""
+        """Both names may be `auto`, as the chat template has it, or `none`. Raises `ConfigError`
+        for what names no format.
+        """
         self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
-        templates = _templates_of(tokenizer)
-        self._calls = _choose_calls(tool_call_parser, templates)
-        if reasoning_parser == "auto":
-            reasoning_parser = choose_reasoning(templates) or "none"
-        self.marks: Marks | None = MARKS.get(reasoning_parser)
-        markers = [] if self._calls is None else list(self._calls.markers)
+        choice = choose(tool_call_parser, reasoning_parser, _templates_of(tokenizer))
+        self.malformed = MalformedCalls(choice.name)
+        self.marks: Marks | None = choice.marks
+        self._format, self._takes_tools = choice.format, choice.takes_tools
+        markers = [] if self._format is None else list(self._format.markers)
         if self.marks is not None:
             markers += [self.marks.start, self.marks.end]
         ids = tokenizer.get_vocab() if markers else {}  # one that it does not know is no token
         special = special_token_ids(tokenizer) if markers else ()
         self._special = {marker: ids[marker] for marker in markers if ids.get(marker) in special}
+        signs = sorted(self._special, key=len, reverse=True)
+        self._signs = re.compile("|".join(map(re.escape, signs)) or "(?!)")
 
     async def close(self) -> None:
         """End what renders templates, if anything had to."""
         self._chat_template.close()
 
     @property
-    def call_parser(self) -> type[CallParser]:
+    def call_parser(self) -> type[ReplyFormat]:
         """What reads calls. Raises `RequestError` if nothing here can."""
-        if self._calls is None:
+        if self._format is None or not self._takes_tools:
             raise RequestError(
                 "tools are not supported with this model: its chat template shows no way to write "
                 "calls that is known here (see --tool-call-parser)",
                 param="tools",
             )
-        return self._calls
+        return self._format
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether a reply is more than content though there are no tools: it may reason."""
+        return self.marks is not None or self._reads_all
+
+    @property
+    def _reads_all(self) -> bool:
+        return self._format is not None and self._format.reads_reasoning
 
     def make_id(self) -> str:
         """An id for a call, such as the chat template takes."""
-        return self.call_parser.make_id()
+        return "" if self._format is None else self._format.make_id()
 
     @property
     def kept_special_tokens(self) -> tuple[int, ...]:
@@ -100,12 +126,23 @@ class ChatFormat:
 
     def literal(self, text: str) -> str:
         """How a grammar writes it: a special token by its id, since its text is not its own."""
-        if text in self._special:
-            return f"<[{self._special[text]}]>"
-        return msgspec.json.encode(text).decode()
+        pieces, at = [], 0
+        for found in self._signs.finditer(text):
+            pieces += [text[at : found.start()], found.group()]
+            at = found.end()
+        pieces.append(text[at:])
+        written = [
+            f"<[{self._special[piece]}]>" if i % 2 else msgspec.json.encode(piece).decode()
+            for i, piece in enumerate(pieces)
+            if piece
+        ]
+        return f"({' '.join(written)})" if len(written) > 1 else "".join(written) or '""'
 
     def thought(self, conversation: Conversation) -> tuple[str, list[str]]:
         """What may stand before a reply that is bound, in a grammar, and the rules of that."""
+        if self._format is not None and self._reads_all:
+            own = self._format.reasoning_rules(self.literal)
+            return ("reasoning ", [own]) if own else ("", [])
         if self.marks is None:
             return "", []
         rules = [self._thought_rule(), "blank: /[ \\n]{0,4}/"]
@@ -113,12 +150,16 @@ class ChatFormat:
             return "thought blank ", rules
         return f"({self.literal(self.marks.start)} thought blank)? ", rules
 
+    def answer_rules(self, content: str) -> list[str]:
+        """Rules of which `answer` is a reply with this content, which is a rule's right side."""
+        rules = [f"content: {content}"]
+        if self._format is not None and self._reads_all:
+            return [self._format.answer_rules(self.literal), *rules]
+        return ["answer: content", *rules]
+
     def _thought_rule(self) -> str:
         assert self.marks is not None
-        end = self.literal(self.marks.end)
-        if self.marks.end in self._special:
-            return f"thought: /{_ANY}/ {end}"
-        return f"thought[suffix={end}]: /{_ANY}/"
+        return text_until("thought", self.marks.end, self.literal)
 
     def free_grammar(self, functions: Sequence[Function], conversation: Conversation) -> str | None:
         """A grammar of replies that say what they like, but for calls of `functions`: what begins
@@ -130,7 +171,7 @@ class ChatFormat:
         rules = [
             *_leads(beginnings, "lead", "TEXT"),
             f"reply: ({_called(beginnings, 'lead')})* TEXT",
-            f"TEXT: /{_ANY}/",
+            f"TEXT: /{ANY}/",
             self.call_parser.grammar(functions, True, self.literal),
         ]
         start = "reply"
@@ -154,7 +195,7 @@ class ChatFormat:
         opening = _SPACE + re.escape(mark).replace("/", r"\/")
         rules = [
             *_leads(beginnings, "first", "FIRST"),
-            f"FIRST: /{_ANY}/ & ~/{opening}{_ANY}/",
+            f"FIRST: /{ANY}/ & ~/{opening}{ANY}/",
         ]
         return f"/{opening}/ {inside} | ({_called(beginnings, 'first')}) reply | FIRST", rules
 
@@ -173,13 +214,23 @@ class ChatFormat:
         return ReasoningParser(self.marks, prompt).is_open
 
     def make_parser(
-        self, names: Sequence[str] | None, prompt_end: Sequence[int], *, with_reasoning: bool
+        self,
+        functions: Sequence[Function] | None,
+        prompt_end: Sequence[int],
+        *,
+        with_reasoning: bool,
     ) -> ReplyParser:
-        """What reads one reply, with calls of tools of these names, if there are any."""
-        reasoning = None
+        """What reads one reply, with calls of these functions, if there are any."""
+        reasoning, calls = None, None
+        reads_all = with_reasoning and self._reads_all
+        if (self.marks is not None and with_reasoning) or functions is not None or reads_all:
+            end = self._tokenizer.decode(prompt_end)
         if self.marks is not None and with_reasoning:
-            reasoning = ReasoningParser(self.marks, self._tokenizer.decode(prompt_end))
-        calls = None if names is None else self.call_parser(names)
+            reasoning = ReasoningParser(self.marks, end)
+        if functions is not None:
+            calls = self.call_parser(functions, end)
+        elif reads_all and self._format is not None:
+            calls = self._format((), end)
         return ReplyParser(reasoning, calls)
 
 
@@ -201,9 +252,3 @@ def _templates_of(tokenizer: Any) -> str:
     """The chat templates of a model; empty if it has no template."""
     templates: Any = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
-
-
-def _choose_calls(name: str, templates: str) -> type[CallParser] | None:
-    if name != "auto":
-        return CALL_PARSERS.get(name)
-    return next((parser for parser in CALL_PARSERS.values() if parser.fits(templates)), None)

@@ -51,7 +51,7 @@ class ChatReply(Reply):
         self._readers: dict[int, ReplyReader] = {}  # by choice
         self._opened: set[int] = set()  # choices whose role was said
         # Whether a reply is text and nothing else.
-        self._is_plain = use is None and not (self._separates and self._format.marks)
+        self._is_plain = use is None and not (self._separates and self._format.tells_apart)
 
     def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
         if self._is_plain:

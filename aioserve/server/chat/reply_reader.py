@@ -1,16 +1,19 @@
 """One choice of a chat reply: its text read into content, reasoning and calls, in wire structs.
 
-Knows ids and numbers of calls, and which of them are let through. Knows no format and no envelope.
+Knows ids and numbers of calls, which of them are let through, and which are malformed. Knows no
+format and no envelope.
 """
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 from msgspec import UNSET
 
-from aioserve.formats.events import Arguments, Call, Content, Event, Reasoning, joined
-from aioserve.formats.reply_parser import ReplyParser
+from aioserve.errors import UNREADABLE
+from aioserve.formats import Arguments, Call, Content, Event, Reasoning, ReplyParser, joined
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.chat.chat_format import ChatFormat
+from aioserve.server.chat.malformed_calls import MalformedCalls
 from aioserve.server.chat.protocol import (
     ChatDelta,
     ChatReplyMessage,
@@ -29,17 +32,23 @@ class ReplyReader:
         self,
         parser: ReplyParser,
         make_id: Callable[[], str],
+        malformed: MalformedCalls,
         *,
         max_calls: int | None,
         with_reasoning: bool,
     ) -> None:
-        """Calls after the first `max_calls` are left out, and reasoning unless it is wanted."""
+        """Calls after the first `max_calls` are left out, and reasoning unless it is wanted.
+        `malformed` counts the calls that are wrong.
+        """
         self._parser = parser
         self._make_id = make_id
+        self._malformed = malformed
         self._max_calls = max_calls
         self._with_reasoning = with_reasoning
         self._num_calls = 0  # that were made, left out or not
         self._index = -1  # of the last that was let through
+        self._ids: set[str] = set()
+        self._arguments: list[str] = []  # of the last call, in pieces
 
     @classmethod
     def of(
@@ -52,20 +61,52 @@ class ReplyReader:
         includes_reasoning: bool = True,
     ) -> "ReplyReader":
         """What reads a reply to a prompt with these last tokens, and with these tools."""
-        names = None if use is None else use.may_call
+        functions = None if use is None else use.functions
         return cls(
-            chat_format.make_parser(names, prompt_end, with_reasoning=separates_reasoning),
+            chat_format.make_parser(functions, prompt_end, with_reasoning=separates_reasoning),
             chat_format.make_id,
+            chat_format.malformed,
             max_calls=1 if use is not None and not use.is_parallel else None,
             with_reasoning=includes_reasoning,
         )
 
     def read(self, output: RequestOutput) -> list[Event]:
-        """What its text completes; at the end, what was held back."""
+        """What its text completes; at the end, what was held back. Every call has an id."""
         events = self._parser.append(output.text)
         if output.finish_reason is not None:
-            events += self._parser.flush()
-        return [event for event in joined(events) if self._lets_through(event)]
+            events += self._flush(is_cut=output.finish_reason is not FinishReason.STOP)
+        told = [self._follow(event) for event in joined(events)]
+        if output.finish_reason is FinishReason.STOP:
+            self._check_arguments()
+        return [event for event in told if self._lets_through(event)]
+
+    def _flush(self, *, is_cut: bool) -> list[Event]:
+        """What was held back. A call that was cut is not malformed."""
+        num_malformed = self._parser.num_malformed
+        events = self._parser.flush()
+        self._malformed.add("call", num_malformed if is_cut else self._parser.num_malformed)
+        return events
+
+    def _follow(self, event: Event) -> Event:
+        """The event, with an id if it is a call."""
+        if isinstance(event, Arguments):
+            self._arguments.append(event.text)
+        elif isinstance(event, Call):
+            self._check_arguments()
+            own = event.id if event.id not in self._ids else None
+            event = Call(event.name, own or self._make_id())
+            self._ids.add(event.id or "")
+        return event
+
+    def _check_arguments(self) -> None:
+        """Count the arguments of the last call, which has ended, if they are no JSON."""
+        text, self._arguments = "".join(self._arguments), []
+        if not text:
+            return
+        try:
+            msgspec.json.decode(text)
+        except UNREADABLE:
+            self._malformed.add("arguments")
 
     def _lets_through(self, event: Event) -> bool:
         if isinstance(event, Reasoning):
@@ -95,7 +136,7 @@ class ReplyReader:
                 self._index += 1
                 call = ToolCallDelta(
                     index=self._index,
-                    id=self._make_id(),
+                    id=event.id or "",
                     type="function",
                     function=FunctionCallDelta(name=event.name, arguments=""),
                 )
@@ -112,7 +153,7 @@ class ReplyReader:
         for event in events:
             if isinstance(event, Call):
                 function = FunctionCall(name=event.name, arguments="")
-                calls.append(ToolCall(id=self._make_id(), function=function))
+                calls.append(ToolCall(id=event.id or "", function=function))
             elif isinstance(event, Arguments):
                 calls[-1].function.arguments += event.text
         return ChatReplyMessage(

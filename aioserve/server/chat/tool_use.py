@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from aioserve.errors import RequestError
-from aioserve.formats.call_parser import Function
+from aioserve.formats import Function
 from aioserve.server.chat.protocol import ChatCompletionRequest, FunctionDefinition, NamedToolChoice
 from aioserve.server.chat.schema_check import check_schema
 
@@ -41,11 +41,6 @@ class ToolUse(msgspec.Struct, frozen=True):
     must_call: bool
     is_parallel: bool  # or one call at most
     is_bound: bool  # a call that the model makes by itself keeps to what it may be
-
-    @property
-    def may_call(self) -> tuple[str, ...]:
-        """Names of the functions that the reply may call."""
-        return tuple(function.name for function in self.functions)
 
 
 def tool_use(

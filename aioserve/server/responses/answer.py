@@ -5,13 +5,13 @@ Knows the shapes of items and events. How a model writes calls is known in `form
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from aioserve.formats.events import Arguments, Call, Content, Event, Reasoning
+from aioserve.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.access.gate import owner_of
@@ -61,9 +61,8 @@ def new_id(prefix: str) -> str:
 class ItemWriter:
     """The items of a reply as it is read, and the events that tell them, with their numbers."""
 
-    def __init__(self, make_call_id: Callable[[], str]) -> None:
+    def __init__(self) -> None:
         self.items: list[OutputItem] = []  # those that have ended
-        self._make_call_id = make_call_id
         self._open: OutputItem | None = None  # without its text
         self._pieces: list[str] = []  # of that
         self._number = 0  # of the next event
@@ -81,9 +80,8 @@ class ItemWriter:
             case Reasoning():
                 return self._go_on(ReasoningItem, "rs_", event.text)
             case Call():
-                call_id = self._make_call_id()
                 return self._begin(
-                    FunctionCallItem(id=new_id("fc_"), call_id=call_id, name=event.name)
+                    FunctionCallItem(id=new_id("fc_"), call_id=event.id or "", name=event.name)
                 )
             case Arguments():
                 return [self._delta(event.text)]
@@ -189,7 +187,7 @@ class ResponseAnswer(Answer):
         self._input = items if body.store is not False else ()
         self._created = int(time.time())
         self._reader: ReplyReader | None = None
-        self._writer = ItemWriter(self._format.make_id)
+        self._writer = ItemWriter()
         self._last: RequestOutput | None = None
         self._kept: Kept | None = None
 

@@ -4,18 +4,19 @@ import json
 import random
 import re
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
-from aioserve.formats.events import Arguments, joined
+from aioserve.formats import SHIPPED, Arguments, joined, load_format
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
-from aioserve.server.chat.chat_format import CALL_PARSERS, ChatFormat
+from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.protocol import FunctionDefinition
 from aioserve.server.chat.tool_use import tool_use
 from aioserve.structured_outputs import StructuredOutputs
@@ -49,7 +50,7 @@ def serve(parser):
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])  # a model is loaded for each
-@pytest.mark.parametrize("parser", CALL_PARSERS)
+@pytest.mark.parametrize("parser", SHIPPED)
 async def test_a_forced_call_is_one_of_the_tools_and_fits_its_schema(parser):
     async with serve(parser) as server:
         for choice, stream in (("required", False), ("required", True), (SELL, False)):
@@ -162,6 +163,27 @@ async def test_a_mark_that_is_a_special_token_is_written_as_that(takes):
     assert await takes(f"[TOOL_CALLS][{PAINT}]", "mistral", "none")
 
 
+CHANNELS = f"{Path(__file__).parents[2] / 'formats' / 'channels.py'}:ChannelFormat"
+
+
+@pytest.mark.parametrize("special", ["<|pad|>", "<|channel|>", "<|done|>", "<|text|>"])
+async def test_a_format_of_whole_replies_binds_its_reasoning_and_its_answer_too(takes, special):
+    with_it = {"special": special}
+    call = f"<|channel|>call paint<|text|>{ARGUMENTS}<|done|>"
+    thought = "<|channel|>thought<|text|>Hm.<|done|>"
+    assert await takes(call, CHANNELS, "auto", **with_it)
+    assert await takes(thought + call, CHANNELS, "auto", **with_it)
+    assert not await takes(f"Hm. {call}", CHANNELS, "auto", **with_it)
+    assert not await takes(call.replace(ARGUMENTS, WRONG), CHANNELS, "auto", **with_it)
+    answer = '<|channel|>answer<|text|>{"hair": "red"}<|done|>'
+    assert await takes(thought + answer, CHANNELS, "auto", use=None, json=HAIR, **with_it)
+    assert not await takes('{"hair": "red"}', CHANNELS, "auto", use=None, json=HAIR, **with_it)
+    strict = {"use": STRICT, **with_it}
+    assert await takes(thought + call, CHANNELS, "auto", **strict)
+    assert await takes(f"Hm. {call} Ay.", CHANNELS, "auto", **strict)
+    assert not await takes(call.replace(ARGUMENTS, WRONG), CHANNELS, "auto", **strict)
+
+
 STRICT = using(TOOLS[0], choice="auto", strict=True)
 ARGUMENTS, WRONG = '{"is_it": true, "colour": "red"}', '{"is_it": 5}'
 BLOCK, BLOCK_END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
@@ -228,7 +250,7 @@ async def test_no_call_is_read_in_what_is_allowed_that_breaks_a_strict_schema(co
                 text += piece
             elif num_taken:
                 matcher.rollback(num_taken)
-        reading = chat_format.make_parser(("paint",), encode("x"), with_reasoning=True)
+        reading = chat_format.make_parser(STRICT.functions, encode("x"), with_reasoning=True)
         events = joined([*reading.append(text), *reading.flush()])
         arguments = [event.text for event in events if isinstance(event, Arguments)]
         # In the last one the text may stop.
@@ -238,7 +260,7 @@ async def test_no_call_is_read_in_what_is_allowed_that_breaks_a_strict_schema(co
 
 
 async def test_text_and_calls_of_other_tools_stay_free(takes):
-    for parser in CALL_PARSERS:
+    for parser in SHIPPED:
         for text in ("", "Ay, so please you.", '{"hair": "red"}', "<think", "<tool_cal"):
             assert await takes(text, parser, "qwen3", use=STRICT)
     strict, free = (FunctionDefinition(**tool["function"]) for tool in TOOLS)
@@ -301,11 +323,11 @@ def test_text_that_is_bound_otherwise_is_no_reasoning():
         bind(bound, free, chat_format, ASK)
 
 
-@pytest.mark.parametrize("parser", CALL_PARSERS)
+@pytest.mark.parametrize("parser", SHIPPED)
 async def test_a_mark_that_the_tokenizer_does_not_know_is_text(parser):
     tokenizer = ModelInfo(ModelConfig()).tokenizer
     tokenizer.unk_token = tokenizer.eos_token  # as SmolLM2's: what it says for all it does not know
     chat_format = ChatFormat(tokenizer, parser, "qwen3")
-    for mark in (*CALL_PARSERS[parser].markers, "<think>"):
+    for mark in (*load_format(parser).markers, "<think>"):
         assert chat_format.literal(mark) == json.dumps(mark, ensure_ascii=False)
     assert chat_format.kept_special_tokens == ()

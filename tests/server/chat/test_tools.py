@@ -5,7 +5,6 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import openai
@@ -13,9 +12,7 @@ import pytest
 
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig, ServerConfig
-from aioserve.formats.reasoning import MARKS
-from aioserve.server.app import say_untold_tools
-from aioserve.server.chat.chat_format import CALL_PARSERS
+from aioserve.server.chat.chat_format import say_format
 from tests import processes
 from tests.processes import PATIENCE
 from tests.server.scripted import HERMES, THINKING, TWO_CALLS, make_model, saying
@@ -68,7 +65,7 @@ async def test_a_parser_of_tools_that_the_model_never_hears_of_is_said_at_the_st
         server=ServerConfig(tool_call_parser=parser),
     )
     async with AsyncEngine(config) as engine:
-        say_untold_tools(engine)
+        say_format(engine)
     warnings = [r.getMessage() for r in caplog.records if "tool_call_parser" in r.getMessage()]
     assert len(warnings) == (words is not None)
     assert words is None or words in warnings[0]
@@ -372,11 +369,3 @@ async def test_nothing_in_a_body_with_tools_is_a_failure_of_the_server(say):
             assert message_of(await server.chat(**good))[0]["content"] == "Hi"
         assert set((await server.gauges()).values()) == {0}
     assert statuses == {200, 400}
-
-
-def test_the_settings_name_the_parsers_that_there_are():
-    fields = {field.name: field.type for field in msgspec.structs.fields(ServerConfig)}
-    for name, known in (("tool_call_parser", CALL_PARSERS), ("reasoning_parser", MARKS)):
-        (literal, _) = get_args(fields[name])[0], None
-        choices = set(get_args(literal) or get_args(get_args(fields[name])[0]))
-        assert choices == {"auto", "none", *known}

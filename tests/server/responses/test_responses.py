@@ -434,7 +434,12 @@ async def test_tools_are_offered_as_they_are_asked_for():
     def use(**fields):
         given = {"input": "x", "tools": [{**TOOLS[0], "strict": True}, TOOLS[1]], **fields}
         use = tools_of(msgspec.convert(given, ResponsesRequest))
-        return use and (use.may_call, use.must_call, use.is_parallel, use.is_bound)
+        return use and (
+            tuple(f.name for f in use.functions),
+            use.must_call,
+            use.is_parallel,
+            use.is_bound,
+        )
 
     allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "sub"}]}
     both = ("add", "sub")

@@ -1,0 +1,67 @@
+"""What formats are made of in the grammar of a bound reply: functions, and rules in Lark.
+
+Knows llguidance's variant of Lark. Knows no format.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Function(msgspec.Struct, frozen=True):
+    """What may be called: a name, and the JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    is_strict: bool = True  # its schema holds for unforced calls, too
+
+
+class Beginning(NamedTuple):
+    """How the text of a reply shows that a call begins, and what comes then; both in a grammar."""
+
+    sign: str  # what the model writes, or a pattern
+    rest: str  # in terms of the rules of `ReplyFormat.grammar`
+    has_text: bool = True  # there may be other text before it
+
+
+#: How a text is written in a grammar: in quotes, or as the special token that it is.
+Literal = Callable[[str], str]
+
+
+ANY = r"(.|\n)*"  # in a pattern
+
+
+def text_until(rule: str, end: str, literal: Literal) -> str:
+    """A rule of that name for any text up to the first `end`, which it takes as well."""
+    written = literal(end)
+    if written.startswith('"'):
+        return f"{rule}[suffix={written}]: /{ANY}/"
+    return f"{rule}: /{ANY}/ {written}"  # a special token, which is in no text
+
+
+# Of a forced reply: without a limit, a model that is unsure goes on until its text is cut.
+MAX_FORCED_CALLS = 16
+
+
+def repeated(call: str, separator: str, is_parallel: bool) -> str:
+    """One, or several, in a grammar."""
+    return f"{call} ({separator} {call}){{0,{MAX_FORCED_CALLS - 1}}}" if is_parallel else call
+
+
+def alternatives(functions: Sequence[Function], keys: tuple[str, str], literal: Literal) -> str:
+    """Grammar rules of which `call` is the JSON object of a call, by the names of its two keys."""
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
+    for i, function in enumerate(functions):
+        before = f'{{"{keys[0]}": "{function.name}", "{keys[1]}": '
+        rules.append(f"call_{i}: {literal(before)} arguments_{i} {literal('}')}")
+        rules.append(f"arguments_{i}: {json_rule(function.parameters)}")
+    return "\n".join(rules)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """A schema inside of a grammar; JSON is written as templates write it."""
+    options = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+    text = msgspec.json.encode({**schema, "x-guidance": options}).decode()
+    # What looks like the sign of another notation can only stand in a text.
+    return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"

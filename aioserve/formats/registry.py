@@ -1,0 +1,64 @@
+"""Which formats there are: those that ship, those of installed packages, and those of files.
+
+`SHIPPED` is where a format that ships is registered. Imports nothing but the formats that are asked
+for.
+"""
+
+import logging
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+
+from aioserve.errors import ConfigError
+from aioserve.formats.reply_format import ReplyFormat
+from aioserve.named_class import Kind, installed
+
+logger = logging.getLogger(__name__)
+
+GROUP = "aioserve.formats"  # of entry points, by which other packages register formats
+
+#: By name, where the class is: in the order in which a chat template is asked for each.
+SHIPPED = {
+    "deepseek_v3": "aioserve.formats.deepseek:DeepSeekV3Parser",
+    "deepseek_v31": "aioserve.formats.deepseek:DeepSeekV31Parser",
+    "mistral": "aioserve.formats.mistral:MistralParser",
+    "hermes": "aioserve.formats.hermes:HermesParser",
+    "llama3_json": "aioserve.formats.llama3:Llama3Parser",
+    "json": "aioserve.formats.plain_json:PlainJsonParser",
+}
+
+
+def available_formats() -> dict[str, EntryPoint]:
+    """Formats by name, sorted by it; `ConfigError` if two packages claim one name."""
+    return installed(GROUP, "format", [EntryPoint(*each, GROUP) for each in SHIPPED.items()])
+
+
+_FORMAT = Kind(
+    word="format",
+    words="formats",
+    interface=ReplyFormat,  # type: ignore[type-abstract]
+    base="CallParser or ReplyFormat",
+    available=available_formats,
+)
+
+
+def load_format(spec: str) -> type[ReplyFormat]:
+    """The format that `spec` names: a name, `package.module`, `file.py`, either with `:Class`.
+
+    Raises `ConfigError` that lists what there is, or says by file and line why it cannot be
+    imported.
+    """
+    return _FORMAT.load(spec)
+
+
+def asked_formats() -> Iterator[tuple[str, type[ReplyFormat]]]:
+    """Names and formats in the order in which a chat template is asked for each: those of other
+    packages first, since they were installed for a reason.
+    """
+    for entry_point in sorted(entry_points(group=GROUP), key=lambda e: e.name):
+        name = entry_point.name
+        try:
+            yield name, load_format(entry_point.value)
+        except ConfigError as error:
+            logger.warning("the format %s of another package is passed over: %s", name, error)
+    for name, value in SHIPPED.items():
+        yield name, load_format(value)

@@ -1,0 +1,112 @@
+"""Which format is taken: by name, by file, by the evidence of a template."""
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from aioserve.errors import ConfigError
+from aioserve.formats import MARKS, SHIPPED, Marks, available_formats, check_names, choose
+from aioserve.formats.hermes import HermesParser
+from aioserve.formats.llama3 import Llama3Parser
+from aioserve.formats.mistral import MistralParser
+from tests.formats.channels import ChannelFormat
+
+CHANNELS = f"{Path(__file__).with_name('channels.py')}:ChannelFormat"
+MARKED = """
+from aioserve.formats import Marks
+from aioserve.formats.hermes import HermesParser
+
+class Marked(HermesParser):
+    marks = Marks("<hm>", "</hm>")
+    @classmethod
+    def evidence(cls, template):
+        return "<mine>" if "<mine>" in template else None
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "format_", "why"),
+    [
+        ("<tool_call>", HermesParser, "hermes reads tool calls ('<tool_call>' in the chat templa"),
+        ("[TOOL_CALLS] <tool_call>", MistralParser, "mistral reads tool calls ('[TOOL_CALLS]' in"),
+        ("<|start_header_id|> tools", Llama3Parser, "llama3_json reads tool calls ('<|start_he"),
+        ("<tool_call><function=", None, "no tool calls are read (the chat template shows no form"),
+        ("", None, "no tool calls are read (the chat template shows no format that is known"),
+    ],
+)
+def test_a_format_is_chosen_by_the_evidence_of_the_template(template, format_, why):
+    choice = choose("auto", "auto", template)
+    assert choice.format is format_
+    assert choice.why.startswith(why)
+    assert choice.takes_tools == (format_ is not None)
+
+
+def test_a_name_wins_over_the_template():
+    choice = choose("mistral", "none", "<tool_call><think>")
+    assert (choice.name, choice.format, choice.marks) == ("mistral", MistralParser, None)
+    assert choice.why == (
+        "mistral reads tool calls (server.tool_call_parser), no reasoning is read "
+        "(server.reasoning_parser is none)"
+    )
+
+
+def test_reasoning_is_chosen_by_the_template_and_by_the_marks_of_a_format(tmp_path):
+    assert choose("auto", "auto", "<tool_call> <think>").marks == MARKS["qwen3"]
+    assert choose("none", "mistral", "<think>").marks == MARKS["mistral"]
+    (tmp_path / "mine.py").write_text(MARKED)
+    mine = f"{tmp_path / 'mine.py'}:Marked"
+    assert choose(mine, "auto", "<hm> <think>").marks == Marks("<hm>", "</hm>")
+    assert choose(mine, "auto", "<think>").marks == MARKS["qwen3"]
+    assert choose("none", mine, "").marks == Marks("<hm>", "</hm>")
+
+
+def test_a_format_of_another_package_is_found_by_name_and_asked_first(tmp_path, monkeypatch):
+    (tmp_path / "strange_format.py").write_text(MARKED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [
+        EntryPoint("strange", "strange_format:Marked", "aioserve.formats"),
+        EntryPoint("broken", "no_such_module:Marked", "aioserve.formats"),
+    ]
+    monkeypatch.setattr("aioserve.formats.registry.entry_points", lambda group: found)
+    monkeypatch.setattr("aioserve.named_class.entry_points", lambda group: found)
+    assert available_formats().keys() == {*SHIPPED, "strange", "broken"}
+    assert choose("strange", "auto", "").name == "strange"
+    assert choose("auto", "auto", "<mine> <tool_call>").name == "strange"
+    assert choose("auto", "auto", "<tool_call>").name == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "message"),
+    [
+        (
+            "hermse",
+            "auto",
+            r"unknown format 'hermse' \(did you mean 'hermes'\?\); available: ",
+        ),
+        ("nowhere.py:Mine", "auto", "no file nowhere.py in .* to take a format from"),
+        ("pathlib:Path", "auto", "not a ReplyFormat; derive from CallParser or ReplyFormat"),
+        ("auto", "qwen4", r"'qwen4', which names no marks and no format \(did you mean 'qwen3'"),
+        ("auto", "hermes", "hermes, a format with no marks of reasoning; expected one of auto"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_with_the_nearest(tools, reasoning, message):
+    with pytest.raises(ConfigError, match=message):
+        check_names(tools, reasoning)
+    with pytest.raises(ConfigError, match=message):
+        choose(tools, reasoning, "")
+
+
+def test_a_format_of_whole_replies_reads_reasoning_and_nothing_else_does():
+    choice = choose(CHANNELS, "auto", "<think>")
+    assert choice.format.__name__ == ChannelFormat.__name__
+    assert choice.marks is None
+    assert choice.takes_tools
+    assert "reads whole replies (server.tool_call_parser)" in choice.why
+    without_tools = choose("none", CHANNELS, "")
+    assert without_tools.format.__name__ == ChannelFormat.__name__
+    assert not without_tools.takes_tools
+    with pytest.raises(ConfigError, match="reads reasoning by itself: leave"):
+        choose(CHANNELS, "qwen3", "")
+    with pytest.raises(ConfigError, match="a format that reads whole replies, but"):
+        choose("hermes", CHANNELS, "")
