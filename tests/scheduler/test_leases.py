@@ -53,6 +53,7 @@ class PinsEnded(PinsEverything):
     pins_running = False
 
 
+@pytest.mark.slow
 class TestContract(PolicyContract):
     @pytest.fixture
     def subject(self) -> Subject:

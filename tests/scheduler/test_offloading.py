@@ -59,6 +59,7 @@ class RestlessScheduler(BaseScheduler):
         return request.num_preemptions <= 6
 
 
+@pytest.mark.slow
 class TestContract(PolicyContract):
     policy = RestlessScheduler
     max_examples = 60

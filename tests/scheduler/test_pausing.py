@@ -62,6 +62,7 @@ class RestlessScheduler(BaseScheduler):
         return step.output()
 
 
+@pytest.mark.slow
 class TestContract(PolicyContract):
     policy = RestlessScheduler
     max_examples = 60

@@ -69,6 +69,7 @@ class RanksAndPins(RanksByPriority):
             self.pin(request, self.clock() + 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [RanksByPriority, RanksAndPins])
 class TestContract(PolicyContract):
     @pytest.fixture

@@ -26,8 +26,8 @@ FILES = {f"zoo.{path.stem}": path for path in (ROOT / "policies/zoo").glob("[!_]
 MIN_LINES, MAX_LINES = 20, 120
 # Of random traffic, at each pipeline depth: a few in every run, all in `make test-all`.
 EXAMPLES, ALL_EXAMPLES = 2, 50
-# One that preempts, one that pauses, one that pins, one that ranks what stays, one that skips rows.
-IN_EVERY_RUN = ("zoo.srpt", "zoo.fastserve", "zoo.continuum", "zoo.kvflow", "zoo.slos_serve")
+# One that pins, and one that plans for service levels.
+IN_EVERY_RUN = ("zoo.continuum", "zoo.slos_serve")
 
 
 @pytest.mark.parametrize("name", mostly_slow(ZOO, but=IN_EVERY_RUN))

@@ -26,6 +26,7 @@ class TestContract(PolicyContract):
     max_examples = 8
 
 
+@pytest.mark.slow
 class TestContractOfBothKinds(PolicyContract):
     policy = HalfOffline
     max_examples = 30
