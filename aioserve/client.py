@@ -44,6 +44,7 @@ from aioserve.server.chat.protocol import (
     ChatMessage,
 )
 from aioserve.server.errors import from_wire
+from aioserve.server.logprob_structs import PromptLogprobs
 from aioserve.server.protocol import (
     SHARED_SAMPLING_FIELDS,
     Choice,
@@ -55,7 +56,6 @@ from aioserve.server.protocol import (
     ErrorResponse,
     ModelCard,
     ModelList,
-    PromptLogprobs,
     StreamOptions,
 )
 from aioserve.whole import check_one_sample, generate_all, whole_output

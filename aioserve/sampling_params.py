@@ -10,6 +10,7 @@ import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.structured_outputs import StructuredOutputs
+from aioserve.thinking_budget import ThinkingBudget
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_N = 128
@@ -96,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: tuple[str, ...] = ()  # not said, at the beginning of a word or within one
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids; of Python callers only
     structured_outputs: StructuredOutputs | None = None  # what the text must look like
+    thinking_budget: ThinkingBudget | None = None  # after how many tokens reasoning is ended
     logprobs: int | None = None  # alternatives per token; 0: the sampled token's alone
     prompt_logprobs: int | None = None  # the same of each prompt token after the first
     skip_special_tokens: bool = True

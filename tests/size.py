@@ -114,12 +114,15 @@ PARTS = (
         "server/chat/binding.py",
     ),
     *("server/chat/reply_reader.py", "server/chat/schema_check.py"),
+    # Thinking budgets, and reasoning tokens counted.
+    *("thinking_budget.py", "reasoning_tokens.py", "token_bytes.py", "server/chat/thinking.py"),
+    *("runner/batch/thinking_rows.py", "engine/admission/budget_validator.py"),
     # Keys, accounts, origins, TLS: a server without keys on loopback asks none of them.
     *("server/access/access.py", "server/access/accounts.py", "server/access/exposure.py"),
     *("server/access/hosts.py", "server/access/keyring.py", "server/access/origins.py"),
     *("server/access/site.py", "server/access/tls.py", "config/access.py", "server/keys.py"),
     # Logprobs; models from a hub; rows that fail alone.
-    *("server/logprobs.py", "runner/cpu/logprobs.py"),
+    *("server/logprob*.py", "runner/cpu/logprobs.py"),
     *("model_source/downloads.py", "runner/batch/rescue.py", "runner/batch/lost_rows.py"),
     *("scheduler/blame.py", "runner/cpu/each_row.py", "runner/unsound.py"),
     # Kernels of adapters and of experts.

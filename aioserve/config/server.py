@@ -66,6 +66,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "reasoning; auto: detected in its chat template"
         ),
     ] = "auto"
+    reasoning_budget_message: Annotated[
+        str, doc("text before the end mark of reasoning that a thinking budget forces")
+    ] = ""
     default_chat_tokens: Annotated[
         PositiveInt | None,
         doc(

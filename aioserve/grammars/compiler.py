@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
@@ -18,6 +19,7 @@ from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.grammars.translation import grammar_of
 from aioserve.model_info import ModelInfo
 from aioserve.structured_outputs import StructuredOutputs
+from aioserve.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -65,6 +67,11 @@ class GrammarCompiler:
         self._idle: OrderedDict[bytes, _Grammar] = OrderedDict()  # held by no request, oldest first
         self._num_held_bytes = self._num_idle_bytes = 0  # of their keys
         self._gone: deque[int] = deque()  # ids; filled by whichever thread lets go last
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """By token id, the bytes of a token."""
+        return TokenBytes(self._model_info.tokenizer)
 
     async def prepare(self) -> None:
         """Make what all matchers share, or find out why that cannot be. To be called at the start:

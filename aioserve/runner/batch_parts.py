@@ -10,6 +10,7 @@ from aioserve.runner.batch.pooling import PooledRows
 from aioserve.runner.batch.prompt_logprobs import PromptRows
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.batch.state_rows import StateRows
+from aioserve.runner.batch.thinking_rows import ThinkingRows
 from aioserve.runner.batch.window_rows import WindowRows
 from aioserve.runner.lora.adapter_rows import AdapterRows
 from aioserve.runner.served_model import ServedModel
@@ -36,7 +37,7 @@ class BatchParts:
         drafter: Drafter | None = None,
         windows: WindowSpec | None = None,
     ) -> None:
-        """Without `grammars`, no request may ask for structured outputs."""
+        """Without `grammars`, no request may ask for structured outputs or thinking budgets."""
         self.sizes = max_num_seqs, max_model_len, block_size  # as `InputBatch` takes them
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
         self.grammars = GrammarRows(grammars, vocab_size, eos_token_ids)
@@ -51,6 +52,7 @@ class BatchParts:
             None if model.states is None else StateRows(max_num_seqs),
             None if windows is None else WindowRows(max_num_seqs, max_model_len, block_size),
             self.grammars,
+            ThinkingRows(grammars, self.grammars),
             None if drafter is None else self.drafts,
         ]
         self.all = tuple(part for part in parts if part is not None)

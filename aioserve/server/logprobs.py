@@ -3,19 +3,22 @@
 Knows the tokenizer only by `decode` and `convert_ids_to_tokens`.
 """
 
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from aioserve.engine.delivery.byte_level import REPLACEMENT, spelled_bytes
 from aioserve.outputs import TokenLogprobs
-from aioserve.server.chat.protocol import ChatLogprobs, ChatTokenLogprob, TopLogprob
-from aioserve.server.protocol import CompletionLogprobs, PromptLogprob, PromptLogprobs
+from aioserve.server.logprob_structs import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from aioserve.token_bytes import TokenBytes
 
 _LEAST = -9999.0  # JSON knows no infinity; vLLM's
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenTexts:
@@ -24,12 +27,13 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
+        self.bytes = TokenBytes(tokenizer)  # by token id
 
     def __getitem__(self, token_id: int) -> tuple[str, list[int]]:
         known = self._known.get(token_id)
         if known is None:
             text = self._tokenizer.decode([token_id])
-            known = self._known[token_id] = (text, list(self._bytes(token_id, text)))
+            known = self._known[token_id] = (text, list(self.bytes[token_id]))
         return known
 
     def text(self, token_id: int) -> str:
@@ -52,16 +56,6 @@ class TokenTexts:
     def join(self, token_ids: Sequence[int]) -> str:
         """The text of known token ids, special tokens left out."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def _bytes(self, token_id: int, text: str) -> bytes:
-        if REPLACEMENT not in text:
-            return text.encode()
-        # A piece of a character: only the vocabulary knows which bytes it stands for.
-        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
-        if match := _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(match[1], 16)])
-        spelled = spelled_bytes(token)
-        return text.encode() if spelled is None else spelled
 
 
 def completion_logprobs(

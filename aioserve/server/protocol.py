@@ -15,6 +15,7 @@ from aioserve.outputs import FinishReason, TokenLogprobs
 from aioserve.request import RequestSpec
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.logprob_structs import CompletionLogprobs, PromptLogprobs
 from aioserve.structured_outputs import StructuredOutputs
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
@@ -205,6 +206,12 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    """What completion tokens were."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Token counts. Build it with `Usage.of`."""
 
@@ -212,6 +219,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
     def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> "Usage":
@@ -222,18 +230,6 @@ class Usage(msgspec.Struct, kw_only=True):
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
-
-
-class PromptLogprob(msgspec.Struct, kw_only=True):
-    """One token at a position of the prompt, as vLLM shows it."""
-
-    logprob: float
-    rank: int  # 1: the most likely
-    decoded_token: str
-
-
-#: By token of the prompt; null for the first. By token id: the prompt's own, then alternatives.
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class Choice(msgspec.Struct, kw_only=True):
@@ -253,15 +249,6 @@ class Envelope(msgspec.Struct, kw_only=True):
     created: int
     model: str
     usage: Usage | UnsetType | None = UNSET  # null: not yet; absent: not asked for
-
-
-class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Parallel lists, one entry per token; of the first of an echoed prompt, nothing is known."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
 
 
 class CompletionChoice(Choice, kw_only=True):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
 
 import aioserve
+from aioserve.byte_alphabet import REPLACEMENT
 from aioserve.engine.delivery.byte_level import (
-    REPLACEMENT,
     ByteLevelDetokenizer,
     TokenPieces,
     prove_token_pieces,

@@ -28,6 +28,7 @@ def chat(**fields) -> ChatCompletionRequest:
 
 # Over HTTP: `stream`, `bad_words`, and what the chat template shows.
 PYTHON_ONLY = {"output_kind", "bad_words_ids", "kept_special_tokens"}
+PYTHON_ONLY.add("thinking_budget")  # over HTTP thinking_token_budget: a model's marks are known
 
 
 def test_every_sampling_parameter_can_be_asked_for_over_http():

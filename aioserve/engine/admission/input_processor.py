@@ -72,7 +72,7 @@ class InputProcessor:
             # A tokenizer may know tokens that were added without weights for them.
             self._has_strangers = max(vocabulary.values(), default=0) >= self._vocab_size
         self.sampling = SamplingValidator(
-            model_info, seed, self._encode_word, runner_info=runner_info
+            model_info, seed, self._encode_word, self._decode, runner_info=runner_info
         )
         # One thread: tokenizing beside the model's threads gains nothing from more. Images have
         # one of their own, so that no text waits for them, and so do templates of what is short.
@@ -206,8 +206,8 @@ class InputProcessor:
 
     async def check_grammar(self, params: SamplingParams) -> None:
         """Compile what the text must look like. Raises `RequestError` that says what cannot be."""
-        wanted = params.structured_outputs
-        if wanted is None:
+        wanted, budget = params.structured_outputs, params.thinking_budget
+        if wanted is None and budget is None:
             return
         if self._grammars is None:
             reason = (
@@ -215,10 +215,10 @@ class InputProcessor:
                 if self._has_tokenizer
                 else NO_TOKENIZER
             )
-            raise RequestError(
-                f"structured_outputs cannot be served: {reason}", "structured_outputs"
-            )
-        await self._grammars.check(wanted)
+            name = "thinking_budget" if wanted is None else "structured_outputs"
+            raise RequestError(f"{name} cannot be served: {reason}", name)
+        if wanted is not None:
+            await self._grammars.check(wanted)
 
     def close(self) -> None:
         """Let the threads end; requests that still wait for them are refused afterwards."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
+from aioserve.engine.admission.budget_validator import spell_budget
 from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.info import RunnerInfo
@@ -24,14 +25,15 @@ class SamplingValidator:
         model_info: ModelInfo,
         seed: int,
         encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
         *,
         runner_info: RunnerInfo,
     ) -> None:
-        """`encode` gives the token ids of a word, where there is a tokenizer. `seed` is where the
-        seeds of requests without one come from.
+        """`encode` gives the token ids of a word, where there is a tokenizer, and `decode` its
+        text. `seed` is where the seeds of requests without one come from.
         """
         self._runner_info = runner_info
-        self._encode = encode
+        self._encode, self._decode = encode, decode
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
         self._eos_token_ids = frozenset(model_info.eos_token_ids)
@@ -56,6 +58,8 @@ class SamplingValidator:
         if params.bad_words:
             bad = tuple(dict.fromkeys([*params.bad_words_ids, *self._spell(params.bad_words)]))
             params = msgspec.structs.replace(params, bad_words_ids=bad, bad_words=())
+        if params.thinking_budget is not None and self._has_tokenizer:
+            params = spell_budget(params, self._encode, self._decode)
         if params.min_tokens and params.allowed_token_ids:
             ending = set(params.stop_token_ids)
             if not params.ignore_eos:

@@ -1,7 +1,7 @@
 """Byte-level BPE: a token is bytes, whatever its neighbours are, so no token is decoded twice.
 
-Knows GPT-2's alphabet and UTF-8, and proves that a tokenizer decodes by them alone. Knows nothing
-about requests or streams.
+Knows UTF-8, and proves that a tokenizer decodes by bytes alone. Knows nothing about requests or
+streams.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
+from aioserve.byte_alphabet import REPLACEMENT, spelled_bytes
 
 # Tokens of the prompt in which an unfinished character may have begun: it has at most three bytes.
 PROMPT_TOKENS = 5
@@ -19,25 +19,6 @@ PROMPT_TOKENS = 5
 NUM_SAMPLES, SAMPLE_TOKENS = 100, 20
 
 _Utf8 = getincrementaldecoder("utf-8")
-
-
-def _alphabet() -> dict[str, int]:
-    """GPT-2's table of printable stand-ins for the 256 bytes, inverted."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(256 + i): byte for i, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | shifted
-
-
-_BYTE_OF_CHAR = _alphabet()
-
-
-def spelled_bytes(token: str) -> bytes | None:
-    """The bytes that a token of a byte-level vocabulary spells; None if it is not spelled so."""
-    try:
-        return bytes([_BYTE_OF_CHAR[char] for char in token])
-    except KeyError:
-        return None
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+from aioserve.byte_alphabet import REPLACEMENT
 from aioserve.engine.delivery.byte_level import (
-    REPLACEMENT,
     ByteLevelDetokenizer,
     prove_token_pieces,
     special_token_ids,

@@ -5,10 +5,10 @@ nothing about logits, nor how grammars are compiled.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,13 @@ from aioserve.runner.unsound import step_failed
 from aioserve.scheduler.output import NewRequestData
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from aioserve.grammars import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
 Words = npt.NDArray[np.int32]
 
+_NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 MAX_GUESSES = 16  # tokens without a choice that are sent along at a time
 
 
@@ -48,15 +47,47 @@ class Masks:
         return Masks(np.zeros(1, dtype=np.int64), self.words[own[:1]]) if len(own) else None
 
 
+class Matcher(Protocol):
+    """What is used here of llguidance's `LLMatcher`: a place in a text that is bound."""
+
+    def is_stopped(self) -> bool:
+        """Whether nothing but the end may follow."""
+
+    def is_error(self) -> bool:
+        """Whether it cannot be followed further."""
+
+    def get_error(self) -> str:
+        """Why it cannot be followed further."""
+
+    def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
+        """Write the mask of the next token to memory."""
+
+    def compute_ff_tokens(self) -> list[int]:
+        """The next tokens, as far as there is no choice."""
+
+    def validate_tokens(self, token_ids: list[int]) -> int:
+        """How many of `token_ids` may follow."""
+
+    def consume_tokens(self, token_ids: list[int]) -> bool:
+        """Read tokens that stay."""
+
+    def try_consume_tokens(self, token_ids: list[int]) -> int:
+        """Read tokens that may be rolled back; how many are allowed."""
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Take the last tokens back."""
+
+
 class Standing(NamedTuple):
-    """A row that samples and has a grammar."""
+    """A row that samples and has a matcher."""
 
     place: int  # among the S
     row: int
-    matcher: "LLMatcher"
+    matcher: Matcher
+    is_bound: bool  # it needs a mask in this step
 
 
-class GrammarRows(BatchPart["LLMatcher"]):
+class GrammarRows(BatchPart[Matcher]):
     """Matchers by row. `begin`'s future is awaited before `advance`, `set` or `drop`."""
 
     asked_by = "sampling_params.structured_outputs"
@@ -68,6 +99,8 @@ class GrammarRows(BatchPart["LLMatcher"]):
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
         self._ahead: dict[int, int] = {}  # guesses that rows have gone ahead
+        # By row, of a matcher that binds at times: whether the next tokens, this many, are free.
+        self._is_free: dict[int, Callable[[int], bool]] = {}
         self._executor: ThreadPoolExecutor | None = None
         only_eos = np.zeros(self._num_words * 32, dtype=np.bool_)
         only_eos[list(eos_token_ids)] = True
@@ -80,6 +113,14 @@ class GrammarRows(BatchPart["LLMatcher"]):
         self.rows[row] = self._grammars.matcher(wanted)
         self.advance(row, request.token_ids[request.num_prompt_tokens :])
 
+    def put(self, row: int, matcher: Matcher, is_free: Callable[[int], bool]) -> None:
+        """Let `matcher` bind a row from now on, unless `is_free` of the number of next tokens."""
+        self.rows[row], self._is_free[row] = matcher, is_free
+
+    def drop(self, row: int, *, is_finished: bool = False) -> None:
+        super().drop(row, is_finished=is_finished)
+        self._is_free.pop(row, None)
+
     def begin(self, rows: IntArray, drafts: Mapping[int, Sequence[int]]) -> "Future[Masks] | None":
         """Start the masks of the S `rows`; None if none of them has a grammar.
 
@@ -87,26 +128,32 @@ class GrammarRows(BatchPart["LLMatcher"]):
         """
         if not self.rows:
             return None
-        places = [place for place, row in enumerate(rows.tolist()) if row in self.rows]
+        places = [each.place for each in self.standing(rows, drafts) if each.is_bound]
         if not places:
             return None
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-masks")
         return self._executor.submit(self._fill, np.array(places), rows[places].tolist(), drafts)
 
-    def standing(self, rows: IntArray) -> list[Standing]:
-        """Which of the S `rows` have a grammar: for `catch_up`, when their tokens are known."""
+    def standing(
+        self, rows: IntArray, drafts: Mapping[int, Sequence[int]] = _NO_DRAFTS
+    ) -> list[Standing]:
+        """Which of the S `rows` have a matcher: for `catch_up`, when their tokens are known."""
         if not self.rows:
             return []
         return [
-            Standing(place, row, self.rows[row])
+            Standing(place, row, self.rows[row], self._is_bound(row, drafts.get(row, ())))
             for place, row in enumerate(rows.tolist())
             if row in self.rows
         ]
 
+    def _is_bound(self, row: int, guesses: Sequence[int]) -> bool:
+        is_free = self._is_free.get(row)
+        return is_free is None or not is_free(1 + len(guesses))
+
     def catch_up(self, standing: Sequence[Standing], token_ids: Words) -> None:
         """Advance grammars by the sampled tokens [S], unless another request has the row by now."""
-        for place, row, matcher in standing:
+        for place, row, matcher, _ in standing:
             token_id = int(token_ids[place])
             if self.rows.get(row) is matcher and token_id >= 0:  # else the row has failed
                 self.advance(row, [token_id])
@@ -145,13 +192,13 @@ class GrammarRows(BatchPart["LLMatcher"]):
 
     def masks(self, rows: IntArray) -> Masks | None:
         """The tokens that each of M `rows` may say next; None if none of them has a grammar."""
-        standing = self.standing(rows)
+        standing = [each for each in self.standing(rows) if each.is_bound]
         if not standing:
             return None
         words = np.empty((len(standing), self._num_words), dtype=np.int32)
-        for (_, row, matcher), own in zip(standing, words, strict=True):
-            self._fill_row(row, matcher, own)
-        return Masks(np.array([place for place, _, _ in standing]), words)
+        for each, own in zip(standing, words, strict=True):
+            self._fill_row(each.row, each.matcher, own)
+        return Masks(np.array([each.place for each in standing]), words)
 
     def go_ahead(self, row: int, token_id: int) -> bool:
         """Take a guess as said until `come_back`; False if nothing can follow it."""
@@ -174,7 +221,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
         logger.error("a grammar could not be followed", exc_info=error)
         self.errors.setdefault(row, step_failed(error))
 
-    def _check(self, row: int, matcher: "LLMatcher") -> None:
+    def _check(self, row: int, matcher: Matcher) -> None:
         if matcher.is_error():
             reason = matcher.get_error().partition("\n")[0]
             self.errors.setdefault(row, f"structured_outputs cannot be followed further: {reason}")
@@ -201,9 +248,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
             place += len(own)
         return Masks(places, words)
 
-    def _fill_ahead(
-        self, row: int, matcher: "LLMatcher", words: Words, guesses: Sequence[int]
-    ) -> None:
+    def _fill_ahead(self, row: int, matcher: Matcher, words: Words, guesses: Sequence[int]) -> None:
         """The masks of a row, and of what comes behind each of its `guesses`."""
         self._fill_row(row, matcher, words[0])
         num_taken = 0
@@ -217,7 +262,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
         if num_taken:
             matcher.rollback(num_taken)
 
-    def _fill_row(self, row: int, matcher: "LLMatcher", words: Words) -> None:
+    def _fill_row(self, row: int, matcher: Matcher, words: Words) -> None:
         if not matcher.is_stopped():  # else the end may follow, and nothing else
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if not matcher.is_error():

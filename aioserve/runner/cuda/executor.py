@@ -209,8 +209,8 @@ class StepExecutor:
         finally:  # also if that fails: it may be queued by then
             self._ring.guard()
         rows = inputs.rows[plan.sampled]
-        standing = self.parts.grammars.standing(rows)
-        if standing:
+        standing = self.parts.grammars.standing(rows, plan.inputs.drafts)
+        if any(each.is_bound for each in standing):
             self._launch_masked(plan, sampling, attention, rows, asked)
         else:
             self._device.launch(
@@ -257,8 +257,7 @@ class StepExecutor:
         self._device.launch(lambda: logits.append(self._compute(plan, attention, asked)))
         self._read_last()
         made = self.parts.grammars.begin(rows, plan.inputs.drafts)
-        assert made is not None, "one of the rows has a grammar"
-        masks = self._sampler.stage_masks(made.result())
+        masks = None if made is None else self._sampler.stage_masks(made.result())
         self._device.launch(lambda: self._sample(logits.pop(), sampling, masks))
 
     def _stage_adapters(

@@ -35,7 +35,7 @@ from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_messages_error, to_wire
 from aioserve.server.generation import Answer
-from aioserve.server.keys import CHAT_FORMAT
+from aioserve.server.keys import CHAT_FORMAT, TOKEN_TEXTS
 from aioserve.server.protocol import Usage
 from aioserve.server.sse import typed_event
 
@@ -54,6 +54,7 @@ class MessageAnswer(Answer):
         self._max_tokens = body.max_tokens
         # Whether a reply is text and nothing else.
         self._is_plain = use is None and not self._format.tells_apart
+        self._pieces = request.app[TOKEN_TEXTS].bytes
         self._reader: ReplyReader | None = None
         self._is_begun = False
         self._index = -1  # of the last block
@@ -96,6 +97,7 @@ class MessageAnswer(Answer):
                 self._format,
                 self._use,
                 self.prompt_end,
+                self._pieces,
                 includes_reasoning=self._tells_thoughts,
             )
         return self._reader.read(output)

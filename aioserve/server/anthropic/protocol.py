@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from aioserve.errors import RequestError
 from aioserve.hints import Hints
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
@@ -98,11 +99,32 @@ class ToolChoice(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class Thinking(RequestPart, kw_only=True, omit_defaults=True):
-    """Whether a model's reasoning is told; it reasons as its chat template has it."""
+    """Whether a model's reasoning is told, and how many tokens of it there may be; it reasons as
+    its chat template has it.
+    """
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: Int | None = None
     display: str | None = None
+
+    def budget(self) -> int | None:
+        """The most reasoning tokens. Raises `RequestError` if `enabled` comes without, or for
+        fewer than 1.
+        """
+        if self.budget_tokens is None:
+            if self.type == "enabled":
+                raise RequestError(
+                    "thinking.budget_tokens is missing, which thinking of type enabled needs: it "
+                    "is how many tokens of reasoning there may be",
+                    param="thinking.budget_tokens",
+                )
+            return None
+        if self.budget_tokens < 1:
+            raise RequestError(
+                f"thinking.budget_tokens must be at least 1, got {self.budget_tokens}",
+                param="thinking.budget_tokens",
+            )
+        return self.budget_tokens
 
 
 class OutputFormat(RequestPart, kw_only=True):

@@ -31,6 +31,7 @@ from aioserve.server.anthropic.protocol import (
 )
 from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind_off_loop, blame
+from aioserve.server.chat.thinking import with_budget
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import respond
 from aioserve.server.images import ImageParts
@@ -55,6 +56,7 @@ _NAMES = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
     "reasoning_effort": "output_config.effort",
+    "thinking_budget": "thinking.budget_tokens",
 }
 
 
@@ -70,6 +72,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
             kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
         )
         params = await bind_off_loop(params, use, request.app[CHAT_FORMAT], conversation)
+        budget = None if body.thinking is None else body.thinking.budget()
+        if request.app[CHAT_FORMAT].marks is not None:  # others keep to any budget
+            params = with_budget(request, params, budget, "thinking.budget_tokens")
         answer = MessageAnswer(request, body, use)
         prompt = request.app[IMAGES].shown(conversation, images)
         return await respond(request, body, [prompt], params, answer)
@@ -94,12 +99,6 @@ def _conversation(
     request: web.Request, body: CountTokensRequest, images: ImageParts
 ) -> tuple[Conversation, ToolUse | None]:
     messages, use = template_messages(body, images), tools_of(body)
-    if body.thinking is not None and body.thinking.type == "enabled":
-        raise RequestError(
-            "thinking of type enabled is not supported by this server, which can hold no budget: "
-            "use adaptive",
-            param="thinking.type",
-        )
     config, is_begun = body.output_config or OutputConfig(), body.messages[-1].role == "assistant"
     if is_begun and config.format is not None:
         raise RequestError(

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from aioserve.server.logprob_structs import ChatLogprobs, PromptLogprobs
 from aioserve.server.protocol import (
     Choice,
     Empty,
     Envelope,
     GenerationRequest,
     Int,
-    PromptLogprobs,
     RequestPart,
 )
 
@@ -116,31 +116,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    thinking_token_budget: Int | None = None  # as in vLLM: reasoning tokens; -1: any number
     chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: at most one call in a reply
     include_reasoning: bool | None = None  # false: reasoning is left out
     separate_reasoning: bool | None = None  # false: it stays in the content, as it was written
-
-
-class TopLogprob(msgspec.Struct, kw_only=True):
-    """One alternative at a position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(TopLogprob, kw_only=True):
-    """The sampled token and its alternatives."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """Logprobs of a reply, one entry per token."""
-
-    content: list[ChatTokenLogprob]
 
 
 class ChatReplyMessage(msgspec.Struct, kw_only=True):

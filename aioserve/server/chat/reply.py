@@ -16,15 +16,16 @@ from aioserve.server.chat.protocol import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatDelta,
-    ChatLogprobs,
     ChatReplyMessage,
 )
 from aioserve.server.chat.reply_reader import ReplyReader
+from aioserve.server.chat.thinking import tell_reasoning
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import Reply
 from aioserve.server.keys import CHAT_FORMAT
+from aioserve.server.logprob_structs import ChatLogprobs, PromptLogprobs
 from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
-from aioserve.server.protocol import PromptLogprobs, Usage
+from aioserve.server.protocol import Usage
 from aioserve.server.sse import event
 
 
@@ -51,7 +52,7 @@ class ChatReply(Reply):
         self._readers: dict[int, ReplyReader] = {}  # by choice
         self._opened: set[int] = set()  # choices whose role was said
         # Whether a reply is text and nothing else.
-        self._is_plain = use is None and not (self._separates and self._format.tells_apart)
+        self._is_plain = use is None and not self._format.tells_apart
 
     def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
         if self._is_plain:
@@ -63,7 +64,10 @@ class ChatReply(Reply):
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         if self._is_plain:
             return super().chunk(index, output)
-        return b"" if self.is_silent(output) else self._read_chunks(index, output)
+        if self.is_silent(output):
+            self._reader(index).count(output)
+            return b""
+        return self._read_chunks(index, output)
 
     def make_chunk(self, index: int, output: RequestOutput) -> bytes:
         delta = ChatDelta(content=output.text) if output.text else ChatDelta()
@@ -103,6 +107,8 @@ class ChatReply(Reply):
         chunk = self._envelope([choice])
         chunk.prompt_logprobs = self._prompt_logprobs(output)
         self.add_usage(chunk, output)
+        if chunk.usage and index in self._readers:  # of this choice, so far
+            tell_reasoning(chunk.usage, [self._readers[index].num_reasoning_tokens])
         return chunk
 
     def _opening(self, index: int) -> bytes:
@@ -117,8 +123,12 @@ class ChatReply(Reply):
 
     def usage_chunk(self, usage: Usage) -> bytes:
         chunk = self._envelope([])
-        chunk.usage = usage
+        chunk.usage = self._with_reasoning(usage)
         return event(chunk)
+
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        tell_reasoning(usage, [own.num_reasoning_tokens for own in self._readers.values()])
+        return usage
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
@@ -126,7 +136,7 @@ class ChatReply(Reply):
             created=self.created,
             model=self.model,
             choices=[self._choice(i, output) for i, output in enumerate(outputs)],
-            usage=usage,
+            usage=self._with_reasoning(usage),
             prompt_logprobs=self._prompt_logprobs(outputs[0]),
         )
 
@@ -157,6 +167,7 @@ class ChatReply(Reply):
                 self._format,
                 self._use,
                 self.prompt_end,
+                self.texts.bytes,
                 separates_reasoning=self._separates,
                 includes_reasoning=self._includes_reasoning,
             )

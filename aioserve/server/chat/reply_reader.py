@@ -12,6 +12,7 @@ from msgspec import UNSET
 from aioserve.errors import UNREADABLE
 from aioserve.formats import Arguments, Call, Content, Event, Reasoning, ReplyParser, joined
 from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.reasoning_tokens import ReasoningTokens
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.malformed_calls import MalformedCalls
 from aioserve.server.chat.protocol import (
@@ -22,7 +23,9 @@ from aioserve.server.chat.protocol import (
     ToolCall,
     ToolCallDelta,
 )
+from aioserve.server.chat.thinking import reasoning_counter
 from aioserve.server.chat.tool_use import ToolUse
+from aioserve.token_bytes import TokenBytes
 
 
 class ReplyReader:
@@ -36,10 +39,12 @@ class ReplyReader:
         *,
         max_calls: int | None,
         with_reasoning: bool,
+        counter: ReasoningTokens | None = None,
     ) -> None:
         """Calls after the first `max_calls` are left out, and reasoning unless it is wanted.
-        `malformed` counts the calls that are wrong.
+        `malformed` counts the calls that are wrong, `counter` the tokens of reasoning.
         """
+        self._counter = counter
         self._parser = parser
         self._make_id = make_id
         self._malformed = malformed
@@ -56,11 +61,14 @@ class ReplyReader:
         chat_format: ChatFormat,
         use: ToolUse | None,
         prompt_end: Sequence[int],
+        pieces: TokenBytes,
         *,
         separates_reasoning: bool = True,
         includes_reasoning: bool = True,
     ) -> "ReplyReader":
-        """What reads a reply to a prompt with these last tokens, and with these tools."""
+        """What reads a reply to a prompt with these last tokens, and with these tools. `pieces`
+        are the bytes of tokens.
+        """
         functions = None if use is None else use.functions
         return cls(
             chat_format.make_parser(functions, prompt_end, with_reasoning=separates_reasoning),
@@ -68,10 +76,17 @@ class ReplyReader:
             chat_format.malformed,
             max_calls=1 if use is not None and not use.is_parallel else None,
             with_reasoning=includes_reasoning,
+            counter=reasoning_counter(chat_format, pieces, prompt_end),
         )
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Reasoning tokens of what was read; None for a model whose reasoning is not known."""
+        return None if self._counter is None else self._counter.count
 
     def read(self, output: RequestOutput) -> list[Event]:
         """What its text completes; at the end, what was held back. Every call has an id."""
+        self.count(output)
         events = self._parser.append(output.text)
         if output.finish_reason is not None:
             events += self._flush(is_cut=output.finish_reason is not FinishReason.STOP)
@@ -107,6 +122,12 @@ class ReplyReader:
             msgspec.json.decode(text)
         except UNREADABLE:
             self._malformed.add("arguments")
+
+    def count(self, output: RequestOutput) -> None:
+        """Count the tokens of an output that says nothing yet; `read` does it for the others."""
+        if self._counter is not None and not self._counter.is_over:
+            for token_id in output.token_ids:
+                self._counter.append(token_id)
 
     def _lets_through(self, event: Event) -> bool:
         if isinstance(event, Reasoning):

@@ -18,6 +18,7 @@ from aioserve.server.chat.binding import bind_off_loop, blame, leaves_room_for_r
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.reply import ChatReply
+from aioserve.server.chat.thinking import with_budget
 from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.generation import read_body, respond
 from aioserve.server.images import ImageParts
@@ -28,6 +29,8 @@ from aioserve.server.unserved import NOT_ON_CHAT
 from aioserve.server.validation import BodyDecoder
 
 decoder = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
+# What the engine calls the rendered messages, and other fields.
+_NAMES = {"prompt": "messages", "thinking_budget": "thinking_token_budget"}
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -53,14 +56,15 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body.messages.clear()  # images that they hold would stay as long as the stream
     has_reasoning = leaves_room_for_reasoning(params, use)
     params = await bind_off_loop(params, use, chat_format, conversation)
+    if has_reasoning:
+        params = with_budget(request, params, body.thinking_token_budget, "thinking_token_budget")
     reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
     try:
         with images.named():
             prompt = request.app[IMAGES].shown(conversation, images)
             return await respond(request, body, [prompt], params, reply)
     except RequestError as error:
-        if error.param == "prompt":  # what the engine calls the rendered messages
-            error.param = "messages"
+        error.param = _NAMES.get(error.param or "", error.param)
         blame(error, use is not None, None)
         raise
 

@@ -16,10 +16,11 @@ from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.access.gate import owner_of
 from aioserve.server.chat.reply_reader import ReplyReader
+from aioserve.server.chat.thinking import tell_reasoning
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_wire
 from aioserve.server.generation import Answer
-from aioserve.server.keys import CHAT_FORMAT, RESPONSES
+from aioserve.server.keys import CHAT_FORMAT, RESPONSES, TOKEN_TEXTS
 from aioserve.server.protocol import Usage
 from aioserve.server.responses.events import (
     DeltaEvent,
@@ -181,6 +182,7 @@ class ResponseAnswer(Answer):
         """`items`: all that led to it."""
         super().__init__(request, body.model, None)
         self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
+        self._pieces = request.app[TOKEN_TEXTS].bytes
         self._owner = owner_of(request)
         self._body, self._use, self._params = body, use, params
         body.input = ""  # with images in it, it would stay as long as the stream
@@ -192,7 +194,10 @@ class ResponseAnswer(Answer):
         self._kept: Kept | None = None
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        return b"" if self.is_silent(output) else self.make_chunk(index, output)
+        if self.is_silent(output):
+            self._get_reader().count(output)
+            return b""
+        return self.make_chunk(index, output)
 
     def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
         if self._last is None or output.finish_reason is not None:
@@ -239,6 +244,8 @@ class ResponseAnswer(Answer):
             "completed" if details is None else "incomplete", self._writer.items
         )
         response.incomplete_details = details
+        if self._reader is not None:
+            tell_reasoning(usage, [self._reader.num_reasoning_tokens])
         response.usage = ResponseUsage.of(usage)
         if response.store:
             for item in self._input:
@@ -249,9 +256,12 @@ class ResponseAnswer(Answer):
         return response
 
     def _read(self, output: RequestOutput) -> list[Event]:
+        return self._get_reader().read(output)
+
+    def _get_reader(self) -> ReplyReader:
         if self._reader is None:
-            self._reader = ReplyReader.of(self._format, self._use, self.prompt_end)
-        return self._reader.read(output)
+            self._reader = ReplyReader.of(self._format, self._use, self.prompt_end, self._pieces)
+        return self._reader
 
     def _event(self, name: str, response: Response) -> Numbered:
         return self._writer.event(ResponseEvent, f"response.{name}", response=response)

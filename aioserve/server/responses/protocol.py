@@ -128,6 +128,7 @@ class ReasoningConfig(RequestPart, kw_only=True, omit_defaults=True):
     generate_summary: Literal["auto"] | None = None  # its older name
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
+    max_tokens: Int | None = None  # extension, as at OpenRouter: the thinking budget
 
 
 class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
@@ -151,6 +152,7 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
     top_p: float | None = None
     user: str | None = None
     # Extensions, as on the other routes.
+    thinking_token_budget: Int | None = None  # as in vLLM: reasoning tokens; -1: any number
     priority: Int | None = None
     timeout: float | None = None
     cache_salt: str | None = None
@@ -172,6 +174,22 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
             given["structured_outputs"] = self.text.format.structured_outputs()
         given = {name: value for name, value in given.items() if value is not None}
         return defaults.fill(given, max_tokens=default_max_tokens)
+
+    def thinking_budget(self) -> tuple[int | None, str]:
+        """How many reasoning tokens there may be, and the field that says so. Raises `RequestError`
+        for two fields that differ.
+        """
+        own = self.thinking_token_budget
+        given = None if self.reasoning is None else self.reasoning.max_tokens
+        if given is None:
+            return own, "thinking_token_budget"
+        if own not in (None, given):
+            raise RequestError(
+                "thinking_token_budget and reasoning.max_tokens are two names of one limit; they "
+                "differ",
+                param="thinking_token_budget",
+            )
+        return given, "reasoning.max_tokens"
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
@@ -239,9 +257,9 @@ class InputDetails(msgspec.Struct, kw_only=True):
 
 
 class OutputDetails(msgspec.Struct, kw_only=True):
-    """Reasoning is counted with the rest."""
+    """How many of the output tokens are reasoning."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
@@ -256,14 +274,16 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls, usage: Usage) -> "ResponseUsage":
         """Convert the usage of a chat completion to that of a response."""
-        details = usage.prompt_tokens_details
+        details, output = usage.prompt_tokens_details, usage.completion_tokens_details
         return cls(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputDetails(
                 cached_tokens=details.cached_tokens if details else 0
             ),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputDetails(),
+            output_tokens_details=OutputDetails(
+                reasoning_tokens=output.reasoning_tokens if output else 0
+            ),
             total_tokens=usage.total_tokens,
         )
 

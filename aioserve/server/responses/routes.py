@@ -15,6 +15,7 @@ from aioserve.errors import RequestError, RequestTimeoutError
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind_off_loop, blame
+from aioserve.server.chat.thinking import with_budget
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.generation import respond
@@ -64,6 +65,7 @@ _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "thinking_budget": "thinking_token_budget",
 }
 
 
@@ -93,6 +95,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         )
         params = await bind_off_loop(params, use, chat_format, conversation)
+        params = with_budget(request, params, *body.thinking_budget())
         answer = ResponseAnswer(request, body, use, params, items)
         del items, before  # images that they hold would stay as long as the stream
         prompt = request.app[IMAGES].shown(conversation, images)
