@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures test-isa test-arm test-schemas test-clients test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures test-isa test-arm test-schemas test-formats test-clients test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -45,6 +45,9 @@ test-isa: .venv/test  ## runner, kernels, reference on every variant and type; l
 
 test-schemas: .venv/test  ## the JSON-Schema test-suite against structured outputs
 	$(BIN)/python -m tests.json_schema_suite
+
+test-formats: .venv/test  ## round trips over public chat templates; writes docs/chat-templates.md (ARGS=QwQ: of these alone)
+	$(BIN)/python -m tests.formats $(ARGS)
 
 test-clients: .venv/clients/done model  ## LangChain, LiteLLM and instructor against a running server (ARGS="-k litellm")
 	.venv/clients/bin/python -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients \

@@ -1,0 +1,117 @@
+"""docs/chat-templates.md: written from the outcomes of round trips."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from aioserve.formats import MARKS, Choice
+from tests.formats.round_trip import ALIKE, BUT_SPACE, LEFT_OUT, OTHERWISE, Trip
+
+PAGE = Path(__file__).parents[2] / "docs" / "chat-templates.md"
+
+_BEGIN = """\
+# Chat templates that are read
+
+{num} public chat templates, all that the source package llama-cpp-python {version} carries, and
+what reads the replies of their models where `--tool-call-parser` and `--reasoning-parser` are
+`auto` ([tools.md](tools.md)): {num_read} of the {num_calling} that write calls are read.
+
+Each template rendered nine kinds of turns: content, reasoning, a call, a call without arguments,
+parallel calls, these together, and an answer behind results of tools. Arguments are nested, have
+Unicode, numbers, booleans, null and a program of several lines. "Yes" under "read back" says that
+reasoning, content, names and arguments of all calls, with their types, came back as they were said,
+character by character. "Written" says whether the format's own `write`, from which forced calls get
+their form, writes these turns as the template does.
+
+`make test-formats` fetches the templates, does all of it again and writes this page.
+`python -m tests.formats QwQ` says what became of each turn of the templates of that name.
+
+| template | format | reasoning | read back | written | remark |
+|---|---|---|---|---|---|
+"""
+
+
+class Row(NamedTuple):
+    """What is said about one template."""
+
+    template: str
+    format: str  # empty: none
+    reasoning: str  # empty: none
+    writes_calls: bool
+    problem: str  # the first that was not read back
+    written: str
+    remark: str
+
+    @classmethod
+    def of(cls, template: str, choice: Choice, trips: Sequence[Trip]) -> "Row":
+        """From the outcomes of all replies."""
+        seen = [trip for trip in trips if trip.turn is not None]
+        problems = [f"{trip.name}: {trip.problem}" for trip in seen if trip.problem]
+        written = {trip.written for trip in seen}
+        return cls(
+            template,
+            choice.name or "",
+            _reasoning(choice),
+            any("call" in trip.name and "calls" not in trip.note for trip in seen),
+            problems[0] if problems else "",
+            next(each for each in (OTHERWISE, BUT_SPACE, ALIKE) if each in written or not written),
+            "; ".join(_remarks({trip.note for trip in trips if trip.note})),
+        )
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a format reads its calls as they were said."""
+        return bool(self.format) and not self.problem
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a format was chosen that reads it otherwise."""
+        return bool(self.format) and bool(self.problem)
+
+
+def _reasoning(choice: Choice) -> str:
+    if choice.format is not None and choice.format.reads_reasoning:
+        return "the format"
+    if choice.marks is None:
+        return ""
+    return next((name for name, each in MARKS.items() if each == choice.marks), choice.name or "")
+
+
+def _remarks(notes: set[str]) -> list[str]:
+    """What a template leaves out of any turn in one remark; the other notes as they are."""
+    left_out = {
+        each
+        for note in notes
+        if note.startswith(LEFT_OUT)
+        for each in note[len(LEFT_OUT) :].split(" and ")
+    }
+    others = sorted(note for note in notes if not note.startswith(LEFT_OUT))
+    return [f"{LEFT_OUT}{' and '.join(sorted(left_out))}", *others] if left_out else others
+
+
+def render(rows: Sequence[Row], version: str) -> str:
+    """The page."""
+    calling = [row for row in rows if row.writes_calls]
+    num_read = sum(row.is_read for row in calling)
+    begin = _BEGIN.format(
+        num=len(rows), version=version, num_read=num_read, num_calling=len(calling)
+    )
+    return begin + "".join(map(_line, rows))
+
+
+def _line(row: Row) -> str:
+    remark = row.remark
+    if row.problem and row.format:
+        remark = "; ".join(filter(None, [row.problem, remark]))
+    read = "-" if not row.format else "no" if row.problem else "yes"
+    if not row.writes_calls:
+        remark, read = "writes no calls", "-"
+    cells = (
+        row.template,
+        f"`{row.format}`" if row.format else "-",
+        f"`{row.reasoning}`" if row.reasoning else "-",
+        read,
+        row.written if row.format and row.writes_calls else "-",
+        remark.replace("|", r"\|"),
+    )
+    return f"| {' | '.join(cells)} |\n".replace("  |", " |")
