@@ -18,6 +18,7 @@ GROUP = "aioserve.formats"  # of entry points, by which other packages register 
 
 #: By name, where the class is: in the order in which a chat template is asked for each.
 SHIPPED = {
+    "harmony": "aioserve.formats.harmony:HarmonyParser",
     "deepseek_v3": "aioserve.formats.deepseek:DeepSeekV3Parser",
     "deepseek_v31": "aioserve.formats.deepseek:DeepSeekV31Parser",
     "mistral": "aioserve.formats.mistral:MistralParser",

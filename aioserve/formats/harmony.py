@@ -1,0 +1,255 @@
+"""Harmony, gpt-oss's format: a reply is messages, each in a channel and some to a recipient.
+
+`<|channel|>analysis<|message|>` is reasoning, `<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>` a call; `final`, and commentary to no recipient, are content. Prompts
+end with `<|start|>assistant`, so that a reply begins with the rest of a header.
+Source: https://github.com/openai/harmony/blob/main/docs/format.md
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from aioserve.formats import (
+    Arguments,
+    Call,
+    Function,
+    JsonValue,
+    Reasoning,
+    any_of,
+    match_end,
+    overlap,
+)
+from aioserve.formats.harmony_grammar import (
+    ASSISTANT,
+    CHANNEL,
+    CHANNELS,
+    ENDS,
+    FUNCTIONS,
+    MESSAGE,
+    START,
+    TYPE,
+    HarmonyGrammar,
+)
+
+_TYPES = ("json", "code", "text")
+_ENDING, _OPENING = any_of(ENDS), any_of([START, CHANNEL, *ENDS])
+_WORDS = re.compile(r"[^<\n]*")
+_PARTS = re.compile(f"{re.escape(CHANNEL)}|{re.escape(TYPE)}|[^\\s<]+")
+
+
+class _Header(NamedTuple):
+    """What stands before a message, beside the role of an assistant."""
+
+    channel: str = ""
+    recipient: str = ""
+
+
+class HarmonyParser(HarmonyGrammar):
+    """Reads whole replies. A header that says anything else is content, with what follows it."""
+
+    def __init__(self, functions: Sequence[Function], prompt_end: str = "") -> None:
+        super().__init__(functions, prompt_end)
+        self._said: set[str] = set()  # kinds of messages so far
+        self._separator = ""
+        # The prompt has begun a message, and may have begun its text.
+        begun = prompt_end.rpartition(START)[2] if START in prompt_end else ""
+        header, is_open, text = begun.partition(MESSAGE)
+        self._header = [] if is_open else re.split(f"({re.escape(CHANNEL)})", begun)
+        if is_open and not _ENDING.search(text):
+            self._open(header)
+
+    def begin(self) -> bool:
+        """What may be the rest of a header, or text without any."""
+        self.hold()
+        self.state = self._read_header if CHANNEL in self._header else self._first_word
+        return True
+
+    # Headers
+
+    def _first_word(self) -> bool:
+        if not self.skip_space():
+            return False
+        for word in ("<", "to=", ASSISTANT):
+            found = self.text.startswith(word, self.at)
+            rest = self.text[self.at : self.at + len(word)]
+            if not found and not self.is_last and word.startswith(rest):
+                return False
+            if found:
+                self._header.append(" ")
+                self.state = self._read_header
+                return True
+        self._close()
+        return True
+
+    def _read_header(self) -> bool:
+        self._header.append(self.take(match_end(_WORDS, self.text, self.at)))
+        if self.at == len(self.text):
+            self._is_cut()
+            return False
+        for mark in (CHANNEL, TYPE, MESSAGE):
+            found = self.skip(mark)
+            if found is None:
+                return False
+            if found and mark == MESSAGE:
+                self._open("".join(self._header))
+                return True
+            if found:
+                self.marker = mark
+                self._header.append(mark)
+                return True
+        self._close()
+        return True
+
+    def _is_cut(self) -> None:
+        """Where a reply ends in a header, that header is no content."""
+        header = "".join(self._header)
+        if self.is_last and CHANNEL in header:
+            read = _read(header.removesuffix(CHANNEL).removesuffix(TYPE))
+            if read is not None and not read.recipient:
+                self.held = None
+
+    def _open(self, text: str) -> None:
+        """A message begins whose header this is."""
+        header = _read(text)
+        is_ours = header is not None and header.recipient.startswith(FUNCTIONS)
+        if header is None:
+            self._close()
+        elif is_ours and self.functions and header.recipient != FUNCTIONS:
+            self.tell([Call(header.recipient.removeprefix(FUNCTIONS))])
+            self.state = self._before_arguments
+        elif header.channel == "analysis":
+            self.held = None
+            self._separator = self._separate("reasoning")
+            if header.recipient:  # a tool that the model has of itself
+                said = text.strip().removeprefix(ASSISTANT).lstrip()
+                self._think(f"{said}{MESSAGE}")
+            self.state = self._read_reasoning
+        elif header.recipient:
+            self._close()
+        else:
+            self.held = None
+            self.say(self._separate("content"))
+            self.state = self._read_message
+
+    def _separate(self, kind: str) -> str:
+        """What stands between two messages of a kind."""
+        separator = "\n" if kind in self._said else ""
+        self._said.add(kind)
+        return separator
+
+    def _close(self) -> None:
+        self.give_back()
+        self._header = []
+        self.state = self._read_loose
+
+    # Messages
+
+    def _read_message(self) -> bool:
+        return self.read_content(_ENDING, self._after_message)
+
+    def _read_loose(self) -> bool:
+        """Content that is in no message."""
+        return self.read_content(_OPENING, self._after_message)
+
+    def _after_message(self) -> bool:
+        self._header = []
+        if self.marker in ENDS:
+            self.held = None
+            self.state = self._between
+        else:
+            self._header = [self.marker] if self.marker == CHANNEL else []
+            self.state = self._read_header
+        return True
+
+    def _between(self) -> bool:
+        if not self.skip_space():
+            return False
+        self.state = self._read_loose
+        return True
+
+    def _read_reasoning(self) -> bool:
+        found = _ENDING.search(self.text, self.at)
+        held = 0 if self.is_last else overlap(self.text, ENDS, self.at)
+        self._think(self.take(found.start() if found else len(self.text) - held))
+        return self._ends(found)
+
+    def _think(self, text: str) -> None:
+        if text:
+            self.events.append(Reasoning(self._separator + text))
+            self._separator = ""
+
+    def _ends(self, found: re.Match[str] | None) -> bool:
+        if found is None:
+            return False
+        self.take(found.end())
+        self.state = self._between
+        return True
+
+    # Arguments
+
+    def _before_arguments(self) -> bool:
+        if not self.skip_space():
+            return False
+        self.value = JsonValue()
+        if self.text[self.at] == "{":
+            self.state = self._read_own_arguments
+            return True
+        is_end = self._skip_any_end()
+        if is_end is None:
+            return False
+        if is_end:
+            self.events.append(Arguments("{}"))
+            self.state = self._between
+        else:
+            self.state = self._read_other_arguments
+        return True
+
+    def _read_own_arguments(self) -> bool:
+        return self.read_arguments(then=self._after_arguments)
+
+    def _after_arguments(self) -> bool:
+        if not self.skip_space():
+            return False
+        is_end = self._skip_any_end()
+        if is_end is not None:
+            self.state = self._between if is_end else self._read_other_arguments
+        return is_end is not None
+
+    def _read_other_arguments(self) -> bool:
+        """What is no JSON, or stands behind it: as it is."""
+        found = _ENDING.search(self.text, self.at)
+        held = 0 if self.is_last else overlap(self.text, ENDS, self.at)
+        text = self.take(found.start() if found else len(self.text) - held)
+        if text:
+            self.events.append(Arguments(text))
+        return self._ends(found)
+
+    def _skip_any_end(self) -> bool | None:
+        """Whether a message ends here; None: what is there may become its end."""
+        is_open = False
+        for end in ENDS:
+            found = self.skip_end(end)
+            if found:
+                return True
+            is_open = is_open or found is None
+        return None if is_open else False
+
+
+def _read(text: str) -> _Header | None:
+    """A header; None if it says anything that no header says."""
+    channel, recipient, parts = "", "", _PARTS.findall(text)
+    if parts[:1] == [ASSISTANT]:
+        del parts[0]
+    parts.reverse()
+    while parts:
+        part = parts.pop()
+        if part == CHANNEL and parts and parts[-1] in CHANNELS:
+            channel = parts.pop()
+        elif part.startswith("to=") and recipient in ("", part[3:]):
+            recipient = part[3:]
+        elif part == TYPE and parts and parts[-1] in _TYPES:
+            parts.pop()
+        elif part not in _TYPES:
+            return None
+    return _Header(channel, recipient)
