@@ -167,7 +167,7 @@ class Ingress:
         for model in models:
             response = await model.ask(request.method, target, headers, body)
             is_last = model is models[-1]
-            is_told = response.status != (200 if path in ("/health", "/ready") else 404)
+            is_told = response.status != (200 if path in ("/livez", "/health", "/ready") else 404)
             if is_last or is_told:
                 return response
             response.close()

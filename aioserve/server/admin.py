@@ -27,6 +27,13 @@ class Alive(msgspec.Struct, kw_only=True):
     reason: str | UnsetType = UNSET
 
 
+class Healthy(msgspec.Struct, kw_only=True):
+    """The verdict of /ready in the words of llama.cpp and others: `ok`, or why not."""
+
+    status: Literal["ok"] | Readiness
+    reason: str | UnsetType = UNSET
+
+
 class Ready(msgspec.Struct, kw_only=True):
     """Whether a new request would be served now, or why not: the words of `Health`. If it would
     be, `reason` says what an operator should mend nevertheless.
@@ -54,21 +61,25 @@ async def get_model(request: web.Request) -> web.Response:
     return _json(next(card for card in _cards(engine) if card.id == asked))
 
 
-async def health(request: web.Request) -> web.Response:
-    """GET /health: 200 if the event loop answers and the engine is not dead, else 503 and why."""
-    return tell_alive(await request.app[ENGINE].ask(HealthCheck()))
-
-
-async def ready(request: web.Request) -> web.Response:
-    """GET /ready: 200 if a new request would be served now, else 503 and why not."""
-    return tell_ready(await request.app[ENGINE].ask(HealthCheck()))
+async def probe(request: web.Request) -> web.Response:
+    """GET /livez: 200 if the event loop answers and the engine is not dead. GET /health and /ready:
+    200 if a new request would be served now. Else 503, and why not.
+    """
+    return TELLS[request.path](await request.app[ENGINE].ask(HealthCheck()))
 
 
 def tell_alive(health: Health) -> web.Response:
-    """The response of /health: 503 if the engine is dead or does not answer."""
+    """The response of /livez: 503 if the engine is dead or does not answer."""
     if health.status == "dead" or health.status == "silent":
         return _json(Alive(status=health.status, reason=health.reason), status=503)
     return _json(Alive(status="ok"))
+
+
+def tell_health(health: Health) -> web.Response:
+    """The response of /health: that of /ready, with `ok` for `ready`."""
+    if health.status == "ready":
+        return _json(Healthy(status="ok", reason=health.reason or UNSET))
+    return _json(Healthy(status=health.status, reason=health.reason), status=503)
 
 
 def tell_ready(health: Health) -> web.Response:
@@ -76,6 +87,10 @@ def tell_ready(health: Health) -> web.Response:
     if health.status == "ready":
         return _json(Ready(status="ready", reason=health.reason or UNSET))
     return _json(Ready(status=health.status, reason=health.reason), status=503)
+
+
+#: By path, how the engine's word is told to a probe.
+TELLS = {"/livez": tell_alive, "/health": tell_health, "/ready": tell_ready}
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -134,17 +149,26 @@ ROUTES = (
     ),
     Route(
         "GET",
-        "/health",
-        health,
-        "Whether the server lives.",
+        "/livez",
+        probe,
+        "Whether the process should go on.",
         Alive,
         statuses=(200, 503),
         needs="nothing",
     ),
     Route(
         "GET",
+        "/health",
+        probe,
+        "Whether a new request would be served now, as load balancers ask.",
+        Healthy,
+        statuses=(200, 503),
+        needs="nothing",
+    ),
+    Route(
+        "GET",
         "/ready",
-        ready,
+        probe,
         "Whether a new request would be served now.",
         Ready,
         statuses=(200, 503),
@@ -163,4 +187,4 @@ ROUTES = (
 )
 
 #: What is asked by machines that have no key.
-PROBES = tuple(route for route in ROUTES if route.path in ("/health", "/ready", "/metrics"))
+PROBES = tuple(route for route in ROUTES if route.needs == "nothing")

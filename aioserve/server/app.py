@@ -323,11 +323,11 @@ async def serve(
                 logger.info("the admin routes are on %s", told)
             if config.server.exit_on_dead_engine:
                 await _unless(signals.first, engine.wait_ended())
-            else:  # it answers /health and refuses
+            else:  # it answers probes and refuses
                 await signals.first.wait()
             notify("STOPPING=1", "STATUS=draining")
             logger.info("draining for at most %g s", config.server.drain_timeout)
-            # The site goes on listening meanwhile, so that /health and refusals say why.
+            # The site goes on listening meanwhile, so that probes and refusals say why.
             if not await _unless(signals.second, engine.shutdown(config.server.drain_timeout)):
                 logger.info("second signal: dropping what still runs")
                 await engine.shutdown(drain_timeout=0)

@@ -19,7 +19,7 @@ from aioserve.server.access.acceptor import Acceptor
 from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import check_caller
 from aioserve.server.access.site import BACKLOG
-from aioserve.server.admin import tell_alive, tell_ready
+from aioserve.server.admin import TELLS
 from aioserve.server.keys import HOSTS
 from aioserve.server.middleware import answer_errors, say_when_to_come_again
 from aioserve.server.sockets import bind_beside, share
@@ -104,8 +104,8 @@ def _make_app(hosts: Hosts | None) -> web.Application:
     if hosts is not None:
         app[HOSTS] = hosts
         app.middlewares.append(check_caller)
-    app.router.add_get("/health", _tell_alive)
-    app.router.add_get("/ready", _tell_ready)
+    for path in TELLS:
+        app.router.add_get(path, _tell)
     app.router.add_route("*", "/{path:.*}", _refuse)
     return app
 
@@ -117,12 +117,8 @@ async def _close_connections(request: web.Request, handler: Handler) -> web.Stre
     return response
 
 
-async def _tell_alive(request: web.Request) -> web.Response:
-    return tell_alive(LOADING)
-
-
-async def _tell_ready(request: web.Request) -> web.Response:
-    return tell_ready(LOADING)
+async def _tell(request: web.Request) -> web.Response:
+    return TELLS[request.path](LOADING)
 
 
 async def _refuse(request: web.Request) -> web.Response:

@@ -189,7 +189,7 @@ def test_pods_are_asked_on_routes_that_there_are() -> None:
     assert {name: probe["path"] for name, probe in probes.items()} == {
         "startup": "/ready",
         "readiness": "/ready",
-        "liveness": "/health",
+        "liveness": "/livez",
     }
     assert all(probe["port"] == port["name"] and probe["path"] in GET for probe in probes.values())
     annotations = manifests()["Deployment"]["spec"]["template"]["metadata"]["annotations"]

@@ -318,7 +318,7 @@ async def test_models_have_names_and_a_client_that_leaves_frees_its_replica(
     with pytest.raises(ConfigError, match=r"user_config: .*polcy"):
         await handle.reconfigure.remote({"polcy": "priority"})
 
-    for path in ("/health", "/ready"):
+    for path in ("/livez", "/health", "/ready"):
         async with http.get(path) as response:
             assert response.status == 200
     async with http.get("/metrics") as response:

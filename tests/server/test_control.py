@@ -29,7 +29,8 @@ async def test_a_paused_server_is_not_ready_and_its_streams_go_on_later(start_se
         assert await post(server, "pause", {}) == (200, {"state": "paused"})
         ready = await server.get("/ready")
         assert (ready.status, ready.json()["status"]) == (503, "paused")
-        assert (await server.get("/health")).status == 200
+        assert (await server.get("/health")).status == 503
+        assert (await server.get("/livez")).status == 200
         late = asyncio.create_task(server.complete(max_tokens=2, ignore_eos=True))
         steps = server.engine.get_stats().num_steps
         await asyncio.sleep(0.05)

@@ -77,7 +77,7 @@ async def test_a_dead_engine_ends_streams_and_refuses_with_503(start_server, num
         answer = await server.complete()
         assert answer.status == 503
         assert "device lost" in answer.json()["error"]["message"]
-        for path in ("/health", "/ready"):
+        for path in ("/livez", "/health", "/ready"):
             answer = await server.get(path)
             assert answer.status == 503
             assert answer.json()["status"] == "dead"
@@ -116,7 +116,8 @@ async def test_where_the_policy_fails_a_plain_one_plans_and_ready_says_so_until_
             "plans in the place of .*Failing: .*Failing raised ValueError.'no idea'. in schedule"
         )
         assert re.search(reason, answer.json()["reason"])
-        assert (await server.get("/health")).json() == {"status": "ok"}
+        assert (await server.get("/livez")).json() == {"status": "ok"}
+        assert re.search(reason, (await server.get("/health")).json()["reason"])
         assert await switch({"policy": "fcfs"}) == 200
         assert (await server.get("/ready")).json() == {"status": "ready"}
         assert (await server.complete(max_tokens=2)).status == 200
@@ -160,7 +161,8 @@ async def test_while_draining_ready_is_503_and_running_streams_finish(server):
     assert server.engine.is_draining
     ready, refused = await server.get("/ready"), await server.complete()
     assert (ready.status, ready.json()["status"]) == (503, "draining")
-    assert (await server.get("/health")).status == 200
+    assert (await server.get("/livez")).status == 200
+    assert (await server.get("/health")).json()["status"] == "draining"
     assert refused.status == 503
     assert all(int(answer.headers["Retry-After"]) > 0 for answer in (ready, refused))
     assert "shutting down" in refused.json()["error"]["message"]

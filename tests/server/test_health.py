@@ -1,4 +1,4 @@
-"""/health says whether to end the process, /ready whether to send it requests."""
+"""/livez says whether to end the process, /health and /ready whether to send it requests."""
 
 import asyncio
 import contextlib
@@ -33,6 +33,7 @@ async def status_of(server, path):
 
 
 async def test_a_server_that_serves_is_alive_and_ready(server):
+    assert await status_of(server, "/livez") == (200, "ok")
     assert await status_of(server, "/health") == (200, "ok")
     assert await status_of(server, "/ready") == (200, "ready")
 
@@ -66,7 +67,8 @@ async def test_a_step_that_hangs_makes_it_not_ready_until_it_is_back(start_serve
         async with asyncio.timeout(PATIENCE):
             while await status_of(server, "/ready") != (503, "hanging"):
                 pass
-        assert await status_of(server, "/health") == (200, "ok")
+        assert await status_of(server, "/health") == (503, "hanging")
+        assert await status_of(server, "/livez") == (200, "ok")
         runner.go_on.set()
         assert (await answer).status == 200
         assert await status_of(server, "/ready") == (200, "ready")
@@ -97,7 +99,8 @@ async def test_a_policy_that_serves_nobody_makes_it_not_ready(start_server, tmp_
             StepLoop, "stalled_seconds", lambda loop: (s := stalled(loop)) and s + 600
         )
         assert await status_of(server, "/ready") == (503, "stalled")
-        assert await status_of(server, "/health") == (200, "ok")
+        assert await status_of(server, "/health") == (503, "stalled")
+        assert await status_of(server, "/livez") == (200, "ok")
         await server.request("POST", "/admin/policy", json={"policy": "fcfs"})
         assert (await answer).status == 200
         assert await status_of(server, "/ready") == (200, "ready")
@@ -111,12 +114,13 @@ async def test_while_the_model_loads_it_lives_and_refuses(shares_port):
         answering_while_loading(sockets, shares_port=shares_port),
         aiohttp.ClientSession() as session,
     ):
-        async with session.get(f"{url}/health") as response:
+        async with session.get(f"{url}/livez") as response:
             assert (response.status, await response.json()) == (200, {"status": "ok"})
-        async with session.get(f"{url}/ready") as response:
-            assert (response.status, (await response.json())["status"]) == (503, "loading")
-            assert response.headers["Connection"] == "close"
-            assert int(response.headers["Retry-After"]) > 0
+        for path in ("/health", "/ready"):
+            async with session.get(url + path) as response:
+                assert (response.status, (await response.json())["status"]) == (503, "loading")
+                assert response.headers["Connection"] == "close"
+                assert int(response.headers["Retry-After"]) > 0
         async with session.post(f"{url}/v1/completions", json={}) as response:
             assert response.status == 503
             assert (await response.json())["error"]["code"] == "engine_unavailable"
@@ -147,7 +151,7 @@ async def test_too_many_clients_while_it_loads_are_let_in_later(monkeypatch):
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
                 for number in taken:
                     os.close(number)
-            await own.sock_sendall(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await own.sock_sendall(client, b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
             async with asyncio.timeout(PATIENCE):
                 assert (await own.sock_recv(client, 100)).startswith(b"HTTP/1.1 200 ")
     for sock in sockets:
@@ -229,8 +233,8 @@ def test_the_port_answers_before_the_model_is_there(words, tmp_path):
                 break
         read_lines(process)
         url = found[1]
-        assert fetch(f"{url}/health") == 200
-        assert fetch(f"{url}/ready") == 503
+        assert fetch(f"{url}/livez") == 200
+        assert fetch(f"{url}/health") == fetch(f"{url}/ready") == 503
         (tmp_path / "go").touch()
         until(lambda: fetch(f"{url}/ready") == 200, "the server is ready")
 

@@ -14,7 +14,7 @@ from tests.server.access.conftest import ADMIN, ANN, BEN, CARL
 from tests.server.raw_client import IDLE, until
 from tests.server.serving import SIMULATED
 
-OPEN = {"/health", "/ready", "/metrics"}
+OPEN = {"/livez", "/health", "/ready", "/metrics"}
 
 
 @pytest.fixture

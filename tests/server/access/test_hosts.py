@@ -77,7 +77,7 @@ async def test_which_names_are_ours(bound, allowed, yes, no):
         for names, expected in ((yes, (200, None)), (no, (403, "host_not_allowed"))):
             for name in names:
                 for host in (name, f"{name}:8000"):
-                    assert await ask(url, "/health", {"Host": host}) == expected, host
+                    assert await ask(url, "/livez", {"Host": host}) == expected, host
     for sock in sockets:
         sock.close()
 
