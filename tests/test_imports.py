@@ -242,6 +242,7 @@ ALLOWED = {
         "aioserve.yaml_file",
     },
     "aioserve.testing": {
+        "aioserve.formats",
         "aioserve.row_values",
         "aioserve.kv_connector",
         "aioserve.config",

@@ -149,7 +149,7 @@ class DeepSeekV31Parser(CallParser):
         self.state = self._before_arguments
 
     def _before_arguments(self) -> bool:
-        if not self.skip_space() or self.skip(_FENCE) is None or not self.skip_space():
+        if not self.skip_space() or self.skip_end(_FENCE) is None or not self.skip_space():
             return False
         if self.text[self.at] == "{":
             self.state = self._read_own_arguments
@@ -162,7 +162,7 @@ class DeepSeekV31Parser(CallParser):
         return self.read_arguments(then=self._after_arguments)
 
     def _after_arguments(self) -> bool:
-        if not self.skip_space() or self.skip(_FENCE_END) is None or not self.skip_space():
+        if not self.skip_space() or self.skip_end(_FENCE_END) is None or not self.skip_space():
             return False
         if self.skip_end(_CALL_END) is None:
             return False

@@ -59,6 +59,34 @@ def alternatives(functions: Sequence[Function], keys: tuple[str, str], literal: 
     return "\n".join(rules)
 
 
+def free_reply(beginnings: Sequence[Beginning]) -> list[str]:
+    """Rules of which `reply` is any text in which what begins as a call is one, and `TEXT` is any
+    text. They need the rules of `ReplyFormat.grammar`.
+    """
+    return [
+        *leads(beginnings, "lead", "TEXT"),
+        f"reply: ({called(beginnings, 'lead')})* TEXT",
+        f"TEXT: /{ANY}/",
+    ]
+
+
+def leads(beginnings: Sequence[Beginning], rule: str, text: str) -> list[str]:
+    """Rules, numbered from `rule`, of what ends where a call begins, as soon as that is seen; what
+    stands before it is the rule `text`.
+    """
+    rules = []
+    for i, beginning in enumerate(beginnings):
+        is_token = beginning.sign.startswith("<")
+        before = f"{text} " if beginning.has_text else ""
+        rules.append(f"{rule}_{i}{'' if is_token else '[lazy]'}: {before}{beginning.sign}")
+    return rules
+
+
+def called(beginnings: Sequence[Beginning], rule: str) -> str:
+    """The right side of a rule: one of `leads`, with its call."""
+    return " | ".join(f"{rule}_{i} {each.rest}" for i, each in enumerate(beginnings))
+
+
 def json_rule(schema: Mapping[str, Any]) -> str:
     """A schema inside of a grammar; JSON is written as templates write it."""
     options = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}

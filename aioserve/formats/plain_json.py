@@ -108,6 +108,7 @@ class PlainJsonParser(CallParser):
             self.take(self.at + 1)
         else:
             self.hold()
+            self.marker = ""  # what comes stands behind none
             self._first()
         return True
 

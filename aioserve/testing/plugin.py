@@ -1,8 +1,9 @@
 """A pytest plugin: `pytest --aioserve-policy mypkg.mod:MyScheduler` runs the contract on it.
 
 Loaded in every pytest run where aioserve is installed, so it imports nothing before it is asked.
-The tests are those of `aioserve.testing.contract`; a policy's first broken rule is told on a
-screen, wherever the contract runs.
+`--aioserve-format` does the same for formats of replies. The tests are those of
+`aioserve.testing.contract` and `aioserve.testing.formats.contract`; the first broken rule is told
+on a screen, wherever the contract runs.
 """
 
 import importlib.util
@@ -11,20 +12,18 @@ import sys
 import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-CONTRACT = str(Path(__file__).with_name("contract.py"))
-CONTRACT_MODULE = "aioserve.testing.contract"
+from aioserve.testing.given import CONTRACTS, POLICY, Contract
+
 WIDTH = 98
-POLICIES = pytest.StashKey[dict[str, Any]]()  # classes by what they were called
-BROKEN = pytest.StashKey[set[type]]()  # those that have broken a rule
+BROKEN = pytest.StashKey[set[type]]()  # classes that have broken a rule
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("aioserve", "contract of scheduler policies")
+    group = parser.getgroup("aioserve", "contracts of scheduler policies and of reply formats")
     group.addoption(
         "--aioserve-policy",
         action="append",
@@ -46,43 +45,51 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="number of random request sequences per policy and pipeline depth",
+        help="number of random request sequences per policy and pipeline depth, or of random texts "
+        "per rule of a format",
+    )
+    group.addoption(
+        "--aioserve-format",
+        action="append",
+        default=[],
+        metavar="FORMAT",
+        help="run the contract on this format of replies, as --aioserve-policy does for a policy: "
+        "a name, package.module:Class or path/to/file.py:Class; repeatable",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    specs: list[str] = config.getoption("--aioserve-policy")
-    if not specs:
+    asked = [each for each in CONTRACTS if config.getoption(each.option)]
+    if not asked:
         return
-    if importlib.util.find_spec("hypothesis") is None:
-        raise pytest.UsageError("--aioserve-policy needs hypothesis: pip install aioserve[test]")
-    config.stash[POLICIES] = _load(config, specs)
+    for each in asked:
+        if importlib.util.find_spec("hypothesis") is None:
+            raise pytest.UsageError(f"{each.option} needs hypothesis: pip install aioserve[test]")
+        config.stash[each.given] = _load(config, each)
     config.stash[BROKEN] = set()
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.args[:] = [CONTRACT]  # what would run without words on the command line is not meant
-    elif not any(argument in (CONTRACT, CONTRACT_MODULE) for argument in config.args):
-        config.args.append(CONTRACT)
+        config.args[:] = []  # what would run without words on the command line is not meant
+    for each in asked:
+        if not any(argument in (each.path, each.module) for argument in config.args):
+            config.args.append(each.path)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Fill in the policies where the contract's own file is collected; others name theirs."""
-    if "subject" not in metafunc.fixturenames or metafunc.module.__file__ != CONTRACT:
+    """Fill in the classes where a contract's own file is collected; others name theirs."""
+    if "subject" not in metafunc.fixturenames:
         return
-    from aioserve.testing.contract import Subject
-    from aioserve.testing.state_machine import DEFAULT_EXAMPLES
-
-    options: dict[str, Any] = metafunc.config.getoption("--aioserve-policy-options")
-    max_examples = metafunc.config.getoption("--aioserve-examples") or DEFAULT_EXAMPLES
-    policies = metafunc.config.stash.get(POLICIES, {})
-    subjects = [Subject(policy, options, max_examples) for policy in policies.values()]
-    metafunc.parametrize("subject", subjects, ids=list(policies))
+    for each in CONTRACTS:
+        if metafunc.module.__file__ == each.path:
+            given = metafunc.config.stash.get(each.given, {})
+            subjects = [each.subject(metafunc.config, kind) for kind in given.values()]
+            metafunc.parametrize("subject", subjects, ids=list(given))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """One broken rule makes many tests fail: those that are left would say the same again."""
-    policy = _given_policy(item)
-    if policy in item.config.stash.get(BROKEN, ()) and not item.config.getoption("maxfail"):
-        pytest.skip("the policy has broken a rule already")
+    kind = _given_class(item)
+    if kind in item.config.stash.get(BROKEN, ()) and not item.config.getoption("maxfail"):
+        pytest.skip(f"{kind.__name__} has broken a rule already" if kind else "")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -94,8 +101,8 @@ def pytest_runtest_makereport(
     error = None if call.excinfo is None else call.excinfo.value
     is_ours = type(error).__module__.startswith("aioserve.")
     if report.failed and is_ours and _is_of_contract(item):
-        if (policy := _given_policy(item)) is not None:
-            item.config.stash[BROKEN].add(policy)
+        if (given := _given_class(item)) is not None:
+            item.config.stash[BROKEN].add(given)
         if item.config.getoption("tbstyle") == "auto":
             notes = getattr(error, "__notes__", [])
             lines = "\n".join([str(error), *notes]).splitlines()
@@ -108,7 +115,7 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    for spec, policy in config.stash.get(POLICIES, {}).items():
+    for spec, policy in config.stash.get(POLICY.given, {}).items():
         from aioserve.testing.cost import SLOWEST
 
         if (call := SLOWEST.get(policy)) is not None:
@@ -121,41 +128,34 @@ def pytest_terminal_summary(
 
 
 def _is_of_contract(item: pytest.Item) -> bool:
-    kind = getattr(item, "cls", None)
-    return kind is not None and any(base.__module__ == CONTRACT_MODULE for base in kind.__mro__)
+    kind, modules = getattr(item, "cls", None), {each.module for each in CONTRACTS}
+    return kind is not None and any(base.__module__ in modules for base in kind.__mro__)
 
 
-def _given_policy(item: pytest.Item) -> type | None:
-    """The policy of the command line that the test is for."""
-    is_given = POLICIES in item.config.stash and str(item.path) == CONTRACT
-    if not is_given or not isinstance(item, pytest.Function):
-        return None
-    from aioserve.testing.contract import Subject
-
-    subject = item.callspec.params["subject"]
-    assert isinstance(subject, Subject)
-    return subject.policy
+def _given_class(item: pytest.Item) -> type | None:
+    """The class of the command line that the test is for."""
+    for each in CONTRACTS:
+        is_given = each.given in item.config.stash and str(item.path) == each.path
+        if is_given and isinstance(item, pytest.Function):
+            return each.kind_of(item.callspec.params["subject"])
+    return None
 
 
 def _wrapped(line: str) -> str:
     return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False)
 
 
-def _load(config: pytest.Config, specs: list[str]) -> dict[str, Any]:
+def _load(config: pytest.Config, contract: Contract) -> dict[str, type]:
     from aioserve.errors import ConfigError
-    from aioserve.scheduler import BaseScheduler, load_policy
 
     folder = str(config.invocation_params.dir)
     if folder not in sys.path:
         sys.path.append(folder)  # a module beside which pytest was started need not be installed
+    specs: list[str] = config.getoption(contract.option)
     try:
-        policies = {spec: load_policy(spec) for spec in specs}
-        for policy in policies.values():
-            if issubclass(policy, BaseScheduler):
-                policy.parse_options(config.getoption("--aioserve-policy-options"))
-        return dict(policies)
+        return {spec: contract.load(config, spec) for spec in specs}
     except ConfigError as error:
-        raise pytest.UsageError(f"--aioserve-policy: {error}") from error
+        raise pytest.UsageError(f"{contract.option}: {error}") from error
 
 
 def _mapping(text: str) -> dict[str, Any]:

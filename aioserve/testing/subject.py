@@ -26,6 +26,11 @@ class Subject:
     max_examples: int = DEFAULT_EXAMPLES  # of random traffic
     shrink: bool = True  # look for the shortest way to a violation, for some seconds
 
+    @property
+    def kind(self) -> type:
+        """The class under test."""
+        return self.policy
+
     @contextmanager
     def harness(self, **settings: Any) -> Iterator[SchedulerHarness]:
         """A harness around it, with wider limits if it refuses these. An error is told."""

@@ -5,6 +5,10 @@ class ContractViolation(AssertionError):
     """A scheduler broke a rule; the message names the rule, the step and the request."""
 
 
+class FormatViolation(AssertionError):
+    """A format of replies broke a rule; the message names the rule and the text."""
+
+
 class Starvation(ContractViolation):
     """A request is never served, or never to its end."""
 

@@ -23,8 +23,11 @@ from aioserve.formats import (
     ReasoningParser,
     ReplyFormat,
     ReplyParser,
+    called,
     check_names,
     choose,
+    free_reply,
+    leads,
     text_until,
 )
 from aioserve.server.chat.malformed_calls import MalformedCalls
@@ -169,9 +172,7 @@ class ChatFormat:
         if not beginnings:
             return None
         rules = [
-            *_leads(beginnings, "lead", "TEXT"),
-            f"reply: ({_called(beginnings, 'lead')})* TEXT",
-            f"TEXT: /{ANY}/",
+            *free_reply(beginnings),
             self.call_parser.grammar(functions, True, self.literal),
         ]
         start = "reply"
@@ -194,10 +195,10 @@ class ChatFormat:
             return f"/{_SPACE}/ {self.literal(mark)} {inside} | reply", []
         opening = _SPACE + re.escape(mark).replace("/", r"\/")
         rules = [
-            *_leads(beginnings, "first", "FIRST"),
+            *leads(beginnings, "first", "FIRST"),
             f"FIRST: /{ANY}/ & ~/{opening}{ANY}/",
         ]
-        return f"/{opening}/ {inside} | ({_called(beginnings, 'first')}) reply | FIRST", rules
+        return f"/{opening}/ {inside} | ({called(beginnings, 'first')}) reply | FIRST", rules
 
     def _prompt_opens_reasoning(self, conversation: Conversation) -> bool:
         """Whether a reply begins inside of reasoning, as another conversation shows."""
@@ -232,20 +233,6 @@ class ChatFormat:
         elif reads_all and self._format is not None:
             calls = self._format((), end)
         return ReplyParser(reasoning, calls)
-
-
-def _leads(beginnings: Sequence[Beginning], name: str, text: str) -> list[str]:
-    """Rules of what ends where a call begins, as soon as that is seen."""
-    rules = []
-    for i, beginning in enumerate(beginnings):
-        is_token = beginning.sign.startswith("<")
-        before = f"{text} " if beginning.has_text else ""
-        rules.append(f"{name}_{i}{'' if is_token else '[lazy]'}: {before}{beginning.sign}")
-    return rules
-
-
-def _called(beginnings: Sequence[Beginning], name: str) -> str:
-    return " | ".join(f"{name}_{i} {each.rest}" for i, each in enumerate(beginnings))
 
 
 def _templates_of(tokenizer: Any) -> str:
