@@ -103,7 +103,8 @@ class ReplyFormat(ABC):
     @classmethod
     @abstractmethod
     def write(cls, reply: Reply) -> str:
-        """The text in which a model of this family says `reply`; the contract reads it back.
+        """The text in which a model of this family says `reply`, without the token that ends its
+        turn; the contract reads it back.
 
         Raises `ValueError` for what cannot be said in this format.
         """
