@@ -23,7 +23,7 @@ from aioserve.scheduler.hearing import Hearing
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.interface import POLICY_API
 from aioserve.scheduler.memory import Memory
-from aioserve.scheduler.offloading import Offloading, drop_prefetched
+from aioserve.scheduler.offloading import Offloading, drop_copies
 from aioserve.scheduler.options import PolicyOptions, make_options
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue, by_user, order_key
@@ -286,7 +286,7 @@ class BaseScheduler(
 
     def discard_step(self, last_step_id: int) -> list[str]:
         touched = self.book.discard_step(last_step_id)
-        drop_prefetched(self.book)
+        drop_copies(self.book)
         if not touched:
             return []
         ids = [request.request_id for request in touched]
@@ -315,7 +315,7 @@ class BaseScheduler(
                 "construction: schedule() plans, and the engine ends requests"
             )
         if finished_status is RequestStatus.FINISHED_ERROR:
-            drop_prefetched(self.book)
+            drop_copies(self.book)
         return self.book.finish_requests(request_ids, finished_status)
 
     def get_num_unfinished_requests(self) -> int:

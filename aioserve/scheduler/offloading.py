@@ -77,9 +77,12 @@ class OffloadingStep(PausingStep):
         return num_tokens
 
 
-def drop_prefetched(book: RequestTable) -> None:
-    """A step has failed or is not sent: whether it has loaded or computed what prefetched requests
-    hold is not known, so they lose their blocks.
+def drop_copies(book: RequestTable) -> None:
+    """A step has failed or is not sent: what the connector copied in steps that are not back is not
+    to be found, be there a request in them or not, and prefetched requests lose their blocks.
     """
     for request in [request for request, is_prefetched in book.paused.items() if is_prefetched]:
         drop_paused(book, request)
+    if (connector := book.kv_cache.connector) is not None:
+        book.kv_cache.pool.forget_blocks(connector.loading_blocks())
+        connector.forget_unsettled()

@@ -238,10 +238,10 @@ class StepLoop(PolicyGuard, Generic[T]):
             finished += step.output.finished_req_ids
             preempted += step.output.preempted_req_ids
         self._untold, self._retold = (finished, preempted), _NONE
-        failed: list[str] = []
-        for step in steps:
-            request_ids = list(step.output.num_scheduled_tokens)
-            failed += self._finish(request_ids, RequestStatus.FINISHED_ERROR)
+        carried = [name for step in steps for name in step.output.num_scheduled_tokens]
+        failed = self._finish(carried, RequestStatus.FINISHED_ERROR)
+        if self._connector is not None:
+            self._connector.update_connector_output(self._last_step_id)
         results = []
         for step in steps:
             request_ids = list(step.output.num_scheduled_tokens)

@@ -27,7 +27,8 @@ class ToyWorker(KVConnectorWorker):
         for block_id, slot in metadata.saves:
             self.contents[slot] = self.blocks[block_id].copy()
         for slot, block_id in metadata.loads:
-            self.blocks[block_id][:] = self.contents[slot]
+            block = self.blocks[block_id]
+            block[:] = self.contents[slot] or [None] * len(block)  # nothing was ever copied there
 
 
 class ToyStore(BlockStore):

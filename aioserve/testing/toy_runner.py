@@ -79,6 +79,8 @@ class ToyRunner:
         self.spoilt = set()
         self._failed = frozenset(failed)
         self._apply(output, namespaces or {}, replies or {})
+        if output.kv_connector_metadata is not None and self._kv_worker is not None:
+            self._kv_worker.transfer(output.kv_connector_metadata)
         self._encode(output)
         drafts = output.scheduled_spec_decode_tokens
         self._write(output)
@@ -122,7 +124,7 @@ class ToyRunner:
         namespaces: Mapping[str, Hashable] | None = None,
         replies: Mapping[str, Reply] | None = None,
     ) -> None:
-        """A step that fails in the forward pass: the batch is updated, nothing is written."""
+        """A step that fails before its forward pass: the batch is updated, nothing is written."""
         self._apply(output, namespaces or {}, replies or {})
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self._rows[request_id].num_computed += num_tokens
@@ -139,8 +141,6 @@ class ToyRunner:
                 self._states.drop(request_id)
         if self._windows is not None:
             self._windows.apply(output)
-        if output.kv_connector_metadata is not None and self._kv_worker is not None:
-            self._kv_worker.transfer(output.kv_connector_metadata)
         for content_hash in output.free_encoder_hashes:
             self._encoder_outputs.pop(content_hash, None)
         entered = set()

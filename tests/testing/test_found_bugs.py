@@ -154,3 +154,31 @@ def test_a_block_whose_load_never_came_is_not_found() -> None:
     assert loads.num_external_tokens
     harness.add_request("again", [1] * 9, max_tokens=1)
     harness.run_until_idle()
+
+
+@pytest.fixture
+def with_failed_copies() -> SchedulerHarness:
+    """A step that only tells the runner of an end and copies the request's blocks has failed."""
+    harness = SchedulerHarness(SoundScheduler, num_blocks=8, block_size=2, kv_connector="disk")
+    harness.add_request("a", [1] * 9, max_tokens=1)
+    harness.step()
+    ends = harness.schedule()
+    assert ends.kv_connector_metadata is not None
+    assert not ends.num_scheduled_tokens
+    harness.fail_steps()
+    return harness
+
+
+def test_slots_of_a_failed_step_without_requests_come_back(
+    with_failed_copies: SchedulerHarness,
+) -> None:
+    with_failed_copies.check_idle()
+
+
+def test_blocks_that_a_failed_step_without_requests_was_to_copy_are_not_found(
+    with_failed_copies: SchedulerHarness,
+) -> None:
+    harness = with_failed_copies
+    for name, token_id in (("evicts", 2), ("again", 1)):
+        harness.add_request(name, [token_id] * 12, max_tokens=2)
+        harness.run_until_idle()
