@@ -243,6 +243,7 @@ ALLOWED = {
     },
     "aioserve.testing": {
         "aioserve.formats",
+        "aioserve.hints",
         "aioserve.row_values",
         "aioserve.kv_connector",
         "aioserve.config",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from aioserve.errors import EngineOverloadedError
+from aioserve.outputs import FinishReason
 from aioserve.request import Request
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.testing import SchedulerHarness
@@ -104,6 +105,26 @@ def test_the_door_closes_when_the_line_is_too_long() -> None:
     harness.add_request("later", [9] * 8, max_tokens=1)
     harness.run_until_idle()
     assert "later" in harness.finished
+
+
+@pytest.mark.parametrize("window", [2, 128])
+def test_requests_that_would_come_too_late_are_turned_away_and_the_others_are_served(
+    window: int,
+) -> None:
+    """One seat and steps of a second, of which the model of step times has seen enough."""
+    options = {"patience": 1000.0, "window": window}
+    harness = SchedulerHarness(policy("early_rejection"), options=options, max_num_seqs=1)
+    for i in range(9):
+        harness.add_request(f"learn{i}", [i] * 4, max_tokens=1)
+    harness.run_until_idle()
+    harness.add_request("at first", [1] * 4, max_tokens=12)
+    due = {}
+    for i in range(9):
+        hints = {"slo_ttft": 6.0} if i % 3 else {}
+        due[f"r{i}"] = FinishReason.REJECTED if hints else FinishReason.LENGTH
+        harness.add_request(f"r{i}", [2 + i] * 4, max_tokens=1, hints=hints)
+    harness.run_until_idle()
+    assert {name: harness.finished[name] for name in due} == due
 
 
 def test_the_earliest_deadline_goes_first_and_those_without_one_last() -> None:

@@ -17,7 +17,10 @@ class RejectingStep(OpenStep):
 
     def reject(self, request: Request, reason: str, retry_after: float = 1.0) -> bool:
         """End a waiting request that never ran: its client is told the `reason`, and after how
-        many seconds to ask again. False: it does not wait, or has run.
+        many seconds, a day at most, to ask again. False: it does not wait, or has run.
+
+        What comes again to an idle engine and states no time has to be served some day: what can
+        never run, `add_request` refuses with `RequestError`.
         """
         book = self._book
         why = make_rejection(book.policy_name, reason, retry_after)

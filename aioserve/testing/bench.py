@@ -163,6 +163,8 @@ class Bench:
         self.requests: dict[str, Request] = {}  # the latest of each name
         self.num_tokens_planned = 0
         self.num_refused = 0  # requests that the policy did not let in
+        #: Requests that the policy has rejected or not let in, and when each may ask again.
+        self.turned_away: list[tuple[Request, float]] = []
         self.step_seconds = step_seconds
         self.recomputed: set[Life] = set()  # what steps in flight bring for them is dropped
 

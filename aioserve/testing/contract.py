@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from aioserve.scheduler import SchedulerInterface
+from aioserve.testing.client_rules import ClientRules
 from aioserve.testing.rules import PolicyRules
 from aioserve.testing.state_machine import DEFAULT_EXAMPLES, run_machine
 from aioserve.testing.subject import USERS, Subject, add_crowd, arrive
@@ -28,7 +29,7 @@ __all__ = ["PolicyContract", "Subject"]
 
 
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
-class PolicyContract(PolicyRules):
+class PolicyContract(ClientRules, PolicyRules):
     """Derive a class `Test...` that sets `policy`, and `options` if it needs them."""
 
     policy: ClassVar[type[SchedulerInterface]]

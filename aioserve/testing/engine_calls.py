@@ -15,6 +15,7 @@ from aioserve.testing.bench import Bench
 from aioserve.testing.calls import kept
 from aioserve.testing.ledger import Life
 from aioserve.testing.planned_batch import Row
+from aioserve.testing.rejections import MAX_RETRY_SECONDS
 from aioserve.testing.replies import Reply
 from aioserve.testing.violation import ContractViolation
 
@@ -32,7 +33,6 @@ class EngineCalls(Bench):
         return output
 
     def _plan(self) -> SchedulerOutput | None:
-        self.now += self.step_seconds
         in_flight = self.rows_in_flight
         self.ends.take(FinishReason.ERROR)
         with self.blame("schedule"):
@@ -41,6 +41,7 @@ class EngineCalls(Bench):
         if self.loop.failed:
             self._give_up()
         if step is None:
+            self.now += self.step_seconds
             return None
         output = step.output
         self.steps.append(output)
@@ -69,6 +70,12 @@ class EngineCalls(Bench):
             for name in ended or ():
                 if self.ledger.lives[name].was_scheduled:
                     raise ContractViolation(f"{self.where}: {name} was rejected after it had run")
+                if error.retry_after > MAX_RETRY_SECONDS:
+                    raise ContractViolation(
+                        f"{self.where}: {name} was rejected with retry_after={error.retry_after:g}"
+                        ": a client that is to ask again in more than a day never does"
+                    )
+                self.turned_away.append((self.requests[name], error.retry_after))
             self._end(ended, ended or [], RequestStatus.FINISHED_REJECTED)
 
     def _give_up(self) -> None:
@@ -91,6 +98,7 @@ class EngineCalls(Bench):
         failed = [name for name in failed if name in step.output.num_scheduled_tokens]
         namespaces, replies = self._namespaces(step), self._replies(step)
         result = self.runner.execute(step.output, namespaces, replies, failed)
+        self.now += self.step_seconds
         self.ends.take(FinishReason.ERROR)
         with self.blame("update_from_output"):
             outputs = self.loop.take(result)
@@ -157,6 +165,7 @@ class EngineCalls(Bench):
         steps = list(self.loop.in_flight)
         for step in steps:
             self.runner.fail(step.output, self._namespaces(step), self._replies(step))
+        self.now += self.step_seconds
         self.ends.take(FinishReason.ERROR)
         with self.blame("finish_requests"):
             results = self.loop.fail(RuntimeError("as asked"))

@@ -18,6 +18,7 @@ from aioserve.testing.cost import check_cost
 from aioserve.testing.engine_calls import EngineCalls
 from aioserve.testing.growth import check_memory
 from aioserve.testing.hash_order import check_hash_order
+from aioserve.testing.rejections import ask_again
 from aioserve.testing.replies import Masked, Reply
 from aioserve.testing.successors import FAILURES
 from aioserve.testing.violation import ContractViolation, Starvation
@@ -29,7 +30,8 @@ class SchedulerHarness(EngineCalls):
     """One scheduler, its requests, and a `ToyRunner` that executes its steps.
 
     Every call checks what must be true then, and raises `ContractViolation`. `now` is its clock, in
-    seconds: steps advance it, and `wait`.
+    seconds: the result of a step comes `step_seconds` after the last one, or after the plan if
+    nothing was in flight, and `wait` advances it.
     """
 
     # What a client does.
@@ -65,7 +67,9 @@ class SchedulerHarness(EngineCalls):
             with self.blame("add_request"):
                 self.loop.add_request(request)
         except (EngineOverloadedError, PolicyError, RequestError) as error:
-            self.num_refused += isinstance(error, EngineOverloadedError)
+            if isinstance(error, EngineOverloadedError):
+                self.num_refused += 1
+                self.turned_away.append((request, error.retry_after))
             self.check()  # after a refusal nothing remains
             raise
         self.requests[request_id] = request
@@ -164,6 +168,13 @@ class SchedulerHarness(EngineCalls):
                 "a request is never served, or preempted again and again"
             )
         self.check_idle()
+
+    @kept
+    def ask_again(self) -> None:
+        """The clients of requests that were turned away ask again, one after the other, each with a
+        token of prompt, until they are served. Nothing else may be left.
+        """
+        ask_again(self)
 
     @kept
     def abort_everything(self) -> None:

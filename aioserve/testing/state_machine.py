@@ -153,6 +153,8 @@ class PolicyMachine(RuleBasedStateMachine):
             return
         ending = "abort_everything" if self._num_names % 3 == 2 else "run_until_idle"
         self._do(ending)
+        if self.harness.turned_away and self.harness.step_seconds < 1 and not self.tolerates_errors:
+            self._do("ask_again")  # where steps are quick: no limit of seconds is late by itself
         self._do("check_repeatable")
 
     def _switch(self, number: int) -> None:

@@ -78,7 +78,7 @@ def add_crowd(harness: SchedulerHarness, count: int) -> None:
             max_tokens=4 + 7 * i % 13,
             priority=(5, 1, 6, 3, 5)[i % 5],
             user=USERS[i % len(USERS)],
-            hints={"session": f"session-{i % 6}"},
+            hints={"session": f"session-{i % 6}"} | ({"offline": True} if i % 4 == 3 else {}),
         )
         for _ in range(1 + (i % 3 == 2)):
             harness.step()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput
 from aioserve.structured_outputs import StructuredOutputs
+from aioserve.testing.hinted import STRANGE, USUAL
 from aioserve.testing.replies import VOCAB_SIZE, guess
 
 SOMETIMES = st.sampled_from([False, False, True])
@@ -93,6 +94,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     if draw(SOMETIMES):
         request |= draw(_IDENTITIES)
     if draw(SOMETIMES):
+        request["hints"] = dict(draw(_HINTS))
+    if draw(SOMETIMES):
         request |= draw(_STOPS)
         request["min_tokens"] = min(request["min_tokens"], request.get("max_tokens", 3))
     elif draw(SOMETIMES):
@@ -110,11 +113,19 @@ _IDENTITIES = st.fixed_dictionaries(
         "user": st.sampled_from(["", "ann", "bob"]),
         "client_index": st.integers(0, 2),
         "cache_salt": st.sampled_from(["", "", "salt"]),
-        "hints": st.sampled_from([{}, {"session": "s1"}, {"session": "s2", "tool": "search"}]),
         "pooling_params": st.sampled_from(
             [None, None, PoolingParams(pooling="mean"), PoolingParams(pooling="last")]
         ),
     }
+)
+
+#: Usual ones three times as often as strange ones. None changes what is answered.
+_HINTS = st.lists(
+    st.sampled_from(
+        [(name, value) for name, values in USUAL.items() for value in values] * 3
+        + [(name, value) for name, values in STRANGE.items() for value in values]
+    ),
+    max_size=4,
 )
 
 _STOPS = st.fixed_dictionaries(

@@ -2,16 +2,21 @@
 
 `step.reject` ends a waiting request with 429 and `Retry-After`, before any work is spent on it.
 What each prompt token costs is measured by `step_time`; how long a request may wait for its first
-token is its hint `slo_ttft`, or `patience`. The whole line is looked at in every step.
+token is its hint `slo_ttft`, or `patience`. A step looks at `window` requests of the line and the
+next one goes on behind them, so a long line costs a step no more than a short one.
 """
+
+from itertools import islice
 
 from aioserve.scheduler import (
     BaseScheduler,
     PolicyOptions,
     PositiveFloat,
+    PositiveInt,
     Request,
     SchedulerOutput,
     Step,
+    hinted_number,
 )
 
 
@@ -19,9 +24,15 @@ class EarlyRejectionScheduler(BaseScheduler):
     """Order of arrival; who would come too late anyway makes room for the others."""
 
     uses_step_time = True
+    place: tuple[float, str] | None = None  # of the next request to look at; None: the first
+    ahead = 0  # prompt tokens that wait before it
 
     class Options(PolicyOptions):
         patience: PositiveFloat = 5.0  # seconds until the first token, without the hint `slo_ttft`
+        window: PositiveInt = 128  # waiting requests that a step looks at
+
+    def order(self, request: Request) -> tuple[float, str]:
+        return request.arrival_time, request.request_id  # a place that no other request has
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
@@ -30,22 +41,23 @@ class EarlyRejectionScheduler(BaseScheduler):
         for request in self.waiting:
             if not step.admit(request):
                 break
+            self.ahead = max(self.ahead - request.num_tokens, 0)
         if self.step_time.is_fitted:
             self.turn_away(step)
         return step.output()
 
     def turn_away(self, step: Step) -> None:
         """Reject what would miss its time behind the prompts that stay before it."""
-        price, now, ahead = self.step_time.seconds_per_prompt_token, self.clock(), 0
-        for request in self.waiting:
-            wait = now - request.arrival_time + price * (ahead + request.num_tokens)
-            late = wait - self.limit(request)
+        if self.place is None:
+            self.ahead = 0
+        rest = iter(self.waiting) if self.place is None else self.waiting.from_key(self.place)
+        price, now = self.step_time.seconds_per_prompt_token, self.clock()
+        for request in islice(rest, self.options.window):
+            wait = now - request.arrival_time + price * (self.ahead + request.num_tokens)
+            late = wait - hinted_number(request, "slo_ttft", self.options.patience)
             if late <= 0 or not step.reject(
-                request, f"the first token would come {late:.1f} s too late", retry_after=late
+                request, f"the first token would come {late:.1f} s too late", min(late, 3600.0)
             ):
-                ahead += request.num_tokens
-
-    def limit(self, request: Request) -> float:
-        """How long the request may wait for its first token, in seconds."""
-        stated = request.hints.get("slo_ttft")
-        return float(self.options.patience if isinstance(stated, str | None) else stated)
+                self.ahead += request.num_tokens
+        following = next(rest, None)
+        self.place = None if following is None else self.order(following)

@@ -173,7 +173,7 @@ def test_a_preempted_request_in_flight_may_end_before_it_runs_again(ending: str)
     harness = SchedulerHarness(FCFSScheduler, **FULL, pipeline_depth=2)
     harness.add_request("first", [0] * 80, max_tokens=40)
     any_token = tuple(range(50)) if ending == "stop token" else ()
-    deadline = 2.0 if ending == "deadline" else None
+    deadline = 1.0 if ending == "deadline" else None
     harness.add_request("second", [1] * 80, eos_token_ids=any_token, deadline=deadline)
     harness.schedule()
     harness.schedule()

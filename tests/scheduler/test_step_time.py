@@ -129,11 +129,12 @@ def test_a_policy_that_says_so_knows_what_its_steps_took() -> None:
     class Timed(FCFSScheduler):
         uses_step_time = True
 
-    timed, untimed = SchedulerHarness(Timed), SchedulerHarness(FCFSScheduler).scheduler
+    timed = SchedulerHarness(Timed, step_seconds=0.25)
+    untimed = SchedulerHarness(FCFSScheduler).scheduler
     timed.add_request("a", [1, 2, 3], max_tokens=2)
     for seconds in (0.5, 0.25):
         timed.schedule()
-        timed.wait(seconds)
+        timed.wait(seconds - timed.step_seconds)
         timed.receive()
     assert isinstance(timed.scheduler, BaseScheduler)
     assert isinstance(untimed, BaseScheduler)

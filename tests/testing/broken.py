@@ -511,7 +511,10 @@ class ExceedsTheBudget(SoundScheduler):
         self.max_num_batched_tokens = 10_000
 
 
-@caught_by(r"step \d+: \d+ requests are more than max_num_seqs \(\d+\)")
+@caught_by(
+    r"step \d+: \d+ requests are more than max_num_seqs \(\d+\)"
+    r"|\d+ requests run, max_num_seqs is \d+"
+)
 class ExceedsTheSeats(SoundScheduler):
     """Takes more requests than there are seats."""
 

@@ -7,18 +7,20 @@ import pytest
 from aioserve.errors import PolicyError
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing import ContractViolation
+from aioserve.testing.client_rules import ClientRules
 from aioserve.testing.contract import PolicyContract, Subject
 from aioserve.testing.rules import PolicyRules
 from tests.testing.broken import SoundScheduler
-from tests.testing.costly import CAUGHT_BY
+from tests.testing.unfair import CAUGHT_BY
 
 
 def run_contract(policy: type[BaseScheduler]) -> None:
-    rules = {**vars(PolicyRules), **vars(PolicyContract)}
+    max_examples = 400 if policy.__name__ in RARE else 40
+    rules = {**vars(ClientRules), **vars(PolicyRules), **vars(PolicyContract)}
     tests = [test for name, test in rules.items() if name.startswith("test_")]
     for test in tests:
         for pipeline_depth in (1, 2):
-            test(PolicyContract(), Subject(policy, max_examples=40), pipeline_depth)
+            test(PolicyContract(), Subject(policy, max_examples=max_examples), pipeline_depth)
 
 
 def show(program: str) -> None:
@@ -26,11 +28,18 @@ def show(program: str) -> None:
         exec(program, {})
 
 
-# Those that hypothesis takes longest to find.
+# Those that hypothesis takes longest to find, among many more days than the others get.
 RARE = {
     *("RollsGlobalDice", "ThrowsOutThePrompts", "ExceedsTheBudget", "KeepsWrongDrafts"),
     *("BeginsWithoutItsWindow", "KeepsWindows", "KeepsStates", "RunsPastStopTokens"),
     *("GivesWindowsBackTooEarly", "SendsTheLastDrafts"),
+}
+# Those that take a second of CPU or more.
+LONG = {
+    *("WalksThroughASet", "RefusesOnceBusy", "CountsItsReaders", "RemembersEverybody"),
+    *("ComparesEveryPair", "PreemptsInVain", "PutsHolesInPrefixes", "OrdersByTheWallClock"),
+    *("SitsOnHalfPrompts", "RejectsOnceFitted", "BeginsWithOldStates", "PrefetchesNothing"),
+    *("HoldsWhatFailed", "ForgetsStates", "SplitsImages", "RejectsTheSecondTime"),
 }
 
 
@@ -38,7 +47,7 @@ RARE = {
     "broken",
     [
         pytest.param(
-            broken, marks=[pytest.mark.slow] * (broken.__name__ in RARE), id=broken.__name__
+            broken, marks=[pytest.mark.slow] * (broken.__name__ in RARE | LONG), id=broken.__name__
         )
         for broken in CAUGHT_BY
     ],

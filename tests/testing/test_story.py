@@ -75,9 +75,9 @@ def test_whoever_starves_is_listed_with_user_and_reason() -> None:
     lines = story_of(ForgetsAnn).splitlines()
     assert lines[:3] == [
         "0 run, 2 wait, by user: 'ann' 2",
-        "  other of 'ann' waits since second 1 of 40: policy (the policy did not ask for it in its "
+        "  other of 'ann' waits since second 1 of 39: policy (the policy did not ask for it in its "
         "last step)",
-        "  another of 'ann' waits since second 1 of 40: policy (the policy did not ask for it in "
+        "  another of 'ann' waits since second 1 of 39: policy (the policy did not ask for it in "
         "its last step)",
     ]
     added = "  after step 1: added with a prompt of 5 tokens, may reach 64 in all, user 'ann', "

@@ -21,6 +21,7 @@ def test_a_long_prompt_that_has_begun_yields_to_one_that_is_more_urgent() -> Non
     harness.add_request("long", [1] * 60, max_tokens=2, hints={"slo_ttft": 50})
     harness.step()
     harness.add_request("short", [2] * 6, max_tokens=2, hints={"slo_ttft": 3})
+    harness.wait(1.0)
     harness.step()
     assert plans(harness) == [
         {"stream": 4},

@@ -25,7 +25,8 @@ def test_qoserve_serves_offline_work_by_its_end_and_so_after_what_is_interactive
 
 
 def test_jitserve_holds_a_stream_back_that_is_ahead_while_a_prompt_needs_the_step() -> None:
-    harness = harness_of("jitserve", options={"tpot": 30.0, "min_prefill_tokens": 8})
+    options = {"tpot": 30.0, "min_prefill_tokens": 8}
+    harness = harness_of("jitserve", options=options, step_seconds=0.001)
     harness.add_request("stream", [1] * 4, max_tokens=30)
     harness.step()
     harness.step()
