@@ -1,15 +1,17 @@
-"""Writes what is made from the source and its docstrings: two pages of docs/, a table of a third.
+"""Writes what is made from the source: three pages of docs/, and a table of a fourth.
 
     python docs/make_pages.py
 
 `policies.md` is the catalogue of what is in `policies/`; `policy-api.md` lists what a policy can
 read and call: attributes of classes with a comment `#:`, those that `__init__` assigns, with the
 comments beside them (or beside the field of `RequestSpec` that it assigns), properties and methods.
+`fields.md` says of every known field of a body what becomes of it on each route that generates.
 The table of operators' routes in `operations.md` is made of the commands of `aioserve.operations`.
 """
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable
@@ -37,6 +39,11 @@ from aioserve.scheduler import (
     make_successor,
 )
 from aioserve.scheduler.option_fields import read_options
+from aioserve.server import completions
+from aioserve.server.anthropic import routes as messages
+from aioserve.server.chat import routes as chat
+from aioserve.server.fields import FIELDS, Hint, Rule, Skipped, Unserved, rules_of
+from aioserve.server.responses import routes as responses
 
 HERE = Path(__file__).parent
 
@@ -51,6 +58,35 @@ better for your traffic: [comparing-policies.md](comparing-policies.md). The zoo
 `--policy zoo.srpt`, or `--config zoo.srpt` for the file in [configs/zoo](../configs/zoo).
 [The zoo](zoo.md) ranks them all on the same workloads.
 """
+
+FIELDS_HEAD = """\
+# Fields of requests
+
+Made from `aioserve/server/fields.py` and the structs of the routes by
+`python docs/make_pages.py`; a test keeps it true. It holds every field that clients of OpenAI,
+Anthropic, vLLM, SGLang and others are known to send to the routes that generate. What served fields
+mean is on [the page of the HTTP API](http-api.md).
+
+- **served**: the field does what it says.
+- **hint**: any value is accepted, and no answer is another for it.
+- **passed over**: only a vendor's servers do it. The request is served without, and one line of the
+  log says so.
+- **refused**: a 400 that names the field, unless it has a value that asks for nothing: null, one
+  that the last column lists, or false (where it lists `true` alone, false is refused).
+- A field that is not here is a 400 with code `unknown_parameter`, and the error has the nearest
+  name. `--ignore-unknown-fields` ignores it, and the fields of other engines: those with a star.
+
+| field | completions | chat | responses | messages | |
+|---|---|---|---|---|---|
+"""
+
+#: The routes that generate, and what decodes their bodies.
+GENERATING = {
+    "completions": completions.decoder,
+    "chat": chat.decoder,
+    "responses": responses.decoder,
+    "messages": messages.create_decoder,
+}
 
 HINTED: tuple[Callable[..., Any], ...] = (hinted_number, hinted_text, hinted_flag)
 
@@ -283,6 +319,43 @@ def _comments(cls: type[Any]) -> dict[str, str]:
     return found
 
 
+def fields_page() -> str:
+    """The page of all fields of bodies."""
+    served = {name for each in GENERATING.values() for name in each.served.__struct_fields__}
+    rules = {
+        route: rules_of(route, each.served.__struct_fields__) for route, each in GENERATING.items()
+    }
+    names = served.union(*rules.values())
+    return FIELDS_HEAD + "".join(_field_row(name, rules) for name in sorted(names))
+
+
+def _field_row(name: str, rules: dict[str, dict[str, Rule]]) -> str:
+    found = {route: rules[route].get(name) for route in rules}
+    words = {Hint: "hint", Skipped: "passed over", Unserved: "refused", type(None): "**served**"}
+    cells = [words[type(rule)] for rule in found.values()]
+    by_note: dict[str, list[str]] = {}
+    for route, rule in found.items():
+        if note := _note(rule):
+            by_note.setdefault(note, []).append(route)
+    notes = [
+        note if len(by_note) == 1 else f"{', '.join(routes)}: {note}"
+        for note, routes in by_note.items()
+    ]
+    star = "\\*" if name in FIELDS and FIELDS[name].is_foreign else ""
+    return " | ".join([f"| `{name}`{star}", *cells, "; ".join(notes)]).rstrip() + " |\n"
+
+
+def _note(rule: Rule | None) -> str:
+    match rule:
+        case Hint(effect=words) | Skipped(what=words):
+            return words
+        case Unserved(no_ops=no_ops, instead=instead):
+            values = ", ".join(f"`{json.dumps(value)}`" for value in no_ops)
+            empty = f"{values} asks for nothing" if values else ""
+            return ", ".join(filter(None, (empty, f"use {instead}" if instead else "")))
+    return ""
+
+
 def _signature(node: ast.FunctionDef) -> str:
     arguments = ast.unparse(node.args)
     return arguments.removeprefix("self").removeprefix(", ")
@@ -311,5 +384,6 @@ def _inherited(cls: type[Any], name: str) -> str:
 if __name__ == "__main__":
     (HERE / "policies.md").write_text(catalogue(), encoding="utf-8")
     (HERE / "policy-api.md").write_text(render(), encoding="utf-8")
+    (HERE / "fields.md").write_text(fields_page(), encoding="utf-8")
     page = HERE / "operations.md"
     page.write_text(with_operators_routes(page.read_text(encoding="utf-8")), encoding="utf-8")

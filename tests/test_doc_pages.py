@@ -1,30 +1,30 @@
 """The pages in docs/ are true: code and requests, links, the files that are named."""
 
 import re
-import typing
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from anthropic.types import MessageCountTokensParams
+from anthropic.types.beta.message_create_params import (
+    MessageCreateParamsNonStreaming as BetaMessageParams,
+)
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
 from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming as CompletionParams,
 )
 from openai.types.embedding_create_params import EmbeddingCreateParams
+from openai.types.responses.input_token_count_params import InputTokenCountParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from aioserve.server import completions, embeddings
-from aioserve.server.admin import Ready
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat
 from aioserve.server.chat.protocol import ChatCompletionRequest
-from aioserve.server.protocol import CompletionRequest
+from aioserve.server.protocol import CompletionRequest, SamplingRequest
 from aioserve.server.responses import routes as response
-from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED, Unserved
 from aioserve.server.validation import BodyDecoder
 from aioserve.version import __version__
 
@@ -81,9 +81,6 @@ def test_the_policies_read_what_the_page_says() -> None:
     assert reads == {"user": {"fair"}, "priority": {"priority"}, "timeout": {"deadline"}}
 
 
-OTHER_PROTOCOLS = ("Anthropic's messages", "Responses", "Embeddings")
-
-
 def section_of(heading: str) -> str:
     """Of the page on HTTP."""
     page = (ROOT / "docs/http-api.md").read_text()
@@ -91,82 +88,52 @@ def section_of(heading: str) -> str:
     return section
 
 
-def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> None:
-    page = (ROOT / "docs/http-api.md").read_text()
-    for heading in (*OTHER_PROTOCOLS, "Hints"):
-        page = page.replace(section_of(heading), "")
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", page, re.MULTILINE)
-    listed = {name: rest for cell, rest in rows for name in re.findall(r"`(\w+)`", cell)}
-    for name, field in {**UNSERVED, **FOREIGN}.items():
-        told = [msgspec.json.decode(value) for value in re.findall(r"`(.*?)`", listed.pop(name))]
-        if told or name not in ("store", "service_tier"):
-            assert told == list(field.no_ops), name
-    served = {
-        field.name
-        for body in (CompletionRequest, ChatCompletionRequest)
-        for field in msgspec.structs.fields(body)
-    }
-    states = set(typing.get_args(Ready.__annotations__["status"]))
-    assert states - {"ready"} <= listed.keys()
-    assert listed.keys() - states <= served | set(HINTS)
-    for name in (*served, *HINTS):
-        assert f"`{name}`" in page, name
-
-
-def test_every_field_of_openais_client_is_known() -> None:
-    for params, decoder in (
-        (ChatParams, chat.decoder),
-        (CompletionParams, completions.decoder),
-    ):
-        known = {*decoder.served.__struct_fields__, *decoder.unserved, *decoder.hints}
-        assert set(params.__annotations__) <= known
-
-
-def fields_of(heading: str) -> dict[str, tuple[str, ...]]:
-    """The other cells of each field's row, below that heading."""
-    found = re.findall(r"^\| (`.*) \|$", section_of(heading), re.MULTILINE)
-    rows = [row.split(" | ") for row in found]
-    return {n: tuple(rest) for cell, *rest in rows for n in re.findall(r"`(\w+)`", cell)}
-
-
-def check_refusals(told: dict[str, str], refused: Mapping[str, Unserved]) -> None:
-    for name, words in told.items():
-        assert words.startswith("refused") == (name in refused), name
-        if name in refused and not refused[name].instead:
-            values = [msgspec.json.decode(value) for value in re.findall(r"`(.*?)`", words)]
-            assert values == list(refused[name].no_ops), name
+#: Those that one page has in a table of its own.
+SHARED = set(SamplingRequest.__struct_fields__)
 
 
 @pytest.mark.parametrize(
-    ("heading", "decoder", "client"),
+    ("heading", "decoder"),
     [
-        ("Responses", response.decoder, ResponseCreateParamsNonStreaming),
-        ("Embeddings", embeddings.decoder, EmbeddingCreateParams),
+        ("Responses", response.decoder),
+        ("Embeddings", embeddings.decoder),
+        ("Anthropic's messages", messages.create_decoder),
+        ("Anthropic's messages", messages.count_decoder),
+        (None, completions.decoder),
+        (None, chat.decoder),
     ],
-    ids=["responses", "embeddings"],
 )
-def test_the_table_of_a_route_holds_all_fields_that_are_known_and_the_clients(
-    heading: str, decoder: BodyDecoder[Any], client: Any
+def test_the_page_of_the_api_lists_every_field_that_is_served(
+    heading: str | None, decoder: BodyDecoder[Any]
 ) -> None:
-    listed = {name: words for name, (words,) in fields_of(heading).items()}
-    assert listed.keys() == {*decoder.served.__struct_fields__, *decoder.unserved, *decoder.hints}
-    check_refusals(listed, decoder.unserved)
-    assert set(client.__annotations__) <= listed.keys()
+    page = (ROOT / "docs/http-api.md").read_text()
+    if heading is not None:
+        page = section_of(heading)
+    rows = re.findall(r"^\| (`.*?|\\\* `.*?) \|", page, re.MULTILINE)
+    listed = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    own = set(decoder.served.__struct_fields__)
+    if heading in ("Responses", "Anthropic's messages"):
+        own -= SHARED
+        assert "[extensions](#extensions)" in page
+    assert own <= listed
+    assert "[all fields](fields.md)" in page or heading in (None, "Embeddings")
 
 
-def test_the_table_of_anthropics_fields_holds_all_that_are_known_and_the_clients() -> None:
-    listed = fields_of(OTHER_PROTOCOLS[0])
-    on_both = {name for name, (on, _) in listed.items() if on == "both"}
-    headers = {"user_profile_id", "workspace_id"}
-    for decoder, params, names in (
-        (messages.create_decoder, MessageCreateParamsNonStreaming, listed.keys()),
-        (messages.count_decoder, MessageCountTokensParams, on_both),
+def test_every_field_of_a_vendors_client_is_known() -> None:
+    headers = {"user_profile_id", "workspace_id", "betas"}
+    for params, decoder in (
+        (ChatParams, chat.decoder),
+        (CompletionParams, completions.decoder),
+        (ResponseCreateParamsNonStreaming, response.decoder),
+        (InputTokenCountParams, response.decoder),
+        (EmbeddingCreateParams, embeddings.decoder),
+        (MessageCreateParamsNonStreaming, messages.create_decoder),
+        (MessageCountTokensParams, messages.count_decoder),
+        (BetaMessageParams, messages.create_decoder),
     ):
-        assert names == {*decoder.served.__struct_fields__, *decoder.unserved, *decoder.hints}
-        assert set(params.__annotations__) - headers <= names
-    check_refusals(
-        {name: words for name, (_, words) in listed.items()}, messages.create_decoder.unserved
-    )
+        rules = {*decoder.unserved, *decoder.hints, *decoder.skipped}
+        known = rules | set(decoder.served.__struct_fields__)
+        assert set(params.__annotations__) - headers <= known, params
 
 
 def anchors(page: Path) -> set[str]:

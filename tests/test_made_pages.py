@@ -34,3 +34,9 @@ def test_the_table_of_operators_routes_has_the_commands_of_today(pages: ModuleTy
     page = (DOCS / "operations.md").read_text()
     assert "| `/admin/pause` | `pause` | " in page
     assert pages.with_operators_routes(page) == page, ANEW
+
+
+def test_the_page_of_fields_has_the_rules_of_today(pages: ModuleType) -> None:
+    page = (DOCS / "fields.md").read_text()
+    assert "| `temperature` | **served** | **served** | **served** | **served** |" in page
+    assert pages.fields_page() == page, ANEW

@@ -29,7 +29,7 @@ class Aborted(msgspec.Struct, kw_only=True):
     aborted: bool = True
 
 
-decoder = BodyDecoder(AbortRequest, {}, shared={}, hints=())
+decoder = BodyDecoder(AbortRequest)
 _encoder = msgspec.json.Encoder()
 
 

@@ -10,6 +10,7 @@ from aiohttp import hdrs, web
 
 from aioserve.server.errors import BodiesFullError, BodyTimeoutError
 from aioserve.server.keys import ACCESS, ENGINE
+from aioserve.server.passed_over import pass_over
 from aioserve.server.protocol import ModelRequest, RequestPart
 from aioserve.server.validation import BodyDecoder
 
@@ -86,6 +87,8 @@ async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     engine = request.app[ENGINE]
     ignore_unknown = engine.config.server.ignore_unknown_fields
     body = decoder.decode(await _read(request), ignore_unknown=ignore_unknown)
+    asked = (what for n, what in decoder.skipped.items() if getattr(body, n) not in (None, []))
+    pass_over(request, asked)
     if isinstance(body, ModelRequest):
         if body.model not in (None, engine.config.model.served_name):
             engine.adapters.check_name(body.model)

@@ -24,13 +24,12 @@ from aioserve.server.protocol import (
     Usage,
 )
 from aioserve.server.sse import event
-from aioserve.server.unserved import NOT_ON_COMPLETIONS
 from aioserve.server.validation import BodyDecoder
 
 # Each prompt is a request of its own; more than this is a batch job, not a request.
 MAX_PROMPTS = 1024
 
-decoder = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
+decoder = BodyDecoder(CompletionRequest, "completions")
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:

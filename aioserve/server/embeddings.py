@@ -22,7 +22,6 @@ from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING
 from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import SHARED_REQUEST_FIELDS, Int, ModelRequest
 from aioserve.server.running import check_id
-from aioserve.server.unserved import HINT_FIELDS, NOT_ON_EMBEDDINGS
 from aioserve.server.validation import BodyDecoder
 
 MAX_INPUTS = 2048  # OpenAI's limit
@@ -103,7 +102,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
-decoder = BodyDecoder(EmbeddingRequest, NOT_ON_EMBEDDINGS, shared={}, hints=HINT_FIELDS)
+decoder = BodyDecoder(EmbeddingRequest, "embeddings")
 _encoder = msgspec.json.Encoder()
 
 

@@ -5,6 +5,8 @@ Knows nothing about aiohttp. A message reaches the client as it is; a traceback 
 
 from typing import NamedTuple
 
+import msgspec
+
 from aioserve.errors import (
     AioserveError,
     EngineDeadError,
@@ -144,7 +146,10 @@ def to_messages_error(status: int, info: ErrorInfo) -> tuple[int, MessagesError]
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     names_field = info.param is None or info.param in info.message
     message = info.message if names_field else f"{info.param}: {info.message}"
-    return status, MessagesError(error=ErrorDetail(type=kind, message=message))
+    # Anthropic's tool runner goes on without a thread where it reads this.
+    is_thread = info.param == "thread"
+    details = {"error_code": "thread_unsupported_request"} if is_thread else msgspec.UNSET
+    return status, MessagesError(error=ErrorDetail(type=kind, message=message, details=details))
 
 
 def _anthropic_status(status: int, code: str | None) -> int:

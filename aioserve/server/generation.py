@@ -25,12 +25,8 @@ from aioserve.server.body import decode_body
 from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
 from aioserve.server.errors import to_wire
 from aioserve.server.images import Shown
-from aioserve.server.keys import (
-    ENGINE,
-    RESPONSE_ID,
-    RUNNING,
-    TOKEN_TEXTS,
-)
+from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING, TOKEN_TEXTS
+from aioserve.server.passed_over import log_passed_over
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
 from aioserve.server.running import check_id
 from aioserve.server.sse import DONE, EventStream, event
@@ -204,6 +200,7 @@ async def respond(
     """
     check_id(reply.id)
     request[RESPONSE_ID] = reply.id
+    log_passed_over(request, reply.id)
     engine = request.app[ENGINE]
     if not body.stream:  # no client reads a delta: none is made
         params = msgspec.structs.replace(params, output_kind="final_only")

@@ -35,8 +35,8 @@ from aioserve.sampling_params import (
 )
 from aioserve.server.anthropic.protocol import MessagesError
 from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic, status_of
+from aioserve.server.fields import FIELDS, Unserved
 from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
-from aioserve.server.unserved import FOREIGN, Unserved
 from aioserve.server.validation import BodyDecoder
 from aioserve.structured_outputs import WAYS, StructuredOutputs
 from aioserve.version import __version__
@@ -154,9 +154,11 @@ class OpenAPIDocument:
             if issubclass(struct, ModelRequest):
                 properties["model"] = {"enum": [*self._models(), None], "default": None}
             for name in decoder.hints:
-                properties.setdefault(name, {"description": "A label or hint: changes nothing."})
+                properties[name] = {"description": "A label or hint: changes nothing."}
+            for name, what in decoder.skipped.items():
+                properties[name] = {"description": f"Passed over: {what} run at a vendor's."}
             for name, field in decoder.unserved.items():
-                ignored = self._ignores_unknown and name in FOREIGN
+                ignored = self._ignores_unknown and FIELDS[name].is_foreign
                 properties[name] = {} if ignored else _refusal(field)
 
 
@@ -243,7 +245,7 @@ def _parameters(route: Route) -> list[Schema]:
     if route.query is not None:
         properties = msgspec.json.schema(route.query)["$defs"][route.query.__name__]["properties"]
         parameters += ({"name": n, "in": "query", "schema": s} for n, s in properties.items())
-    if route.body is not None and "timeout" in route.body.served.__struct_fields__:
+    if RequestTimeoutError in route.raises and route.body is not None:
         parameters.append(_TIMEOUT_PARAMETER)
     return parameters
 

@@ -3,26 +3,20 @@
 Decodes, asks the engine and answers. Knows no command by itself, but which fields vLLM has besides.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from aioserve.errors import ConfigError, PolicyError
-from aioserve.operations import LoadAdapter, OperatorCommand, UnloadAdapter
+from aioserve.operations import OperatorCommand
 from aioserve.operations.command import FilePath
 from aioserve.server.body import decode_body
 from aioserve.server.keys import ENGINE
 from aioserve.server.openapi import Route
 from aioserve.server.protocol import RequestPart
-from aioserve.server.unserved import NOT_ON_LOAD_ADAPTER, NOT_ON_UNLOAD_ADAPTER, Unserved
 from aioserve.server.validation import BodyDecoder, check_path
 
-_UNSERVED: Mapping[Any, Mapping[str, Unserved]] = {
-    LoadAdapter: NOT_ON_LOAD_ADAPTER,
-    UnloadAdapter: NOT_ON_UNLOAD_ADAPTER,
-}
 _encoder = msgspec.json.Encoder()
 
 
@@ -75,7 +69,7 @@ def _decoder(command: type[OperatorCommand[Any, Any]]) -> BodyDecoder[RequestPar
         module=command.__module__,
         kw_only=True,
     )
-    return BodyDecoder(body, _UNSERVED.get(command, {}), shared={}, hints=())  # type: ignore[arg-type]
+    return BodyDecoder(body, http.path.rpartition("/")[2])  # type: ignore[arg-type]
 
 
 def _field(field: msgspec.structs.FieldInfo) -> Any:

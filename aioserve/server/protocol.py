@@ -1,7 +1,7 @@
 """The wire structs that all APIs share, and those of completions: one for server and client.
 
 An API with a folder has its own structs there. Requests refuse unknown fields; those that are known
-but not served are in `unserved`. Knows nothing about HTTP or the engine.
+but not served are in `fields`. Knows nothing about HTTP or the engine.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,6 +16,8 @@ from aioserve.request import RequestSpec
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.logprob_structs import CompletionLogprobs, PromptLogprobs
+from aioserve.server.request_part import RequestPart as RequestPart
+from aioserve.server.response_format import ResponseFormat
 from aioserve.structured_outputs import StructuredOutputs
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
@@ -34,10 +36,6 @@ Empty = Annotated[Any, Meta(extra_json_schema=_NOTHING)]
 # Requests
 
 
-class RequestPart(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Base of what clients send. `null` means the default everywhere."""
-
-
 class ModelRequest(RequestPart, kw_only=True, omit_defaults=True):
     """Base of bodies that are for a model: the one that is served, if they name none."""
 
@@ -49,63 +47,14 @@ class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
 
     include_usage: bool | None = None  # a last chunk with the usage of the whole request
     continuous_usage_stats: bool | None = None  # usage of its sample so far in every chunk
-    include_obfuscation: bool | None = None  # refused if true: chunks are not padded here
+    include_obfuscation: bool | None = None  # a hint: chunks are not padded here
 
 
-class JsonSchema(RequestPart, kw_only=True, omit_defaults=True):
-    """A schema by name, as OpenAI's clients send it. `strict` or not, it is kept to."""
-
-    name: str
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
-    """OpenAI's way to ask for structured outputs, and vLLM's `structural_tag` in the same place."""
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchema | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
-    format: dict[str, Any] | None = None
-
-    def structured_outputs(self) -> StructuredOutputs | None:
-        """What it asks for. Raises `RequestError` for parts that are missing or out of place."""
-        needed = [] if self.type != "json_schema" else ["json_schema"]
-        if self.type == "structural_tag":
-            has_old_shape = self.structures is not None or self.triggers is not None
-            needed = ["structures", "triggers"] if has_old_shape else ["format"]
-        for name in ("json_schema", "structures", "triggers", "format"):
-            is_given = getattr(self, name) is not None
-            if is_given != (name in needed):
-                verb = "takes no" if is_given else "needs"
-                raise RequestError(
-                    f"response_format of type {self.type} {verb} {name}",
-                    param=f"response_format.{name}",
-                )
-        if self.type == "json_object":
-            return StructuredOutputs(json_object=True)
-        if self.json_schema is not None:
-            if self.json_schema.schema is None:
-                raise RequestError(
-                    "response_format.json_schema needs schema",
-                    param="response_format.json_schema.schema",
-                )
-            return StructuredOutputs(json=self.json_schema.schema)
-        if self.type == "structural_tag":
-            tag = {name: getattr(self, name) for name in needed}
-            return StructuredOutputs(structural_tag=tag)
-        return None
-
-
-class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
-    """The fields that completions and chat completions share."""
+class SamplingRequest(ModelRequest, kw_only=True, omit_defaults=True):
+    """The fields that all routes share that generate."""
 
     request_id: str | None = None  # as in vLLM, but it is the id of the response as it stands
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Int | None = None
     min_tokens: Int | None = None
     truncate_prompt_tokens: Int | None = None
     temperature: float | None = None
@@ -123,40 +72,32 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     logit_bias: dict[Int, float] | None = None  # keys are token ids in strings
     allowed_token_ids: tuple[Int, ...] | None = None
     bad_words: tuple[str, ...] | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # as in vLLM
-    prompt_logprobs: Int | None = None  # as in vLLM: alternatives per token of the prompt
     skip_special_tokens: bool | None = None
-    detokenize: bool | None = None  # false: no text; the ids come with return_token_ids
     priority: Int | None = None  # smaller is more urgent, under a policy that looks
     user: str | None = None
     timeout: float | None = None  # extension: seconds until finish_reason "timeout"
     cache_salt: str | None = None  # as in vLLM: prefixes are shared within one salt only
     hints: Hints | None = None  # extension: named values for the policy
-    return_token_ids: bool | None = None  # extension: choices carry ids and raw logprobs
 
-    def sampling_params(
+    def make_params(
         self,
         max_tokens: int | None,
-        logprobs: int | None,
-        defaults: SamplingDefaults = NO_DEFAULTS,
-        *,
+        defaults: SamplingDefaults,
         default_max_tokens: int | None = None,
-        **others: int | None,
+        *,
+        wanted: StructuredOutputs | None = None,
+        wanted_by: str = "response_format",
+        **others: Any,
     ) -> SamplingParams:
-        """The request's sampling parameters; what it leaves open is taken from `defaults`, its
-        length from `default_max_tokens` if these have none. Raises `RequestError` that names the
-        field.
+        """The request's sampling parameters, `others` among them; what it leaves open is taken from
+        `defaults`, its length from `default_max_tokens` if these have none. `wanted` is what the
+        field `wanted_by` asks of the text. Raises `RequestError` that names the field.
         """
-        given = {name: getattr(self, name) for name in SHARED_SAMPLING_FIELDS} | others
-        given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        if self.response_format is not None:
-            wanted = self.response_format.structured_outputs()
-            if wanted is not None and self.structured_outputs is not None:
-                raise RequestError(
-                    "give response_format or structured_outputs, not both", param="response_format"
-                )
-            given["structured_outputs"] = wanted or self.structured_outputs
+        if wanted is not None and self.structured_outputs is not None:
+            raise RequestError(f"give {wanted_by} or structured_outputs, not both", param=wanted_by)
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | others
+        given |= {"max_tokens": max_tokens, "structured_outputs": wanted or self.structured_outputs}
         given = {name: value for name, value in given.items() if value is not None}
         return defaults.fill(given, max_tokens=default_max_tokens)
 
@@ -166,13 +107,44 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
         return {k: v for k, v in given.items() if v is not None}
 
 
-SHARED_SAMPLING_FIELDS = tuple(
-    name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.__struct_fields__
+_SAMPLING_FIELDS = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in SamplingRequest.__struct_fields__
 )
 SHARED_REQUEST_FIELDS = tuple(
     name
     for name in ("timeout", *RequestSpec.__struct_fields__)  # which becomes a deadline
-    if name in GenerationRequest.__struct_fields__ and name != "request_id"
+    if name in SamplingRequest.__struct_fields__ and name != "request_id"
+)
+
+
+class GenerationRequest(SamplingRequest, kw_only=True, omit_defaults=True):
+    """The fields that completions and chat completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: Int | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: Int | None = None  # as in vLLM: alternatives per token of the prompt
+    detokenize: bool | None = None  # false: no text; the ids come with return_token_ids
+    return_token_ids: bool | None = None  # extension: choices carry ids and raw logprobs
+
+    def sampling_params(
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+        default_max_tokens: int | None = None,
+        **others: Any,
+    ) -> SamplingParams:
+        """As `make_params`, with what `response_format` asks of the text."""
+        form = self.response_format
+        wanted = None if form is None else form.structured_outputs()
+        own = {name: getattr(self, name) for name in ("n", "prompt_logprobs", "detokenize")}
+        own |= {"logprobs": logprobs, **others}
+        return self.make_params(max_tokens, defaults, default_max_tokens, wanted=wanted, **own)
+
+
+SHARED_SAMPLING_FIELDS = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.__struct_fields__
 )
 
 

@@ -15,13 +15,12 @@ from aioserve.errors import EngineDeadError, RequestError
 from aioserve.server.access.gate import entered
 from aioserve.server.body import decode_body
 from aioserve.server.chat.messages import template_messages
-from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, Tool
+from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, ToolEntry
 from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import ENGINE, IMAGES
 from aioserve.server.openapi import NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import Int, ModelRequest
-from aioserve.server.unserved import Unserved
 from aioserve.server.validation import BodyDecoder
 
 
@@ -36,7 +35,7 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ToolEntry] | None = None
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -60,17 +59,9 @@ class Detokenized(msgspec.Struct, kw_only=True):
     prompt: str
 
 
-tokenize_decoder = BodyDecoder(
-    TokenizeRequest,
-    {
-        "chat_template": Unserved(),
-        "mm_processor_kwargs": Unserved(({},)),
-    },
-    shared={},
-    hints=(),
-)
+tokenize_decoder = BodyDecoder(TokenizeRequest, "tokenize")
 _OF_MESSAGES = ("continue_final_message", "chat_template_kwargs", "tools")
-detokenize_decoder = BodyDecoder(DetokenizeRequest, {}, shared={}, hints=())
+detokenize_decoder = BodyDecoder(DetokenizeRequest)
 _encoder = msgspec.json.Encoder()
 
 
@@ -92,7 +83,7 @@ async def tokenize(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     special = body.add_special_tokens is not False
     images = ImageParts.of(engine)
-    prompt = _prompt(body, images)
+    prompt = _prompt(body, images, engine.config.server.ignore_unknown_fields)
     try:
         with images.named():
             async with preparing(request, images):
@@ -109,7 +100,7 @@ async def tokenize(request: web.Request) -> web.Response:
     return _json(answer)
 
 
-def _prompt(body: TokenizeRequest, images: ImageParts) -> Prompt:
+def _prompt(body: TokenizeRequest, images: ImageParts, ignore_unknown: bool) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either a prompt or messages", param="prompt")
     if body.prompt is not None:
@@ -123,7 +114,8 @@ def _prompt(body: TokenizeRequest, images: ImageParts) -> Prompt:
             "add_special_tokens is for a prompt: the chat template says which there are",
             param="add_special_tokens",
         )
-    use = chat_tool_use(ChatCompletionRequest(messages=[], tools=body.tools))
+    asked = ChatCompletionRequest(messages=[], tools=body.tools)
+    use = chat_tool_use(asked, ignore_unknown=ignore_unknown)
     return Conversation(
         messages,
         use.tools if use else (),

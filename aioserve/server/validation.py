@@ -4,7 +4,7 @@ Raises `RequestError` with the path of the field. Knows nothing about HTTP or th
 """
 
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from operator import attrgetter
@@ -15,12 +15,10 @@ import msgspec.inspect
 
 from aioserve.errors import RequestError
 from aioserve.server.errors import UnknownFieldError
+from aioserve.server.fields import FIELDS, Hint, Skipped, Unserved, rules_of
 from aioserve.server.protocol import GenerationRequest, RequestPart
-from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED, Unserved
 
 T = TypeVar("T", bound=RequestPart)
-
-_NOT_OF_OPENAI: Mapping[str, Unserved] = {**UNSERVED, **FOREIGN}
 
 _MAX_SHOWN = 64  # characters of an unknown name
 
@@ -33,25 +31,15 @@ _UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at `|$)", re.DOTALL)
 class BodyDecoder(Generic[T]):
     """Decodes bodies of one endpoint."""
 
-    def __init__(
-        self,
-        request_type: type[T],
-        unserved: Mapping[str, Unserved],
-        *,
-        shared: Mapping[str, Unserved] = _NOT_OF_OPENAI,
-        hints: Sequence[str] = HINTS,
-    ) -> None:
-        """`unserved`: what this endpoint does not serve, besides what none of its family does,
-        which is `shared`. `hints` may hold anything.
-        """
-        self.served, self.hints = request_type, hints
-        self.unserved = {**shared, **unserved}
+    def __init__(self, request_type: type[T], route: str = "") -> None:
+        """`route`: its name in `fields`, where what it does not serve is declared."""
+        self.served = request_type
+        rules = rules_of(route, request_type.__struct_fields__)
+        self.unserved = {n: rule for n, rule in rules.items() if isinstance(rule, Unserved)}
+        self.hints = tuple(n for n, rule in rules.items() if isinstance(rule, Hint))
+        self.skipped = {n: rule.what for n, rule in rules.items() if isinstance(rule, Skipped)}
         # One struct for all names, so that one pass over the body finds them.
-        fields: list[tuple[str, Any, Any]] = [
-            (name, Any, None)
-            for name in (*self.unserved, *hints)
-            if name not in request_type.__struct_fields__
-        ]
+        fields: list[tuple[str, Any, Any]] = [(name, Any, None) for name in rules]
         name, bases = request_type.__name__, (request_type,)
         self._type: type[T] = msgspec.defstruct(name, fields, bases=bases, kw_only=True)  # type: ignore[assignment]
         self._decoder = msgspec.json.Decoder(self._type)
@@ -72,7 +60,7 @@ class BodyDecoder(Generic[T]):
                 known = _known_only(msgspec.json.decode(body), self._type)
                 request = msgspec.convert(known, self._type, str_keys=True)
         except msgspec.ValidationError as error:
-            raise self._explain(str(error)) from error
+            raise _explain(str(error), self._type, self.served) from error
         except (ValueError, RecursionError) as error:  # malformed, not UTF-8, nested too deep
             raise RequestError(f"the body is not valid JSON: {error}") from error
         values = self._get_unserved(request)
@@ -80,30 +68,42 @@ class BodyDecoder(Generic[T]):
             self._refuse(values, ignore_unknown)
         return request
 
-    def _explain(self, message: str) -> RequestError:
-        path = _path(message)
-        unknown = _UNKNOWN.search(message)
-        if unknown is None:
-            return RequestError(message, param=path)
-        name, known = unknown[1][:_MAX_SHOWN], self.served.__struct_fields__
-        if path is not None:
-            holder: type[RequestPart] = self._type
-            for name_of_part in _FIELD.findall(path):
-                holder = _parts(holder)[name_of_part]
-            known = holder.__struct_fields__
-        near = get_close_matches(name, known, n=1)
-        hint = f": did you mean {near[0]!r}?" if near else " (see --ignore-unknown-fields)"
-        where = f" in {path}" if path is not None else ""
-        return UnknownFieldError(
-            f"unknown field {name!r}{where}{hint}", param=f"{path}.{name}" if path else name
-        )
-
     def _refuse(self, values: tuple[Any, ...], ignore_foreign: bool) -> None:
         for (name, field), value in zip(self.unserved.items(), values, strict=True):
-            if field.is_no_op(value) or (ignore_foreign and name in FOREIGN):
+            if field.is_no_op(value) or (ignore_foreign and FIELDS[name].is_foreign):
                 continue
             instead = f": use {field.instead}" if field.instead else ""
             raise RequestError(f"{name} is not supported by this server{instead}", param=name)
+
+
+def convert_part(value: Any, part: type[T], path: str, *, ignore_unknown: bool = False) -> T:
+    """A part of a body, at `path`, that was decoded as plain JSON, as a struct. Raises
+    `RequestError` that names the place.
+    """
+    try:
+        return msgspec.convert(_known_only(value, part) if ignore_unknown else value, part)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), part, part, path) from error
+
+
+def _explain(
+    message: str, struct: type[RequestPart], served: type[RequestPart], root: str = ""
+) -> RequestError:
+    """What msgspec says of a `struct` at `root`, of which the fields of `served` can be offered."""
+    inner, unknown, known = _path(message), _UNKNOWN.search(message), served.__struct_fields__
+    path = ".".join(filter(None, (root, inner))) or None
+    if unknown is None:
+        return RequestError(message.replace("`$", f"`$.{root}") if root else message, param=path)
+    name, holder = unknown[1][:_MAX_SHOWN], struct
+    for name_of_part in _FIELD.findall(inner or ""):
+        holder = _parts(holder)[name_of_part]
+        known = holder.__struct_fields__
+    near = get_close_matches(name, known, n=1)
+    hint = f": did you mean {near[0]!r}?" if near else " (see --ignore-unknown-fields)"
+    where = f" in {path}" if path is not None else ""
+    return UnknownFieldError(
+        f"unknown field {name!r}{where}{hint}", param=f"{path}.{name}" if path else name
+    )
 
 
 def decode_query(query: Mapping[str, str], query_type: type[T]) -> T:
@@ -141,11 +141,6 @@ def check_stream_options(request: GenerationRequest) -> None:
     if not request.stream:
         raise RequestError(
             "stream_options is only allowed when stream is true", param="stream_options"
-        )
-    if options.include_obfuscation:
-        raise RequestError(
-            "include_obfuscation is not supported by this server",
-            param="stream_options.include_obfuscation",
         )
 
 

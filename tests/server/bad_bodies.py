@@ -12,7 +12,7 @@ def check(answer, status=400):
     error = body["error"]
     if "type" in body:
         assert body == {"type": "error", "error": error}
-        assert error.keys() == {"type", "message"}
+        assert error.keys() - {"details"} == {"type", "message"}
     else:
         assert body.keys() == {"error"}
         assert error.keys() == {"message", "type", "param", "code"}

@@ -25,6 +25,22 @@ HERMES = """
         {{- '<tool_call>' ~ call.function.arguments | tojson ~ '</tool_call>' }}{% endfor %}
     {{- message.name or '' }}{{ message.reasoning_content or '' }}
 {%- endfor %}{{ '<|assistant|>' }}"""
+#: As Qwen writes it, for agents: messages of the system stand where they are.
+CHATML = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' ~ call.function.arguments | tojson ~ '</tool_call>' }}{% endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}{{ '<|im_start|>assistant\n' }}"""
+#: As many models': the system speaks first or not at all.
+SYSTEM_FIRST = (
+    """
+{%- if messages[1:] | selectattr("role", "equalto", "system") | list %}
+    {{- raise_exception("System message must be at the beginning.") }}{% endif %}"""
+    + CHATML
+)
 THINKING = HERMES + "{{ '<think>\n' }}"
 TWO_CALLS = (
     'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'

@@ -29,7 +29,7 @@ def block(url):
 
 
 def input_part(url):
-    return {"type": "input_image", "image_url": url, "detail": "auto"}
+    return {"type": "input_image", "image_url": url, "detail": "high"}
 
 
 #: Of a route with images: its path, a body of these parts, what its parts are, and what of one is
@@ -140,14 +140,14 @@ async def test_an_image_for_a_text_model_is_refused_and_nothing_is_fetched(
                         {
                             "role": "user",
                             "content": [
-                                {"type": "image_url", "image_url": {"url": "x", "detail": detail}}
+                                {"type": "image_url", "image_url": {"url": "x", name: "high"}}
                             ],
                         }
                     ]
                 },
-                "messages[0].content[0].image_url.detail",
+                f"messages[0].content[0].image_url.{name}",
             )
-            for detail in ("low", "high", 5)
+            for name in ("detial", "format")
         ),
         (
             "/v1/responses",
@@ -161,8 +161,8 @@ async def test_an_image_for_a_text_model_is_refused_and_nothing_is_fetched(
         ),
         (
             "/v1/responses",
-            {"input": [{"role": "user", "content": [input_part("x") | {"detail": "high"}]}]},
-            "input[0].content[0].detail",
+            {"input": [{"role": "user", "content": [input_part("x") | {"detial": "high"}]}]},
+            "input[0].content[0].detial",
         ),
         *(
             (

@@ -8,9 +8,11 @@ import schemathesis
 
 import aioserve
 from aioserve.server.app import build_app
+from aioserve.server.fields import FIELDS
 from aioserve.server.protocol import CompletionRequest
 from aioserve.server.routes import ROUTES
-from aioserve.server.unserved import FOREIGN
+
+FOREIGN = [name for name, field in FIELDS.items() if field.is_foreign]
 
 
 async def get_document(server):

@@ -1,21 +1,25 @@
 """Decoding and refusal without a server."""
 
+import re
+
 import msgspec
 import pytest
 
 from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage
 from aioserve.server.chat.routes import sampling_params
+from aioserve.server.fields import GENERATING
 from aioserve.server.images import ImageParts
-from aioserve.server.protocol import CompletionRequest
-from aioserve.server.unserved import FOREIGN, HINTS, NOT_ON_CHAT, NOT_ON_COMPLETIONS, UNSERVED
+from aioserve.server.protocol import SHARED_SAMPLING_FIELDS, CompletionRequest
+from aioserve.server.responses import routes as responses
 from aioserve.server.validation import BodyDecoder
 
-COMPLETION = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
-CHAT = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
+COMPLETION = BodyDecoder(CompletionRequest, "completions")
+CHAT = BodyDecoder(ChatCompletionRequest, "chat")
 
 
 def completion(**fields) -> CompletionRequest:
@@ -37,12 +41,35 @@ def test_every_sampling_parameter_can_be_asked_for_over_http():
         assert fields <= set(request.__struct_fields__)
 
 
-def test_no_honoured_field_is_refused():
-    for request in (CompletionRequest, ChatCompletionRequest):
-        for names in (UNSERVED, FOREIGN, HINTS):
-            assert not set(names) & set(request.__struct_fields__)
-    assert not set(NOT_ON_COMPLETIONS) & set(CompletionRequest.__struct_fields__)
-    assert not set(NOT_ON_CHAT) & set(ChatCompletionRequest.__struct_fields__)
+DECODERS = {
+    "completions": COMPLETION,
+    "chat": CHAT,
+    "responses": responses.decoder,
+    "messages": messages.create_decoder,
+}
+
+
+def test_what_one_route_serves_is_known_on_all_routes_that_generate():
+    assert DECODERS.keys() == set(GENERATING)
+    served = {name for each in DECODERS.values() for name in each.served.__struct_fields__}
+    for route, each in DECODERS.items():
+        known = {*each.served.__struct_fields__, *each.hints, *each.unserved, *each.skipped}
+        assert served <= known, route
+
+
+def test_what_is_sent_instead_of_a_refused_field_is_served_there_or_names_its_route():
+    for route, each in DECODERS.items():
+        for name, rule in each.unserved.items():
+            found = re.fullmatch(r"(\w+)(\.\w+)?", rule.instead)
+            if found is not None:
+                assert found[1] in each.served.__struct_fields__, (route, name)
+
+
+def test_every_sampling_parameter_can_be_asked_for_on_every_route_that_generates():
+    fields = set(SHARED_SAMPLING_FIELDS) - {"n", "prompt_logprobs", "detokenize"}
+    assert {"stop", "seed", "top_k", "structured_outputs"} <= fields
+    for each in DECODERS.values():
+        assert fields <= set(each.served.__struct_fields__)
 
 
 def test_every_shared_field_reaches_the_sampling_params():
@@ -124,10 +151,16 @@ def test_a_body_is_decoded_in_one_pass_whatever_it_holds(monkeypatch):
             num_passes += 1
             return decode(body)
 
-    decoder = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
+    decoder = BodyDecoder(CompletionRequest, "completions")
     decode = decoder._decoder.decode
     monkeypatch.setattr(decoder, "_decoder", Counting())
     monkeypatch.setattr(msgspec.json, "decode", None)
     body = {"prompt": "x", "temperature": 0.5, "tools": [], "echo": False, "metadata": {"a": "b"}}
     request = decoder.decode(msgspec.json.encode(body))
     assert (request.temperature, num_passes) == (0.5, 1)
+
+
+def test_no_known_name_hides_what_a_struct_can_do():
+    for route, each in DECODERS.items():
+        rules = {*each.hints, *each.unserved, *each.skipped}
+        assert not [name for name in rules if hasattr(each.served, name)], route

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from aioserve.engine.admission.late_system import PROBE, has_late_system, without_late_system
 from aioserve.engine.admission.template_renderer import TemplateRenderer
 from aioserve.errors import RequestError
 
@@ -42,7 +43,9 @@ class Conversation(msgspec.Struct, frozen=True):
     add_generation_prompt: bool | None = None  # None: unless the last message goes on
     continue_final_message: bool = False  # the reply goes on with it, as if it had begun so
     template_kwargs: Mapping[str, Any] = {}  # what else the template looks at, by name
+    # Hints, which a template may look at.
     reasoning_effort: str | None = None  # "none", or how much, in the template's words
+    verbosity: str | None = None  # how long a reply is to be, in the template's words
 
     def __post_init__(self) -> None:
         if self.continue_final_message:
@@ -79,6 +82,7 @@ class ChatTemplate:
         self._renderer = TemplateRenderer(seconds)
         self._names: dict[str, frozenset[str]] = {}  # that a template may be given, by template
         self._takes: dict[str, tuple[bool, bool]] = {}  # by template: text, parts
+        self._late: dict[str, bool] = {}  # by template: system messages behind others
         self._call_forms: dict[tuple[str, str | None], _CallForm] = {}  # by template and content
 
     def close(self) -> None:
@@ -90,12 +94,14 @@ class ChatTemplate:
         source = self._source(with_tools=bool(conversation.tools))
         messages = [_with_reasoning(message) for message in conversation.messages]
         tools = [dict(tool) for tool in conversation.tools]
+        if has_late_system(messages) and not self._takes_late_system(source):
+            messages = without_late_system(messages)
         if any(message.get("tool_calls") for message in messages):
             messages = [own for each in messages for own in self._with_calls(source, each)]
         self._check_read(source, conversation.template_kwargs)
         names = {
             "documents": None,
-            **self._effort_kwargs(source, conversation.reasoning_effort),
+            **self._hints(source, conversation),
             **conversation.template_kwargs,
             "messages": messages,
             "tools": tools or None,
@@ -139,19 +145,14 @@ class ChatTemplate:
                     param=f"chat_template_kwargs.{name}",
                 )
 
-    def _effort_kwargs(self, source: str, effort: str | None) -> dict[str, Any]:
-        """How a template is told how much to reason: as vLLM does, by either of two names."""
-        if effort is None:
-            return {}
-        told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        told = {name: value for name, value in told.items() if name in self._names_read(source)}
-        if not told and effort != "none":
-            raise RequestError(
-                "the chat template of this model does not look at reasoning_effort, nor at "
-                "enable_thinking",
-                param="reasoning_effort",
-            )
-        return told
+    def _hints(self, source: str, conversation: Conversation) -> dict[str, Any]:
+        """What the template looks at: how much to reason by either of two names, as vLLM has it."""
+        effort = conversation.reasoning_effort
+        told: dict[str, Any] = {"verbosity": conversation.verbosity}
+        if effort is not None:
+            told |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        given = {name: value for name, value in told.items() if value is not None}
+        return {n: value for n, value in given.items() if n in self._names_read(source)}
 
     def _with_calls(self, source: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The message in the first form in which this template shows its calls."""
@@ -161,10 +162,10 @@ class ChatTemplate:
         if (source, content) not in self._call_forms:
             contents = dict.fromkeys([content, "", None])
             forms = [_CallForm(has_text, own) for own in contents for has_text in (False, True)]
-            shown = (
-                f for f in forms if self._shows(source, f.apply({**_PROBE, "content": content}))
-            )
-            self._call_forms[source, content] = next(shown, forms[0])
+            probe = {**_PROBE, "content": content}
+            shown = [(f, text) for f in forms if (text := self._shown(source, f.apply(probe)))]
+            clean = (form for form, text in shown if "None" not in text)
+            self._call_forms[source, content] = next(clean, shown[0][0] if shown else forms[0])
         return self._call_forms[source, content].apply(message)
 
     def _with_contents(self, source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -173,7 +174,8 @@ class ChatTemplate:
             return messages
         if source not in self._takes:
             parts = [{"type": "text", "text": "probe"}]
-            self._takes[source] = (self._tells(source, "probe"), self._tells(source, parts))
+            asked = [[{"role": "user", "content": content}] for content in ("probe", parts)]
+            self._takes[source] = (self._tells(source, asked[0]), self._tells(source, asked[1]))
         takes_text, takes_parts = self._takes[source]
         return [
             {**message, "content": self._as_text(content)}
@@ -189,31 +191,35 @@ class ChatTemplate:
             part["text"] if part["type"] == "text" else self._placeholder or "" for part in parts
         )
 
-    def _tells(self, source: str, content: Any) -> bool:
-        """Whether the template shows such a content as a text."""
-        names = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": True}
+    def _takes_late_system(self, source: str) -> bool:
+        if source not in self._late:
+            self._late[source] = self._tells(source, PROBE)
+        return self._late[source]
+
+    def _tells(self, source: str, messages: Messages) -> bool:
+        """Whether the template shows the last content of `messages`, a probe, as a text."""
         try:
-            text = self._render(source, names)
+            text = self._render(source, {"messages": messages, "add_generation_prompt": True})
         except RequestError:
             return False
         return "probe" in text and "'probe'" not in text  # that would be the list itself
 
-    def _shows(self, source: str, messages: list[dict[str, Any]]) -> bool:
-        """Whether the arguments of the probe's call show up as JSON."""
+    def _shown(self, source: str, messages: list[dict[str, Any]]) -> str:
+        """The prompt, if the arguments of the probe's call show up as JSON in it; else empty."""
         messages = [{"role": "user", "content": "?"}, *messages]
         try:
             names = {"messages": messages, "add_generation_prompt": True}
             text = self._render(source, names)
         except RequestError:
-            return False
-        return '"probe_key"' in text or "probe_key>" in text
+            return ""
+        return text if '"probe_key"' in text or "probe_key>" in text else ""
 
 
 class _CallForm(NamedTuple):
     """How a template wants a message with calls.
 
     Most make JSON of the arguments, or go through them; others join them to their text as they are.
-    Some refuse a content of None, others leave the calls out unless it is None.
+    Some refuse a content of None or write the word, others leave the calls out unless it is None.
     """
 
     has_text: bool  # arguments as JSON text, not as a mapping

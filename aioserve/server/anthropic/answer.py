@@ -50,7 +50,7 @@ class MessageAnswer(Answer):
         super().__init__(request, body.model, body.request_id)
         self._format = request.app[CHAT_FORMAT]
         self._use = use
-        self._tells_thoughts = body.thinking is not None and body.thinking.type != "disabled"
+        self._tells_thoughts = body.thinking is not None and body.thinking.is_told
         self._max_tokens = body.max_tokens
         # Whether a reply is text and nothing else.
         self._is_plain = use is None and not self._format.tells_apart

@@ -17,28 +17,33 @@ from aioserve.server.anthropic.protocol import (
 from aioserve.server.chat.protocol import FunctionDefinition
 from aioserve.server.chat.tool_use import Choice, Names, ToolUse, tool_use
 from aioserve.server.images import ImageParts, Part, content_of, joined, text_part
-from aioserve.server.validation import refuse_all_but
+from aioserve.server.passed_over import is_vendors
+from aioserve.server.validation import convert_part, refuse_all_but
 
 # By role of the message: the types of blocks, with the fields that each has.
 _SYSTEM: Mapping[str, Sequence[str]] = {"text": ("text",)}
 _SHOWN: Mapping[str, Sequence[str]] = {**_SYSTEM, "image": ("source",)}
 _BLOCKS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "system": _SYSTEM,
     "user": {**_SHOWN, "tool_result": ("tool_use_id", "content", "is_error")},
     "assistant": {
         **_SYSTEM,
         "tool_use": ("id", "name", "input"),
         "thinking": ("thinking", "signature"),
+        "redacted_thinking": (),  # no model but its vendor's can read it
     },
 }
+_RESULTS: Mapping[str, Sequence[str]] = {**_SHOWN, "tool_reference": ("tool_name",)}
 _REQUIRED = {
     "text": ("text",),
     "image": ("source",),
     "tool_result": ("tool_use_id",),
     "tool_use": ("id", "name", "input"),
     "thinking": ("thinking",),
+    "tool_reference": ("tool_name",),
 }
 _SOURCES: Mapping[str, Sequence[str]] = {"base64": ("media_type", "data"), "url": ("url",)}
-_HINTS = ("cache_control", "eager_input_streaming")
+_HINTS = ("cache_control", "caller", "citations", "data")
 _CHOICES: Mapping[str, Choice] = {
     "auto": "auto",
     "none": "none",
@@ -80,6 +85,8 @@ def _tell(
     blocks = _blocks(message.content, _BLOCKS[message.role], path)
     if message.role == "assistant":
         return [_assistants(blocks, names)]
+    if message.role == "system":
+        return [{"role": "system", "content": _text(blocks)}]
     results, shown = [], []
     for i, block in enumerate(blocks):
         place = f"{path}[{i}]"
@@ -87,7 +94,7 @@ def _tell(
             shown.append(_shown(block, place, images))
             continue
         place = f"{place}.content"
-        inner = _blocks(block.content or "", _SHOWN, place)
+        inner = _blocks(block.content or "", _RESULTS, place)
         parts = [_shown(one, f"{place}[{j}]", images) for j, one in enumerate(inner)]
         if block.is_error:
             parts.insert(0, text_part("Error: "))
@@ -106,6 +113,8 @@ def _tell(
 
 def _shown(block: Block, path: str, images: ImageParts) -> Part:
     """A text or an image, as templates know it."""
+    if block.type == "tool_reference":  # every tool is told at once
+        return text_part(f"The tool {block.tool_name} can be called.\n")
     if block.source is None:
         return text_part(block.text or "")
     source, path = block.source, f"{path}.source"
@@ -170,7 +179,7 @@ def _blocks(
                 param=place,
             )
         refuse_all_but(("type", *types[block.type], *_HINTS), block, place)
-        for name in _REQUIRED[block.type]:
+        for name in _REQUIRED.get(block.type, ()):
             if getattr(block, name) is None:
                 raise RequestError(f"{place}.{name} is missing", param=f"{place}.{name}")
     return content
@@ -180,9 +189,13 @@ def _text(blocks: Sequence[Block]) -> str:
     return "".join(block.text or "" for block in blocks)
 
 
-def tools_of(body: CountTokensRequest) -> ToolUse | None:
-    """The tools that are offered. Raises `RequestError` that says where."""
-    offered = [_function(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+def tools_of(body: CountTokensRequest, *, ignore_unknown: bool = False) -> ToolUse | None:
+    """The tools that are offered, but those of vendors. Raises `RequestError` that says where."""
+    offered = {
+        (path := f"tools[{i}]"): _function(tool, path, ignore_unknown)
+        for i, tool in enumerate(body.tools or ())
+        if not is_vendors(tool.get("type"))
+    }
     choice = body.tool_choice or ToolChoice(type="auto")
     if (choice.type == "tool") != (choice.name is not None):
         raise RequestError(
@@ -197,15 +210,14 @@ def tools_of(body: CountTokensRequest) -> ToolUse | None:
     )
 
 
-def _function(tool: ToolDefinition, path: str) -> FunctionDefinition:
+def _function(entry: dict[str, Any], path: str, ignore_unknown: bool) -> FunctionDefinition:
+    tool = convert_part(entry, ToolDefinition, path, ignore_unknown=ignore_unknown)
     if tool.type not in (None, "custom"):
         raise RequestError(
-            f"{path}: tools of type {tool.type[:64]!r} are not supported by this server, only "
-            "'custom'",
+            f"{path}: there are no tools of type {tool.type[:64]!r}, only 'custom' and Anthropic's "
+            "own, which are passed over",
             param=path,
         )
-    names = ("name", "input_schema", "description", "type", "strict", *_HINTS)
-    refuse_all_but(names, tool, path)
     if tool.input_schema is None:
         raise RequestError(f"{path}.input_schema is missing", param=f"{path}.input_schema")
     return FunctionDefinition(

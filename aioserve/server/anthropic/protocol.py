@@ -3,15 +3,15 @@
 Requests refuse unknown fields, as in `protocol`. Knows nothing about HTTP or the engine.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
-from aioserve.hints import Hints
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.protocol import Empty, Int, ModelRequest, RequestPart, Usage
+from aioserve.server.protocol import Empty, Int, RequestPart, SamplingRequest, Usage
 from aioserve.structured_outputs import StructuredOutputs
 
 # Requests
@@ -52,11 +52,14 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
     signature: str | None = None  # never checked: any model's thinking is taken
     # Of image.
     source: Source | None = None
-    # Of blocks that are not understood, or what these may hold besides; not served.
-    caller: Empty = None
-    citations: Empty = None
+    # Of tool_reference.
+    tool_name: str | None = None
+    # Hints: where a call or a text came from.
+    caller: Any = None
+    citations: Any = None
+    data: Any = None  # of redacted_thinking, which only its vendor can read
+    # Of blocks that are not understood; not served.
     context: Empty = None
-    data: Empty = None
     title: Empty = None
     toolset_name: Empty = None
 
@@ -64,7 +67,7 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
 class InputMessage(RequestPart, kw_only=True, omit_defaults=True):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -80,14 +83,21 @@ class ToolDefinition(RequestPart, kw_only=True, omit_defaults=True):
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
-    type: str | None = None  # custom: all others would run at Anthropic's
+    type: str | None = None  # custom
     strict: bool | None = None
-    cache_control: Any = None  # hints
+    # Hints: every tool is told to the model at once.
+    allowed_callers: Any = None
+    cache_control: Any = None
+    defer_loading: Any = None
     eager_input_streaming: Any = None
-    # Not served.
-    allowed_callers: Empty = None
-    defer_loading: Empty = None
-    input_examples: Empty = None
+    input_examples: Any = None
+
+
+#: A `ToolDefinition`, or a tool of Anthropic's, whose fields are its own.
+ToolEntry = Annotated[
+    dict[str, Any],
+    Meta(description="A tool: name, input_schema, description, strict; or one of Anthropic's."),
+]
 
 
 class ToolChoice(RequestPart, kw_only=True, omit_defaults=True):
@@ -103,9 +113,15 @@ class Thinking(RequestPart, kw_only=True, omit_defaults=True):
     its chat template has it.
     """
 
-    type: Literal["disabled", "adaptive", "enabled"]
+    type: Literal["disabled", "adaptive", "enabled", "between_tools"]
     budget_tokens: Int | None = None
-    display: str | None = None
+    display: str | None = None  # omitted: as disabled
+    block_binding: Any = None  # a hint: no block is signed
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the client gets to see the reasoning."""
+        return self.type != "disabled" and self.display != "omitted"
 
     def budget(self) -> int | None:
         """The most reasoning tokens. Raises `RequestError` if `enabled` comes without, or for
@@ -138,54 +154,54 @@ class OutputConfig(RequestPart, kw_only=True, omit_defaults=True):
     """How the text of a reply is bound, and how much the model thinks before it."""
 
     format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    task_budget: Any = None  # a hint of the vendor's models
 
 
-class CountTokensRequest(ModelRequest, kw_only=True, omit_defaults=True):
-    """Body of POST /v1/messages/count_tokens: the fields that make a prompt."""
+class CountTokensRequest(SamplingRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/messages/count_tokens: what makes no prompt changes no count."""
 
     messages: list[InputMessage]
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
     system: str | list[Block] | None = None
     thinking: Thinking | None = None
-    tools: list[ToolDefinition] | None = None
+    tools: list[ToolEntry] | None = None
     tool_choice: ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
+    max_tokens: Int | None = None
+    metadata: Metadata | None = None
+    stop_sequences: tuple[str, ...] | None = None
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """What the text keeps to, by either of two names."""
+        return (self.output_config and self.output_config.format) or self.output_format
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
     """The JSON body of POST /v1/messages: messages, and how to answer them."""
 
     max_tokens: Int
-    metadata: Metadata | None = None
-    stop_sequences: tuple[str, ...] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: Int | None = None
-    top_p: float | None = None
-    # Extensions, as on OpenAI's routes.
-    request_id: str | None = None
-    priority: Int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
-    hints: Hints | None = None
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """The request's sampling parameters; `defaults` are for what it leaves open. Raises
         `RequestError` that names the field.
         """
-        names = ("max_tokens", "temperature", "top_k", "top_p")
-        given = {name: getattr(self, name) for name in names}
-        given["stop"] = self.stop_sequences
-        if self.output_config is not None and self.output_config.format is not None:
-            given["structured_outputs"] = StructuredOutputs(json=self.output_config.format.schema)
-        return defaults.fill({k: v for k, v in given.items() if v is not None})
+        if self.stop is not None and self.stop_sequences is not None:
+            raise RequestError("give stop_sequences or stop, not both", param="stop")
+        stop = self.stop if self.stop_sequences is None else self.stop_sequences
+        wanted = None if self.format is None else StructuredOutputs(json=self.format.schema)
+        return self.make_params(
+            self.max_tokens, defaults, wanted=wanted, wanted_by="output_config.format", stop=stop
+        )
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
-        names = ("priority", "timeout", "cache_salt", "hints")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        given["user"] = self.metadata and self.metadata.user_id
-        return {k: v for k, v in given.items() if v is not None}
+        fields = super().request_fields()
+        if self.metadata is not None and self.metadata.user_id is not None:
+            fields["user"] = self.metadata.user_id
+        return fields
 
 
 # Responses
@@ -338,6 +354,7 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
     type: str
     message: str
+    details: dict[str, str] | UnsetType = UNSET  # what clients look at: `error_code`
 
 
 class MessagesError(msgspec.Struct, kw_only=True):

@@ -37,24 +37,18 @@ from aioserve.server.generation import respond
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
 from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
+from aioserve.server.passed_over import pass_over_tools
 from aioserve.server.tokenization import preparing
-from aioserve.server.unserved import HINTS_ON_MESSAGES, NOT_ON_MESSAGES, UNSERVED_ANTHROPIC
 from aioserve.server.validation import BodyDecoder
 
-create_decoder = BodyDecoder(
-    MessagesRequest, NOT_ON_MESSAGES, shared=UNSERVED_ANTHROPIC, hints=HINTS_ON_MESSAGES
-)
-count_decoder = BodyDecoder(
-    CountTokensRequest, {}, shared=UNSERVED_ANTHROPIC, hints=HINTS_ON_MESSAGES
-)
+create_decoder = BodyDecoder(MessagesRequest, "messages")
+count_decoder = BodyDecoder(CountTokensRequest, "messages")
 _encoder = msgspec.json.Encoder()
 
 # What the engine, the sampling parameters and chat call fields that have other names here.
 _NAMES = {
     "prompt": "messages",
     "continue_final_message": "messages",
-    "stop": "stop_sequences",
-    "user": "metadata.user_id",
     "reasoning_effort": "output_config.effort",
     "thinking_budget": "thinking.budget_tokens",
 }
@@ -98,9 +92,11 @@ async def count_tokens(request: web.Request) -> web.Response:
 def _conversation(
     request: web.Request, body: CountTokensRequest, images: ImageParts
 ) -> tuple[Conversation, ToolUse | None]:
-    messages, use = template_messages(body, images), tools_of(body)
+    pass_over_tools(request, body.tools)
+    ignore_unknown = request.app[ENGINE].config.server.ignore_unknown_fields
+    messages, use = template_messages(body, images), tools_of(body, ignore_unknown=ignore_unknown)
     config, is_begun = body.output_config or OutputConfig(), body.messages[-1].role == "assistant"
-    if is_begun and config.format is not None:
+    if is_begun and body.format is not None:
         raise RequestError(
             "output_config.format is for a whole reply: the last message must not be the "
             "assistant's",
@@ -112,6 +108,7 @@ def _conversation(
         messages,
         use.tools if use else (),
         continue_final_message=is_begun,
+        template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=config.effort,
     ), use
 
@@ -123,7 +120,10 @@ def _own_names(body: CountTokensRequest) -> Iterator[None]:
     except RequestError as error:
         is_offered = body.tool_choice is None or body.tool_choice.type != "none"
         blame(error, bool(body.tools) and is_offered, "output_config.format")
-        error.param = _NAMES.get(error.param or "", error.param)
+        names = _NAMES | ({} if body.stop_sequences is None else {"stop": "stop_sequences"})
+        if body.metadata is not None:
+            names["user"] = "metadata.user_id"
+        error.param = names.get(error.param or "", error.param)
         raise
 
 

@@ -24,7 +24,7 @@ from aioserve.server.validation import BodyDecoder, decode_query
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
-decoder = BodyDecoder(BatchRequest, {}, shared={}, hints=())
+decoder = BodyDecoder(BatchRequest)
 _encoder = msgspec.json.Encoder()
 
 
@@ -112,7 +112,7 @@ async def cancel_batch(request: web.Request) -> web.Response:
     return _json((await _find(request)).batch)
 
 
-_nothing = BodyDecoder(RequestPart, {}, shared={}, hints=())
+_nothing = BodyDecoder(RequestPart)
 
 
 async def _find(request: web.Request) -> StoredBatch:

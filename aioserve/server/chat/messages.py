@@ -26,6 +26,8 @@ _SERVED = {
 }
 
 
+_ALWAYS = ("role", "content", "cache_control", "annotations")
+
 # Whose content may hold images.
 _SHOW_IMAGES = ("user", "tool")
 
@@ -45,7 +47,7 @@ def template_messages(messages: Sequence[ChatMessage], images: ImageParts) -> li
 def _template_message(
     path: str, message: ChatMessage, names: dict[str, str], images: ImageParts
 ) -> dict[str, Any]:
-    refuse_all_but(("role", "content", *_SERVED[message.role]), message, path)
+    refuse_all_but((*_ALWAYS, *_SERVED[message.role]), message, path)
     role = "system" if message.role == "developer" else message.role
     rendered: dict[str, Any] = {"role": role, "content": _content(message, path, images)}
     if message.name is not None:
@@ -116,7 +118,7 @@ def _content(message: ChatMessage, path: str, images: ImageParts) -> Content | N
                 f"{message.role}, only {' and '.join(map(repr, types))}",
                 param=place,
             )
-        refuse_all_but(("type", part.type), part, place)
+        refuse_all_but(("type", "cache_control", part.type), part, place)
         if part.type == "text":
             if part.text is None:
                 raise RequestError(f"{place}.text is missing", param=f"{place}.text")

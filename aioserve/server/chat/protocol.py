@@ -23,7 +23,7 @@ class ImageURL(RequestPart, kw_only=True, omit_defaults=True):
     """Where an image is, or all of it in a data: URL."""
 
     url: str
-    detail: Literal["auto"] | None = None  # the model's own processor has the say
+    detail: Any = None  # a hint: the model's own processor has the say
 
 
 class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
@@ -32,6 +32,7 @@ class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url"]})]
     text: str | None = None
     image_url: ImageURL | None = None
+    cache_control: Any = None  # a hint: prefixes are cached by themselves
     # Of parts of other types.
     input_audio: Empty = None
     audio_url: Empty = None
@@ -65,11 +66,12 @@ class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None  # of a tool: the call that it answers
     reasoning_content: str | None = None  # of an assistant
     reasoning: str | None = None  # vLLM's name for it
+    cache_control: Any = None  # hints
+    annotations: Any = None
     # Sent back by clients that replay an assistant's message.
     function_call: Empty = None
     audio: Empty = None
     refusal: Empty = None
-    annotations: Empty = None
     provider_specific_fields: dict[str, Empty] | None = None  # LiteLLM's notes
 
 
@@ -87,6 +89,11 @@ class Tool(RequestPart, kw_only=True):
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = None  # a hint
+
+
+#: A `Tool`, or one that only a vendor runs, whose fields are its own.
+ToolEntry = Annotated[dict[str, Any], Meta(description="A tool: type and function.")]
 
 
 class FunctionName(RequestPart, kw_only=True):
@@ -110,13 +117,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: list[Tool] | None = None
+    tools: list[ToolEntry] | None = None
     add_generation_prompt: bool | None = None  # false: the template begins no reply
     continue_final_message: bool | None = None  # the reply goes on with the last message
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
     thinking_token_budget: Int | None = None  # as in vLLM: reasoning tokens; -1: any number
+    verbosity: str | None = None  # a hint, as reasoning_effort, where the template looks at it
     chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: at most one call in a reply

@@ -24,11 +24,11 @@ from aioserve.server.generation import read_body, respond
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
 from aioserve.server.openapi import GENERATION_ERRORS, Route
+from aioserve.server.passed_over import pass_over_tools
 from aioserve.server.protocol import ErrorResponse
-from aioserve.server.unserved import NOT_ON_CHAT
 from aioserve.server.validation import BodyDecoder
 
-decoder = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
+decoder = BodyDecoder(ChatCompletionRequest, "chat")
 # What the engine calls the rendered messages, and other fields.
 _NAMES = {"prompt": "messages", "thinking_budget": "thinking_token_budget"}
 
@@ -36,10 +36,11 @@ _NAMES = {"prompt": "messages", "thinking_budget": "thinking_token_budget"}
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, decoder)
-    use, chat_format = chat_tool_use(body), request.app[CHAT_FORMAT]
+    engine, chat_format = request.app[ENGINE], request.app[CHAT_FORMAT]
+    pass_over_tools(request, body.tools)
+    use = chat_tool_use(body, ignore_unknown=engine.config.server.ignore_unknown_fields)
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
-    engine = request.app[ENGINE]
     params = msgspec.structs.replace(
         sampling_params(body, engine.sampling_defaults, engine.config.server.default_chat_tokens),
         kept_special_tokens=chat_format.kept_special_tokens,
@@ -52,6 +53,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
+        verbosity=body.verbosity,
     )
     body.messages.clear()  # images that they hold would stay as long as the stream
     has_reasoning = leaves_room_for_reasoning(params, use)

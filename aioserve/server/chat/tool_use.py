@@ -5,15 +5,23 @@ wraps its tools.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.formats import Function
-from aioserve.server.chat.protocol import ChatCompletionRequest, FunctionDefinition, NamedToolChoice
+from aioserve.server.chat.protocol import (
+    ChatCompletionRequest,
+    FunctionDefinition,
+    NamedToolChoice,
+    Tool,
+)
 from aioserve.server.chat.schema_check import check_schema
+from aioserve.server.passed_over import is_vendors
+from aioserve.server.validation import convert_part
 
 # What every way to write calls can tell from what stands around it.
 _NAME = re.compile(r"[\w.:/\-]{1,128}", re.ASCII)
@@ -25,7 +33,6 @@ Choice = Literal["none", "auto", "required"]
 class Names(NamedTuple):
     """What a protocol calls its parts, for error messages to its clients."""
 
-    tool: str = "tools[{}]"
     parameters: str = "parameters"
     chosen: str = "tool_choice.name"  # one that must be called
 
@@ -44,7 +51,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
 
 def tool_use(
-    offered: Sequence[FunctionDefinition],
+    offered: Mapping[str, FunctionDefinition],
     choice: Choice,
     *,
     only: Sequence[str] | None = None,
@@ -52,7 +59,7 @@ def tool_use(
     names: Names = OWN_NAMES,
 ) -> ToolUse | None:
     """What is asked for, with calls of those named in `only`, if it is given; None if no tool may
-    be called. Raises `RequestError` that says where.
+    be called. `offered` is by the path of each function in the body. Raises `RequestError`.
 
     Tools that may not be called (`none`) are not told to the model, either.
     """
@@ -60,8 +67,7 @@ def tool_use(
         raise RequestError("tool_choice needs tools", param="tool_choice")
     tools: list[dict[str, Any]] = []
     functions: dict[str, Function] = {}
-    for i, function in enumerate(offered):
-        path = names.tool.format(i)
+    for path, function in offered.items():
         if function.name in functions:
             raise RequestError(
                 f"{path}.name: there are two tools of the name {function.name!r}",
@@ -87,16 +93,19 @@ def tool_use(
     )
 
 
-def chat_tool_use(body: ChatCompletionRequest) -> ToolUse | None:
-    """What a chat request asks for."""
-    offered = [tool.function for tool in body.tools or ()]
-    names = Names("tools[{}].function", chosen="tool_choice.function.name")
-    is_parallel = body.parallel_tool_calls is not False
+def chat_tool_use(body: ChatCompletionRequest, *, ignore_unknown: bool = False) -> ToolUse | None:
+    """What a chat request asks for, without the tools of vendors."""
+    tools = {
+        i: convert_part(entry, Tool, f"tools[{i}]", ignore_unknown=ignore_unknown)
+        for i, entry in enumerate(body.tools or ())
+        if not is_vendors(entry.get("type"))
+    }
+    offered = {f"tools[{i}].function": tool.function for i, tool in tools.items()}
+    ask = partial(tool_use, offered, names=Names(chosen="tool_choice.function.name"))
     if not isinstance(body.tool_choice, NamedToolChoice):
-        choice = body.tool_choice or "auto"
-        return tool_use(offered, choice, is_parallel=is_parallel, names=names)
+        return ask(body.tool_choice or "auto", is_parallel=body.parallel_tool_calls is not False)
     name = body.tool_choice.function.name
-    return tool_use(offered, "required", only=[name], is_parallel=False, names=names)
+    return ask("required", only=[name], is_parallel=False)
 
 
 def _parameters(function: FunctionDefinition, path: str, field: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ Knows the shapes of items and events. How a model writes calls is known in `form
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,7 +18,6 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.server.access.gate import owner_of
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.thinking import tell_reasoning
-from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_wire
 from aioserve.server.generation import Answer
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES, TOKEN_TEXTS
@@ -32,6 +32,7 @@ from aioserve.server.responses.events import (
     PartEvent,
     ResponseEvent,
 )
+from aioserve.server.responses.prompt import Offered
 from aioserve.server.responses.protocol import (
     FunctionCallItem,
     Incomplete,
@@ -62,8 +63,10 @@ def new_id(prefix: str) -> str:
 class ItemWriter:
     """The items of a reply as it is read, and the events that tell them, with their numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[str, tuple[str, str]] = MappingProxyType({})) -> None:
+        """`names`: by whole name, namespace and name of the functions that are in one."""
         self.items: list[OutputItem] = []  # those that have ended
+        self._names = names
         self._open: OutputItem | None = None  # without its text
         self._pieces: list[str] = []  # of that
         self._number = 0  # of the next event
@@ -81,9 +84,11 @@ class ItemWriter:
             case Reasoning():
                 return self._go_on(ReasoningItem, "rs_", event.text)
             case Call():
-                return self._begin(
-                    FunctionCallItem(id=new_id("fc_"), call_id=event.id or "", name=event.name)
-                )
+                name, call_id = event.name, event.id or ""
+                call = FunctionCallItem(id=new_id("fc_"), call_id=call_id, name=name)
+                if name in self._names:
+                    call.namespace, call.name = self._names[name]
+                return self._begin(call)
             case Arguments():
                 return [self._delta(event.text)]
 
@@ -175,21 +180,21 @@ class ResponseAnswer(Answer):
         self,
         request: web.Request,
         body: ResponsesRequest,
-        use: ToolUse | None,
+        offered: Offered,
         params: SamplingParams,
         items: Sequence[InputItem],
     ) -> None:
         """`items`: all that led to it."""
-        super().__init__(request, body.model, None)
+        super().__init__(request, body.model, body.request_id)
         self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
         self._pieces = request.app[TOKEN_TEXTS].bytes
         self._owner = owner_of(request)
-        self._body, self._use, self._params = body, use, params
+        self._body, self._use, self._params = body, offered.use, params
         body.input = ""  # with images in it, it would stay as long as the stream
         self._input = items if body.store is not False else ()
         self._created = int(time.time())
         self._reader: ReplyReader | None = None
-        self._writer = ItemWriter()
+        self._writer = ItemWriter(offered.names)
         self._last: RequestOutput | None = None
         self._kept: Kept | None = None
 
@@ -283,10 +288,14 @@ class ResponseAnswer(Answer):
             reasoning=body.reasoning,
             store=body.store is not False,
             temperature=self._params.temperature,
-            text=TextConfig(format=(body.text and body.text.format) or TextFormat(type="text")),
+            text=TextConfig(
+                format=(body.text and body.text.format) or TextFormat(type="text"),
+                verbosity=None if body.text is None else body.text.verbosity,
+            ),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=self._params.top_p,
+            truncation=body.truncation or "disabled",
             user=body.user,
         )
 

@@ -4,14 +4,24 @@ Refuses what no template could be told, with its place. Knows nothing about temp
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.server.chat.messages import template_call
+from aioserve.server.chat.protocol import FunctionDefinition
 from aioserve.server.chat.tool_use import Names, ToolUse, tool_use
-from aioserve.server.images import ImageParts, Part, content_of, text_part
-from aioserve.server.responses.protocol import InputItem, InputPart, ResponsesRequest
-from aioserve.server.validation import refuse_all_but
+from aioserve.server.images import Content, ImageParts, Part, content_of, joined, text_part
+from aioserve.server.passed_over import is_vendors
+from aioserve.server.responses.protocol import (
+    FunctionTool,
+    InputItem,
+    InputPart,
+    NamespaceTool,
+    ResponsesRequest,
+)
+from aioserve.server.validation import convert_part, refuse_all_but
 
 Turn = dict[str, Any]
 
@@ -21,26 +31,34 @@ _REQUIRED: Mapping[str, Sequence[str]] = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
+    "web_search_call": (),
 }
 _OPTIONAL: Mapping[str, Sequence[str]] = {
-    "function_call_output": ("name",),
+    "function_call": ("namespace",),
+    "function_call_output": ("name", "namespace"),
     "reasoning": ("summary", "content"),
 }
-_LABELS = ("type", "id", "status", "phase")
+_LABELS = ("type", "id", "status", "phase", "caller", "encrypted_content", "action")
 _SAID = ("input_text", "output_text")
 _SHOWN = (*_SAID, "input_image")  # by users and by functions
 
 
 def template_turns(
-    items: Sequence[InputItem], images: ImageParts, num_before: int = 0
+    items: Sequence[InputItem],
+    images: ImageParts,
+    num_before: int = 0,
+    instructions: str | None = None,
 ) -> list[Turn]:
     """What the chat template gets to see of `items`, of which the first `num_before` are those of
-    an earlier response and its input. What an assistant thinks, says and calls is one message. Of
+    an earlier response and its input. What an assistant thinks, says and calls is one message, and
+    so are messages of users, or of the system, in a row; `instructions` are the first of these. Of
     images, `images` takes note.
 
     Raises `RequestError`.
     """
     told = _Told(images)
+    if instructions:
+        told.say("system", instructions)
     for i, item in enumerate(items):
         told.add(item, f"input[{i - num_before}]" if i >= num_before else "previous_response_id")
         if i + 1 == num_before:
@@ -83,7 +101,7 @@ class _Told:
                 self._think(item, path)
             case "function_call":
                 self._call(item, path)
-            case _:
+            case "function_call_output":
                 self._answer(item, path)
 
     def _say(self, item: InputItem, path: str) -> None:
@@ -98,7 +116,15 @@ class _Told:
         role = "system" if item.role == "developer" else item.role
         types = _SHOWN if role == "user" else _SAID
         content = content_of(_parts(item.content, f"{path}.content", types, self._images))
-        self.turns.append({"role": role, "content": content})
+        self.say(role or "user", content)
+
+    def say(self, role: str, content: Content) -> None:
+        """A message, which goes on with the one before it if both are of the same role."""
+        last = self.turns[-1:]
+        if last and last[0]["role"] == role:
+            self.turns[-1] = {**last[0], "content": joined(last[0]["content"], content)}
+        else:
+            self.turns.append({"role": role, "content": content})
 
     def _think(self, item: InputItem, path: str) -> None:
         text = _text(item.content, f"{path}.content", ("reasoning_text",))
@@ -111,7 +137,7 @@ class _Told:
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
     def _call(self, item: InputItem, path: str) -> None:
-        call_id, name = item.call_id or "", item.name or ""
+        call_id, name = item.call_id or "", whole_name(item.namespace, item.name or "")
         if call_id in self._names:
             raise RequestError(
                 f"{path}.call_id: there are two calls of the call_id {call_id[:128]!r}",
@@ -176,7 +202,8 @@ def _parts(
                 param=place,
             )
         is_image = part.type == "input_image"
-        refuse_all_but(("type", *(("image_url", "detail") if is_image else ("text",))), part, place)
+        own = ("image_url", "detail") if is_image else ("text", "annotations", "logprobs")
+        refuse_all_but(("type", *own), part, place)
         name, value = ("image_url", part.image_url) if is_image else ("text", part.text)
         if value is None:
             raise RequestError(f"{place}.{name} is missing", param=f"{place}.{name}")
@@ -187,11 +214,37 @@ def _parts(
     return parts
 
 
-def tools_of(body: ResponsesRequest) -> ToolUse | None:
-    """The tools that are offered. Raises `RequestError` that says where."""
-    offered = body.tools or []
-    for i, tool in enumerate(offered):
-        refuse_all_but(("type", "name", "description", "parameters", "strict"), tool, f"tools[{i}]")
+class Offered(NamedTuple):
+    """The functions that a body offers, those of namespaces by their whole names."""
+
+    use: ToolUse | None
+    names: Mapping[str, tuple[str, str]]  # by whole name: namespace and name of a function in one
+
+
+def whole_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function of a namespace, in characters that all formats take."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def tools_of(body: ResponsesRequest, *, ignore_unknown: bool = False) -> Offered:
+    """The tools that are offered, but those of vendors. Raises `RequestError` that says where."""
+    offered: dict[str, FunctionDefinition] = {}
+    names: dict[str, tuple[str, str]] = {}
+    for i, entry in enumerate(body.tools or ()):
+        path, kind = f"tools[{i}]", entry.get("type")
+        if kind == "namespace":
+            space = convert_part(entry, NamespaceTool, path, ignore_unknown=ignore_unknown)
+            for j, tool in enumerate(space.tools):
+                whole = whole_name(space.name, tool.name)
+                names[whole] = (space.name, tool.name)
+                offered[f"{path}.tools[{j}]"] = msgspec.structs.replace(tool, name=whole)
+        elif not is_vendors(kind):
+            tool = convert_part(entry, FunctionTool, path, ignore_unknown=ignore_unknown)
+            offered[path] = tool
+    return Offered(_use(body, offered), names)
+
+
+def _use(body: ResponsesRequest, offered: Mapping[str, FunctionDefinition]) -> ToolUse | None:
     choice, is_parallel = body.tool_choice or "auto", body.parallel_tool_calls is not False
     if isinstance(choice, str):
         return tool_use(offered, choice, is_parallel=is_parallel)

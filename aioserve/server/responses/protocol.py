@@ -6,14 +6,13 @@ Requests refuse unknown fields, as in `protocol`. Knows nothing about HTTP or th
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
-from aioserve.hints import Hints
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.protocol import FunctionDefinition
-from aioserve.server.protocol import Empty, Int, ModelRequest, RequestPart, Usage
+from aioserve.server.protocol import Empty, Int, RequestPart, SamplingRequest, Usage
 from aioserve.structured_outputs import StructuredOutputs
 
 # Requests
@@ -26,15 +25,16 @@ class InputPart(RequestPart, kw_only=True, omit_defaults=True):
     text: str | None = None
     # Of images.
     image_url: str | None = None
-    detail: Literal["auto"] | None = None  # the model's own processor has the say
-    # Of parts that replies have, or of other types; not served.
-    annotations: Empty = None
+    # Hints: the model's own processor has the say, and what a reply told besides its text.
+    detail: Any = None
+    annotations: Any = None
+    logprobs: Any = None
+    # Of other types; not served.
     file_data: Empty = None
     file_id: Empty = None
     file_url: Empty = None
     filename: Empty = None
     input_audio: Empty = None
-    logprobs: Empty = None
     refusal: Empty = None
 
 
@@ -53,24 +53,40 @@ class InputItem(RequestPart, kw_only=True, omit_defaults=True):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None  # a JSON object, as text
+    namespace: str | None = None  # of the function, if it is in one
     # Of function_call_output, beside call_id.
     output: str | list[InputPart] | None = None
     # Of reasoning.
     summary: list[InputPart] | None = None
-    # Not served.
-    caller: Empty = None
-    encrypted_content: Empty = None
-    namespace: Empty = None
+    encrypted_content: Any = None  # a hint: only its vendor can read it
+    caller: Any = None  # a hint
+    action: Any = None  # of web_search_call, which is passed over: what was looked for
 
 
 class FunctionTool(FunctionDefinition, kw_only=True, omit_defaults=True):
-    """One of `tools`: what OpenAI runs itself is of other types."""
+    """One of `tools`, or of those of a namespace."""
 
     type: Literal["function"]
-    # Not served.
-    allowed_callers: Empty = None
-    defer_loading: Empty = None
-    output_schema: Empty = None
+    # Hints: every function is told to the model at once.
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    output_schema: Any = None
+
+
+class NamespaceTool(RequestPart, kw_only=True, omit_defaults=True):
+    """One of `tools`: functions that have a name in common."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[FunctionTool]
+
+
+#: A `FunctionTool`, a `NamespaceTool`, or one that only a vendor runs, whose fields are its own.
+ToolEntry = Annotated[
+    dict[str, Any],
+    Meta(description="A tool: of type function or namespace; or one of a vendor's."),
+]
 
 
 class ToolName(RequestPart, kw_only=True):
@@ -117,25 +133,26 @@ class TextConfig(RequestPart, kw_only=True, omit_defaults=True):
     """How the text is bound."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None  # a hint, where the chat template looks at it
 
 
 class ReasoningConfig(RequestPart, kw_only=True, omit_defaults=True):
     """How much the model thinks; there are no summaries of it, for all of it is told."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None  # its older name
-    context: Literal["auto"] | None = None
-    mode: Literal["standard"] | None = None
+    # Hints: all reasoning is told, and the template has the say which of it the model sees again.
+    summary: Any = None
+    generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
     max_tokens: Int | None = None  # extension, as at OpenRouter: the thinking budget
 
 
-class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
+class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
     """The JSON body of POST /v1/responses: input items, and how to answer them."""
 
     input: str | list[InputItem]
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # it comes as text
+    chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
     instructions: str | None = None
     max_output_tokens: Int | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None  # of OpenAI's own tools
@@ -144,19 +161,11 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
     previous_response_id: str | None = None
     reasoning: ReasoningConfig | None = None
     store: bool | None = None  # default true
-    stream: bool | None = None
-    temperature: float | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    tools: list[FunctionTool] | None = None
-    top_p: float | None = None
-    user: str | None = None
-    # Extensions, as on the other routes.
     thinking_token_budget: Int | None = None  # as in vLLM: reasoning tokens; -1: any number
-    priority: Int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
-    hints: Hints | None = None
+    tools: list[ToolEntry] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: as truncate_prompt_tokens -1
 
     def sampling_params(
         self, defaults: SamplingDefaults, default_max_tokens: int | None
@@ -165,17 +174,20 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
         length from `default_max_tokens` if these have none. Raises `RequestError` that names the
         field.
         """
-        given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_tokens": self.max_output_tokens,
-        }
-        if self.text is not None and self.text.format is not None:
-            given["structured_outputs"] = self.text.format.structured_outputs()
-        given = {name: value for name, value in given.items() if value is not None}
-        return defaults.fill(given, max_tokens=default_max_tokens)
+        form = None if self.text is None else self.text.format
+        others: dict[str, Any] = {}
+        if self.truncation == "auto" and self.truncate_prompt_tokens is None:
+            others["truncate_prompt_tokens"] = -1
+        return self.make_params(
+            self.max_output_tokens,
+            defaults,
+            default_max_tokens,
+            wanted=None if form is None else form.structured_outputs(),
+            wanted_by="text.format",
+            **others,
+        )
 
-    def thinking_budget(self) -> tuple[int | None, str]:
+    def reasoning_budget(self) -> tuple[int | None, str]:
         """How many reasoning tokens there may be, and the field that says so. Raises `RequestError`
         for two fields that differ.
         """
@@ -190,12 +202,6 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
                 param="thinking_token_budget",
             )
         return given, "reasoning.max_tokens"
-
-    def request_fields(self) -> dict[str, Any]:
-        """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
-        names = ("user", "priority", "timeout", "cache_salt", "hints")
-        given = {name: getattr(self, name) for name in names}
-        return {k: v for k, v in given.items() if v is not None}
 
 
 # Responses
@@ -243,6 +249,7 @@ class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="func
     status: Status = "in_progress"
     call_id: str  # what its output must name
     name: str
+    namespace: str | UnsetType = UNSET  # of the function, if it is in one
     arguments: str = ""
 
 
@@ -317,11 +324,18 @@ class Response(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextConfig
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice
-    tools: list[FunctionTool]
+    tools: list[dict[str, Any]]
     top_p: float
-    truncation: str = "disabled"
+    truncation: str
     usage: ResponseUsage | None = None
     user: str | None
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """The response of POST /v1/responses/input_tokens: how many tokens the prompt has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class Whole(RequestPart, kw_only=True):

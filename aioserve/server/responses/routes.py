@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from aioserve.engine import Conversation
-from aioserve.errors import RequestError, RequestTimeoutError
+from aioserve.errors import RequestError, RequestIdInUseError
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind_off_loop, blame
@@ -21,7 +21,8 @@ from aioserve.server.errors import UnknownResponseError
 from aioserve.server.generation import respond
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES, RESPONSES
-from aioserve.server.openapi import NOT_NOW_ERRORS, Route
+from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
+from aioserve.server.passed_over import pass_over_tools
 from aioserve.server.protocol import RequestPart
 from aioserve.server.responses.answer import ResponseAnswer
 from aioserve.server.responses.events import (
@@ -32,11 +33,12 @@ from aioserve.server.responses.events import (
     PartEvent,
     ResponseEvent,
 )
-from aioserve.server.responses.prompt import template_turns, tools_of
+from aioserve.server.responses.prompt import Offered, template_turns, tools_of
 from aioserve.server.responses.protocol import (
     Deleted,
     InputItem,
     InputPart,
+    InputTokens,
     ItemList,
     Page,
     Response,
@@ -44,7 +46,7 @@ from aioserve.server.responses.protocol import (
     Whole,
 )
 from aioserve.server.responses.store import Kept
-from aioserve.server.unserved import HINTS_ON_RESPONSES, NOT_ON_RESPONSES
+from aioserve.server.tokenization import preparing
 from aioserve.server.validation import BodyDecoder, decode_query
 
 
@@ -54,7 +56,7 @@ class _Said(msgspec.Struct):
     output: list[InputItem]
 
 
-decoder = BodyDecoder(ResponsesRequest, {}, shared=NOT_ON_RESPONSES, hints=HINTS_ON_RESPONSES)
+decoder = BodyDecoder(ResponsesRequest, "responses")
 _items = msgspec.json.Decoder(list[InputItem])
 _said = msgspec.json.Decoder(_Said)
 _encoder = msgspec.json.Encoder()
@@ -72,34 +74,69 @@ _NAMES = {
 async def create_response(request: web.Request) -> web.StreamResponse:
     """The handler of POST. Raises what `add_request` raises, before anything is sent."""
     body, chat_format = await decode_body(request, decoder), request.app[CHAT_FORMAT]
-    use = tools_of(body)
-    if use is not None:
-        chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
-    images = ImageParts.of(request.app[ENGINE])
-    with _own_names(use), images.named():
-        engine = request.app[ENGINE]
+    engine = request.app[ENGINE]
+    images = ImageParts.of(engine)
+    offered = _offered(request, body)
+    with _own_names(offered.use), images.named():
+        await _check_id(request, body)
         params = msgspec.structs.replace(
             body.sampling_params(
                 engine.sampling_defaults, engine.config.server.default_chat_tokens
             ),
             kept_special_tokens=chat_format.kept_special_tokens,
         )
-        before = await _before(request, body)
-        items = [*before, *_input(body)]
-        turns = template_turns(items, images, len(before))
-        if body.instructions:
-            turns.insert(0, {"role": "system", "content": body.instructions})
-        conversation = Conversation(
-            turns,
-            use.tools if use else (),
-            reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        )
-        params = await bind_off_loop(params, use, chat_format, conversation)
-        params = with_budget(request, params, *body.thinking_budget())
-        answer = ResponseAnswer(request, body, use, params, items)
-        del items, before  # images that they hold would stay as long as the stream
+        items, conversation = await _conversation(request, body, offered.use, images)
+        params = await bind_off_loop(params, offered.use, chat_format, conversation)
+        params = with_budget(request, params, *body.reasoning_budget())
+        answer = ResponseAnswer(request, body, offered, params, items)
+        del items  # images that they hold would stay as long as the stream
         prompt = request.app[IMAGES].shown(conversation, images)
         return await respond(request, body, [prompt], params, answer)
+
+
+async def count_input_tokens(request: web.Request) -> web.Response:
+    """The handler of POST /v1/responses/input_tokens. There may be more than the model takes."""
+    body = await decode_body(request, decoder)
+    images = ImageParts.of(request.app[ENGINE])
+    use = _offered(request, body).use
+    with _own_names(use), images.named():
+        _, conversation = await _conversation(request, body, use, images)
+        async with preparing(request, images):
+            prompt = await request.app[IMAGES].show(conversation, images)
+            token_ids = await request.app[ENGINE].tokenize(prompt)
+    told = _encoder.encode(InputTokens(input_tokens=len(token_ids)))
+    return web.Response(body=told, content_type="application/json")
+
+
+def _offered(request: web.Request, body: ResponsesRequest) -> Offered:
+    pass_over_tools(request, body.tools)
+    ignore_unknown = request.app[ENGINE].config.server.ignore_unknown_fields
+    offered = tools_of(body, ignore_unknown=ignore_unknown)
+    if offered.use is not None:
+        request.app[CHAT_FORMAT].call_parser  # noqa: B018 - refuses tools that no reply could call
+    return offered
+
+
+async def _conversation(
+    request: web.Request, body: ResponsesRequest, use: ToolUse | None, images: ImageParts
+) -> tuple[list[InputItem], Conversation]:
+    """All items up to the reply, and what the chat template gets to see of them."""
+    before = await _before(request, body)
+    items = [*before, *_input(body)]
+    return items, Conversation(
+        template_turns(items, images, len(before), body.instructions),
+        use.tools if use else (),
+        template_kwargs=body.chat_template_kwargs or {},
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        verbosity=None if body.text is None else body.text.verbosity,
+    )
+
+
+async def _check_id(request: web.Request, body: ResponsesRequest) -> None:
+    """No response takes the place of one that is stored."""
+    if body.request_id is not None:
+        if await request.app[RESPONSES].get(body.request_id) is not None:
+            raise RequestIdInUseError(f"a response {body.request_id[:128]!r} is stored")
 
 
 async def _before(request: web.Request, body: ResponsesRequest) -> list[InputItem]:
@@ -196,6 +233,16 @@ async def _kept(request: web.Request) -> Kept:
 ROUTES = (
     Route(
         "POST",
+        "/v1/responses/input_tokens",
+        count_input_tokens,
+        "Count the tokens that such a conversation has.",
+        InputTokens,
+        body=decoder,
+        example={"input": "Who's there?"},
+        raises=NOT_NOW_ERRORS,  # with images, which take time
+    ),
+    Route(
+        "POST",
         "/v1/responses",
         create_response,
         "Answer a conversation, as OpenAI's newer protocol has it.",
@@ -210,7 +257,7 @@ ROUTES = (
             DoneEvent,
             ErrorEvent,
         ),
-        raises=(*NOT_NOW_ERRORS, RequestTimeoutError),
+        raises=GENERATION_ERRORS,
     ),
     Route(
         "GET",

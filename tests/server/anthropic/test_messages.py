@@ -300,12 +300,13 @@ async def test_what_the_template_gets_to_see(body, expected):
             "messages[1].content[0].input is missing",
         ),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "x", "citations": [{}]}]}],
-            "messages[0].content[0].citations is not supported",
+            [{"role": "user", "content": [{"type": "text", "text": "x", "title": "y"}]}],
+            "messages[0].content[0].title is not supported",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"typ": "text"}]}], "did you mean 'type'"),
-        ([{"role": "system", "content": "x"}], "messages[0].role"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "system", "content": [{"type": "image"}]}], "blocks of type 'image'"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
@@ -397,23 +398,24 @@ async def test_tools_that_cannot_be_called_are_refused_with_their_place(tmp_path
     tool = TOOLS[0]
     async with saying("Hello", tmp_path, HERMES) as server:
         for change, where in (
-            ({"tools": [{**tool, "type": "bash_20250124"}]}, "tools[0]: tools of type 'bash_2"),
+            ({"tools": [{**tool, "type": "bush_20250124"}]}, "no tools of type 'bush_2"),
             ({"tools": [tool, tool]}, "tools[1].name: there are two"),
             ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: the name of a tool"),
             ({"tools": [{"name": "a"}]}, "tools[0].input_schema is missing"),
             ({"tools": [{**tool, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
             ({"tools": [{**tool, "input_schema": {"type": 5}}]}, "tools[0].input_schema"),
-            ({"tools": [{**tool, "defer_loading": True}]}, "tools[0].defer_loading is not"),
+            ({"tools": [{**tool, "strct": True}]}, "in tools[0]: did you mean 'strict'"),
             ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
             ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has a name"),
             ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
             ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is missing"),
             ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "must be at least 1"),
+            ({"stop": "x", "stop_sequences": ["y"]}, "not both"),
+            ({"thread": {"type": "create"}}, "thread is not supported"),
             ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type"),
             ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
-            ({"output_config": {"effort": "high"}}, "output_config.effort"),
+            ({"output_config": {"effort": "hihg"}}, "output_config.effort"),
             ({"output_config": FORM, "messages": [TURN, CALLED]}, "for a whole reply"),
-            ({"output_format": FORM["format"]}, "use output_config.format"),
         ):
             answer = await ask(server, **change)
             assert answer.status == 400, change

@@ -112,7 +112,10 @@ ASK = Conversation([{"role": "user", "content": "Hi"}])
 
 
 def using(*tools, choice="required", **fields):
-    offered = [FunctionDefinition(**tool["function"], **fields) for tool in tools]
+    offered = {
+        f"tools[{i}]": FunctionDefinition(**tool["function"], **fields)
+        for i, tool in enumerate(tools)
+    }
     return tool_use(offered, choice, is_parallel=False)
 
 
@@ -272,7 +275,7 @@ async def test_text_and_calls_of_other_tools_stay_free(takes):
             assert await takes(text, parser, reasoning_for(parser, "qwen3"), use=STRICT)
     strict, free = (FunctionDefinition(**tool["function"]) for tool in TOOLS)
     strict.strict = True
-    mixed = tool_use([strict, free], "auto")
+    mixed = tool_use({"a": strict, "b": free}, "auto")
     for name, arguments, expected in (
         ("sell", WRONG, True),
         ("sell", "5", False),

@@ -125,10 +125,6 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        (
-            {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
-            "input[0].encrypted_content",
-        ),
         ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
@@ -145,10 +141,12 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
         ({"temperature": -1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"previous_response_id": "x"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_serch"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a", "strct": True}]}, "tools[0].strct"),
+        ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools"),
         (
-            {"tools": [{"type": "function", "name": "a", "defer_loading": True}]},
-            "tools[0].defer_loading",
+            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]},
+            "tools[0].tools[0].name",
         ),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "a"}]}, "tools"),  # of this model
@@ -164,10 +162,10 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
             "text.format",
         ),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"include": ["web_search_call.results"]}, "include[0]"),
+        ({"reasoning": {"effort": "hihg"}}, "reasoning.effort"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"top_k": -5}, "top_k"),
         ({"background": True}, "background"),
         ({"metadata": {"a": 5}}, "metadata[...]"),
         ({"imput": "x"}, "imput"),
@@ -433,7 +431,7 @@ async def test_calls_and_outputs_that_do_not_fit_are_refused_with_their_place(gi
 async def test_tools_are_offered_as_they_are_asked_for():
     def use(**fields):
         given = {"input": "x", "tools": [{**TOOLS[0], "strict": True}, TOOLS[1]], **fields}
-        use = tools_of(msgspec.convert(given, ResponsesRequest))
+        use = tools_of(msgspec.convert(given, ResponsesRequest)).use
         return use and (
             tuple(f.name for f in use.functions),
             use.must_call,
