@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from aioserve.client_batches import BatchMethods
 from aioserve.errors import (
     UNREADABLE,
     AioserveError,
@@ -87,7 +88,7 @@ class ClientFields(TypedDict, total=False):
     hints: Hints  # for the server's policy: named values, such as `predicted_output_tokens`
 
 
-class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
+class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, BatchMethods):
     """Requests to one server. Leaving a stream early aborts the request there.
 
     All methods raise what the engine raises: `RequestError` (with `param`),
@@ -100,7 +101,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
                 print(output.text, end="")
 
     The operators' commands are methods of its bases, as `pause` and `switch_policy`: they need a
-    server with admin routes.
+    server with admin routes. `files` and `batches` need one with a `--batch-dir`.
 
     A server on a Unix socket (`--uds`) has the address `unix:/path/of/its.sock`.
     """
@@ -341,10 +342,9 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
 
     @asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: bytes | None = None
+        self, method: str, path: str, body: bytes | None = None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A successful response; its connection is dropped if it was not read to the end."""
-        options: dict[str, Any] = {}
         if body is not None:  # as a file: aiohttp sends large ones in pieces
             options = {"data": io.BytesIO(body), "headers": {"Content-Type": "application/json"}}
         try:

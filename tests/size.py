@@ -25,6 +25,7 @@ PARTS = (
         "testing",
         "workers",
         "client.py",
+        "client_batches.py",
     ),
     *("row_values.py", "runner/cpu/row_values.py", "scheduler/row_reading.py"),
     *("pooling_params.py", "hints.py", "grammars/structural_tag.py"),

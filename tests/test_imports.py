@@ -373,7 +373,9 @@ ALLOWED = {
         "aioserve.outputs",
         "aioserve.sampling_params",
     },
+    "aioserve.client_batches": {"aioserve.server.batches.protocol"},
     "aioserve.client": {
+        "aioserve.client_batches",
         "aioserve.hints",
         "aioserve.errors",
         "aioserve.operations",

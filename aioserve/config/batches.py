@@ -24,7 +24,12 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     max_batch_file_mib: Annotated[PositiveInt, doc("size limit of an uploaded file, in MiB")] = 200
     max_batch_lines: Annotated[PositiveInt, doc("most lines of a batch")] = 50_000
     max_batches: Annotated[
-        PositiveInt, doc("most unfinished batches of an API key, or of a server without keys")
+        PositiveInt,
+        doc(
+            "most unfinished batches of an API key, or of a server without keys; each process "
+            "counts by itself, so that processes which share --batch-dir and take batches at the "
+            "same moment may let in more: one for each further process"
+        ),
     ] = 16
     max_batch_gib: Annotated[
         PositiveFloat,

@@ -43,12 +43,13 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Counted(msgspec.Struct, array_like=True):
-    """What a process has counted since it began, by values of labels."""
+    """What a process counts, by values of labels: since it began, or now if it is a gauge."""
 
     name: str  # of the metric, without prefix and `_total`
     documentation: str
     labels: tuple[str, ...]
     counts: list[tuple[tuple[str, ...], int]]
+    is_gauge: bool = False
 
 
 class Seen(msgspec.Struct, frozen=True):

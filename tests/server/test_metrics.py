@@ -209,12 +209,13 @@ def test_histograms_cross_between_processes_as_they_are():
     assert Histogram((1.0, 2.0)).counts == [0, 0, 0]  # not shared
 
 
-async def test_the_page_names_what_a_scrape_has(start_server):
+async def test_the_page_names_what_a_scrape_has(start_server, tmp_path):
     page = (ROOT / "docs/metrics.md").read_text()
     table = re.findall(r"^\| `vllm:(\w+)` \| `aioserve_(\w+)` \|", page, re.MULTILINE)
     assert table == [(name, ours) for ours, theirs in VLLM_NAMES.items() for name in theirs]
     scheduler = {"policy": "fair"}  # which shows gauges of its own
-    async with start_server(scheduler=scheduler, shadow={"shadow_policy": "fcfs"}) as server:
+    settings = {"shadow": {"shadow_policy": "fcfs"}, "batches": {"batch_dir": str(tmp_path)}}
+    async with start_server(scheduler=scheduler, **settings) as server:
         await server.complete(max_tokens=3)
         text = (await server.get("/metrics")).body.decode()
         families = {family.name for family in text_string_to_metric_families(text)}

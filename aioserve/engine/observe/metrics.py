@@ -261,11 +261,12 @@ class EngineMetrics(Collector):
             for process, seconds in self.loop_lags.items():
                 lags.add_metric([process], seconds)
             yield lags
-        families: dict[str, CounterMetricFamily] = {}
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for process, counted in self.counted.items():
             for one in counted:
                 if one.name not in families:
-                    families[one.name] = CounterMetricFamily(
+                    family = GaugeMetricFamily if one.is_gauge else CounterMetricFamily
+                    families[one.name] = family(
                         f"aioserve_{one.name}", one.documentation, labels=[*one.labels, "process"]
                     )
                 for values, count in one.counts:

@@ -10,6 +10,7 @@ from aioserve.server.batches.directory import Disk
 from aioserve.server.batches.runner import Runner
 from aioserve.server.errors import UnknownBatchError
 from aioserve.server.keys import ENGINE
+from aioserve.server.middleware import HTTP_COUNTS
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +26,12 @@ def open_batches(app: web.Application, max_bytes: int) -> None:
         return
     disk = app[_DISK] = Disk(settings)
 
+    runner = Runner(app, disk, max_bytes)
+    app[HTTP_COUNTS].more.append(runner.tell)
+
     async def run_batches() -> None:
         try:
-            await Runner(app, disk, max_bytes).run()
+            await runner.run()
         except Exception:  # what is kept can still be read
             logger.exception("no batches run in this process any more")
 

@@ -17,8 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
+from aioserve.operations.answers import Counted
 from aioserve.server.access.keyring import Key
 from aioserve.server.batches.directory import Disk
+from aioserve.server.batches.gauges import batch_gauges
 from aioserve.server.batches.inner import Inner
 from aioserve.server.batches.results import Answered, result_id
 from aioserve.server.batches.room import is_full, sweep, usage
@@ -53,6 +55,11 @@ class Runner:
         self._works: dict[str, tuple[Work, asyncio.Task[None]]] = {}
         self._ended: set[str] = set()  # batches: nothing is to be done for them
         self._lock: int | None = None
+        self._seen: list[StoredBatch] = []  # that had not ended at the last look
+
+    def tell(self) -> list[Counted]:
+        """How many batches this process runs, and how far they are; nothing if another one does."""
+        return batch_gauges(s.batch for s in self._seen) if self._lock is not None else []
 
     async def run(self) -> None:
         """For as long as this is not cancelled."""
@@ -99,7 +106,8 @@ class Runner:
             if task.done():
                 del self._works[batch_id]
         new = []
-        for stored in await self._disk.do(self._unfinished):
+        self._seen = await self._disk.do(self._unfinished)
+        for stored in self._seen:
             work, _ = self._works.get(stored.batch.id, (None, None))
             if work is None:
                 new.append(stored)

@@ -1,4 +1,4 @@
-"""The page on batches is true: its line and its program, run as they stand."""
+"""The page on batches is true: its line and its programs, run as they stand."""
 
 import asyncio
 from pathlib import Path
@@ -11,15 +11,19 @@ from tests.test_doc_pages import blocks
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 
-async def test_the_program_of_the_page_runs_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [0, 1])  # the program of the openai package, and our own
+async def test_the_programs_of_the_page_run_its_line(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (line,), (program,) = blocks("batches.md", "json"), blocks("batches.md", "python")
+    (line,), programs = blocks("batches.md", "json"), blocks("batches.md", "python")
+    assert len(programs) == 2
     (tmp_path / "lines.jsonl").write_text(line)
     monkeypatch.chdir(tmp_path)
     async with serving(tmp_path) as (server, _):
-        changed = program.replace("http://127.0.0.1:8000", server.url).replace("(5)", "(0.05)")
-        await asyncio.to_thread(exec, compile(changed, "batches.md", "exec"), {})
+        program = programs[number].replace("http://127.0.0.1:8000", server.url)
+        code = compile(program.replace("(5)", "(0.05)"), "batches.md", "exec")
+        await asyncio.to_thread(exec, code, {})
     printed = capsys.readouterr().out
-    assert "completed BatchRequestCounts(completed=1, failed=0, total=1)" in printed
+    if number == 0:
+        assert "completed BatchRequestCounts(completed=1, failed=0, total=1)" in printed
     assert '"custom_id":"scene 1"' in printed
