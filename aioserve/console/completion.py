@@ -98,6 +98,18 @@ def _policies() -> Iterable[str]:
     return available_policies()
 
 
+def _call_formats() -> Iterable[str]:
+    from aioserve.formats import available_formats
+
+    return ("auto", "none", *available_formats())
+
+
+def _reasoning_formats() -> Iterable[str]:
+    from aioserve.formats import MARKS
+
+    return ("auto", "none", *MARKS)
+
+
 def _configs() -> Iterable[str]:
     from aioserve.shipped import config_names
 
@@ -133,6 +145,8 @@ def _settings() -> Iterable[str]:
 # By the name under which a parser keeps the argument.
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "scheduler.policy": _policies,
+    "server.tool_call_parser": _call_formats,
+    "server.reasoning_parser": _reasoning_formats,
     "shadow.shadow_policy": _policies,
     "policy": _policies,
     "config": _configs,

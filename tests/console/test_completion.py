@@ -74,6 +74,8 @@ def test_the_first_word_is_a_command_or_a_flag() -> None:
         ("aioserve compare --workload mix", {"mixed"}),
         ("aioserve compare fcfs chunk", {"chunked_prefill"}),
         ("aioserve sweep --set scheduler.po", {"scheduler.policy="}),
+        ("aioserve --tool-call-parser he", {"hermes"}),
+        ("aioserve --reasoning-parser a", {"auto"}),
         ("aioserve chat --sam", {"--sampling"}),
         ("aioserve fetch s", {"smollm2"}),
         ("aioserve completion z", {"zsh"}),

@@ -65,8 +65,12 @@ async def test_a_parser_of_tools_that_the_model_never_hears_of_is_said_at_the_st
         server=ServerConfig(tool_call_parser=parser),
     )
     async with AsyncEngine(config) as engine:
+        caplog.clear()
+        caplog.set_level("INFO")
         say_format(engine)
-    warnings = [r.getMessage() for r in caplog.records if "tool_call_parser" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    assert [line for line in said if line.startswith("format of replies: ")]
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == (words is not None)
     assert words is None or words in warnings[0]
 
