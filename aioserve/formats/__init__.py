@@ -19,6 +19,7 @@ from aioserve.formats.grammar import (
     free_reply,
     json_rule,
     leads,
+    literal_with,
     repeated,
     text_until,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "joined",
     "json_rule",
     "leads",
+    "literal_with",
     "load_format",
     "match_end",
     "object_of",

@@ -3,6 +3,7 @@
 Knows llguidance's variant of Lark. Knows no format.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,24 @@ class Beginning(NamedTuple):
 
 #: How a text is written in a grammar: in quotes, or as the special token that it is.
 Literal = Callable[[str], str]
+
+
+def literal_with(special: Mapping[str, int]) -> Literal:
+    """Writes texts for a model with these special tokens: each by its id, wherever it stands in the
+    text, since its text is not its own; all else in quotes.
+    """
+    signs = sorted(special, key=len, reverse=True)
+    pattern = re.compile("(" + ("|".join(map(re.escape, signs)) or "(?!)") + ")")
+
+    def literal(text: str) -> str:
+        written = [
+            f"<[{special[piece]}]>" if i % 2 else msgspec.json.encode(piece).decode()
+            for i, piece in enumerate(pattern.split(text))
+            if piece
+        ]
+        return f"({' '.join(written)})" if len(written) > 1 else "".join(written) or '""'
+
+    return literal
 
 
 ANY = r"(.|\n)*"  # in a pattern

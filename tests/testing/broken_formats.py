@@ -183,6 +183,24 @@ class BindsAnotherText(HermesParser):
         return super().grammar(functions, is_parallel, literal).replace('"\\n"', '""')
 
 
+@caught_by("writes what its grammar does not allow")
+class WritesTokensAsText(HermesParser):
+    """The grammar writes the marks as texts, though the model may have tokens for them."""
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        return super().grammar(functions, is_parallel, json.dumps)
+
+
+@caught_by("a grammar that does not compile")
+class BeginsWithMoreThanAToken(HermesParser):
+    """What shows that a call begins is a token and a line break, which no pattern can hold."""
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        return [Beginning(literal("<tool_call>\n"), f"call {literal(chr(10) + '</tool_call>')}")]
+
+
 @caught_by("a grammar that allows what it must not")
 class BindsNoArguments(HermesParser):
     """The grammar takes any object for arguments."""

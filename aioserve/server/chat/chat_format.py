@@ -8,8 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from aioserve.config import ServerConfig
 from aioserve.engine import AsyncEngine, Conversation
 from aioserve.engine.admission.chat_template import ChatTemplate
@@ -28,6 +26,7 @@ from aioserve.formats import (
     choose,
     free_reply,
     leads,
+    literal_with,
     text_until,
 )
 from aioserve.server.chat.malformed_calls import MalformedCalls
@@ -91,8 +90,8 @@ class ChatFormat:
         ids = tokenizer.get_vocab() if markers else {}  # one that it does not know is no token
         special = special_token_ids(tokenizer) if markers else ()
         self._special = {marker: ids[marker] for marker in markers if ids.get(marker) in special}
-        signs = sorted(self._special, key=len, reverse=True)
-        self._signs = re.compile("|".join(map(re.escape, signs)) or "(?!)")
+        #: How a grammar writes a text.
+        self.literal = literal_with(self._special)
 
     async def close(self) -> None:
         """End what renders templates, if anything had to."""
@@ -126,20 +125,6 @@ class ChatFormat:
     def kept_special_tokens(self) -> tuple[int, ...]:
         """Special tokens that the parsers need to see in the text."""
         return tuple(self._special.values())
-
-    def literal(self, text: str) -> str:
-        """How a grammar writes it: a special token by its id, since its text is not its own."""
-        pieces, at = [], 0
-        for found in self._signs.finditer(text):
-            pieces += [text[at : found.start()], found.group()]
-            at = found.end()
-        pieces.append(text[at:])
-        written = [
-            f"<[{self._special[piece]}]>" if i % 2 else msgspec.json.encode(piece).decode()
-            for i, piece in enumerate(pieces)
-            if piece
-        ]
-        return f"({' '.join(written)})" if len(written) > 1 else "".join(written) or '""'
 
     def thought(self, conversation: Conversation) -> tuple[str, list[str]]:
         """What may stand before a reply that is bound, in a grammar, and the rules of that."""
