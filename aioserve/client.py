@@ -59,6 +59,13 @@ from aioserve.server.protocol import (
     ModelList,
     StreamOptions,
 )
+from aioserve.server.scoring.protocol import (
+    Ranked,
+    Ranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from aioserve.whole import check_one_sample, generate_all, whole_output
 
 T = TypeVar("T")
@@ -68,6 +75,8 @@ _completion_decoder = msgspec.json.Decoder(Completion)
 _chat_decoder = msgspec.json.Decoder(ChatCompletion)
 _chat_chunk_decoder = msgspec.json.Decoder(ChatCompletionChunk)
 _models_decoder = msgspec.json.Decoder(ModelList)
+_scores_decoder = msgspec.json.Decoder(ScoreList)
+_ranking_decoder = msgspec.json.Decoder(Ranking)
 _error_decoder = msgspec.json.Decoder(ErrorResponse)
 
 _STREAM_OPTIONS = StreamOptions(continuous_usage_stats=True)
@@ -271,6 +280,42 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, 
             max_concurrency,
             fields,
         )
+
+    async def score(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None
+    ) -> list[float]:
+        """How well each of `documents` fits the query, between 0 and 1, as a reranker model says;
+        in their order. `instruction` is what makes a document fit, in words.
+        """
+        asked = ScoreRequest(
+            model=self.model, text_1=query, text_2=list(documents), instruction=instruction
+        )
+        async with self._request("POST", "/v1/score", _encoder.encode(asked)) as response:
+            told: ScoreList = self._decoded(_scores_decoder, await response.read())
+        return [each.score for each in told.data or ()]
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+    ) -> list[Ranked]:
+        """The `top_n` of `documents` that fit the query best, or all, the best first: `index` is
+        the place among `documents`, `relevance_score` lies between 0 and 1.
+        """
+        asked = RerankRequest(
+            model=self.model,
+            query=query,
+            documents=list(documents),
+            top_n=top_n,
+            instruction=instruction,
+            return_documents=False,
+        )
+        async with self._request("POST", "/v1/rerank", _encoder.encode(asked)) as response:
+            told: Ranking = self._decoded(_ranking_decoder, await response.read())
+        return told.results
 
     async def models(self) -> list[ModelCard]:
         """The models that the server serves: id and max_model_len."""

@@ -386,6 +386,7 @@ ALLOWED = {
         "aioserve.server.chat.protocol",
         "aioserve.server.errors",
         "aioserve.server.logprob_structs",
+        "aioserve.server.scoring.protocol",
         "aioserve.server.protocol",
         "aioserve.whole",
     },

@@ -13,6 +13,7 @@ from aioserve.config.images import ImageConfig
 from aioserve.config.model import ModelConfig
 from aioserve.config.runner import RunnerConfig
 from aioserve.config.scheduler import SchedulerConfig
+from aioserve.config.scoring import ScoringConfig
 from aioserve.config.section import (
     DEFAULT_CHAT_TOKENS,
     DEFAULT_STEP_BUDGET,
@@ -40,6 +41,7 @@ __all__ = [
     "ModelConfig",
     "RunnerConfig",
     "SchedulerConfig",
+    "ScoringConfig",
     "Section",
     "ServerConfig",
     "ShadowConfig",

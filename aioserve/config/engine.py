@@ -16,6 +16,7 @@ from aioserve.config.model import ModelConfig
 from aioserve.config.policy_files import find_policies
 from aioserve.config.runner import RunnerConfig
 from aioserve.config.scheduler import SchedulerConfig
+from aioserve.config.scoring import ScoringConfig
 from aioserve.config.section import Section
 from aioserve.config.server import ServerConfig
 from aioserve.config.shadow import ShadowConfig
@@ -39,6 +40,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     server: ServerConfig = ServerConfig()
     access: AccessConfig = AccessConfig()
     batches: BatchConfig = BatchConfig()
+    scoring: ScoringConfig = ScoringConfig()
 
     @classmethod
     def load(

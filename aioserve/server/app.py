@@ -56,6 +56,7 @@ from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
 from aioserve.server.responses.store import Responses, ResponseStore
 from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
+from aioserve.server.scoring.routes import open_scoring
 from aioserve.server.service_manager import notify
 from aioserve.server.signals import Signals
 from aioserve.server.sockets import ListenSockets, cannot_listen, open_doors, url_of
@@ -125,6 +126,7 @@ def build_app(
         routes = OPERATORS_ROUTES
     else:
         open_batches(app, max_bytes)
+        open_scoring(app)
         app[HTTP_COUNTS].more.append(app[CHAT_FORMAT].malformed.tell)
     if server.page and (is_one_for_all or is_for_operators):
         routes = (*routes, *PAGE_ROUTES)

@@ -66,7 +66,7 @@ _OF_DRAWING = Hint("of beam search, which is not served")
 
 #: Hints for the policy by the names that other servers' clients have for them.
 HINT_FIELDS = ("kv_hints", "nvext", "session_id", "vllm_xargs")
-_OF_POLICY = {name: _field(_POLICY, embeddings=_POLICY) for name in HINT_FIELDS}
+_OF_POLICY = {name: _field(_POLICY, embeddings=_POLICY, score=_POLICY) for name in HINT_FIELDS}
 
 _LABELS_AND_HINTS = {
     "access_programs": _field(_LABEL),
@@ -269,10 +269,15 @@ _FOREIGN = {
 }
 
 _OF_OTHER_ROUTES = {
+    "activation": _field(score=Unserved()),
     "embed_dtype": _field(embeddings=Unserved(("float32",))),
     "endianness": _field(embeddings=Unserved(("native", "little"))),
     "load_inplace": _field(load_lora_adapter=Unserved((), "/v1/unload_lora_adapter first")),
     "lora_int_id": _field(unload_lora_adapter=Unserved((), "lora_name")),
+    "max_chunks_per_doc": _field(score=Unserved((1,))),
+    "rank_fields": _field(score=Unserved(([], ["text"]))),
+    "softmax": _field(score=Unserved((True,))),
+    "use_activation": _field(score=Unserved((True,))),
 }
 
 FIELDS: Mapping[str, Field] = {

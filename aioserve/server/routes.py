@@ -13,9 +13,10 @@ from aioserve.server.chat import routes as chat
 from aioserve.server.operators import route_of
 from aioserve.server.page import files, steps, trial
 from aioserve.server.responses import routes as responses
+from aioserve.server.scoring import routes as scoring
 
 _GENERATING = (completions, chat, embeddings, responses, anthropic, kept_files, batches)
-_APIS = (*_GENERATING, tokenization, abort, admin, openapi)
+_APIS = (*_GENERATING, scoring, tokenization, abort, admin, openapi)
 ROUTES = tuple(route for module in _APIS for route in module.ROUTES)
 
 #: Unless the settings say that there is no page.

@@ -147,6 +147,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"messages": MESSAGES, "return_token_strs": True}),
     ("/detokenize", {"tokens": [5, 6]}),
     ("/v1/embeddings", {"input": ["a", [5]], "dimensions": 2, "encoding_format": "base64"}),
+    ("/v1/score", {"text_1": "a", "text_2": ["b", "c"], "truncate_prompt_tokens": 9}),
+    ("/v1/score", {"query": [5], "items": [[6], [7]], "label_token_ids": [5, 6]}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
     ("/v1/abort", {"request_id": "x"}),
 ]
 

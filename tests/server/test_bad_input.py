@@ -181,6 +181,8 @@ async def test_a_bad_field_is_a_400_that_names_its_path(server, path, base, case
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
 # A good body of every route that takes one: its example, or one with as much inside as mutations
 # should reach.
+SCORED = {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6], "apply_softmax": True}
+RANKED = {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": False}
 GOOD = {
     **{route.path: dict(route.example) for route in ROUTES if route.example},
     "/v1/completions": {**COMPLETION, "logit_bias": {"5": 1}, "stop": ["a"], "n": 1},
@@ -218,7 +220,17 @@ GOOD = {
         "truncate_prompt_tokens": 3,
         "user": "ann",
     },
+    **{path: SCORED for path in ("/score", "/v1/score")},
+    **{path: RANKED for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
 }
+
+
+@pytest.fixture
+async def reranker(start_server):
+    """A server that asks its model for scores, whatever it says."""
+    scoring = {"score_template": "qwen3_reranker", "score_labels": "no,What"}
+    async with start_server(scoring=scoring) as server:
+        yield server
 
 
 ENOUGH = 100  # bodies of one route with something wrong
@@ -242,8 +254,9 @@ def test_every_route_with_a_body_is_given_bad_ones():
 
 @pytest.mark.parametrize("path", GOOD)
 async def test_whatever_is_wrong_with_a_body_it_is_refused_in_words_and_the_next_is_served(
-    server, path
+    reranker, path
 ):
+    server = reranker
     good = GOOD[path]
     served = (await server.request("POST", path, json=good)).status
     bodies = bad_bodies(good)
@@ -261,8 +274,9 @@ async def test_whatever_is_wrong_with_a_body_it_is_refused_in_words_and_the_next
 
 @pytest.mark.parametrize("path", [path for path, decoder in DECODERS.items() if decoder.unserved])
 async def test_fields_that_are_not_served_are_refused_by_name_unless_they_ask_for_nothing(
-    server, path
+    reranker, path
 ):
+    server = reranker
     base, decoder = GOOD[path], DECODERS[path]
     for name, field in decoder.unserved.items():
         answer = await server.request("POST", path, json={**base, name: "something"})

@@ -18,6 +18,7 @@ from tests.test_hints import GOOD, noting
         ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
         ("/v1/embeddings", {"input": "a"}),
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [5]}),
     ],
 )
 async def test_every_route_takes_hints_and_refuses_what_is_none(

@@ -1,0 +1,1 @@
+"""Scores of texts by decoder models: /v1/score and /v1/rerank, from logits of the next token."""
