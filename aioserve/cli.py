@@ -40,8 +40,8 @@ EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
-Commands: serve (the default); chat, bench, compare, search, sweep, zoo, calibrate, replay, trace,
-fetch, doctor and completion have a --help of their own.
+Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, calibrate,
+replay, trace, fetch, doctor and completion have a --help of their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
 if the engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if a
@@ -135,6 +135,7 @@ TOOLS = {
     "compare": "aioserve.lab.comparison.commands:run_compare",
     "search": "aioserve.lab.search.commands:run_search",
     "sweep": "aioserve.lab.comparison.commands:run_sweep",
+    "mispredict": "aioserve.lab.mispredict.commands:run_mispredict",
     "bench": "aioserve.lab.bench.commands:run_bench",
     "calibrate": "aioserve.lab.calibration.commands:run_calibrate",
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",
@@ -257,9 +258,6 @@ def load_config(arguments: argparse.Namespace) -> EngineConfig:
         raise ConfigError(f"{written}: {error.why}") from error
 
 
-_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
-
-
 def _add_flag(
     group: TakesArguments, section: str, field: msgspec.structs.FieldInfo
 ) -> list[argparse.Action]:
@@ -279,7 +277,7 @@ def _add_flag(
     elif typing.get_origin(kind) is typing.Literal:
         options["choices"] = [str(value) for value in typing.get_args(kind)]
     else:
-        options["metavar"] = _METAVARS.get(kind, "VALUE")
+        options["metavar"] = {int: "N", float: "NUMBER", str: "TEXT"}.get(kind, "VALUE")
     return [group.add_argument(f"--{field.name.replace('_', '-')}", **options)]
 
 

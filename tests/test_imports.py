@@ -199,6 +199,7 @@ ALLOWED = {
         "aioserve.thinking_budget",
     },
     "aioserve.lab": {
+        "aioserve.nearest",
         "aioserve.row_values",
         "aioserve.zoo",
         "aioserve.version",

@@ -23,9 +23,9 @@ CONFIG_HELP = "YAML file of settings, the name of a shipped one, or a policy: it
 DEFAULT_SEEDS = 5
 
 
-def add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
+def add_workload(parser: argparse.ArgumentParser, *, predict: bool = True) -> TakesArguments:
     """Add `--workload` and what cuts and changes it. Returns the group in which exactly one says
-    where requests come from.
+    where requests come from. Without `predict` the command states predictions itself.
     """
     group = parser.add_argument_group("workload")
     sources = group.add_mutually_exclusive_group(required=True)
@@ -77,18 +77,24 @@ def add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
         "it: a number, or x2 for twice the reply's own length (default: what the workload states, "
         f"else {DEFAULT_MAX_TOKENS} or the next power of two above the longest reply)",
     )
+    if predict:
+        _add_predict(group)
+    group.add_argument(
+        "--clip", action="store_true", help="shorten requests that exceed max_model_len"
+    )
+    return sources
+
+
+def _add_predict(group: TakesArguments) -> None:
     group.add_argument(
         "--predict",
         type=parse_prediction,
         metavar="KIND",
         help="give each request the hint predicted_output_tokens: exact; lognormal:SIGMA, off by "
-        "a factor with that spread; classes:BOUND,...:ACCURACY, the class of lengths that it falls "
-        "into, right with that chance (default: no hint, unless the workload states one)",
+        "a factor with that spread; ranks:TAU, in an order that has Kendall's correlation TAU with "
+        "the true one; classes:BOUND,...:ACCURACY, the class of lengths that it falls into, right "
+        "with that chance (default: no hint, unless the workload states one)",
     )
-    group.add_argument(
-        "--clip", action="store_true", help="shorten requests that exceed max_model_len"
-    )
-    return sources
 
 
 def add_common(
@@ -114,7 +120,7 @@ def is_list(value: str) -> bool:
     return "," in value and value[0] not in "[{"
 
 
-def add_jobs(parser: argparse.ArgumentParser) -> None:
+def add_jobs(parser: TakesArguments) -> None:
     """Add the argument `--jobs`, which `read_jobs` reads."""
     parser.add_argument(
         "--jobs",
@@ -155,7 +161,7 @@ def read_source(arguments: argparse.Namespace) -> WorkloadSource:
         copies=arguments.copies,
         min_turns=arguments.min_turns,
         reply_limit=arguments.max_tokens,
-        prediction=arguments.predict,
+        prediction=getattr(arguments, "predict", None),
     )
 
 

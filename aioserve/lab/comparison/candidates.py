@@ -92,7 +92,7 @@ def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
     policies have with different values, stated or not.
     """
     a, b = _flat(msgspec.to_builtins(first)), _flat(msgspec.to_builtins(second))
-    mine, others = _options(first), _options(second)
+    mine, others = options_of(first), options_of(second)
     return [
         f"{name} ({a.get(name)} against {b.get(name)})"
         for name in sorted(a | b)
@@ -107,8 +107,10 @@ def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
     ]
 
 
-def _options(config: EngineConfig) -> dict[str, Any]:
-    """The options of a policy: its defaults, and those that the configuration states instead."""
+def options_of(config: EngineConfig) -> dict[str, Any]:
+    """The options of a policy: its defaults, and those that the configuration states instead.
+    Raises `ConfigError` for an option that the policy refuses.
+    """
     stated = config.scheduler.options
     policy = load_policy(config.scheduler.policy)
     if not issubclass(policy, BaseScheduler):

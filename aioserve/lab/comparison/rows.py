@@ -6,7 +6,9 @@ Knows the document that `compare` makes; computes nothing but units.
 import math
 from typing import Any, NamedTuple
 
+from aioserve.errors import ConfigError
 from aioserve.lab.legend import DURATIONS
+from aioserve.nearest import did_you_mean
 
 NOISE = "not distinguishable from noise"
 UNKNOWN = "no interval from so little"
@@ -106,6 +108,24 @@ MEANINGS = {
     ),
     "p50, p99": "The value that 50%, or 99%, of the requests (or gaps) do not exceed.",
 }
+
+
+def key(row: Row) -> str:
+    """The name of a row's measure on the command line and in files: `ttft:p99`, `good_share`."""
+    return row.statistic if row.measure == "totals" else f"{row.measure}:{row.statistic}"
+
+
+def parse_measure(text: str) -> Row:
+    """The row that `e2e:mean` or `good_share` names, of those of which more or less is better.
+    Raises `ConfigError` that lists them.
+    """
+    found = {key(row): row for row in ROWS if row.good and row.measure != "slowdown"}
+    found = {name: row for name, row in found.items() if row.statistic != "max"}
+    if text not in found:
+        raise ConfigError(
+            f"unknown measure {text!r}{did_you_mean(text, found)}; there are {', '.join(found)}"
+        )
+    return found[text]
 
 
 def meanings(rows: list[Row]) -> dict[str, str]:

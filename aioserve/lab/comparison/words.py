@@ -255,6 +255,10 @@ def _pair(
     return lines
 
 
+BIASED = (
+    "Whichever value is the best here is so by these very requests: `search` with the same --set "
+    "chooses on one part and says what the choice is worth on another."
+)
 SWEEP_COLUMNS = (
     ("ttft", "p50"),
     ("ttft", "p99"),
@@ -295,6 +299,8 @@ def render_sweep(document: Document) -> str:
         )
     elif len(results) > 1:
         shown.append(f"There is {UNKNOWN}.")
+    if len(results) > 1:
+        shown.append(BIASED)
     return "\n".join([headline(document), "", *shown, *remarks(document)])
 
 

@@ -3,7 +3,9 @@
 Knows nothing about numbers.
 """
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -11,27 +13,167 @@ from aioserve.arguments import Parser
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
+    DEFAULT_SEEDS,
     add_common,
+    add_jobs,
     add_workload,
+    read_jobs,
+    read_num_seeds,
+    read_source,
     read_workloads,
     running,
 )
 from aioserve.lab.comparison.candidates import Candidate, load_candidates
 from aioserve.lab.comparison.document import classes_of, encode
 from aioserve.lab.comparison.knee import Bound, Knee, Probe, search
+from aioserve.lab.comparison.rows import parse_measure
+from aioserve.lab.search.scores import RATE, score_by_measure, score_by_rate
+from aioserve.lab.search.split import Split, split, two_workloads
+from aioserve.lab.search.tuning import Score, check_values, grid, tune
+from aioserve.lab.search.words import render_knee, render_probe, render_tuning
+from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import paint
+from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.workload import Workload
 from aioserve.output_file import write
 
 
 def run_search(words: Sequence[str]) -> int:
     """`aioserve search`; returns the exit code. Raises `AioserveError`."""
+    arguments = _parser().parse_args(words)
+    for name in ("goodput", "tolerance"):
+        if not 0 < getattr(arguments, name) <= 1:
+            raise ConfigError(f"--{name} must be above 0 and at most 1")
+    if check_values(arguments.set):
+        return _tune(arguments)
+    for name in ("by", "held_out", "train_share", "jobs"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for a search over values, such as --set "
+                "scheduler.options.chunk_size=64,128,256"
+            )
+    return _find_rate(arguments)
+
+
+def _find_rate(arguments: argparse.Namespace) -> int:
+    (candidate,) = load_candidates([arguments.config], arguments.set)
+    workloads = read_workloads(arguments, 1)
+    has_slo = _has_slo(arguments, workloads)
+    heads = [f"{b.measure} {b.statistic}, ms" for b in arguments.bound]
+    heads = [*(["within the SLO"] if has_slo else []), *heads]
+    print(f"{'requests/s':>12}  {'time scale':>12}" + "".join(f"  {head:>14}" for head in heads))
+
+    def show(probe: Probe) -> None:
+        print(paint(render_probe(probe)), flush=True)
+
+    with running(None) as report:
+        knee = _knee(arguments, report, candidate, workloads, show)
+    print(render_knee(candidate, knee, arguments.bound, has_slo=has_slo))
+    write(arguments.json, encode(msgspec.to_builtins(knee)))
+    return 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    """Choose among values on a training part, and judge the choice on a held-out part."""
+    row = RATE if arguments.by is None else parse_measure(arguments.by)
+    _refuse_idle(arguments)
+    candidates = grid(arguments.config, arguments.set)
+    parts = _parts(arguments)
+    with running(None) as report:
+        if row is RATE:
+            _has_slo(arguments, parts.training)
+            score: Score = partial(score_by_rate, partial(_knee, arguments, report))
+        else:
+            score = partial(
+                score_by_measure,
+                row,
+                slo=arguments.slo,
+                num_jobs=read_jobs(arguments, parts.training, len(candidates)),
+                progress=report,
+                clip=arguments.clip,
+            )
+        tuning = tune(candidates, parts, score)
+    print(paint(render_tuning(tuning, row)))
+    write(arguments.json, encode(msgspec.to_builtins(tuning)))
+    return 0
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """Raises `ConfigError` for an argument that would do nothing beside the others."""
+    if arguments.by is None:
+        if arguments.jobs is not None:
+            raise ConfigError("--jobs is for --by: one rate is tried after the other")
+    elif arguments.bound or arguments.each_class:
+        raise ConfigError("--bound and --each-class say which rate is too high; --by asks for none")
+
+
+def _parts(arguments: argparse.Namespace) -> Split:
+    """What trains and what is held out."""
+    source, share = read_source(arguments), arguments.train_share
+    seeds = _seeds(arguments, source)
+    if share is not None and (arguments.held_out is not None or not source.is_trace):
+        raise ConfigError("--train-share cuts a trace in two, and nothing else")
+    if arguments.held_out is not None:
+        other = msgspec.structs.replace(source, path=arguments.held_out)
+        return two_workloads(source, seeds, other, _seeds(arguments, other))
+    if share is not None and not 0 < share < 1:
+        raise ConfigError(f"--train-share must be above 0 and below 1, got {share:g}")
+    return split(source, seeds, share or 0.5)
+
+
+def _seeds(arguments: argparse.Namespace, source: WorkloadSource) -> range:
+    count = read_num_seeds(arguments, DEFAULT_SEEDS, is_trace=source.is_trace)
+    return range(arguments.seed, arguments.seed + count)
+
+
+def _has_slo(arguments: argparse.Namespace, workloads: Sequence[Workload]) -> bool:
+    """Whether there is an SLO. Raises `ConfigError` if there are no bounds either."""
+    has_slo = ServiceLevels.of(arguments.slo, classes_of(workloads)) is not None
+    if not has_slo and not arguments.bound:
+        raise ConfigError(
+            "search needs --slo, for example --slo ttft=0.5,tpot=0.05, or --bound gap:p99=0.2; "
+            "over values of settings, --by e2e:mean instead"
+        )
+    return has_slo
+
+
+def _knee(
+    arguments: argparse.Namespace,
+    progress: Progress,
+    candidate: Candidate,
+    workloads: Sequence[Workload],
+    on_probe: Callable[[Probe], None] = lambda probe: None,
+) -> Knee:
+    return search(
+        candidate,
+        workloads,
+        ServiceLevels.of(arguments.slo, classes_of(workloads)),
+        bounds=arguments.bound,
+        target=arguments.goodput,
+        each_class=arguments.each_class,
+        tolerance=arguments.tolerance,
+        clip=arguments.clip,
+        progress=progress,
+        on_probe=on_probe,
+    )
+
+
+def _parser() -> Parser:
     parser = Parser(
-        "search", description="Find the highest rate at which a configuration meets its SLO."
+        "search",
+        description="Find the highest rate at which a configuration meets its SLO. With several "
+        "values of settings, choose the best of them on a training part of the workload, and say "
+        "what they are worth on requests that are held out.",
     )
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     add_workload(parser)
-    add_common(parser, seeds=1)
+    add_common(
+        parser,
+        seeds=1,
+        set_help="set any setting; one with several values separated by commas, such as "
+        "scheduler.options.chunk_size=64,128,256, is searched; several such: all combinations",
+    )
     parser.add_argument(
         "--goodput",
         type=float,
@@ -60,58 +202,28 @@ def run_search(words: Sequence[str]) -> int:
         metavar="SHARE",
         help="relative precision of the rate found",
     )
-    arguments = parser.parse_args(words)
-    for name in ("goodput", "tolerance"):
-        if not 0 < getattr(arguments, name) <= 1:
-            raise ConfigError(f"--{name} must be above 0 and at most 1")
-    (candidate,) = load_candidates([arguments.config], arguments.set)
-    workloads = read_workloads(arguments, 1)
-    levels = ServiceLevels.of(arguments.slo, classes_of(workloads))
-    if levels is None and not arguments.bound:
-        raise ConfigError(
-            "search needs --slo, for example --slo ttft=0.5,tpot=0.05, or --bound gap:p99=0.2"
-        )
-    heads = [f"{b.measure} {b.statistic}, ms" for b in arguments.bound]
-    heads = [*(["within the SLO"] if levels is not None else []), *heads]
-    print(f"{'requests/s':>12}  {'time scale':>12}" + "".join(f"  {head:>14}" for head in heads))
-    with running(None) as report:
-        knee = search(
-            candidate,
-            workloads,
-            levels,
-            bounds=arguments.bound,
-            target=arguments.goodput,
-            each_class=arguments.each_class,
-            tolerance=arguments.tolerance,
-            clip=arguments.clip,
-            progress=report,
-            on_probe=_print_probe,
-        )
-    print(_knee_in_words(candidate, knee, arguments.bound, has_slo=levels is not None))
-    write(arguments.json, encode(msgspec.to_builtins(knee)))
-    return 0
+    _add_tuning(parser)
+    return parser
 
 
-def _print_probe(probe: Probe) -> None:
-    mark = "" if probe.is_met else "  too fast"
-    shown = [] if probe.good_share is None else [f"{100 * probe.good_share:.2f}%"]
-    shown += [f"{1e3 * value:.1f}" for value in probe.bounded.values()]
-    if probe.worst_class is not None:
-        mark = f"  {probe.worst_class} {100 * (probe.worst_class_share or 0):.2f}%{mark}"
-    values = "".join(f"  {value:>14}" for value in shown)
-    row = f"{probe.rate:12.3f}  {probe.time_scale:12.4f}{values}{mark}"
-    print(paint(row), flush=True)
-
-
-def _knee_in_words(
-    candidate: Candidate, knee: Knee, bounds: Sequence[Bound], *, has_slo: bool
-) -> str:
-    if knee.rate is None or knee.rate_above is None:
-        return f"{candidate.name}: no knee found: {knee.note}"
-    whom = "each class" if knee.each_class else "the requests"
-    does = [f"meets the SLO for {100 * knee.target:g}% of {whom}"] if has_slo else []
-    does += [f"keeps {b.measure} {b.statistic} within {b.limit:g} s" for b in bounds]
-    return (
-        f"{candidate.name} {' and '.join(does)} up to {knee.rate:.3g} requests/s, and not at "
-        f"{knee.rate_above:.3g}"
+def _add_tuning(parser: Parser) -> None:
+    group = parser.add_argument_group("search over values of settings")
+    group.add_argument(
+        "--by",
+        metavar="NAME",
+        help="what decides, at the workload's rate: e2e:mean, gap:p99, good_share and others "
+        "(default: the highest rate within the SLO)",
     )
+    group.add_argument(
+        "--held-out",
+        metavar="FILE",
+        help="workload that judges what was chosen (default: the later part of a trace, or as many "
+        f"other seeds of a description, {DEFAULT_SEEDS})",
+    )
+    group.add_argument(
+        "--train-share",
+        type=float,
+        metavar="SHARE",
+        help="share of a trace's time that trains (default: 0.5)",
+    )
+    add_jobs(group)

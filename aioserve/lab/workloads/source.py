@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.workloads.predictions import Prediction, with_predictions
+from aioserve.lab.workloads.predictions import AnyPrediction, with_predictions
 from aioserve.lab.workloads.reply_limit import ReplyLimit
 from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.traces import SUFFIXES, read_trace
@@ -28,7 +28,7 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 1  # crowds of such clients, each with texts of its own
     reply_limit: ReplyLimit = ReplyLimit()  # what clients allow for a reply
     rate: float | None = None  # of the arrivals of a trace that has none, per second
-    prediction: Prediction | None = None  # of each reply's length, as a hint
+    prediction: AnyPrediction | None = None  # of each reply's length, as a hint
 
     @property
     def is_trace(self) -> bool:

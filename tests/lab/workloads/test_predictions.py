@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import combinations
 from pathlib import Path
 from statistics import mean, pstdev
 
@@ -13,12 +14,14 @@ from aioserve.errors import ConfigError
 from aioserve.hints import PREDICTED_OUTPUT_TOKENS
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.predictions import (
+    AnyPrediction,
     Classes,
     Exact,
     LogNormalError,
-    Prediction,
+    Ranks,
     parse_prediction,
     with_predictions,
+    without_predictions,
 )
 from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
@@ -62,21 +65,58 @@ def test_a_class_is_right_as_often_as_was_asked_for() -> None:
         assert found.count(middles[number]) / 4000 == pytest.approx(0.8, abs=0.02)
 
 
+def kendalls_tau(first: list[int], second: list[int]) -> float:
+    pairs = [
+        (a - b) * (c - d)
+        for (a, c), (b, d) in combinations(list(zip(first, second, strict=True)), 2)
+    ]
+    return sum((p > 0) - (p < 0) for p in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.3, 0.6, 0.9, 1.0])
+def test_predicted_ranks_have_the_correlation_that_was_asked_for(tau: float) -> None:
+    rng = random.Random(0)
+    lengths = rng.sample(range(1, 100_000), 800)
+    found = Ranks(tau=tau).predict_all(lengths, random.Random(1))
+    assert sorted(found) == sorted(lengths)
+    assert kendalls_tau(lengths, found) == pytest.approx(tau, abs=0.05)
+
+
+def test_a_greater_error_is_more_of_the_same_one() -> None:
+    lengths = [1000] * 50
+    half, whole = (
+        LogNormalError(sigma=sigma).predict_all(lengths, random.Random(0)) for sigma in (0.5, 1)
+    )
+    for a, b in zip(half, whole, strict=True):
+        assert b / 1000 == pytest.approx((a / 1000) ** 2, rel=0.02)
+
+
+def test_predictions_are_taken_away_and_other_hints_stay() -> None:
+    request = WorkloadRequest(0.0, (Piece(0, 5),), 3, hints={"slo_class": "a"})
+    workload = Workload("w", (request,))
+    assert without_predictions(with_predictions(workload, Exact())) == workload
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("exact", Exact()),
         ("lognormal:0.5", LogNormalError(sigma=0.5)),
+        ("ranks:0.6", Ranks(tau=0.6)),
         ("classes:64,256:0.8", Classes(bounds=(64, 256), accuracy=0.8)),
         ("classes:64", Classes(bounds=(64,))),
     ],
 )
-def test_a_prediction_is_read_from_the_command_line(text: str, expected: Prediction) -> None:
+def test_a_prediction_is_read_from_the_command_line(text: str, expected: AnyPrediction) -> None:
     assert parse_prediction(text) == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["", "perfect", "exact:1", "lognormal", "lognormal:-1", "classes:256,64", "classes:a:1"]
+    "text",
+    [
+        *("", "perfect", "exact:1", "lognormal", "lognormal:-1", "ranks", "ranks:1.1"),
+        *("classes:256,64", "classes:a:1"),
+    ],
 )
 def test_a_prediction_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):

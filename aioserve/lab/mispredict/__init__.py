@@ -1,0 +1,1 @@
+"""The command `mispredict`: what policies that need predictions lose as these get worse."""
