@@ -5,11 +5,10 @@ bars that are the 95% intervals of the difference from the baseline: a bar acros
 says that the two cannot be told apart. Knows curves; measures nothing.
 """
 
-from collections.abc import Callable
 from html import escape
 from math import ceil, floor, log10
 
-from aioserve.lab.comparison.rows import parse_measure
+from aioserve.lab.comparison.rows import number, parse_measure
 from aioserve.lab.mispredict.curves import Curve, Curves
 from aioserve.lab.mispredict.errors import KINDS
 
@@ -27,16 +26,15 @@ STYLE = (
     "--curve:#33689c}@media (prefers-color-scheme: dark){:root{--ink:#e4e6e8;--faint:#a3a9b0;"
     "--paper:#17191c;--grid:#2c3137;--base:#ef9560;--curve:#7fb0e0}}"
 )
-Scale = Callable[[float], float]
 
 
 def draw(curves: Curves) -> str:
-    """The panels, all with the same axis from 0 on."""
+    """The panels, all with the same axis, which does not begin at 0."""
     num_rows = ceil(len(curves.curves) / COLUMNS)
     columns = min(COLUMNS, len(curves.curves))
     width, height = max(columns * WIDTH, 620), HEAD + num_rows * HEIGHT + 4
     label, symbol = parse_measure(curves.measure).label, KINDS[curves.kind][0]
-    top = _round_up(max(_values(curves)))
+    ticks = _ticks(curves)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{escape(label)} over the error of predictions, by policy">',
@@ -53,52 +51,56 @@ def draw(curves: Curves) -> str:
     ]
     for i, curve in enumerate(curves.curves):
         x, y = (i % COLUMNS) * WIDTH, HEAD + (i // COLUMNS) * HEIGHT
-        parts.append(f'<g transform="translate({x} {y})">{_panel(curve, curves, top)}</g>')
+        parts.append(f'<g transform="translate({x} {y})">{_panel(curve, curves, ticks)}</g>')
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _values(curves: Curves) -> list[float]:
-    """All that has to be on the axis; intervals may leave it."""
-    found = [curves.baseline_value]
-    for curve in curves.curves:
-        found += [curve.blind, *(point.value for point in curve.points)]
-    return found
+def _ticks(curves: Curves) -> list[float]:
+    """Round values that hold the baseline, every point and every interval between them."""
+    base = curves.baseline_value
+    values = [base]
+    for point in (point for curve in curves.curves for point in curve.points):
+        apart = point.against_baseline
+        ends = (apart.low, apart.high)
+        values += [point.value, *(base + end for end in ends if end is not None)]
+    low, high = min(values), max(values)
+    room = (high - low) / 3 or abs(high) / 3 or 1.0
+    unit = 10.0 ** floor(log10(room))
+    step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= room)
+    first = floor(low / step)
+    return [step * i for i in range(first, max(ceil(high / step), first + 1) + 1)]
 
 
-def _round_up(value: float) -> float:
-    unit = 10.0 ** floor(log10(value)) if value > 0 else 1.0
-    return next(unit * m for m in (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 10.0) if unit * m >= value)
-
-
-def _panel(curve: Curve, curves: Curves, top: float) -> str:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+def _panel(curve: Curve, curves: Curves, ticks: list[float]) -> str:
+    row = parse_measure(curves.measure)
+    bottom, right, low, high = HEIGHT - BOTTOM, WIDTH - RIGHT, ticks[0], ticks[-1]
     step = (right - LEFT - 24) / max(len(curve.points) - 1, 1)
 
     def y(value: float) -> float:
-        return bottom - min(max(value / top, 0.0), 1.0) * (bottom - TOP)
+        return bottom - (value - low) / (high - low) * (bottom - TOP)
 
-    parts = [f'<text class="head" x="{LEFT}" y="20">{escape(curve.policy)}</text>']
-    for share in (0.0, 0.5, 1.0):
-        at = y(share * top)
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>'
-            f'<text class="small end" x="{LEFT - 6}" y="{at + 4:.1f}">{share * top:g}</text>'
-        )
-    for name, value in (("base", curves.baseline_value), ("blind", curve.blind)):
-        parts.append(
-            f'<line class="{name}" x1="{LEFT}" x2="{right}" y1="{y(value):.1f}" '
-            f'y2="{y(value):.1f}"/>'
-        )
+    def across(name: str, value: float) -> str:
+        at = f'y1="{y(value):.1f}" y2="{y(value):.1f}"'
+        return f'<line class="{name}" x1="{LEFT}" x2="{right}" {at}/>'
+
+    parts = [f'<text class="head" x="{LEFT}" y="16">{escape(curve.policy)}</text>']
+    for tick in ticks:
+        at = f'x="{LEFT - 6}" y="{y(tick) + 4:.1f}"'
+        parts += [across("grid", tick), f'<text class="small end" {at}>{tick:g}</text>']
+    parts.append(across("base", curves.baseline_value))
+    if low <= curve.blind <= high:
+        parts.append(across("blind", curve.blind))
+    else:
+        said = f"without predictions: {number(curve.blind, row)}, off the axis"
+        parts.append(f'<text class="small" x="{LEFT}" y="{TOP - 4}">{said}</text>')
     places = []
     for i, point in enumerate(curve.points):
         x, apart = LEFT + 12 + i * step, point.against_baseline
         places.append(f"{x:.1f},{y(point.value):.1f}")
         if apart.low is not None and apart.high is not None:
-            low, high = (curves.baseline_value + end for end in (apart.low, apart.high))
-            parts.append(
-                f'<line class="bar" x1="{x:.1f}" x2="{x:.1f}" y1="{y(low):.1f}" '
-                f'y2="{y(high):.1f}"/>'
-            )
+            ends = [y(curves.baseline_value + end) for end in (apart.low, apart.high)]
+            at = f'y1="{ends[0]:.1f}" y2="{ends[1]:.1f}"'
+            parts.append(f'<line class="bar" x1="{x:.1f}" x2="{x:.1f}" {at}/>')
         parts.append(
             f'<circle class="dot" cx="{x:.1f}" cy="{y(point.value):.1f}" r="3.5"/>'
             f'<text class="small middle" x="{x:.1f}" y="{bottom + 16}">{point.error:g}</text>'

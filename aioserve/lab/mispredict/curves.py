@@ -79,6 +79,7 @@ def measure_curves(
     measured = list(measure_runs(runs, levels, num_jobs, progress))
     groups = [measured[i : i + len(told)] for i in range(0, len(measured), len(told))]
     base, others = groups[0], groups[1:]
+    baseline_value = mean_of(base, row)
     curves = []
     for i, candidate in enumerate(candidates):
         alone, *with_errors = others[i * (1 + len(by_error)) : (i + 1) * (1 + len(by_error))]
@@ -99,6 +100,6 @@ def measure_curves(
         key(row),
         errors.kind,
         baseline.name,
-        mean_of(base, row),
+        baseline_value,
         curves,
     )

@@ -14,6 +14,7 @@ import msgspec
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.arguments import is_list
 from aioserve.lab.comparison.candidates import Candidate, load_candidates, options_of
+from aioserve.lab.comparison.rows import key
 from aioserve.lab.comparison.runs import Apart
 from aioserve.lab.search.scores import Scores
 from aioserve.lab.search.split import Split
@@ -27,6 +28,7 @@ class Tuning(msgspec.Struct, frozen=True):
     """What was chosen, and what it is worth; scores are in the unit of the measure's row."""
 
     parts: str  # what trains and what is held out, in words
+    measure: str  # what decided, as `parse_measure` reads it; `rate`: the highest within the SLO
     candidates: list[str]  # the default last
     training: list[float]  # scores, as above
     chosen: str
@@ -63,6 +65,7 @@ def tune(candidates: Sequence[Candidate], parts: Split, score: Score) -> Tuning:
     judged = score([candidates[last], candidates[best]], parts.held_out)
     return Tuning(
         parts.words,
+        key(in_training.row),
         [candidate.name for candidate in candidates],
         in_training.values,
         candidates[best].name,
