@@ -6,7 +6,6 @@ Knows no reader: `aioserve.formats.harmony` reads.
 from collections.abc import Sequence
 
 from aioserve.formats import (
-    ANY,
     Beginning,
     CallParser,
     Function,
@@ -39,14 +38,12 @@ class HarmonyGrammar(CallParser):
         each = " | ".join(f"call_{i}" for i in range(len(functions)))
         between = f"({literal(CALL)} | {literal(END)}) {literal(START + ASSISTANT)}"
         kind = f'(" "? {literal(TYPE)} "json" | " json")?'
-        # Of marks that are text, only the first end can be told from what follows it.
-        body = "REST" if literal(END).startswith("<") else "body"
         rules = [
             f"calls: {repeated(f'({each})', between, is_parallel)} {literal(CALL)}?",
             f"kind: {kind} {literal(MESSAGE)}",
-            f"other: ({' | '.join(map(literal, CHANNELS))}) kind {body}",
+            f"other: ({' | '.join(map(literal, CHANNELS))}) kind (body | REST)",
             text_until("body", END, literal),
-            f"REST: /{ANY}/",  # in which no mark is
+            r"REST: /(.|\n)+/",  # the last one, which has not ended
         ]
         for i, function in enumerate(functions):
             to, commentary = literal(f" to={FUNCTIONS}{function.name}"), literal("commentary")
@@ -95,13 +92,14 @@ class HarmonyGrammar(CallParser):
 
     @classmethod
     def write(cls, reply: Reply) -> str:
-        messages = []
+        said = []
         if reply.reasoning:
-            messages.append(f"{CHANNEL}analysis{MESSAGE}{reply.reasoning}{END}")
+            said.append((f"{CHANNEL}analysis{MESSAGE}{reply.reasoning}", END))
         if reply.content:
-            channel, end = ("commentary", END) if reply.calls else ("final", RETURN)
-            messages.append(f"{CHANNEL}{channel}{MESSAGE}{reply.content}{end}")
+            channel = "commentary" if reply.calls else "final"
+            said.append((f"{CHANNEL}{channel}{MESSAGE}{reply.content}", END))
         for call in reply.calls:
             header = f" to={FUNCTIONS}{call.name}{CHANNEL}commentary json{MESSAGE}"
-            messages.append(f"{header}{dumps(call.arguments)}{CALL}")
-        return f"{START}{ASSISTANT}".join(messages)
+            said.append((f"{header}{dumps(call.arguments)}", CALL))
+        text = "".join(f"{message}{end}{START}{ASSISTANT}" for message, end in said[:-1])
+        return text + said[-1][0] if said else ""

@@ -73,6 +73,7 @@ async def test_a_call_that_the_model_begins_keeps_to_its_strict_schema(takes, sp
     preamble = "<|channel|>commentary<|message|>I paint.<|end|><|start|>assistant"
     final = "<|channel|>final<|message|>Ay: to=functions.paint.<|end|>"
     assert await takes(THOUGHT + final, "harmony", "auto", **strict)
+    assert await takes(final.removesuffix("<|end|>"), "harmony", "auto", **strict)
     assert await takes("Ay.", "harmony", "auto", **strict)
     for call in CALLS:
         for before in ("", THOUGHT, THOUGHT + preamble):
