@@ -182,6 +182,16 @@ def test_calls_are_shown_whatever_is_said_beside_them(render, condition, content
     assert text.startswith(content or "[")
 
 
+@pytest.mark.parametrize("write", ["{{ key }}:<{{ value }}>", "{{ key }}='{{ value }}'"])
+def test_templates_that_write_arguments_in_a_notation_of_their_own_get_a_mapping(render, write):
+    source = (
+        "{% for call in messages[-1].tool_calls %}{% if call.function.arguments is mapping %}"
+        "{% for key, value in call.function.arguments.items() %}" + write + "{% endfor %}"
+        "{% else %}{{ call.function.arguments }}{% endif %}{% endfor %}"
+    )
+    assert render(source, CALL) == write.replace("{{ key }}", "ä").replace("{{ value }}", "[1]")
+
+
 @pytest.mark.parametrize(
     "source",
     [

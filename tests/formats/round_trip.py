@@ -100,7 +100,15 @@ KWARGS: list[dict[str, Any]] = [
     {"enable_thinking": False},
 ]
 #: Ends of turns that only some turns have; every other end is seen in a turn of plain content.
-ENDS = ("<|call|>", "<|end|>", "<|eom_id|>", "<|eot_id|>", "<|eot|>", "<|im_end|>")
+ENDS = (
+    "<|call|>",
+    "<|end|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<|im_end|>",
+    "<|tool_response>",
+)
 
 
 LEFT_OUT = "the template leaves out "
@@ -317,9 +325,14 @@ def difference(said: Reply, events: Sequence[Event]) -> str:
             arguments = json.loads(text)
         except ValueError as error:
             return f"arguments that are no JSON ({error})"
-        if json.dumps(arguments) != json.dumps(call.arguments):
+        if _ordered(arguments) != _ordered(call.arguments):
             return f"arguments {_short(text)}"
     return ""
+
+
+def _ordered(arguments: Any) -> str:
+    """JSON that tells types apart, but not orders of keys, which some templates sort."""
+    return json.dumps(arguments, sort_keys=True)
 
 
 def _short(text: str) -> str:

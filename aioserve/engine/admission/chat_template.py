@@ -205,14 +205,15 @@ class ChatTemplate:
         return "probe" in text and "'probe'" not in text  # that would be the list itself
 
     def _shown(self, source: str, messages: list[dict[str, Any]]) -> str:
-        """The prompt, if the arguments of the probe's call show up as JSON in it; else empty."""
+        """The prompt, if the probe's arguments are in it, not as Python or a text; else empty."""
         messages = [{"role": "user", "content": "?"}, *messages]
         try:
             names = {"messages": messages, "add_generation_prompt": True}
             text = self._render(source, names)
         except RequestError:
             return ""
-        return text if '"probe_key"' in text or "probe_key>" in text else ""
+        is_raw = "'probe_key'" in text or '\\"probe_key' in text
+        return text if "probe_key" in text and not is_raw else ""
 
 
 class _CallForm(NamedTuple):
