@@ -19,6 +19,11 @@ GROUP = "aioserve.formats"  # of entry points, by which other packages register 
 #: By name, where the class is: in the order in which a chat template is asked for each.
 SHIPPED = {
     "harmony": "aioserve.formats.harmony:HarmonyParser",
+    "gemma4": "aioserve.formats.gemma4:Gemma4Parser",
+    "lfm2": "aioserve.formats.lfm2:Lfm2Parser",
+    "olmo3": "aioserve.formats.olmo3:Olmo3Parser",
+    "llama4_pythonic": "aioserve.formats.llama4:Llama4PythonicParser",
+    "llama4_json": "aioserve.formats.llama4:Llama4JsonParser",
     "deepseek_v3": "aioserve.formats.deepseek:DeepSeekV3Parser",
     "deepseek_v31": "aioserve.formats.deepseek:DeepSeekV31Parser",
     "mistral": "aioserve.formats.mistral:MistralParser",

@@ -176,8 +176,9 @@ class ChatFormat:
         """What a reply is that thinks if it begins with the mark, and the rules of that."""
         assert self.marks is not None
         mark = self.marks.start
-        if mark in self._special:
-            return f"/{_SPACE}/ {self.literal(mark)} {inside} | reply", []
+        written = self.literal(mark)
+        if not written.startswith('"'):  # with a special token, which is in no text
+            return f"/{_SPACE}/ {written} {inside} | reply", []
         opening = _SPACE + re.escape(mark).replace("/", r"\/")
         rules = [
             *leads(beginnings, "first", "FIRST"),

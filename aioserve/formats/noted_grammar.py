@@ -1,0 +1,217 @@
+"""The grammar of arguments in a notation that is no JSON, bound to the schema of a tool.
+
+Arguments stand in the order of the properties, or of their names where the notation sorts them.
+Bound are types, enums, items, properties, required ones, numbers, lengths and patterns. What a
+schema says of several arguments together is not bound.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aioserve.formats.grammar import ANY, Function, Literal, json_rule, text_until
+from aioserve.formats.notation import Notation, noted
+
+MAX_FREE = 16  # arguments, or items of a value, of which the schema says nothing
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
+_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_OF_TEXTS = {"minLength", "maxLength", "pattern", "format"}
+
+
+def noted_rules(notation: Notation, functions: Sequence[Function], literal: Literal) -> list[str]:
+    """Rules of which `arguments_N` is what stands behind the name of a function: all arguments,
+    with what opens and closes them; `opened_N` is the same without what opens them.
+    """
+    rules = _any_rules(notation, literal)
+    for i, function in enumerate(functions):
+        bound = _Bound(notation, literal, i, function.parameters)
+        opening, equals, closing = notation.arguments
+        said = bound.items(function.parameters, equals, is_outer=True)
+        rules.append(f"arguments_{i}: {literal(opening)} opened_{i}")
+        rules.append(f"opened_{i}: {said} {literal(closing)}")
+        rules += bound.rules
+    return rules
+
+
+def _any_rules(notation: Notation, literal: Literal) -> list[str]:
+    """Rules of which `any_value` is any value, and `any_text` any text."""
+    words = " | ".join(map(literal, dict.fromkeys((*notation.words, "true", "false", "null"))))
+    separator, colon = literal(notation.separator), literal(notation.colon)
+    key = "ANY_KEY" if notation.has_bare_keys else "any_text"
+    if notation.is_escaped:
+        text = ["any_text: /\"([^\"\\\\]|\\\\(.|\\n))*\"/ | /'([^'\\\\]|\\\\(.|\\n))*'/"]
+    else:
+        quote = notation.quote
+        text = [f"any_text: {literal(quote)} quoted", text_until("quoted", quote, literal)]
+    return [
+        *text,
+        "any_value: any_text | any_number | any_word | any_list | any_object",
+        'any_number: %json {"type": "number"}',
+        f"any_word: {words}",
+        f'any_list: "[" (any_value ({separator} any_value)*)? "]"',
+        f'any_object: "{{" (any_pair ({separator} any_pair)*)? "}}"',
+        f"any_pair: {key} {colon} any_value",
+        r"ANY_KEY: /[A-Za-z_][A-Za-z0-9_.\-]{0,63}/",
+    ]
+
+
+class _Bound:
+    """Rules of the arguments of one function."""
+
+    def __init__(
+        self, notation: Notation, literal: Literal, number: int, root: Mapping[str, Any]
+    ) -> None:
+        self.rules: list[str] = []
+        self._notation, self._literal = notation, literal
+        self._number, self._root = number, root
+        self._referred: dict[str, str] = {}  # rules, by reference
+
+    def items(self, schema: Mapping[str, Any], colon: str, *, is_outer: bool = False) -> str:
+        """Keys and values of an object, without what is around them."""
+        schema = self._resolved(schema)
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        others = schema.get("additionalProperties")
+        own = others if isinstance(others, Mapping) else {}
+        names = [*properties, *(name for name in required if name not in properties)]
+        if self._notation.has_bare_keys:
+            names.sort(key=str.lower)
+        is_bare = is_outer or self._notation.has_bare_keys
+        separator = self._literal(self._notation.separator)
+        if not names:
+            if others is False:
+                return '""'
+            key = "ANY_KEY" if is_bare else "any_text"
+            pair = f"{key} {self._literal(colon)} {self._value(own)}"
+            return f"({pair} ({separator} {pair}){{0,{MAX_FREE - 1}}})?"
+        pairs = [
+            f"{self._literal((name if is_bare else self._noted(name)) + colon)} "
+            f"{self._value(properties.get(name, own))}"
+            for name in names
+        ]
+        return self._in_order(pairs, [name in required for name in names], separator)
+
+    def _in_order(self, pairs: Sequence[str], are_required: Sequence[bool], separator: str) -> str:
+        """These with separators between them; those that are not required may be left out."""
+        first, later = '""', '""'  # what may follow nothing, and what may follow a pair
+        for pair, is_required in reversed(list(zip(pairs, are_required, strict=True))):
+            said = self._rule(pair)
+            begun, gone_on = f"{said} {later}", f"{separator} {said} {later}"
+            first = self._rule(begun if is_required else f"{begun} | {first}")
+            later = self._rule(gone_on if is_required else f"{gone_on} | {later}")
+        return first
+
+    def _value(self, schema: Any) -> str:
+        """A value by a schema."""
+        if not isinstance(schema, Mapping):
+            return "any_value"
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            if reference not in self._referred:
+                name = f"referred_{self._number}_{len(self._referred)}"
+                self._referred[reference] = name
+                self.rules.append(f"{name}: {self._value(_found(reference, self._root))}")
+            return self._referred[reference]
+        schema = self._resolved(schema)
+        for key in ("anyOf", "oneOf"):
+            if schema.get(key):
+                rest = {name: each for name, each in schema.items() if name != key}
+                return f"({' | '.join(self._value({**rest, **each}) for each in schema[key])})"
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if values is not None:
+            return f"({' | '.join(self._literal(self._noted(each)) for each in values)})"
+        kinds = schema.get("type", _TYPES if schema.keys() & (_OF_NUMBERS | _OF_TEXTS) else None)
+        if kinds is None:
+            return "any_value"
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        return f"({' | '.join(self._typed(kind, schema) for kind in kinds)})"
+
+    def _typed(self, kind: str, schema: Mapping[str, Any]) -> str:
+        """A value of one type."""
+        match kind:
+            case "string":
+                return self._text(schema)
+            case "number" | "integer":
+                own = {key: schema[key] for key in _OF_NUMBERS & schema.keys()}
+                return self._rule(json_rule({"type": kind, **own}))
+            case "boolean":
+                return f"({' | '.join(map(self._literal, self._notation.words[:2]))})"
+            case "null":
+                words = dict.fromkeys((self._notation.words[2], "null"))
+                return f"({' | '.join(map(self._literal, words))})"
+            case "array":
+                return self._list(schema)
+        return f'"{{" {self.items(schema, self._notation.colon)} "}}"'
+
+    def _list(self, schema: Mapping[str, Any]) -> str:
+        item, separator = self._value(schema.get("items")), self._literal(self._notation.separator)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[]"'
+        more = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        said = f"{item} ({separator} {item}){more}"
+        return f'"[" {said} "]"' if least else f'"[" ({said})? "]"'
+
+    def _text(self, schema: Mapping[str, Any]) -> str:
+        own = {key: schema[key] for key in _OF_TEXTS & schema.keys()}
+        if not own:
+            return "any_text"
+        length = f"{{{own.get('minLength', 0)},{own.get('maxLength', '')}}}"
+        name = f"TEXT_{self._number}_{len(self.rules)}"
+        if self._notation.is_escaped:
+            as_json = self._rule(json_rule({"type": "string", **own}))
+            if "format" in own:
+                return as_json
+            terms = [f"/'[^'\\\\\\n]{length}'/"]
+            if "pattern" in own:
+                terms.append(f"/'{_whole(own['pattern'])}'/")
+            self.rules.append(f"{name}: {' & '.join(terms)}")
+            return f"({name} | {as_json})"
+        opening, closing = self._literal(self._notation.quote), ""
+        if opening.startswith("<"):  # a special token, which is in no text
+            terms, closing = [f"/(.|\\n){length}/"], opening
+        else:
+            closed = re.escape(self._notation.quote)
+            terms = [f"/(.|\\n){length}{closed}/", f"~/{ANY}{closed}(.|\\n)+/"]
+        if "pattern" in own:
+            end = "" if closing else closed
+            terms.append(f"/{_whole(own['pattern'])}{end}/")
+        self.rules.append(f"{name}: {' & '.join(terms)}")
+        return f"({opening} {name} {closing})"
+
+    def _resolved(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """The schema with what it refers to, and all of `allOf`, in it."""
+        found = {key: each for key, each in schema.items() if key not in ("allOf", "$ref")}
+        parts = [*(schema.get("allOf") or ())]
+        if "$ref" in schema:
+            parts.append(_found(schema["$ref"], self._root))
+        for part in parts:
+            own = part if isinstance(part, Mapping) else {}
+            properties = {**(found.get("properties") or {}), **(own.get("properties") or {})}
+            required = [*(found.get("required") or ()), *(own.get("required") or ())]
+            found = {**found, **own}
+            found |= {"properties": properties} if properties else {}
+            found |= {"required": required} if required else {}
+        return found
+
+    def _noted(self, value: Any) -> str:
+        return noted(self._notation, value)
+
+    def _rule(self, right: str) -> str:
+        name = f"noted_{self._number}_{len(self.rules)}"
+        self.rules.append(f"{name}: {right}")
+        return name
+
+
+def _found(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference refers to; None if that is not in the same schema."""
+    found: Any = root if reference.startswith("#") else None
+    for step in reference.split("/")[1:]:
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
+
+
+def _whole(pattern: str) -> str:
+    """A schema's pattern, which may match anywhere, as one of the whole text."""
+    begun, ended = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    inner = re.sub(r"(?<!\\)/", r"\\/", pattern[begun : len(pattern) - ended])
+    return f"{'' if begun else ANY}({inner}){'' if ended else ANY}"
