@@ -121,6 +121,7 @@ CLAUDE_CODE = {
     "output_config": {"effort": "high"},
 }
 BETAS = {"anthropic-beta": "claude-code-20250219,context-management-2025-06-27,effort-2025-11-24"}
+NO_JSON = '<tool_call>\n{"name": "Read", "arguments": {"cmd": tru}}\n</tool_call>'
 READING = call("Read", cmd="cat note.txt")
 
 
@@ -306,6 +307,45 @@ async def test_hints_are_taken_on_every_route_and_a_misspelt_field_is_not(server
     error = check(await server.chat(reasoning_efort="high"))
     assert error["code"] == "unknown_parameter"
     assert "did you mean 'reasoning_effort'?" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds", "reason"),
+    [
+        (NO_JSON, "t", "end_turn"),
+        ('<tool_call>\n{"name": "Read", "arguments": [1]}\n</tool_call>', "t", "end_turn"),
+        (READING, "t", "max_tokens"),
+        (NO_JSON + READING, "tc", "tool_use"),
+        (READING + NO_JSON, "ct", "tool_use"),
+        (READING + READING, "cc", "tool_use"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_not_whole_is_given_back_as_text(
+    tmp_path, said, kinds, reason, stream
+):
+    async with saying(said, tmp_path, CHATML) as server:
+        limit = {"max_tokens": 24} if reason == "max_tokens" else {}
+        answer = await tell(server, stream=stream, **limit)
+        if stream:
+            events = [data for _, data in answer.named_events()]
+            blocks = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+            pieces = [e for e in events if e["type"] == "content_block_delta"]
+            for e in pieces:
+                if e["delta"]["type"] == "input_json_delta":
+                    blocks[e["index"]]["input"] = json.loads(e["delta"]["partial_json"])
+                else:
+                    blocks[e["index"]]["text"] += e["delta"]["text"]
+            [stop] = [e["delta"]["stop_reason"] for e in events if e["type"] == "message_delta"]
+        else:
+            blocks, stop = answer.json()["content"], answer.json()["stop_reason"]
+        assert "".join("c" if b["type"] == "tool_use" else "t" for b in blocks) == kinds
+        assert stop == reason
+        for block in blocks:
+            if block["type"] == "tool_use":
+                assert block["input"] == {"cmd": "cat note.txt"}
+            else:
+                assert '"Read"' in block["text"]
 
 
 async def test_openais_client_counts_input_tokens(server):

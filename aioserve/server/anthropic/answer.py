@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from aioserve.errors import UNREADABLE
-from aioserve.formats import Arguments, Call, Content, Event, Reasoning
+from aioserve.formats import Arguments, Call, Content, Event, Reasoning, joined
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.anthropic.protocol import (
     BlockDelta,
@@ -31,6 +30,7 @@ from aioserve.server.anthropic.protocol import (
     ThinkingDelta,
     ToolUseBlock,
 )
+from aioserve.server.anthropic.whole_calls import WholeCalls
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_messages_error, to_wire
@@ -56,6 +56,7 @@ class MessageAnswer(Answer):
         self._is_plain = use is None and not self._format.tells_apart
         self._pieces = request.app[TOKEN_TEXTS].bytes
         self._reader: ReplyReader | None = None
+        self._calls = WholeCalls()
         self._is_begun = False
         self._index = -1  # of the last block
         self._block: ReplyBlock | None = None  # the one that is open, empty
@@ -100,7 +101,7 @@ class MessageAnswer(Answer):
                 self._pieces,
                 includes_reasoning=self._tells_thoughts,
             )
-        return self._reader.read(output)
+        return joined(self._calls.read(self._reader.read(output), output.finish_reason))
 
     def _tell(self, event: Event) -> bytes:
         """What opens the block of the event, if it is another than the open one, and the delta."""
@@ -155,12 +156,7 @@ class MessageAnswer(Answer):
 
     def _blocks(self, events: Sequence[Event]) -> list[ReplyBlock]:
         blocks: list[ReplyBlock] = []
-        arguments = ""
-        for event in (*events, None):
-            if not isinstance(event, Arguments) and arguments:
-                call = blocks[-1]
-                assert isinstance(call, ToolUseBlock)
-                call.input, arguments = _decoded(arguments), ""
+        for event in events:
             match event:
                 case Content():
                     blocks.append(TextBlock(text=event.text))
@@ -169,7 +165,9 @@ class MessageAnswer(Answer):
                 case Call():
                     blocks.append(ToolUseBlock(id=event.id or "", name=event.name))
                 case Arguments():
-                    arguments += event.text
+                    call = blocks[-1]
+                    assert isinstance(call, ToolUseBlock)
+                    call.input = msgspec.json.decode(event.text)
         return blocks
 
     def _stop_of(self, output: RequestOutput) -> Stop:
@@ -177,22 +175,14 @@ class MessageAnswer(Answer):
         if self._reader is not None:
             reason = self._reader.finish_reason(output)
         match reason:
-            case FinishReason.TOOL_CALLS:
+            case FinishReason.TOOL_CALLS if self._calls.count:
                 return Stop(stop_reason="tool_use")
             case FinishReason.STOP if isinstance(output.stop_reason, str):
                 return Stop(stop_reason="stop_sequence", stop_sequence=output.stop_reason)
-            case FinishReason.STOP:
+            case FinishReason.STOP | FinishReason.TOOL_CALLS:
                 return Stop(stop_reason="end_turn")
             case FinishReason.LENGTH if output.num_output_tokens < self._max_tokens:
                 return Stop(stop_reason="model_context_window_exceeded")
             case FinishReason.LENGTH:
                 return Stop(stop_reason="max_tokens")
         return Stop(stop_reason=reason)
-
-
-def _decoded(arguments: str) -> dict[str, object]:
-    """The input of a call; of one that was cut off nothing, since it must be an object."""
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, object])
-    except UNREADABLE:
-        return {}

@@ -227,7 +227,7 @@ class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinkin
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
-    """A call; in a stream its input follows as JSON text. Empty if it was cut off."""
+    """A call; in a stream its input follows as JSON text, whole."""
 
     id: str
     name: str
