@@ -108,7 +108,7 @@ PARTS = (
     *("server/images.py", "server/operators.py", "server/page", "server/responses"),
     *("server/openapi.py", "server/service_manager.py", "server/tokenization.py"),
     # Structured output.
-    *("grammars", "structured_outputs.py", "runner/batch/grammar_rows.py"),
+    *("grammars", "structured_outputs.py", "finite_schema.py", "runner/batch/grammar_rows.py"),
     # Tool calls and reasoning: what models write, read.
     *(
         "formats",

@@ -17,6 +17,7 @@ ALLOWED = {
     "aioserve.errors": set(),
     "aioserve.version": set(),
     "aioserve.structured_outputs": {"aioserve.errors"},
+    "aioserve.finite_schema": set(),
     "aioserve.thinking_budget": {"aioserve.errors"},
     "aioserve.byte_alphabet": set(),
     "aioserve.token_bytes": {"aioserve.byte_alphabet"},
@@ -33,6 +34,7 @@ ALLOWED = {
     "aioserve.formats": {"aioserve.errors", "aioserve.named_class", "aioserve.nearest"},
     "aioserve.grammars": {
         "aioserve.errors",
+        "aioserve.finite_schema",
         "aioserve.model_info",
         "aioserve.structured_outputs",
         "aioserve.token_bytes",
@@ -271,6 +273,7 @@ ALLOWED = {
         "aioserve.scheduler.output",
     },
     "aioserve.server": {
+        "aioserve.finite_schema",
         "aioserve.hints",
         "aioserve.arguments",
         "aioserve.config",

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from aioserve.finite_schema import check_finite
+
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
     """A node of a structural tag; its field `type` says which kind of text it stands for."""
@@ -186,6 +188,7 @@ class _Translation:
             case JsonSchema(any_order=True):
                 raise ValueError("json_schema: any_order is not supported")
             case JsonSchema(schema):
+                check_finite(schema)
                 schema = schema | {"x-guidance": self._json_options}
                 return _Part(f"{self._rule('%json ' + json.dumps(schema))} {after.text}")
             case Regex(pattern):

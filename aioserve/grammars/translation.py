@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from aioserve.finite_schema import check_finite
 from aioserve.grammars.structural_tag import translated
 from aioserve.structured_outputs import StructuredOutputs
 
@@ -40,7 +41,9 @@ def _grammar_of(wanted: StructuredOutputs) -> str:
     if wanted.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=options)  # type: ignore[arg-type]
     if wanted.json is not None:
-        schema = json.dumps(_decoded(wanted.json))  # not by llguidance: numbers of any size
+        decoded = _decoded(wanted.json)
+        check_finite(decoded)
+        schema = json.dumps(decoded)  # not by llguidance: numbers of any size
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioserve.errors import RequestError
+from aioserve.finite_schema import check_finite
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _IN_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -24,6 +25,15 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "format": (str, "a text"),
 }
 MAX_DEPTH = 100
+
+
+def check_parameters(schema: Any, path: str) -> None:
+    """Raises `RequestError` for what is no schema, and for one of which no value is finite."""
+    check_schema(schema, path)
+    try:
+        check_finite(schema)
+    except ValueError as error:
+        raise RequestError(f"{path}: {error}", param=path) from error
 
 
 def check_schema(schema: Any, path: str, depth: int = 0) -> None:

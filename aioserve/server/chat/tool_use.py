@@ -19,7 +19,7 @@ from aioserve.server.chat.protocol import (
     NamedToolChoice,
     Tool,
 )
-from aioserve.server.chat.schema_check import check_schema
+from aioserve.server.chat.schema_check import check_parameters
 from aioserve.server.passed_over import is_vendors
 from aioserve.server.validation import convert_part
 
@@ -117,7 +117,7 @@ def _parameters(function: FunctionDefinition, path: str, field: str) -> dict[str
             param=f"{path}.name",
         )
     parameters = _NO_PARAMETERS if function.parameters is None else function.parameters
-    check_schema(parameters, f"{path}.{field}")
+    check_parameters(parameters, f"{path}.{field}")
     if parameters.get("type", "object") != "object":
         raise RequestError(
             f"{path}.{field}.type: the parameters of a tool are of type object, got "

@@ -12,13 +12,13 @@ MAX_ROUNDS = 8
 MAX_DEPTH = 100
 
 
-def endless_reference(schema: Mapping[str, Any]) -> str | None:
-    """The first `$ref` of which no value is finite and without which `schema` has none; None if it
-    allows a finite value, or more rounds or depth than there are bounds for would show it.
+def check_finite(schema: Mapping[str, Any]) -> None:
+    """Raises `ValueError` that names the `$ref` which every value of `schema` follows without end.
+
+    What more than `MAX_ROUNDS` or `MAX_DEPTH` would show passes.
     """
-    if '"$ref"' not in repr(schema).replace("'", '"'):
-        return None
-    return _Search(schema).blocked()
+    if (ref := _Search(schema).blocked()) is not None:
+        raise ValueError(f"no value of the schema is finite: {ref!r} always holds another of it")
 
 
 class _Search:
@@ -44,7 +44,8 @@ class _Search:
             return None
         if "const" in schema or "enum" in schema:
             return None
-        if isinstance(ref := schema.get("$ref"), str) and (found := self._follow(ref, depth)):
+        ref = schema.get("$ref")
+        if isinstance(ref, str) and (found := self._follow(ref, depth)) is not None:
             return found
         for name in ("anyOf", "oneOf"):
             options = schema.get(name)
@@ -68,21 +69,23 @@ class _Search:
 
 def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
     """The schemas of which every value of `schema` holds a value, or which it fits as well."""
-    for part in _listed(schema, "allOf"):
-        yield part
-    if schema.get("type", "object") == "object":
-        properties = schema.get("properties")
-        for name in _listed(schema, "required"):
-            if isinstance(properties, dict) and isinstance(name, str) and name in properties:
-                yield properties[name]
-            elif schema.get("type") == "object":
-                yield schema.get("additionalProperties")
-    if schema.get("type") == "array":
-        first, least = _listed(schema, "prefixItems"), schema.get("minItems", 0)
-        least = least if isinstance(least, int) else 0
+    yield from _listed(schema, "allOf")
+    if schema.get("type") == "object":
+        properties, names = schema.get("properties"), _listed(schema, "required")
+        properties = properties if isinstance(properties, dict) else {}
+        yield from (properties[n] for n in names if isinstance(n, str) and n in properties)
+        if not properties and (names or _least(schema, "minProperties")):
+            yield schema.get("additionalProperties")
+    elif schema.get("type") == "array":
+        first, least = _listed(schema, "prefixItems"), _least(schema, "minItems")
         yield from first[:least]
         if least > len(first):
             yield schema.get("items")
+
+
+def _least(schema: Mapping[str, Any], name: str) -> int:
+    found = schema.get(name)
+    return max(found, 0) if isinstance(found, int) else 0
 
 
 def _listed(schema: Mapping[str, Any], name: str) -> list[Any]:
