@@ -272,6 +272,10 @@ def _add_flag(
     if typing.get_origin(kind) is tuple:
         metavar = "NAME=PATH" if "NAME=PATH" in description else "NAME"
         options |= {"action": "append", "metavar": metavar}
+    elif any(
+        typing.get_origin(k) is tuple for k in typing.get_args(typing.get_args(field.type)[0])
+    ):
+        options |= {"nargs": "+", "metavar": "NAME"}
     elif kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif typing.get_origin(kind) is typing.Literal:

@@ -35,6 +35,12 @@ def test_a_server_without_a_tokenizer_is_refused(capsys):
     assert "a server needs the tokenizer" in capsys.readouterr().err
 
 
+def test_a_model_can_be_given_several_names():
+    assert load("--served-model-name", "a", "b").model.served_names == ("a", "b")
+    assert load("--served-model-name", "a").model.served_name == "a"
+    assert load().model.served_names == ("embedded",)
+
+
 def test_without_arguments_every_setting_has_its_default():
     assert load() == EngineConfig()
 

@@ -17,8 +17,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         ),
     ] = EMBEDDED_MODEL
     served_model_name: Annotated[
-        str | None,
-        doc("model name in the HTTP API (default: the value of --model; of a GGUF file its stem)"),
+        str | tuple[str, ...] | None,
+        doc(
+            "model name in the HTTP API, or several: each is answered, and metrics have the first "
+            "(default: the value of --model; of a GGUF file its stem)"
+        ),
     ] = None
     revision: Annotated[
         str | None, doc("revision of the model on the hub: a branch, tag or commit")
@@ -75,7 +78,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients."""
-        file = Path(self.model)
+        """The model's name for clients, the first of them."""
+        return self.served_names[0]
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """All names of the model for clients."""
+        file, named = Path(self.model), self.served_model_name
         stated = file.stem if file.suffix == ".gguf" else self.model
-        return self.served_model_name or stated
+        names = (named,) if isinstance(named, str) else named or ()
+        return tuple(filter(None, names)) or (stated,)

@@ -53,15 +53,15 @@ class ServedAdapters(Protocol):
 class KnownAdapters:
     """Adapters of an engine in another process, as last reported."""
 
-    def __init__(self, model: str, paths: Mapping[str, Path]) -> None:
-        """`model` is the name of the base model."""
-        self._model = model
+    def __init__(self, models: Sequence[str], paths: Mapping[str, Path]) -> None:
+        """`models` are the names of the base model."""
+        self._models = models
         self.paths = paths
 
     def check_name(self, name: str) -> None:
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
-        if name != self._model and name not in self.paths:
-            raise UnknownModelError.of(name, (self._model, *self.paths))
+        if name not in self._models and name not in self.paths:
+            raise UnknownModelError.of(name, (*self._models, *self.paths))
 
 
 class RequestFields(TypedDict, total=False):

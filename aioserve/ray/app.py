@@ -26,9 +26,10 @@ def make_app(args: dict[str, object]) -> Application:
         config = model.engine_config()
         _check(config)
         name = config.model.served_name
-        if name in models:
+        taken = {own for other, _, _ in models.values() for own in other.model.served_names}
+        for own in taken.intersection(config.model.served_names):
             raise ConfigError(
-                f"two models are served as {name!r}: give them a model.served_model_name each"
+                f"two models are served as {own!r}: give them a model.served_model_name each"
             )
         _warn_of_resources(name, model.ray_actor_options)
         hashes = config.cache.enable_prefix_caching and model.wants_hashes

@@ -85,7 +85,7 @@ class RayFront(EngineClientBase[RayParts]):
         self.max_model_len, self.started_at = info.max_model_len, info.started_at
         self._parts = RayParts(
             info,
-            KnownAdapters(self.config.model.served_name, info.adapters),
+            KnownAdapters(self.config.model.served_names, info.adapters),
             InputProcessor(
                 self.model_info,
                 info.max_model_len,

@@ -113,7 +113,7 @@ class Ingress:
             model = _Model(front, Path(self._folder.name) / f"{i}.sock", responses)
             await model.start()
             self._models.append(model)
-            for name in (config.model.served_name, *front.adapters.paths):
+            for name in (*config.model.served_names, *front.adapters.paths):
                 self._named[name] = model
 
     async def __call__(self, request: Request) -> Response:

@@ -106,24 +106,15 @@ async def version(request: web.Request) -> web.Response:
 
 def _cards(engine: EngineClient) -> list[ModelCard]:
     model, longest = engine.config.model, engine.max_model_len
-    base = ModelCard(
-        id=model.served_name,
-        created=engine.started_at,
-        max_model_len=longest,
-        root=model.model,
-        sampling=engine.sampling_defaults,
-    )
-    adapters = engine.adapters.paths.items()
-    return [base] + [
-        ModelCard(
-            id=name,
-            created=engine.started_at,
-            max_model_len=longest,
-            root=str(path),
-            parent=base.id,
-            sampling=base.sampling,
-        )
-        for name, path in adapters
+    known: dict[str, Any] = {
+        "created": engine.started_at,
+        "max_model_len": longest,
+        "sampling": engine.sampling_defaults,
+    }
+    base = [ModelCard(id=name, root=model.model, **known) for name in model.served_names]
+    return base + [
+        ModelCard(id=name, root=str(path), parent=model.served_name, **known)
+        for name, path in engine.adapters.paths.items()
     ]
 
 

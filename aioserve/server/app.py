@@ -140,7 +140,7 @@ def build_app(
     app[NEEDS] = needs
     app[DOCUMENT] = OpenAPIDocument(
         routes,
-        lambda: (engine.config.model.served_name, *engine.adapters.paths),
+        lambda: (*engine.config.model.served_names, *engine.adapters.paths),
         ignores_unknown=server.ignore_unknown_fields,
         needs=needs if app[ACCESS].keyring else {},
     )

@@ -90,6 +90,6 @@ async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     asked = (what for n, what in decoder.skipped.items() if getattr(body, n) not in (None, []))
     pass_over(request, asked)
     if isinstance(body, ModelRequest):
-        if body.model not in (None, engine.config.model.served_name):
+        if body.model is not None and body.model not in engine.config.model.served_names:
             engine.adapters.check_name(body.model)
     return body

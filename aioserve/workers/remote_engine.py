@@ -179,7 +179,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         self.model_info = info = ModelInfo(config.model)
         self.started_at = welcome.started_at
         self.max_model_len = welcome.max_model_len
-        self._adapters = KnownAdapters(config.model.served_name, welcome.adapters)
+        self._adapters = KnownAdapters(config.model.served_names, welcome.adapters)
         self.access = Access(config.access, welcome.keys, RemoteAccounts(self))
         clock = clock_of(asyncio.get_running_loop())
         self._parts = RemoteParts(

@@ -17,6 +17,22 @@ async def test_the_model_is_listed_with_its_limit(start_server):
         assert (await server.complete(model="embedded", max_tokens=1)).status == 404
 
 
+async def test_a_model_of_several_names_answers_to_each_and_lists_all(start_server):
+    async with start_server(model={"served_model_name": ("bard", "gpt-5", "claude")}) as server:
+        listed = (await server.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["bard", "gpt-5", "claude"]
+        assert len({card["root"] for card in listed}) == 1
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        for name in ("bard", "gpt-5", "claude"):
+            assert (await server.get(f"/v1/models/{name}")).json()["id"] == name
+            answer = await server.request("POST", "/v1/messages", json={**body, "model": name})
+            assert (answer.status, answer.json()["model"]) == (200, name)
+        assert (await server.complete(max_tokens=1)).json()["model"] == "bard"
+        refused = await server.complete(model="embedded", max_tokens=1)
+        assert refused.status == 404
+        assert "this server has 'bard', 'gpt-5', 'claude'" in refused.json()["error"]["message"]
+
+
 async def test_metrics_are_prometheus_text_of_this_engine(server):
     await server.complete(max_tokens=3, ignore_eos=True)
     answer = await server.get("/metrics")

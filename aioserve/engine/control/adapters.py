@@ -113,7 +113,7 @@ class Adapters:
         """
         if not name.isprintable() or not name.strip() or not path:
             raise ConfigError(f"an adapter needs a name and a path, got {name!r} and {path!r}")
-        if name == self._config.model.served_name:
+        if name in self._config.model.served_names:
             raise ConfigError(f"adapter name {name!r} is the model's own")
         if self._keeps_out:
             raise ConfigError(f"adapter {name!r}: the weights are about to change: try again later")
@@ -153,7 +153,7 @@ class Adapters:
 
     def check_name(self, name: str) -> None:
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
-        if name != self._config.model.served_name:
+        if name not in self._config.model.served_names:
             self._known(name)
 
     async def hold(self, samples: Samples, name: str, seconds: float | None) -> None:
@@ -164,7 +164,7 @@ class Adapters:
         Raises `UnknownModelError`, `RequestTimeoutError` after `seconds`, `EngineDeadError`,
         and `RequestFailedError` if its files cannot be read any more.
         """
-        if name == self._config.model.served_name:
+        if name in self._config.model.served_names:
             return
         try:
             async with asyncio.timeout(0.0 if samples.is_aborted else seconds) as wait:
@@ -281,5 +281,5 @@ class Adapters:
     def _known(self, name: str) -> _Adapter:
         adapter = self._named.get(name)
         if adapter is None:
-            raise UnknownModelError.of(name, (self._config.model.served_name, *self._named))
+            raise UnknownModelError.of(name, (*self._config.model.served_names, *self._named))
         return adapter
