@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 25_669
+CORE_LIMIT = 25_655
 
 #: Folders and files that a feature owns, below `aioserve`; so are `policies/zoo` and
 #: `policies/composed`.
@@ -115,6 +115,7 @@ PARTS = (
         "server/chat/chat_format.py",
         "server/chat/malformed_calls.py",
         "server/chat/tool_use.py",
+        "server/chat/tool_structs.py",
         "server/chat/binding.py",
     ),
     *("server/chat/reply_reader.py", "server/chat/schema_check.py"),

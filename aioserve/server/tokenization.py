@@ -15,7 +15,8 @@ from aioserve.errors import EngineDeadError, RequestError
 from aioserve.server.access.gate import entered
 from aioserve.server.body import decode_body
 from aioserve.server.chat.messages import template_messages
-from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, ToolEntry
+from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage
+from aioserve.server.chat.tool_structs import ToolEntry
 from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import ENGINE, IMAGES

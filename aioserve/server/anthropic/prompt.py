@@ -14,7 +14,7 @@ from aioserve.server.anthropic.protocol import (
     ToolChoice,
     ToolDefinition,
 )
-from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.chat.tool_structs import FunctionDefinition
 from aioserve.server.chat.tool_use import Choice, Names, ToolUse, tool_use
 from aioserve.server.images import ImageParts, Part, content_of, joined, text_part
 from aioserve.server.passed_over import is_vendors

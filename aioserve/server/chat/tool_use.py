@@ -13,13 +13,9 @@ import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.formats import Function
-from aioserve.server.chat.protocol import (
-    ChatCompletionRequest,
-    FunctionDefinition,
-    NamedToolChoice,
-    Tool,
-)
+from aioserve.server.chat.protocol import ChatCompletionRequest
 from aioserve.server.chat.schema_check import check_parameters
+from aioserve.server.chat.tool_structs import FunctionDefinition, NamedToolChoice, Tool
 from aioserve.server.passed_over import is_vendors
 from aioserve.server.validation import convert_part
 

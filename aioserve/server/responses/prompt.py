@@ -10,7 +10,7 @@ import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.server.chat.messages import template_call
-from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.chat.tool_structs import FunctionDefinition
 from aioserve.server.chat.tool_use import Names, ToolUse, tool_use
 from aioserve.server.images import Content, ImageParts, Part, content_of, joined, text_part
 from aioserve.server.passed_over import is_vendors

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from aioserve.errors import RequestError
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.chat.tool_structs import FunctionDefinition
 from aioserve.server.protocol import Empty, Int, RequestPart, SamplingRequest, Usage
 from aioserve.structured_outputs import StructuredOutputs
 

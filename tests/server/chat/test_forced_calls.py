@@ -17,7 +17,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
 from aioserve.server.chat.chat_format import ChatFormat
-from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.chat.tool_structs import FunctionDefinition
 from aioserve.server.chat.tool_use import tool_use
 from aioserve.structured_outputs import StructuredOutputs
 from tests.server.scripted import EMBEDDED, make_model
