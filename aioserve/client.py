@@ -46,6 +46,7 @@ from aioserve.server.chat.protocol import (
 )
 from aioserve.server.errors import from_wire
 from aioserve.server.logprob_structs import PromptLogprobs
+from aioserve.server.model_card import ModelCard, ModelList
 from aioserve.server.protocol import (
     SHARED_SAMPLING_FIELDS,
     Choice,
@@ -55,8 +56,6 @@ from aioserve.server.protocol import (
     Envelope,
     ErrorInfo,
     ErrorResponse,
-    ModelCard,
-    ModelList,
     StreamOptions,
 )
 from aioserve.server.scoring.protocol import (
@@ -318,7 +317,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, 
         return told.results
 
     async def models(self) -> list[ModelCard]:
-        """The models that the server serves: id and max_model_len."""
+        """The models that the server serves: id, max_model_len, and what they can do."""
         async with self._request("GET", "/v1/models") as response:
             models: ModelList = self._decoded(_models_decoder, await response.read())
             return models.data

@@ -122,7 +122,7 @@ PARTS = (
     # Thinking budgets, and reasoning tokens counted.
     *("thinking_budget.py", "reasoning_tokens.py", "token_bytes.py", "server/chat/thinking.py"),
     *("runner/batch/thinking_rows.py", "engine/admission/budget_validator.py"),
-    *("server/scoring", "config/scoring.py"),
+    *("server/scoring", "config/scoring.py", "server/model_card*.py"),
     # Keys, accounts, origins, TLS: a server without keys on loopback asks none of them.
     *("server/access/access.py", "server/access/accounts.py", "server/access/exposure.py"),
     *("server/access/hosts.py", "server/access/keyring.py", "server/access/origins.py"),

@@ -391,6 +391,7 @@ ALLOWED = {
         "aioserve.server.errors",
         "aioserve.server.logprob_structs",
         "aioserve.server.scoring.protocol",
+        "aioserve.server.model_card",
         "aioserve.server.protocol",
         "aioserve.whole",
     },
@@ -420,6 +421,7 @@ ALLOWED = {
         "aioserve.sampling_defaults",
         "aioserve.sampling_params",
         "aioserve.version",
+        "aioserve.server.model_card",
         "aioserve.server.protocol",
     },
     "aioserve.cli": {

@@ -30,7 +30,7 @@ from aioserve.console.terminal_keys import keeping_keys
 from aioserve.console.wrapping import WordWrap
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from aioserve.server.protocol import ModelCard
+from aioserve.server.model_card import ModelCard
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "AIOSERVE_API_KEY"

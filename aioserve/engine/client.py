@@ -103,6 +103,11 @@ class EngineClient(ABC):
         return self._alive().input_processor.refuses_images
 
     @property
+    def supports_embeddings(self) -> bool:
+        """Whether prompts can become vectors."""
+        return self._alive().pooling.can_pool
+
+    @property
     def image_placeholder(self) -> str:
         """Placeholder of an image in a text prompt; empty if prompts cannot have images."""
         return self._alive().input_processor.image_placeholder

@@ -7,14 +7,14 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from aioserve.engine import EngineClient
 from aioserve.errors import UnknownKeyError, UnknownModelError
 from aioserve.operations import HealthCheck, ShowMetrics
 from aioserve.operations.answers import Health, Readiness
-from aioserve.server.keys import ENGINE
+from aioserve.server.keys import CHAT_FORMAT, ENGINE
 from aioserve.server.middleware import HTTP_COUNTS
+from aioserve.server.model_card import ModelCard, ModelList
+from aioserve.server.model_cards import model_cards
 from aioserve.server.openapi import Route
-from aioserve.server.protocol import ModelCard, ModelList
 from aioserve.version import __version__
 
 _encoder = msgspec.json.Encoder()
@@ -51,14 +51,14 @@ class Version(msgspec.Struct):
 
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models: the model first."""
-    return _json(ModelList(data=_cards(request.app[ENGINE])))
+    return _json(ModelList(data=_cards(request)))
 
 
 async def get_model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}; a name may hold slashes."""
-    engine, asked = request.app[ENGINE], request.match_info["id"]
-    engine.adapters.check_name(asked)
-    return _json(next(card for card in _cards(engine) if card.id == asked))
+    asked = request.match_info["id"]
+    request.app[ENGINE].adapters.check_name(asked)
+    return _json(next(card for card in _cards(request) if card.id == asked))
 
 
 async def probe(request: web.Request) -> web.Response:
@@ -104,18 +104,8 @@ async def version(request: web.Request) -> web.Response:
     return _json(Version(__version__))
 
 
-def _cards(engine: EngineClient) -> list[ModelCard]:
-    model, longest = engine.config.model, engine.max_model_len
-    known: dict[str, Any] = {
-        "created": engine.started_at,
-        "max_model_len": longest,
-        "sampling": engine.sampling_defaults,
-    }
-    base = [ModelCard(id=name, root=model.model, **known) for name in model.served_names]
-    return base + [
-        ModelCard(id=name, root=str(path), parent=model.served_name, **known)
-        for name, path in engine.adapters.paths.items()
-    ]
+def _cards(request: web.Request) -> list[ModelCard]:
+    return model_cards(request.app[ENGINE], request.app.get(CHAT_FORMAT))
 
 
 def _json(body: Any, status: int = 200) -> web.Response:

@@ -238,26 +238,6 @@ class Completion(Envelope, kw_only=True):
     choices: list[CompletionChoice]
 
 
-class ModelCard(msgspec.Struct, kw_only=True):
-    """One model of GET /v1/models."""
-
-    id: str
-    created: int
-    max_model_len: int  # extension: prompt and output together, in tokens
-    root: str  # as in vLLM: where it was loaded from
-    parent: str | None = None  # as in vLLM: of an adapter, the model
-    sampling: SamplingDefaults = NO_DEFAULTS  # extension: of requests that do not state it
-    object: Literal["model"] = "model"
-    owned_by: str = "aioserve"
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """The response of GET /v1/models: the models and LoRA adapters that are served."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
 class ErrorInfo(msgspec.Struct, kw_only=True):
     """What went wrong; `param` is the path of the offending field."""
 

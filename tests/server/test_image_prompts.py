@@ -117,6 +117,9 @@ async def test_every_door_shows_the_model_what_the_engine_would(seeing):
     images = [picture(0, 60, 40), picture(1, 30, 50)]
     urls = [data_url(encoded(image)) for image in images]
     async with seeing() as server:
+        [card] = (await server.get("/v1/models")).json()["data"]
+        assert card["architecture"]["input_modalities"] == ["text", "image"]
+        assert "vision" in card["capabilities"]
         tokens, num_prompt_tokens = await seen_by_engine(server, *images)
         assert (await seen_by_engine(server, images[0], images[0]))[0] != tokens
         answer = await look(server, *urls)

@@ -28,12 +28,12 @@ class PoolingValidator:
     def __init__(self, model_info: ModelInfo, runner_info: RunnerInfo) -> None:
         """Raises `ConfigError` for a damaged file."""
         self._model_info = model_info
-        self._can_pool = can_pool = runner_info.supports_pooling
+        self.can_pool = can_pool = runner_info.supports_pooling
         self._stated = (model_info.stated_pooling or "last") if can_pool else None
 
     def complete(self, params: PoolingParams) -> PoolingParams:
         """Fill in how the model pools."""
-        if not self._can_pool:
+        if not self.can_pool:
             raise RequestError("this engine's runner gives no hidden states to make embeddings of")
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)

@@ -109,6 +109,11 @@ class ChatFormat:
         return self._format
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether requests may have tools: it is known how the model writes calls."""
+        return self._format is not None and self._takes_tools
+
+    @property
     def tells_apart(self) -> bool:
         """Whether a reply is more than content though there are no tools: it may reason."""
         return self.marks is not None or self._reads_all
