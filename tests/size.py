@@ -112,6 +112,7 @@ PARTS = (
     # Tool calls and reasoning: what models write, read.
     *(
         "formats",
+        "engine/admission/call_forms.py",
         "server/chat/chat_format.py",
         "server/chat/malformed_calls.py",
         "server/chat/tool_use.py",

@@ -1,6 +1,7 @@
 """What becomes of a conversation, and of templates that mean no good."""
 
 import gc
+import json
 import resource
 
 import psutil
@@ -180,6 +181,36 @@ def test_calls_are_shown_whatever_is_said_beside_them(render, condition, content
     text = render(source, {"role": "assistant", "content": ""}, call)
     assert '"arguments": {"ä": [1]}' in text
     assert text.startswith(content or "[")
+
+
+FIRST_CALL = (
+    "{% for message in messages %}{% if message.tool_calls %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('no') }}{% endif %}"
+    "({{ message.thinking }}{{ message.tool_calls[0].function | tojson }})"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_of_a_template_that_shows_one_call_each_call_has_its_message_and_its_result(render):
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
+        for name in ("add", "sell")
+    ]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    results = [
+        {"role": "tool", "content": f"[{each['id']}]", "tool_call_id": each["id"]} for each in calls
+    ]
+    assert render(FIRST_CALL, message, *results[::-1]) == "".join(
+        f'({{"name": "{name}", "arguments": {{}}}})[{name}]' for name in ("add", "sell")
+    )
+    shown = FIRST_CALL.replace("tool_calls[0].function", "tool_calls")
+    assert render(shown, message, *results[::-1]).endswith("[sell][add]")
+
+
+def test_a_template_that_refuses_content_beside_reasoning_and_calls_gets_two_messages(render):
+    message = {**CALL, "content": "I add.", "reasoning_content": "Hm."}
+    function = json.dumps(CALL["tool_calls"][0]["function"], ensure_ascii=False)
+    assert render(FIRST_CALL, message) == f"I add.(Hm.{function})"
 
 
 @pytest.mark.parametrize("write", ["{{ key }}:<{{ value }}>", "{{ key }}='{{ value }}'"])

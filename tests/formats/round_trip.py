@@ -206,7 +206,10 @@ class RoundTrips:
             reader = ReplyParser(ReasoningParser(marks, turn.prompt_end), None)
             events = joined(reader.append(text) + reader.flush())
             text = "".join(event.text for event in events if isinstance(event, Content))
-        written = format_.write(reply)
+        try:
+            written = format_.write(reply)
+        except ValueError:  # it cannot be said in this format
+            return OTHERWISE
         if format_.reads_reasoning and written.endswith(text):
             text = written  # the prompt has begun it
         if written.strip() == text.strip():

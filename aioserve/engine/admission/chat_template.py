@@ -4,12 +4,18 @@ Templates are programs that come with a model: `template_renderer` runs them wit
 they are given is what `transformers` gives them. Knows nothing about tokens.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from aioserve.engine.admission.call_forms import (
+    CallForm,
+    forms_of,
+    is_shown,
+    one_call_each,
+    probe,
+)
 from aioserve.engine.admission.late_system import PROBE, has_late_system, without_late_system
 from aioserve.engine.admission.template_renderer import TemplateRenderer
 from aioserve.errors import RequestError
@@ -83,7 +89,8 @@ class ChatTemplate:
         self._names: dict[str, frozenset[str]] = {}  # that a template may be given, by template
         self._takes: dict[str, tuple[bool, bool]] = {}  # by template: text, parts
         self._late: dict[str, bool] = {}  # by template: system messages behind others
-        self._call_forms: dict[tuple[str, str | None], _CallForm] = {}  # by template and content
+        self._call_forms: dict[tuple[str, str], CallForm] = {}  # by template and probe
+        self._several: dict[str, bool] = {}  # by template: calls in one message
 
     def close(self) -> None:
         """End the process in which templates are rendered. Idempotent."""
@@ -96,7 +103,10 @@ class ChatTemplate:
         tools = [dict(tool) for tool in conversation.tools]
         if has_late_system(messages) and not self._takes_late_system(source):
             messages = without_late_system(messages)
-        if any(message.get("tool_calls") for message in messages):
+        num_calls = max((len(each.get("tool_calls") or ()) for each in messages), default=0)
+        if num_calls > 1 and not self._takes_several(source):
+            messages = one_call_each(messages)
+        if num_calls:
             messages = [own for each in messages for own in self._with_calls(source, each)]
         self._check_read(source, conversation.template_kwargs)
         names = {
@@ -158,15 +168,23 @@ class ChatTemplate:
         """The message in the first form in which this template shows its calls."""
         if not message.get("tool_calls"):
             return [message]
-        content = message["content"] and "probe"
-        if (source, content) not in self._call_forms:
-            contents = dict.fromkeys([content, "", None])
-            forms = [_CallForm(has_text, own) for own in contents for has_text in (False, True)]
-            probe = {**_PROBE, "content": content}
-            shown = [(f, text) for f in forms if (text := self._shown(source, f.apply(probe)))]
+        asked = probe(message)
+        key = source, str(asked)
+        if key not in self._call_forms:
+            forms = forms_of(asked["content"])
+            shown = [
+                (f, text) for f in forms if is_shown(text := self._try(source, f.apply(asked)))
+            ]
             clean = (form for form, text in shown if "None" not in text)
-            self._call_forms[source, content] = next(clean, shown[0][0] if shown else forms[0])
-        return self._call_forms[source, content].apply(message)
+            self._call_forms[key] = next(clean, shown[0][0] if shown else forms[0])
+        return self._call_forms[key].apply(message)
+
+    def _takes_several(self, source: str) -> bool:
+        """Whether a template shows all calls of a message."""
+        if source not in self._several:
+            two = self._with_calls(source, probe({"content": None}, 2))
+            self._several[source] = "probe1" in self._try(source, two)
+        return self._several[source]
 
     def _with_contents(self, source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With contents as this template wants them: texts, or lists of parts."""
@@ -204,58 +222,13 @@ class ChatTemplate:
             return False
         return "probe" in text and "'probe'" not in text  # that would be the list itself
 
-    def _shown(self, source: str, messages: list[dict[str, Any]]) -> str:
-        """The prompt, if the probe's arguments are in it, not as Python or a text; else empty."""
+    def _try(self, source: str, messages: list[dict[str, Any]]) -> str:
+        """The prompt of a user's message and these; empty if the template refuses them."""
         messages = [{"role": "user", "content": "?"}, *messages]
         try:
-            names = {"messages": messages, "add_generation_prompt": True}
-            text = self._render(source, names)
+            return self._render(source, {"messages": messages, "add_generation_prompt": True})
         except RequestError:
             return ""
-        is_raw = "'probe_key'" in text or '\\"probe_key' in text
-        return text if "probe_key" in text and not is_raw else ""
-
-
-class _CallForm(NamedTuple):
-    """How a template wants a message with calls.
-
-    Most make JSON of the arguments, or go through them; others join them to their text as they are.
-    Some refuse a content of None or write the word, others leave the calls out unless it is None.
-    """
-
-    has_text: bool  # arguments as JSON text, not as a mapping
-    content: str | None  # beside calls; if there is more to say, a message before says it
-
-    def apply(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """The message or messages as wanted."""
-        calls = message["tool_calls"]
-        if self.has_text:
-            calls = [
-                {**call, "function": {**call["function"], "arguments": _to_json(call["function"])}}
-                for call in calls
-            ]
-        if not message["content"]:
-            return [{**message, "content": self.content, "tool_calls": calls}]
-        if self.content:
-            return [{**message, "tool_calls": calls}]
-        said = {key: value for key, value in message.items() if key != "tool_calls"}
-        return [said, {"role": "assistant", "content": self.content, "tool_calls": calls}]
-
-
-def _to_json(function: Mapping[str, Any]) -> str:
-    return json.dumps(function["arguments"], ensure_ascii=False)
-
-
-_PROBE: dict[str, Any] = {
-    "role": "assistant",
-    "tool_calls": [
-        {
-            "id": "probe0000",  # nine letters and digits, for Mistral's
-            "type": "function",
-            "function": {"name": "probe", "arguments": {"probe_key": "probe_value"}},
-        }
-    ],
-}
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
