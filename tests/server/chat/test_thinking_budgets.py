@@ -120,7 +120,7 @@ async def test_messages_and_responses_keep_to_their_budgets() -> None:
     async with running(THINKS) as server:
         turn = [{"role": "user", "content": "Who's there?"}]
         thinking = {"type": "enabled", "budget_tokens": 4}
-        body = {"messages": turn, "max_tokens": 30, "thinking": thinking}
+        body = {"messages": turn, "max_tokens": 30, "temperature": 0, "thinking": thinking}
         message = (await server.request("POST", "/v1/messages", json=body)).json()
         assert [block["type"] for block in message["content"]] == ["thinking", "text"]
 
@@ -129,7 +129,7 @@ async def test_messages_and_responses_keep_to_their_budgets() -> None:
             ({"reasoning": {"max_tokens": 9}}, 9),
             ({"reasoning": {"max_tokens": 9}, "thinking_token_budget": 9}, 9),
         ):
-            asked = {"input": "Who's there?", "max_output_tokens": 30, **fields}
+            asked = {"input": "Who's there?", "max_output_tokens": 30, "temperature": 0, **fields}
             response = (await server.request("POST", "/v1/responses", json=asked)).json()
             details = response["usage"]["output_tokens_details"]
             assert details == {"reasoning_tokens": count}
