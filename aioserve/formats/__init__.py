@@ -28,6 +28,8 @@ from aioserve.formats.reasoning import MARKS, Marks, ReasoningParser, choose_rea
 from aioserve.formats.registry import SHIPPED, available_formats, load_format
 from aioserve.formats.reply_format import Reply, ReplyFormat, SaidCall, dumps, object_of
 from aioserve.formats.reply_parser import ReplyParser
+from aioserve.formats.tagged import TaggedParser
+from aioserve.formats.tags import Tags
 from aioserve.formats.text import SPACE, any_of, match_end, overlap, skip_space
 from aioserve.formats.typed_text import typed_json
 
@@ -56,6 +58,8 @@ __all__ = [
     "ReplyFormat",
     "ReplyParser",
     "SaidCall",
+    "TaggedParser",
+    "Tags",
     "alternatives",
     "any_of",
     "available_formats",

@@ -53,10 +53,21 @@ ANY = r"(.|\n)*"  # in a pattern
 
 def text_until(rule: str, end: str, literal: Literal) -> str:
     """A rule of that name for any text up to the first `end`, which it takes as well."""
-    written = literal(end)
-    if written.startswith('"'):
-        return f"{rule}[suffix={written}]: /{ANY}/"
-    return f"{rule}: /{ANY}/ {written}"  # a special token, which is in no text
+    head, tail = split_literal(end, literal)
+    if tail:  # it holds a special token, which is in no text
+        return f"{rule}: /{ANY}{re.escape(head).replace('/', chr(92) + '/')}/ {tail}"
+    return f"{rule}[suffix={literal(end)}]: /{ANY}/"
+
+
+def split_literal(text: str, literal: Literal) -> tuple[str, str]:
+    """What stands before the first special token in a text, and the rest as a grammar writes it,
+    which is empty if there is none.
+    """
+    for i in range(len(text)):
+        written = literal(text[i:])
+        if written.startswith(("<[", "(<[")):
+            return text[:i], written
+    return text, ""
 
 
 # Of a forced reply: without a limit, a model that is unsure goes on until its text is cut.

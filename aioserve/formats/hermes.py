@@ -27,7 +27,7 @@ class HermesParser(CallParser):
     @classmethod
     def evidence(cls, template: str) -> str | None:
         # Qwen3-Coder and others write XML between the same markers.
-        is_xml = "<function=" in template or "<arg_key>" in template
+        is_xml = any(tag in template for tag in ("<function=", "<arg_key>", "<invoke name="))
         return _OPEN if _OPEN in template and not is_xml else None
 
     @classmethod

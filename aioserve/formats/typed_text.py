@@ -4,7 +4,9 @@ For formats that write `<parameter=city>Paris</parameter>` and leave the type to
 JSON schemas as far as they say types. Knows no format.
 """
 
+import ast
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ import msgspec
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates print them
 MAX_DEPTH = 16  # of schemas that refer to schemas
+MAX_FORMS = 32  # of one schema
+_COMPOUND = {"$ref", "anyOf", "oneOf", "allOf"}
 
 
 def typed_json(text: str, schema: Mapping[str, Any], name: str) -> str:
@@ -28,11 +32,25 @@ def typed_json(text: str, schema: Mapping[str, Any], name: str) -> str:
         return _string(text)
     read = text.strip()
     found = type_of(read := _PYTHON.get(read, read))
+    if found is None and read[:1] in ("[", "{") and "string" not in types:
+        found = type_of(read := _from_python(read))
     if found is None or found == "string" or not _fits(found, read, types):
         return _string(text)
     if found == "number" and "number" not in types and types:
         return str(int(float(read)))  # 5.0, where an integer is wanted
     return read
+
+
+def _from_python(text: str) -> str:
+    """JSON of a list or a dictionary that a template has printed as Python does, as it was if it is
+    none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
 
 
 def argument_types(schema: Mapping[str, Any], name: str) -> set[str]:
@@ -42,6 +60,36 @@ def argument_types(schema: Mapping[str, Any], name: str) -> set[str]:
     if own is None:
         own = schema.get("additionalProperties")
     return set(_types(own, schema, MAX_DEPTH)) if isinstance(own, Mapping) else set()
+
+
+def forms(
+    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = MAX_DEPTH
+) -> list[dict[str, Any]]:
+    """The schemas of which a value fits one if it fits `schema`, without references and without
+    `anyOf`, `oneOf` and `allOf`: at most `MAX_FORMS`. `root` is what references refer to.
+    """
+    found = [{key: value for key, value in schema.items() if key not in _COMPOUND}]
+    choices = [[each] for each in schema.get("allOf") or ()]
+    choices += [list(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]
+    if isinstance(reference := schema.get("$ref"), str):
+        choices.append([_referred(reference, root)])
+    for each in choices if depth else ():
+        inner = [
+            form for one in each if isinstance(one, Mapping) for form in forms(one, root, depth - 1)
+        ]
+        found = [_merged(a, b) for a in found for b in inner][:MAX_FORMS] or found
+    return found
+
+
+def _merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    both = {**a, **b}
+    if "properties" in both:
+        both["properties"] = {**(a.get("properties") or {}), **(b.get("properties") or {})}
+    if "required" in both:
+        both["required"] = [
+            *dict.fromkeys([*(a.get("required") or ()), *(b.get("required") or ())])
+        ]
+    return both
 
 
 def type_of(text: str) -> str | None:
