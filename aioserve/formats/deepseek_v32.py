@@ -16,7 +16,7 @@ def _tags(calls: str) -> Tags:
         other_middles=('">',),
         gap="\n\n",
         is_block=True,
-        token=_DSML,
+        tokens=(_DSML,),
     )
 
 

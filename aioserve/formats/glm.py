@@ -18,6 +18,7 @@ class GlmParser(TaggedParser):
         call=("", "\n", ""),
         parameter=(_KEY, f"{_BETWEEN}\n{_VALUE}", f"{_VALUE_END}\n"),
         other_middles=(f"{_BETWEEN}{_VALUE}",),
+        tokens=(_BETWEEN, _VALUE),
         gap="\n",
         separator="\n",
     )
@@ -45,6 +46,7 @@ class Glm47Parser(GlmParser):
         call=("", "", ""),
         parameter=(_KEY, f"{_BETWEEN}{_VALUE}", _VALUE_END),
         other_middles=(f"{_BETWEEN}\n{_VALUE}",),
+        tokens=(_BETWEEN, _VALUE),
         gap="",
     )
 

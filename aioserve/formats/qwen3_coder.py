@@ -14,6 +14,7 @@ class Qwen3CoderParser(TaggedParser):
         parameter=("<parameter=", ">\n", "\n</parameter>\n"),
         gap="\n\n",
         separator="\n",
+        has_python=True,
     )
     may_be_bare = True
 

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from aioserve.formats import MARKS, Marks, TaggedParser, Tags
+from aioserve.formats import TaggedParser, Tags
 
 
 class SeedOssParser(TaggedParser):
@@ -14,8 +14,8 @@ class SeedOssParser(TaggedParser):
         parameter=("<parameter=", ">", "</parameter>\n"),
         gap="\n\n",
         separator="\n",
+        has_python=True,
     )
-    marks: ClassVar[Marks | None] = MARKS["seed_oss"]
     may_be_bare = True
 
     @classmethod

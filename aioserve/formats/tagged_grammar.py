@@ -22,6 +22,7 @@ from aioserve.formats.tags import Tags
 from aioserve.formats.typed_text import argument_types, forms
 
 MAX_FREE = 16  # arguments of a tool whose schema names none
+_PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 _NESTED = ["object", "array"]
 _OTHERS = [*_NESTED, "integer", "number", "boolean", "null"]  # types that are no text
 _DEFINITIONS = ("$defs", "definitions")
@@ -92,7 +93,7 @@ class _Body:
         kinds = argument_types(root, name)
         definitions = {key: root[key] for key in _DEFINITIONS if key in root}
         if kinds and "string" not in kinds:
-            return self._told([], [self._rule(json_rule({**schema, **definitions}))])
+            return self._told([], self._json([schema], definitions))
         if not kinds and not schema.keys() - _ANNOTATIONS and self._tags.middles is None:
             return self._told(["text"], [])  # whatever it is read as
         found = forms(schema, root)
@@ -102,13 +103,27 @@ class _Body:
         )
         texts = self._texts(found, is_plain)
         is_free = any(each.startswith(("text", "TEXT")) for each in texts)
-        others = [
-            _without_texts(form, _NESTED if is_free and self._tags.middles is None else _OTHERS)
-            for form in found
-        ]
+        types = _NESTED if is_free and self._tags.middles is None else _OTHERS
         return self._told(
-            texts, [self._rule(json_rule({**form, **definitions})) for form in others if form]
+            texts, self._json([_without_texts(form, types) for form in found], definitions)
         )
+
+    def _json(
+        self, schemas: Sequence[Mapping[str, Any]], definitions: Mapping[str, Any]
+    ) -> list[str]:
+        """JSON by any of these schemas, or what stands for it."""
+        schemas = [schema for schema in schemas if schema]
+        words = []
+        for form in forms({"anyOf": schemas}, definitions) if self._tags.has_python else ():
+            kinds = form.get("type", ())
+            if "enum" not in form and "const" not in form:
+                words += [
+                    word
+                    for kind, word in _PYTHON
+                    if kind in ([kinds] if isinstance(kinds, str) else kinds)
+                ]
+        rules = [self._rule(json_rule({**schema, **definitions})) for schema in schemas]
+        return [*rules, *(self._literal(word) for word in dict.fromkeys(words))]
 
     def _told(self, texts: Sequence[str], others: Sequence[str]) -> str:
         """A value that is one of these texts, with their end, or of these others, without."""

@@ -27,7 +27,8 @@ class Tags(NamedTuple):
     middles: tuple[str, str] | None = None
     #: What may stand there as well when it is read.
     other_middles: tuple[str, ...] = ()
-    token: str = ""  # in tags, where that is a special token by itself
+    tokens: tuple[str, ...] = ()  # parts of these texts that are special tokens by themselves
+    has_python: bool = False  # it writes True, False and None for true, false and null
 
     @property
     def opening(self) -> str:
@@ -68,9 +69,10 @@ class Tags(NamedTuple):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Every text that begins or ends something."""
-        texts = (*self.wrapper, *self.call, *self.parameter, *self.read_middles, self.token)
-        return tuple(dict.fromkeys(text.strip() for text in texts if text.strip()))
+        """Every tag, or the beginning of one before a name, and the tokens in them."""
+        own = (*self.wrapper, *self.call, *self.parameter, *self.read_middles, *self.tokens)
+        texts = [text.strip() for text in own if re.search(r"\w", text)]
+        return tuple(dict.fromkeys(text for text in texts if not text.startswith('"')))
 
     def wrapped(self, calls: Sequence[str]) -> str:
         """The text of calls that are written."""
