@@ -10,6 +10,7 @@ from aioserve.formats import (
     CallParser,
     Function,
     Literal,
+    Marks,
     Reply,
     dumps,
     json_rule,
@@ -28,6 +29,8 @@ class HarmonyGrammar(CallParser):
 
     markers = (START, CHANNEL, TYPE, MESSAGE, *ENDS)
     reads_reasoning = True
+    thinking = Marks(f"{CHANNEL}analysis{MESSAGE}", END)
+    after_thinking = f"{START}{ASSISTANT}"
 
     @classmethod
     def evidence(cls, template: str) -> str | None:

@@ -38,7 +38,7 @@ def model_cards(engine: EngineClient, chat_format: ChatFormat | None) -> list[Mo
     is_bound = engine.config.runner.runner == "model" and bool(engine.model_info.eos_token_ids)
     parameters = [*_SAMPLING, *(_STRUCTURED if is_bound else ())]
     parameters += [*(_TOOLS if calls else ()), *(_REASONING if thinks else ())]
-    if chat_format is not None and chat_format.marks is not None and is_bound:
+    if chat_format is not None and chat_format.thinking is not None and is_bound:
         parameters.append("thinking_token_budget")
     base = ModelCard(
         id=model.served_name,

@@ -59,7 +59,8 @@ class BudgetMatcher:
         """`inner` has read what the row has said; `tokens` has not."""
         self._tokens, self._limit, self._forced, self._inner = tokens, limit, forced, inner
         self._last: tuple[int, ...] = ()  # token ids with which the mark may have begun
-        self._place = self._find_place(None)  # of the forced token that is next
+        self._place: int | None = None  # of the forced token that is next
+        self._place = self._find_place(None)
         # States before tokens that may be rolled back.
         self._saved: list[tuple[TokensState, tuple[int, ...], int | None]] = []
 
@@ -80,16 +81,11 @@ class BudgetMatcher:
 
     def _find_place(self, said: int | None) -> int | None:
         """The place in `forced` of the token that must follow; None if any may."""
-        tokens, forced, place = (
-            self._tokens,
-            self._forced,
-            self._place if said is not None else None,
-        )
+        tokens, forced, place = self._tokens, self._forced, self._place
+        if place is not None and place + 1 < len(forced) and said == forced[place]:
+            return place + 1  # what has to follow the end mark is forced as well
         if not tokens.is_inside or tokens.count < self._limit:
             return None
-        place = None if said is None else self._place
-        if place is not None and place + 1 < len(forced) and said == forced[place]:
-            return place + 1
         # The model may have begun the mark by itself.
         ends = range(min(len(self._last), len(forced) - 1), 0, -1)
         return next((n for n in ends if self._last[-n:] == tuple(forced[:n])), 0)

@@ -67,7 +67,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         )
         params = await bind_off_loop(params, use, request.app[CHAT_FORMAT], conversation)
         budget = None if body.thinking is None else body.thinking.budget()
-        if request.app[CHAT_FORMAT].marks is not None:  # others keep to any budget
+        if request.app[CHAT_FORMAT].thinking is not None:  # others keep to any budget
             params = with_budget(request, params, budget, "thinking.budget_tokens")
         answer = MessageAnswer(request, body, use)
         prompt = request.app[IMAGES].shown(conversation, images)

@@ -119,6 +119,16 @@ class ChatFormat:
         return self.marks is not None or self._reads_all
 
     @property
+    def thinking(self) -> Marks | None:
+        """The marks by which reasoning tokens are counted and bound; None: it is not known."""
+        return self._format.thinking if self._format and self._reads_all else self.marks
+
+    @property
+    def after_thinking(self) -> str:
+        """What has to follow the end mark of reasoning where that is forced."""
+        return self._format.after_thinking if self._format and self._reads_all else ""
+
+    @property
     def _reads_all(self) -> bool:
         return self._format is not None and self._format.reads_reasoning
 

@@ -32,19 +32,21 @@ def with_budget(
         return params
     if max_tokens < UNLIMITED:
         raise RequestError(f"{field} must be at least -1, got {max_tokens}", param=field)
-    marks = request.app[CHAT_FORMAT].marks
+    chat_format = request.app[CHAT_FORMAT]
+    marks = chat_format.thinking
     if marks is None:
         raise RequestError(
             f"{field} cannot be held: the chat template of this model shows no reasoning that is "
             "known here (see --reasoning-parser)",
             param=field,
         )
+    message = request.app[ENGINE].config.server.reasoning_budget_message
     budget = ThinkingBudget(
         max_tokens=max_tokens,
         start=marks.start,
         end=marks.end,
         is_implied=marks.is_implied,
-        forced=request.app[ENGINE].config.server.reasoning_budget_message + marks.end,
+        forced=message + marks.end + chat_format.after_thinking,
     )
     return msgspec.structs.replace(params, thinking_budget=budget)
 
@@ -55,7 +57,7 @@ def reasoning_counter(
     """What counts the reasoning tokens of one reply to a prompt with these last tokens; None for a
     model whose reasoning is not known.
     """
-    marks = chat_format.marks
+    marks = chat_format.thinking
     return None if marks is None else ReasoningTokens(marks, pieces, prompt_end)
 
 

@@ -1,8 +1,6 @@
 """Replies in harmony that are bound: forced calls, strict ones, and schemas of the answer."""
 
-import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +8,8 @@ from aioserve.config import ModelConfig
 from aioserve.formats.harmony import HarmonyParser
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
+from tests.server.chat.harmony_model import harmony_model
 from tests.server.chat.test_forced_calls import ARGUMENTS, HAIR, STRICT, WRONG, takes  # noqa: F401
-from tests.server.scripted import make_model
 
 
 @pytest.fixture(scope="module")
@@ -20,21 +18,8 @@ def compilers(tmp_path_factory):
 
     @cache
     def made(template, special):
-        path = Path(make_model(tmp_path_factory.mktemp("m"), template))
-        for file in path.glob("*.json"):
-            file.write_text(file.read_text().replace("<|end|>", "<|over|>"))
-        tokenizer = json.loads((path / "tokenizer.json").read_text())
-        model = tokenizer["model"]
-        for last, mark in zip(
-            sorted(model["vocab"], key=model["vocab"].get)[::-1], special, strict=False
-        ):
-            model["merges"] = [m for m in model["merges"] if "".join(m) != last]
-            model["vocab"][mark] = (at := model["vocab"].pop(last))
-            tokenizer["added_tokens"].append(
-                {**tokenizer["added_tokens"][0], "id": at, "content": mark}
-            )
-        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-        info = ModelInfo(ModelConfig(model=str(path)))
+        path = harmony_model(tmp_path_factory.mktemp("m"), template, special)
+        info = ModelInfo(ModelConfig(model=path))
         return info, GrammarCompiler(info)
 
     return made
