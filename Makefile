@@ -49,7 +49,7 @@ test-schemas: .venv/test  ## the JSON-Schema test-suite against structured outpu
 test-formats: .venv/test  ## round trips over public chat templates; writes docs/chat-templates.md (ARGS=QwQ: of these alone)
 	$(BIN)/python -m tests.formats $(ARGS)
 
-test-clients: .venv/clients/done model  ## LangChain, LiteLLM and instructor against a running server (ARGS="-k litellm")
+test-clients: .venv/clients/done .venv/agents/done model  ## LangChain, LiteLLM, instructor, Codex and Claude Code against a server (ARGS="-k litellm")
 	.venv/clients/bin/python -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients \
 		tests/clients $(ARGS)
 
@@ -165,6 +165,17 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@$(BIN)/python -m venv .venv/clients
 	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q -r requirements/clients.txt
 	@touch $@
+
+# Where there is no npm, it is asked for again the next time.
+.venv/agents/done: tests/clients/package.json | .venv/bin/python
+	@mkdir -p .venv/agents && cp tests/clients/package.json .venv/agents/
+	@if ! command -v npm >/dev/null; then \
+		echo "there is no npm: Codex and Claude Code are left out (apt-get install npm)"; \
+	else \
+		echo "tests/clients/package.json: 640 MB"; \
+		npm install --prefix .venv/agents --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error \
+			&& touch $@; \
+	fi
 
 .venv/page/done: tests/page/package.json | .venv/bin/python
 	@command -v npm >/dev/null || { echo "needs: apt-get install npm"; exit 1; }

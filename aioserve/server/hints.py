@@ -28,7 +28,10 @@ from aioserve.server.keys import OWN_HINTS
 #: request has counts. Dynamo's, Claude Code's and Codex's are sessions; those of llm-d and of the
 #: gateway API name objectives and flows.
 HEADERS: Mapping[str, tuple[str, ...]] = {
-    SESSION: ("X-Session-Id", "X-Dynamo-Session-Id", "X-Claude-Code-Session-Id", "session_id"),
+    SESSION: (
+        *("X-Session-Id", "X-Dynamo-Session-Id", "X-Claude-Code-Session-Id"),
+        *("session-id", "session_id"),  # new and old
+    ),
     SLO_CLASS: (
         "X-Request-Class",
         "x-gateway-inference-objective",

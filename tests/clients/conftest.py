@@ -62,18 +62,35 @@ def model_url() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session")
-def scripted() -> Iterator[tuple[str, Callable[[str], None]]]:
-    """The URL of a model called `embedded`, and what has it say something."""
-    with serving("tests/clients/scripted_server.py") as (process, url):
+Said = tuple[str, Callable[..., None]]
+
+
+@contextmanager
+def saying(*arguments: str) -> Iterator[Said]:
+    """The URL of a model called `embedded`, and what has it say texts, one for each request."""
+    with serving("tests/clients/scripted_server.py", *arguments) as (process, url):
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def say(text: str) -> None:
-            print(json.dumps(text), file=process.stdin, flush=True)
+        def say(*texts: str) -> None:
+            print(json.dumps(texts), file=process.stdin, flush=True)
             assert process.stdout.readline() == "said\n"
 
         yield url, say
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[Said]:
+    """The URL of a model called `embedded`, and what has it say something."""
+    with saying() as said:
+        yield said
+
+
+@pytest.fixture(scope="session")
+def scripted_for_agents() -> Iterator[Said]:
+    """The same, with a chat template and a context length for command-line agents."""
+    with saying("agents") as said:
+        yield said
 
 
 @pytest.fixture

@@ -64,30 +64,40 @@ def make_model(path: Path, template: str, special: str = "<|pad|>") -> str:
 
 
 class ScriptedRunner(SimulatedRunner):
-    """Says `text`, whatever it is asked."""
+    """Says what it is told to, whatever it is asked."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         info = ModelInfo(model)
         super().__init__(config, info)
         self._tokenizer = info.tokenizer
-        self._script: list[int] = []
+        self._scripts: list[list[int]] = []  # of the next requests; the last one stays
+        self._said: dict[int, tuple[object, list[int]]] = {}  # by id of its row, which is kept
         self._is_plain = False  # each token is asked for
 
-    def say(self, text: str) -> None:
-        self._script = self._tokenizer.encode(text, add_special_tokens=False)
-        self._script.append(self._tokenizer.eos_token_id)
+    def say(self, *texts: str) -> None:
+        """The next request is answered by the first text, those after it by the others."""
+        encode = self._tokenizer.encode
+        scripts = [encode(text, add_special_tokens=False) for text in texts]
+        self._scripts = [[*script, self._tokenizer.eos_token_id] for script in scripts]
+        self._said.clear()
 
     def _sample(self, row):
+        if id(row) not in self._said:
+            is_last = len(self._scripts) == 1
+            self._said[id(row)] = row, self._scripts[0] if is_last else self._scripts.pop(0)
         position = row.num_tokens - row.num_prompt_tokens
         row.num_tokens += 1
-        return self._script[position]
+        return self._said[id(row)][1][position]
 
 
 @asynccontextmanager
-async def saying(text, path, template, special="<|pad|>", name="embedded", **settings):
+async def saying(
+    text, path, template, special="<|pad|>", name="embedded", max_model_len=None, **settings
+):
     """A server of a model of this name that says `text`, whatever it is asked; `server.say` it
     another."""
-    model = ModelConfig(model=make_model(path, template, special), served_model_name=name)
+    files = make_model(path, template, special)
+    model = ModelConfig(model=files, served_model_name=name, max_model_len=max_model_len)
     config = msgspec.structs.replace(SIMULATED, model=model, server=ServerConfig(**settings))
     runner = ScriptedRunner(config, model)
     runner.say(text)

@@ -8,8 +8,10 @@ import logging
 
 import anthropic
 import openai
+import pydantic
 import pytest
 from anthropic import beta_async_tool
+from openai.types.responses import ResponseStreamEvent
 
 from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
 from tests.server.bad_bodies import check
@@ -176,6 +178,49 @@ async def test_codex_calls_a_function_and_one_of_a_namespace(tmp_path, template)
         assert (await respond(server, input=items)).json()["output"][0]["content"][0][
             "text"
         ] == "Done."
+
+
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_custom_tool_is_called_with_a_text(tmp_path, stream):
+    patch = '*** Begin "Patch"\n+plover\n'
+    async with saying(call("apply_patch", input=patch), tmp_path, CHATML) as server:
+        answer = await respond(server, tools=[PATCH, *CODEX["tools"]], stream=stream)
+        if stream:
+            events = list(answer.named_events())
+            told = [data for name, data in events if "custom_tool_call_input" in name]
+            assert [each.get("delta", each.get("input")) for each in told] == [patch, patch]
+            [item] = events[-1][1]["response"]["output"]
+        else:
+            [item] = answer.json()["output"]
+        assert (item["type"], item["name"], item["input"]) == (
+            "custom_tool_call",
+            "apply_patch",
+            patch,
+        )
+        server.say("Done.")
+        output = {
+            "type": "custom_tool_call_output",
+            "call_id": item["call_id"],
+            "output": "1 file changed",
+        }
+        gone_on = await respond(server, input=[*CODEX["input"], item, output], tools=[PATCH])
+        assert text_of(gone_on.json()) == "Done."
+
+
+async def test_openais_models_read_the_events_of_a_custom_tool(tmp_path):
+    event = pydantic.TypeAdapter(ResponseStreamEvent)
+    async with saying(call("apply_patch", input="x"), tmp_path, CHATML) as server:
+        answer = await respond(server, tools=[PATCH], stream=True)
+        for _, data in answer.named_events():
+            event.validate_python(data)
 
 
 async def test_what_only_a_vendor_runs_is_logged_once_for_each_request(tmp_path, caplog):

@@ -5,8 +5,7 @@ Knows the shapes of items and events. How a model writes calls is known in `form
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from aioserve.server.errors import to_wire
 from aioserve.server.generation import Answer
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES, TOKEN_TEXTS
 from aioserve.server.protocol import Usage
+from aioserve.server.responses.custom_tools import input_of
 from aioserve.server.responses.events import (
     DeltaEvent,
     DoneEvent,
@@ -32,8 +32,10 @@ from aioserve.server.responses.events import (
     PartEvent,
     ResponseEvent,
 )
-from aioserve.server.responses.prompt import Offered
+from aioserve.server.responses.prompt import NOTHING_OFFERED, Offered
 from aioserve.server.responses.protocol import (
+    CallItem,
+    CustomCallItem,
     FunctionCallItem,
     Incomplete,
     InputItem,
@@ -63,10 +65,9 @@ def new_id(prefix: str) -> str:
 class ItemWriter:
     """The items of a reply as it is read, and the events that tell them, with their numbers."""
 
-    def __init__(self, names: Mapping[str, tuple[str, str]] = MappingProxyType({})) -> None:
-        """`names`: by whole name, namespace and name of the functions that are in one."""
+    def __init__(self, offered: Offered = NOTHING_OFFERED) -> None:
         self.items: list[OutputItem] = []  # those that have ended
-        self._names = names
+        self._offered = offered
         self._open: OutputItem | None = None  # without its text
         self._pieces: list[str] = []  # of that
         self._number = 0  # of the next event
@@ -84,13 +85,20 @@ class ItemWriter:
             case Reasoning():
                 return self._go_on(ReasoningItem, "rs_", event.text)
             case Call():
-                name, call_id = event.name, event.id or ""
-                call = FunctionCallItem(id=new_id("fc_"), call_id=call_id, name=name)
-                if name in self._names:
-                    call.namespace, call.name = self._names[name]
-                return self._begin(call)
+                return self._begin(self._call(event))
+            case Arguments() if isinstance(self._open, CustomCallItem):
+                self._pieces.append(event.text)  # JSON, which holds the input
+                return []
             case Arguments():
                 return [self._delta(event.text)]
+
+    def _call(self, event: Call) -> CallItem:
+        is_custom = event.name in self._offered.customs
+        kind, prefix = (CustomCallItem, "ctc_") if is_custom else (FunctionCallItem, "fc_")
+        call = kind(id=new_id(prefix), call_id=event.id or "", name=event.name)
+        if event.name in self._offered.names:
+            call.namespace, call.name = self._offered.names[event.name]
+        return call
 
     def end(self, *, is_whole: bool) -> list[Numbered]:
         """The ends of all that is open; a reply that says nothing says an empty text."""
@@ -109,7 +117,7 @@ class ItemWriter:
         told = self._end("completed")
         self._open, self._pieces = item, []
         told.append(self._item_event("added", item))
-        if not isinstance(item, FunctionCallItem):
+        if not isinstance(item, CallItem):
             told.append(self._of_item(PartEvent, "content_part.added", part=_part(item, "")))
         return told
 
@@ -120,6 +128,13 @@ class ItemWriter:
         if isinstance(item, FunctionCallItem):
             whole: OutputItem = msgspec.structs.replace(item, status=status, arguments=text)
             told = [self._of_item(DoneEvent, f"{_kind(item)}.done", arguments=text)]
+        elif isinstance(item, CustomCallItem):
+            text = input_of(text)
+            whole = msgspec.structs.replace(item, status=status, input=text)
+            told = [
+                self._of_item(DeltaEvent, f"{_kind(item)}.delta", delta=text),
+                self._of_item(DoneEvent, f"{_kind(item)}.done", input=text),
+            ]
         else:
             part = _part(item, text)
             whole = msgspec.structs.replace(item, status=status, content=[part])
@@ -145,7 +160,7 @@ class ItemWriter:
 
     def _of_item(self, kind: type[OfItem], name: str, **fields: Any) -> Numbered:
         assert self._open is not None, "only of what is open"
-        if not isinstance(self._open, FunctionCallItem):
+        if not isinstance(self._open, CallItem):
             fields["content_index"] = 0
         return self.event(
             kind, f"response.{name}", item_id=self._open.id, output_index=len(self.items), **fields
@@ -161,6 +176,8 @@ def _kind(item: OutputItem) -> str:
             return "reasoning_text"
         case FunctionCallItem():
             return "function_call_arguments"
+        case CustomCallItem():
+            return "custom_tool_call_input"
 
 
 def _part(item: OutputMessage | ReasoningItem, text: str) -> OutputText | ReasoningText:
@@ -194,7 +211,7 @@ class ResponseAnswer(Answer):
         self._input = items if body.store is not False else ()
         self._created = int(time.time())
         self._reader: ReplyReader | None = None
-        self._writer = ItemWriter(offered.names)
+        self._writer = ItemWriter(offered)
         self._last: RequestOutput | None = None
         self._kept: Kept | None = None
 

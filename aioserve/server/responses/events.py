@@ -57,6 +57,7 @@ class DeltaEvent(OfItem, kw_only=True):
         "response.output_text.delta",
         "response.reasoning_text.delta",
         "response.function_call_arguments.delta",
+        "response.custom_tool_call_input.delta",
     ]
     delta: str
     logprobs: list[Any] | UnsetType = UNSET  # of a message
@@ -69,9 +70,11 @@ class DoneEvent(OfItem, kw_only=True):
         "response.output_text.done",
         "response.reasoning_text.done",
         "response.function_call_arguments.done",
+        "response.custom_tool_call_input.done",
     ]
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET
 
 

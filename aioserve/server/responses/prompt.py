@@ -3,7 +3,7 @@
 Refuses what no template could be told, with its place. Knows nothing about templates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +14,9 @@ from aioserve.server.chat.tool_structs import FunctionDefinition
 from aioserve.server.chat.tool_use import Names, ToolUse, tool_use
 from aioserve.server.images import Content, ImageParts, Part, content_of, joined, text_part
 from aioserve.server.passed_over import is_vendors
+from aioserve.server.responses.custom_tools import arguments_of, as_function
 from aioserve.server.responses.protocol import (
+    CustomTool,
     FunctionTool,
     InputItem,
     InputPart,
@@ -30,12 +32,16 @@ _REQUIRED: Mapping[str, Sequence[str]] = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
     "web_search_call": (),
 }
 _OPTIONAL: Mapping[str, Sequence[str]] = {
     "function_call": ("namespace",),
     "function_call_output": ("name", "namespace"),
+    "custom_tool_call": ("namespace",),
+    "custom_tool_call_output": ("name", "namespace"),
     "reasoning": ("summary", "content"),
 }
 _LABELS = ("type", "id", "status", "phase", "caller", "encrypted_content", "action")
@@ -99,9 +105,9 @@ class _Told:
                 self._say(item, path)
             case "reasoning":
                 self._think(item, path)
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 self._call(item, path)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 self._answer(item, path)
 
     def _say(self, item: InputItem, path: str) -> None:
@@ -143,7 +149,10 @@ class _Told:
                 f"{path}.call_id: there are two calls of the call_id {call_id[:128]!r}",
                 param=f"{path}.call_id",
             )
-        call = template_call(call_id, name, item.arguments or "", f"{path}.arguments")
+        arguments = item.arguments or ""
+        if item.type == "custom_tool_call":
+            arguments = arguments_of(item.input or "")
+        call = template_call(call_id, name, arguments, f"{path}.arguments")
         self._names[call_id] = name
         self._waiting.add(call_id)
         turn = self._own or self._begin_turn()
@@ -219,6 +228,10 @@ class Offered(NamedTuple):
 
     use: ToolUse | None
     names: Mapping[str, tuple[str, str]]  # by whole name: namespace and name of a function in one
+    customs: Collection[str]  # whole names of custom tools
+
+
+NOTHING_OFFERED = Offered(None, {}, ())
 
 
 def whole_name(namespace: str | None, name: str) -> str:
@@ -230,18 +243,33 @@ def tools_of(body: ResponsesRequest, *, ignore_unknown: bool = False) -> Offered
     """The tools that are offered, but those of vendors. Raises `RequestError` that says where."""
     offered: dict[str, FunctionDefinition] = {}
     names: dict[str, tuple[str, str]] = {}
+    customs: set[str] = set()
+    for path, entry, namespace in _entries(body, ignore_unknown):
+        if entry.get("type") == "custom":
+            custom = convert_part(entry, CustomTool, path, ignore_unknown=ignore_unknown)
+            function = as_function(custom)
+            customs.add(whole_name(namespace, custom.name))
+        else:
+            function = convert_part(entry, FunctionTool, path, ignore_unknown=ignore_unknown)
+        whole = whole_name(namespace, function.name)
+        if namespace is not None:
+            names[whole] = (namespace, function.name)
+        offered[path] = msgspec.structs.replace(function, name=whole)
+    return Offered(_use(body, offered), names, customs)
+
+
+def _entries(
+    body: ResponsesRequest, ignore_unknown: bool
+) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """Path, entry and namespace of each tool that a client runs."""
     for i, entry in enumerate(body.tools or ()):
         path, kind = f"tools[{i}]", entry.get("type")
         if kind == "namespace":
             space = convert_part(entry, NamespaceTool, path, ignore_unknown=ignore_unknown)
-            for j, tool in enumerate(space.tools):
-                whole = whole_name(space.name, tool.name)
-                names[whole] = (space.name, tool.name)
-                offered[f"{path}.tools[{j}]"] = msgspec.structs.replace(tool, name=whole)
+            for j, inner in enumerate(space.tools):
+                yield f"{path}.tools[{j}]", inner, space.name
         elif not is_vendors(kind):
-            tool = convert_part(entry, FunctionTool, path, ignore_unknown=ignore_unknown)
-            offered[path] = tool
-    return Offered(_use(body, offered), names)
+            yield path, entry, None
 
 
 def _use(body: ResponsesRequest, offered: Mapping[str, FunctionDefinition]) -> ToolUse | None:

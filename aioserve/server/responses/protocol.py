@@ -54,7 +54,9 @@ class InputItem(RequestPart, kw_only=True, omit_defaults=True):
     name: str | None = None
     arguments: str | None = None  # a JSON object, as text
     namespace: str | None = None  # of the function, if it is in one
-    # Of function_call_output, beside call_id.
+    # Of custom_tool_call, beside call_id and name.
+    input: str | None = None
+    # Of function_call_output and custom_tool_call_output, beside call_id.
     output: str | list[InputPart] | None = None
     # Of reasoning.
     summary: list[InputPart] | None = None
@@ -73,34 +75,46 @@ class FunctionTool(FunctionDefinition, kw_only=True, omit_defaults=True):
     output_schema: Any = None
 
 
+class CustomTool(RequestPart, kw_only=True, omit_defaults=True):
+    """One of `tools`, or of those of a namespace: its input is any text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None  # a grammar, which the model is told of
+    # Hints, as of functions.
+    allowed_callers: Any = None
+    defer_loading: Any = None
+
+
 class NamespaceTool(RequestPart, kw_only=True, omit_defaults=True):
     """One of `tools`: functions that have a name in common."""
 
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: list[FunctionTool]
+    tools: list[dict[str, Any]]  # `FunctionTool` or `CustomTool`
 
 
 #: A `FunctionTool`, a `NamespaceTool`, or one that only a vendor runs, whose fields are its own.
 ToolEntry = Annotated[
     dict[str, Any],
-    Meta(description="A tool: of type function or namespace; or one of a vendor's."),
+    Meta(description="A tool: of type function, custom or namespace; or one of a vendor's."),
 ]
 
 
 class ToolName(RequestPart, kw_only=True):
-    """A function that the model may call, by name."""
+    """A function or custom tool that the model may call, by name."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
 class FunctionChoice(RequestPart, kw_only=True, omit_defaults=True):
     """A `tool_choice` that forces a call of one function, or allows those of some."""
 
-    type: Literal["function", "allowed_tools"]
-    name: str | None = None  # of a function
+    type: Literal["function", "custom", "allowed_tools"]
+    name: str | None = None  # of a function or custom tool
     # Of allowed_tools.
     mode: Literal["auto", "required"] | None = None
     tools: list[ToolName] | None = None
@@ -253,7 +267,19 @@ class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="func
     arguments: str = ""
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+class CustomCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """An output item with a call of a custom tool."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str  # what its output must name
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str = ""
+
+
+CallItem = FunctionCallItem | CustomCallItem
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputDetails(msgspec.Struct, kw_only=True):
