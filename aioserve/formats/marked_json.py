@@ -1,4 +1,4 @@
-"""A mark and JSON calls behind it, in an array or one alone: Granite 3, Nemotron 2, Phi-4-mini.
+"""A mark and JSON calls behind it, in an array or one alone: Granite 3, Nemotron 2, Phi-4, Apriel.
 
 `<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`, `<|tool_call|>[...]`, `functools[...]`.
 """
@@ -13,6 +13,7 @@ from aioserve.formats import (
     CallParser,
     Function,
     Literal,
+    Marks,
     Reply,
     alternatives,
     any_of,
@@ -132,6 +133,16 @@ class NemotronParser(MarkedJsonParser):
     signs = ("<TOOLCALL>",)
     markers = marked[0]
     before_calls = "\n"
+
+
+class AprielParser(MarkedJsonParser):
+    """Apriel 1.5 and 1.6, which tell their reasoning by a sentence before it and one behind it."""
+
+    marked = (("<tool_calls>", "</tool_calls>"),)
+    signs = ("<tool_calls>[",)
+    markers = marked[0]
+    before_calls = "\n"
+    marks = Marks("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")
 
 
 class Phi4Parser(MarkedJsonParser):

@@ -27,6 +27,7 @@ SHIPPED = {
     "deepseek_v3": "aioserve.formats.deepseek:DeepSeekV3Parser",
     "deepseek_v31": "aioserve.formats.deepseek:DeepSeekV31Parser",
     "nemotron": "aioserve.formats.marked_json:NemotronParser",
+    "apriel": "aioserve.formats.marked_json:AprielParser",
     "phi4_mini": "aioserve.formats.marked_json:Phi4Parser",
     "granite": "aioserve.formats.marked_json:GraniteParser",
     "mistral": "aioserve.formats.mistral:MistralParser",

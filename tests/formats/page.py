@@ -30,6 +30,14 @@ their form, writes these turns as the template does.
 |---|---|---|---|---|---|
 """
 
+#: Templates that write a turn as no model would say it: what they do.
+KNOWN = {
+    "Bielik-11B-v3.0-Instruct": "behind a system message the template does not end results",
+    "LFM2.5-8B-A1B": "the template writes quotes in texts without escaping them",
+    "NVIDIA-Nemotron-Nano-v2": "the template writes a last turn of content inside of reasoning",
+    "openai-gpt-oss-120b": "the template writes content beside calls as reasoning",
+}
+
 
 class Row(NamedTuple):
     """What is said about one template."""
@@ -65,8 +73,10 @@ class Row(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a format was chosen that reads it otherwise."""
-        return bool(self.format) and bool(self.problem)
+        """Whether a format was chosen that reads it otherwise, and the template is not to blame; or
+        it is read though it was to blame.
+        """
+        return bool(self.format) and bool(self.problem) != (self.template in KNOWN)
 
 
 def _reasoning(choice: Choice) -> str:
@@ -102,7 +112,7 @@ def render(rows: Sequence[Row], version: str) -> str:
 def _line(row: Row) -> str:
     remark = row.remark
     if row.problem and row.format:
-        remark = "; ".join(filter(None, [row.problem, remark]))
+        remark = "; ".join(filter(None, [KNOWN.get(row.template) or row.problem, remark]))
     read = "-" if not row.format else "no" if row.problem else "yes"
     if not row.writes_calls:
         remark, read = "writes no calls", "-"

@@ -221,15 +221,20 @@ class RoundTrips:
     ) -> Turn:
         whole = self._render([*before, message_of(reply)], kwargs, False)
         prompt = self._render(before, kwargs, True)
-        # Some write the tools before the last question: all before it may differ.
-        prompt, whole = (text[text.rfind(USER["content"]) :] for text in (prompt, whole))
+        # Some write the tools before the last question, or earlier turns in short: what stands
+        # before the last words that are not the model's may differ.
+        last = USER["content"] if before[-1]["role"] == "user" else RESULT
+        prompt, whole = (text[max(text.rfind(last), 0) :] for text in (prompt, whole))
         begun = common(prompt, whole)
         text = whole[len(begun) :]
         for end in (self._end, self._end.strip(), *ENDS):
             if end and text.rstrip().endswith(end.rstrip()):
                 text = text.rstrip()[: -len(end.rstrip())]
                 break
-        return Turn(begun[-200:], text, begun == prompt)
+        is_alike, marks = begun == prompt, self.choice.marks
+        if marks is not None and marks.end in text and prompt.rstrip().endswith(marks.start):
+            begun = prompt  # which has begun the reasoning, even if this turn does not show it
+        return Turn(begun[-200:], text, is_alike)
 
     def _plain_end(self) -> str:
         """What a template writes behind a turn of plain content."""
@@ -262,6 +267,7 @@ class RoundTrips:
         return self._template.render(conversation)
 
 
+RESULT = "It went well."  # of every tool
 USER: Mapping[str, Any] = {"role": "user", "content": "What is it?"}
 
 
@@ -294,7 +300,7 @@ def message_of(reply: Reply) -> dict[str, Any]:
 def results_of(reply: Reply) -> list[dict[str, Any]]:
     """What the tools say that a reply calls."""
     return [
-        {"role": "tool", "tool_call_id": f"call0000{i}", "name": call.name, "content": '{"ok": 1}'}
+        {"role": "tool", "tool_call_id": f"call0000{i}", "name": call.name, "content": RESULT}
         for i, call in enumerate(reply.calls)
     ]
 

@@ -6,7 +6,7 @@ import pytest
 
 from aioserve.formats import Arguments, Call, Content, Function, choose, joined
 from aioserve.formats.hermes import HermesParser
-from aioserve.formats.marked_json import GraniteParser, NemotronParser, Phi4Parser
+from aioserve.formats.marked_json import AprielParser, GraniteParser, NemotronParser, Phi4Parser
 
 FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]
 ADD = [Call("add"), Arguments('{"a": 1}')]
@@ -37,6 +37,13 @@ CASES = [
     (NemotronParser, f"<TOOLCALL>[{ONE}, {ONE[:20]}", [*ADD, Call("add")], 0),
     (GraniteParser, f"<|tool_call|>{TWO}\nSo.", [*ADD, *WEATHER, Content("So.")], 0),
     (GraniteParser, f"<tool_call>{TWO}", [*ADD, *WEATHER], 0),
+    (
+        AprielParser,
+        f"Hm.\n<tool_calls>{TWO}</tool_calls> So.",
+        [Content("Hm."), *ADD, *WEATHER, Content("So.")],
+        0,
+    ),
+    (AprielParser, "<tool_calls> a </tool_calls>", [Content("<tool_calls> a </tool_calls>")], 1),
     (GraniteParser, "a <|tool_call|> b", [Content("a <|tool_call|> b")], 1),
     (
         Phi4Parser,
@@ -64,6 +71,7 @@ def test_a_reply_is_read_alike_however_it_is_cut(parser, text, events, num):
     ("template", "parser"),
     [
         ("<TOOLCALL> </TOOLCALL>", NemotronParser),
+        ("within <tool_calls></tool_calls>: <tool_calls>[ or <tool_call>", AprielParser),
         ("respond only with <|tool_call|> followed by a JSON list", GraniteParser),
         ("<|tool_call|> <|/tool_call|>", Phi4Parser),
         ("<|tool|> <|/tool|>", Phi4Parser),
