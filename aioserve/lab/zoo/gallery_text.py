@@ -71,7 +71,7 @@ QUESTIONS = [
         "chat",
         "lengths",
         "Predictions are off by a factor with a spread of 0.5 here (log-normal): two of three are "
-        "within a factor of 1.65.",
+        "within a factor of 1.65. [With other errors](robustness.md)",
     ),
     Question(
         "If not, and the clients tell nothing else either:",
