@@ -28,6 +28,10 @@ class Marks(Protocol):
     def is_implied(self) -> bool:
         """Whether a reply begins inside of reasoning, though no text says so."""
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether reasoning may begin again after its end, and anywhere in a reply."""
+
 
 class TokensState(NamedTuple):
     """Where a reply stands: what `save` gives and `restore` takes."""
@@ -52,9 +56,10 @@ class ReasoningTokens:
         reasoning may have begun.
         """
         self._start, self._end, self._pieces = marks.start.encode(), marks.end.encode(), pieces
+        self._is_repeated = marks.is_repeated
         before = b"".join(pieces[token_id] for token_id in prompt_token_ids).rstrip(_SPACE)
         is_closed = before.endswith(self._end)
-        #: Whether reasoning has begun, ended or not.
+        #: Whether reasoning has begun; of what may begin again, whether it goes on.
         self.is_begun = before.endswith(self._start) or (marks.is_implied and not is_closed)
         self.is_over = False  # no token that comes is reasoning
         self.count = 0  # reasoning tokens so far
@@ -79,6 +84,8 @@ class ReasoningTokens:
 
     def _begin(self, piece: bytes) -> bytes:
         """Look for the start mark; the bytes of the token that stand behind it."""
+        if self._is_repeated:
+            return self._begin_anywhere(b"".join((*self._recent, piece)))
         text = b"".join((*self._recent, piece)).lstrip(_SPACE)
         if text != self._start and self._start.startswith(text):
             self._recent = (text,)
@@ -87,21 +94,26 @@ class ReasoningTokens:
         self.is_begun, self.is_over = True, not text.startswith(self._start)
         return b"" if self.is_over else text[len(self._start) :]
 
+    def _begin_anywhere(self, text: bytes) -> bytes:
+        before, mark, behind = text.partition(self._start)
+        self.is_begun = bool(mark)
+        self._recent = () if mark else (_held(before, self._start),)
+        return behind
+
     def _count(self, piece: bytes) -> None:
         self.count += 1
         recent = (*self._recent, piece)
         text = b"".join(recent)
         at = text.find(self._end)
         if at >= 0:
-            self.is_over, self._recent, begin = True, (), 0
+            self.is_begun, self.is_over, begin = not self._is_repeated, not self._is_repeated, 0
+            self._recent = (text[at + len(self._end) :],) if self._is_repeated else ()
             for own in recent:
                 self.count -= begin >= at  # nothing of it stands before the mark
                 begin += len(own)
             return
         # What may be the beginning of the mark is kept.
-        sizes = range(min(len(self._end) - 1, len(text)), 0, -1)
-        num_kept = next((n for n in sizes if text.endswith(self._end[:n])), 0)
-        num_bytes = len(text)
+        num_kept, num_bytes = len(_held(text, self._end)), len(text)
         while recent and num_bytes - len(recent[0]) >= num_kept:
             num_bytes -= len(recent[0])
             recent = recent[1:]
@@ -114,3 +126,9 @@ class ReasoningTokens:
     def restore(self, state: TokensState) -> None:
         """Go back to where `save` was called."""
         self.is_begun, self.is_over, self.count, self._recent = state
+
+
+def _held(text: bytes, mark: bytes) -> bytes:
+    """The longest end of `text` that is a beginning of `mark`, and not all of it."""
+    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((mark[:n] for n in sizes if text.endswith(mark[:n])), b"")

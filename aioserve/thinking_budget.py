@@ -22,6 +22,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     start: str  # the text with which reasoning begins, as "<think>"
     end: str  # the text with which it ends, as "</think>"
     is_implied: bool = False  # a reply begins inside of reasoning, though no text says so
+    is_repeated: bool = False  # reasoning may begin again, and anywhere: all of it counts
     forced: str = ""  # the text that is forced, with `end` in it; empty: `end` alone
     forced_token_ids: tuple[int, ...] = ()  # filled in by the engine
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioserve.config import ModelConfig
-from aioserve.formats import MARKS, Reasoning, ReasoningParser, joined
+from aioserve.formats import MARKS, Marks, Reasoning, ReasoningParser, joined
 from aioserve.model_info import ModelInfo
 from aioserve.reasoning_tokens import ReasoningTokens
 from aioserve.token_bytes import TokenBytes
@@ -70,6 +70,19 @@ def test_a_mark_that_is_cut_by_tokens_is_no_reasoning() -> None:
         ([b"Hm", b"</", b"thi"], 3),  # it may still become something else
     ):
         assert counted("qwen3", "<think>\n", tokens).count == count, tokens
+
+
+def test_reasoning_that_begins_again_is_counted_again() -> None:
+    marks = Marks("<analysis>", "<end>", is_repeated=True)
+    said = [b"Hi", b"<ana", b"lysis>", b"Hm", b".", b"<end>", b"So", b"<analysis>", b"x<e", b"nd>"]
+    counter = ReasoningTokens(marks, dict(enumerate(said)), ())
+    inside = []
+    for token_id in range(len(said)):
+        counter.append(token_id)
+        inside.append(counter.is_inside)
+    assert counter.count == 3
+    assert not counter.is_over
+    assert inside == [False, False, True, True, True, False, False, True, True, False]
 
 
 def test_states_are_taken_back_as_if_nothing_had_come() -> None:

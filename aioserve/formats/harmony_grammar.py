@@ -29,7 +29,7 @@ class HarmonyGrammar(CallParser):
 
     markers = (START, CHANNEL, TYPE, MESSAGE, *ENDS)
     reads_reasoning = True
-    thinking = Marks(f"{CHANNEL}analysis{MESSAGE}", END)
+    thinking = Marks(f"{CHANNEL}analysis{MESSAGE}", END, is_repeated=True)
     after_thinking = f"{START}{ASSISTANT}"
 
     @classmethod

@@ -15,6 +15,7 @@ class Marks(NamedTuple):
     start: str
     end: str
     is_implied: bool = False  # a reply begins with it, even if neither prompt nor reply say so
+    is_repeated: bool = False  # it may begin again, and anywhere
 
 
 #: By the names of the setting.

@@ -53,8 +53,8 @@ class ReplyFormat(ABC):
     marks: ClassVar[Marks | None] = None
     #: Whether the format tells reasoning by itself, and so reads replies without tools, too.
     reads_reasoning: ClassVar[bool] = False
-    #: If it does: the marks of reasoning at the beginning of a reply, by which reasoning tokens are
-    #: counted and bound; and what has to follow where the end mark is forced.
+    #: If it does: the marks of reasoning, by which reasoning tokens are counted and bound; and what
+    #: has to follow where the end mark is forced.
     thinking: ClassVar[Marks | None] = None
     after_thinking: ClassVar[str] = ""
     #: Whether content may stand before the calls of a reply, and behind them.

@@ -221,6 +221,25 @@ async def test_a_text_before_the_mark_and_a_start_that_never_comes() -> None:
         assert END not in ended.text
 
 
+async def test_a_text_that_goes_on_behind_the_mark_is_forced_to_its_end() -> None:
+    """As harmony's: the end of a message, and the header of another one."""
+    fields = {"start": "[think]", "end": "[end]", "is_implied": False, "is_repeated": True}
+    forced = "[end][start]final[text]"
+    spoken = TOKENIZER.encode(forced, add_special_tokens=False)
+    for depth in (1, 2):
+        async with AsyncEngine(config(pipeline_depth=depth)) as engine:
+            for limit in (0, 1, 8):
+                own = params(None, thinking_budget=budget(limit, forced=forced, **fields))
+                found = await reply(engine, own, f"{PROMPT}[think]")
+                thought, _, rest = found.text.partition("[end]")
+                assert rest.startswith("[start]final[text]")
+                assert found.token_ids[limit : limit + len(spoken)] == spoken
+                assert TOKENIZER.decode(found.token_ids[:limit], True) == thought
+            free = await reply(engine, params(None))
+            own = params(None, thinking_budget=budget(0, forced=forced, **fields))
+            assert (await reply(engine, own)).text == free.text
+
+
 async def test_stop_strings_stop_tokens_and_samples_go_with_a_budget() -> None:
     async with AsyncEngine(config()) as engine:
         found = await reply(engine, params(4, stop=END, temperature=0))

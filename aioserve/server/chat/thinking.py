@@ -46,6 +46,7 @@ def with_budget(
         start=marks.start,
         end=marks.end,
         is_implied=marks.is_implied,
+        is_repeated=marks.is_repeated,
         forced=message + marks.end + chat_format.after_thinking,
     )
     return msgspec.structs.replace(params, thinking_budget=budget)

@@ -1,6 +1,7 @@
 """Thinking budgets over HTTP, of a real model, and reasoning tokens in every usage."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -192,6 +193,23 @@ async def test_reasoning_tokens_are_counted_in_what_a_model_says_by_itself(tmp_p
         server.say("Yes.")  # it never ends
         usage = (await server.chat()).json()["usage"]
         assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_reasoning_tokens_of_harmony_are_counted_over_all_its_messages(
+    tmp_path: Path,
+) -> None:
+    analysis, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+    text = f"{analysis}Hm.{end}{analysis}Yes.{end}<|channel|>final<|message|>No."
+    template = "{{ messages[-1].content }}<|start|>assistant"
+    async with saying(text, tmp_path, template, tool_call_parser="harmony") as server:
+        tokenizer = server.engine.model_info.tokenizer
+        length = len(tokenizer.encode(text, add_special_tokens=False))
+        # Its <|end|> would end a reply of the embedded model.
+        told = (await server.chat(ignore_eos=True, max_tokens=length)).json()
+        thought = [tokenizer.encode(t, add_special_tokens=False) for t in ("Hm.", "Yes.")]
+        assert told["choices"][0]["message"]["content"] == "No."
+        details = told["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == sum(map(len, thought))
 
 
 async def test_tokens_that_say_nothing_yet_are_counted_in_a_stream(tmp_path: Any) -> None:
