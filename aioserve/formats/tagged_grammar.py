@@ -18,9 +18,10 @@ from aioserve.formats.grammar import (
     split_literal,
     text_until,
 )
-from aioserve.formats.tags import Tags
+from aioserve.formats.tags import NAME, Tags
 from aioserve.formats.typed_text import argument_types, forms
 
+MAX_LENGTH = 2_000  # characters of a text, up to which a schema's `maxLength` is bound
 MAX_FREE = 16  # arguments of a tool whose schema names none
 _PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 _NESTED = ["object", "array"]
@@ -72,8 +73,9 @@ class _Body:
         """All arguments, in the order of the properties, by one form of the schema."""
         properties, required = schema.get("properties"), schema.get("required") or ()
         names = [
-            *(properties or ()),
-            *(each for each in required if each not in (properties or ())),
+            each
+            for each in dict.fromkeys([*(properties or ()), *required])
+            if (properties or {}).get(each) is not False and each.strip() and NAME.fullmatch(each)
         ]
         before = self._tags.parameter[0]
         if not names and properties is None and schema.get("additionalProperties") is not False:
@@ -160,6 +162,8 @@ class _Body:
         head, tail = split_literal(self._tags.parameter[2].rstrip("\n"), self._literal)
         end, whole = _escaped(head), _escaped(self._tags.value_end)
         most = schema.get("maxLength", "")
+        if isinstance(most, int) and most > MAX_LENGTH:
+            most = ""  # to count so far takes more than it is worth
         terms = [f"/(.|\\n){{{schema.get('minLength', 0)},{most}}}{end}/"]
         if not tail:  # else a special token ends it, which is in no text
             terms.append(f"~/{ANY}{whole}(.|\\n)+/")

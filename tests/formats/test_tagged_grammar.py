@@ -160,7 +160,7 @@ async def test_what_is_required_must_stand_and_forms_of_a_schema_hold(info, comp
     assert not takes(written(format_, {"a": 1, "b": True, "new": "x"}))
 
 
-async def test_a_schema_without_properties_takes_any_argument_of_its_type(info, compiler):
+async def test_arguments_that_no_property_names_and_that_none_may_name(info, compiler):
     format_ = load_format("minimax_m2")
     takes = await taker(info, compiler, format_, [Function("do", {"type": "object"})])
     assert takes(written(format_, {}))
@@ -170,6 +170,11 @@ async def test_a_schema_without_properties_takes_any_argument_of_its_type(info, 
     assert takes(written(format_, {"a": 1}))
     assert not takes(written(format_, {"a": "x"}))
     assert not takes(written(format_, {"a": 1}, {"a": 1}))
+    names = {"properties": {"a>b": {}, "no": False, "long": {"type": "string", "maxLength": 10**6}}}
+    for each in ("minimax_m2", "deepseek_v32"):
+        takes = await taker(info, compiler, load_format(each), [Function("do", names)])
+        assert takes(written(load_format(each), {"long": "x" * 3000}))
+        assert not takes(written(load_format(each), {"no": "x"}))
     closed = [Function("do", {"additionalProperties": False})]
     assert not (await taker(info, compiler, format_, closed))(written(format_, {"a": 1}))
 
