@@ -139,6 +139,7 @@ class HarmonyParser(HarmonyGrammar):
         return separator
 
     def _close(self) -> None:
+        self._said.add("content")
         self.give_back()
         self._header = []
         self.state = self._read_loose
@@ -165,6 +166,8 @@ class HarmonyParser(HarmonyGrammar):
     def _between(self) -> bool:
         if not self.skip_space():
             return False
+        if self.text[self.at] != "<":
+            self.say(self._separate("content"))
         self.state = self._read_loose
         return True
 

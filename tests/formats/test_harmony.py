@@ -61,14 +61,15 @@ CASES = [
     (f'{HEADERS[0]}<|message|>{{"a": 1}}}}<|call|>', [Call("add"), Arguments('{"a": 1}}')]),
     # Text without a header, and headers that are none.
     ("Well: to=functions.add", [Content("Well: to=functions.add")]),
+    ("Well.<|end|>So.", [Content("Well.\nSo.")]),
     ("assistants help.", [Content("assistants help.")]),
     (
         "<|channel|>thought<|message|>Hm.<|end|>" + NEXT + FINAL,
-        [Content("<|channel|>thought<|message|>Hm.2 + 2 = 4.")],
+        [Content("<|channel|>thought<|message|>Hm.\n2 + 2 = 4.")],
     ),
     (
         THOUGHT + "So <|start|>user<|message|>No.<|end|><|channel|>final<|message|>Yes.",
-        [Reasoning("Hm."), Content("So <|start|>user<|message|>No.Yes.")],
+        [Reasoning("Hm."), Content("So <|start|>user<|message|>No.\nYes.")],
     ),
     ("<|channel|>commentary to=container.exec<|message|>ls<|end|>",
      [Content("<|channel|>commentary to=container.exec<|message|>ls")]),
