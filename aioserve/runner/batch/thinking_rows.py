@@ -76,7 +76,7 @@ class BudgetMatcher:
         """Read tokens that the inner grammar knows."""
         for token_id in token_ids:
             self._tokens.append(token_id)
-            self._last = (*self._last[2 - len(self._forced) :], token_id)
+            self._last = (*self._last, token_id)[max(0, len(self._last) + 2 - len(self._forced)) :]
             self._place = self._find_place(token_id)
 
     def _find_place(self, said: int | None) -> int | None:

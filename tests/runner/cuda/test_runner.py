@@ -41,6 +41,7 @@ from aioserve.runner.spec_decode.ngram import ngram_drafter
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.structured_outputs import StructuredOutputs
+from aioserve.thinking_budget import ThinkingBudget
 from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.cuda.fake_device import FakeDevice, TooEarlyError
@@ -292,6 +293,39 @@ async def test_masks_wait_for_the_last_token_while_the_device_computes(
         assert (text, reason) in [("to be", "stop"), ("or not to be", "stop")]
     assert all(re.fullmatch("[a-z]{3}-[0-9]{0,30}", text) for text, _ in found[1::4])
     assert all(json.loads(text) for text, reason in found[3::4] if reason == "stop")
+
+
+async def test_thinking_budgets_on_a_device_force_the_mark_where_the_cpu_does(
+    wordy_path: Path,
+) -> None:
+    """With steps in flight: beside free and bound requests, preempted in a pool that is small."""
+    end = "</think>"
+    bound = StructuredOutputs(regex=f"[^<]*{end}(yes|no)")
+
+    async def texts(engine: AsyncEngine) -> list[str]:
+        async def one(index: int) -> str:
+            budget = ThinkingBudget(max_tokens=index, start="<think>", end=end, is_implied=True)
+            params = SamplingParams(
+                max_tokens=45,
+                temperature=[0, 1.0][index % 2],
+                seed=index,
+                structured_outputs=bound if index % 4 == 1 else None,
+                thinking_budget=None if index % 4 == 2 else budget,
+            )
+            return "".join([o.text async for o in engine.generate([7, index, 9] * 9, params)])
+
+        return await asyncio.gather(*(one(index) for index in range(24)))
+
+    config = make_config(wordy_path, depth=2)
+    async with AsyncEngine(config, runner=make_runner(config, FakeDevice(1, 0.5))) as engine:
+        found = await texts(engine)
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_preemptions > 0
+    async with AsyncEngine(make_config(wordy_path, depth=1)) as engine:
+        assert found == await texts(engine)
+    assert all(text.count(end) == 1 for i, text in enumerate(found) if i % 4 in (0, 3))
+    assert all(re.fullmatch(f"[^<]*{end}(yes|no)", text) for text in found[1::4])
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])
