@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aioserve.formats import MARKS, Choice
-from tests.formats.round_trip import ALIKE, BUT_SPACE, LEFT_OUT, OTHERWISE, Trip
+from tests.formats.round_trip import ALIKE, BUT_SPACE, LEFT_OUT, OTHERWISE, REFUSED, Trip
 
 PAGE = Path(__file__).parents[2] / "docs" / "chat-templates.md"
 
@@ -115,7 +115,8 @@ def _line(row: Row) -> str:
         remark = "; ".join(filter(None, [KNOWN.get(row.template) or row.problem, remark]))
     read = "-" if not row.format else "no" if row.problem else "yes"
     if not row.writes_calls:
-        remark, read = "writes no calls", "-"
+        refusal = [each for each in row.remark.split("; ") if each.startswith(REFUSED)][:1]
+        remark, read = "; ".join(["writes no calls", *refusal]), "-"
     cells = (
         row.template,
         f"`{row.format}`" if row.format else "-",

@@ -111,7 +111,7 @@ ENDS = (
 )
 
 
-LEFT_OUT = "the template leaves out "
+LEFT_OUT, REFUSED = "the template leaves out ", "the template refuses it: "
 
 
 class Turn(NamedTuple):
@@ -175,7 +175,7 @@ class RoundTrips:
             try:
                 turns.append(self._turn([*self._asked(), *said], reply, kwargs))
             except RequestError as error:
-                problem = problem or f"the template refuses it: {error}"
+                problem = problem or f"{REFUSED}{error}"
         if not turns:
             return Trip(name, "", note=problem)
         # Some write reasoning only if they are asked to, or begin a turn otherwise than they show.

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.formats.page import Row, render
+from aioserve.formats import SHIPPED
+from tests.formats.page import PAGE, Row, render
 from tests.formats.round_trip import ALIKE, BUT_SPACE, OTHERWISE, RoundTrips
 
 HERMES = """\
@@ -73,9 +74,16 @@ def test_what_a_template_leaves_out_or_refuses_is_a_note(trips_of):
     assert (problem, "No." in note) == ("", True)
     row = Row.of("Mine", refusing.choice, refusing.all())
     assert not row.writes_calls
-    assert "writes no calls" in render([row], "1.0")
+    assert "| writes no calls; the template refuses it: " in render([row], "1.0")
 
 
 def test_space_between_calls_is_told_from_other_differences(trips_of):
     found = outcomes(trips_of(HERMES.replace("<tool_call>\n", "<tool_call> ")))
     assert found["parallel calls"] == ("", BUT_SPACE, "")
+
+
+def test_the_page_names_formats_that_ship():
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if " | `" in line]
+    names = {row[1].strip("`") for row in rows} - {"-"}
+    assert len(names) > 12
+    assert names <= SHIPPED.keys()
