@@ -7,13 +7,19 @@ schema says of several arguments together is not bound.
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from aioserve.formats.grammar import ANY, Function, Literal, json_rule, text_until
 from aioserve.formats.notation import Notation, noted
 
+MAX_DEPTH = 8  # of schemas that refer to schemas, in one
+MAX_NESTED = 40  # schemas in schemas; what is deeper is not bound
+MAX_SHARED = 500  # schemas with references or alternatives; further ones are not bound
 MAX_FREE = 16  # arguments, or items of a value, of which the schema says nothing
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
+_COMPOUND = {"$ref", "allOf", "anyOf", "oneOf"}
+_ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "$defs"}
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _OF_TEXTS = {"minLength", "maxLength", "pattern", "format"}
 
@@ -64,7 +70,9 @@ class _Bound:
         self.rules: list[str] = []
         self._notation, self._literal = notation, literal
         self._number, self._root = number, root
-        self._referred: dict[str, str] = {}  # rules, by reference
+        self._names: dict[int, str] = {}  # of rules, by schemas that may come back
+        self._kept: list[Mapping[str, Any]] = []  # these schemas, so that their ids stay theirs
+        self._depth = 0
 
     def items(self, schema: Mapping[str, Any], colon: str, *, is_outer: bool = False) -> str:
         """Keys and values of an object, without what is around them."""
@@ -101,26 +109,47 @@ class _Bound:
         return first
 
     def _value(self, schema: Any) -> str:
-        """A value by a schema."""
-        if not isinstance(schema, Mapping):
+        """A value by a schema; any value where schemas go too deep, or are too many."""
+        if not isinstance(schema, Mapping) or self._depth > MAX_NESTED:
             return "any_value"
+        self._depth += 1
+        try:
+            return self._shared(schema) if schema.keys() & _COMPOUND else self._plain(schema)
+        finally:
+            self._depth -= 1
+
+    def _shared(self, schema: Mapping[str, Any]) -> str:
+        """A rule for a schema that may come back in itself."""
+        if id(schema) not in self._names:
+            if len(self._names) > MAX_SHARED:
+                return "any_value"
+            name = f"shared_{self._number}_{len(self._names)}"
+            self._names[id(schema)] = name
+            self._kept.append(schema)
+            self.rules.append(f"{name}: {self._compound(schema)}")
+        return self._names[id(schema)]
+
+    def _compound(self, schema: Mapping[str, Any]) -> str:
         reference = schema.get("$ref")
-        if isinstance(reference, str):
-            if reference not in self._referred:
-                name = f"referred_{self._number}_{len(self._referred)}"
-                self._referred[reference] = name
-                self.rules.append(f"{name}: {self._value(_found(reference, self._root))}")
-            return self._referred[reference]
+        if isinstance(reference, str) and not schema.keys() - {"$ref", *_ANNOTATIONS}:
+            return self._value(_found(reference, self._root))
         schema = self._resolved(schema)
         for key in ("anyOf", "oneOf"):
             if schema.get(key):
-                rest = {name: each for name, each in schema.items() if name != key}
-                return f"({' | '.join(self._value({**rest, **each}) for each in schema[key])})"
+                rest = {n: each for n, each in schema.items() if n not in (key, *_ANNOTATIONS)}
+                forms = [
+                    {**rest, **each} if rest and isinstance(each, Mapping) else each
+                    for each in schema[key]
+                ]
+                return f"({' | '.join(map(self._value, forms))})"
+        return self._plain(schema)
+
+    def _plain(self, schema: Mapping[str, Any]) -> str:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
-            return f"({' | '.join(self._literal(self._noted(each)) for each in values)})"
-        kinds = schema.get("type", _TYPES if schema.keys() & (_OF_NUMBERS | _OF_TEXTS) else None)
-        if kinds is None:
+            return f"({' | '.join(self._sayable(values))})"
+        kinds = schema.get("type") or _implied(schema)
+        if not kinds:
             return "any_value"
         kinds = [kinds] if isinstance(kinds, str) else kinds
         return f"({' | '.join(self._typed(kind, schema) for kind in kinds)})"
@@ -178,20 +207,30 @@ class _Bound:
         self.rules.append(f"{name}: {' & '.join(terms)}")
         return f"({opening} {name} {closing})"
 
-    def _resolved(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+    def _resolved(self, schema: Any, depth: int = MAX_DEPTH) -> dict[str, Any]:
         """The schema with what it refers to, and all of `allOf`, in it."""
+        if not isinstance(schema, Mapping) or not depth:
+            return {}
         found = {key: each for key, each in schema.items() if key not in ("allOf", "$ref")}
         parts = [*(schema.get("allOf") or ())]
-        if "$ref" in schema:
-            parts.append(_found(schema["$ref"], self._root))
+        if isinstance(reference := schema.get("$ref"), str):
+            parts.append(_found(reference, self._root))
         for part in parts:
-            own = part if isinstance(part, Mapping) else {}
+            own = self._resolved(part, depth - 1)
             properties = {**(found.get("properties") or {}), **(own.get("properties") or {})}
             required = [*(found.get("required") or ()), *(own.get("required") or ())]
             found = {**found, **own}
             found |= {"properties": properties} if properties else {}
             found |= {"required": required} if required else {}
         return found
+
+    def _sayable(self, values: Sequence[Any]) -> list[str]:
+        """Those of some values that the notation can say."""
+        said = []
+        for value in values:
+            with suppress(ValueError):
+                said.append(self._literal(self._noted(value)))
+        return said or ["any_value"]
 
     def _noted(self, value: Any) -> str:
         return noted(self._notation, value)
@@ -200,6 +239,15 @@ class _Bound:
         name = f"noted_{self._number}_{len(self.rules)}"
         self.rules.append(f"{name}: {right}")
         return name
+
+
+def _implied(schema: Mapping[str, Any]) -> Sequence[str]:
+    """The types that a schema without a type is about; none if it is about any."""
+    if schema.keys() & {"properties", "required", "additionalProperties"}:
+        return ("object",)
+    if schema.keys() & {"items", "minItems", "maxItems"}:
+        return ("array",)
+    return _TYPES if schema.keys() & (_OF_NUMBERS | _OF_TEXTS) else ()
 
 
 def _found(reference: str, root: Mapping[str, Any]) -> Any:
