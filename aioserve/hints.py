@@ -28,7 +28,7 @@ SLO_CLASS = "slo_class"
 SLO_TTFT, SLO_TPOT = "slo_ttft", "slo_tpot"
 #: How fast the reply is read, in tokens per second.
 READING_SPEED = "reading_speed"
-#: The name of the tool whose result the prompt ends with, or which the reply will call.
+#: The name of the tool that the reply will call, as far as the client knows.
 TOOL = "tool"
 #: A flag: nobody waits for the reply now.
 OFFLINE = "offline"

@@ -11,7 +11,15 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 @pytest.fixture(scope="module")
 def pages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_pages", DOCS / "make_pages.py")
+    return load("make_pages")
+
+
+ANEW = "python docs/make_pages.py writes it anew"
+
+
+def load(name: str) -> ModuleType:
+    """A program of docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -19,7 +27,10 @@ def pages() -> ModuleType:
     return module
 
 
-ANEW = "python docs/make_pages.py writes it anew"
+def test_the_pages_of_the_contract_and_the_harness_have_the_rules_of_today() -> None:
+    for name, text in load("make_testing").pages().items():
+        assert text == (DOCS / name).read_text(), "python docs/make_testing.py writes it anew"
+        assert text.count("\n| `test_") >= 25 or "`add_request(" in text
 
 
 def test_what_a_policy_can_read_and_call_is_that_of_today(pages: ModuleType) -> None:

@@ -86,7 +86,10 @@ class OnlineStepTime:
         return max(_dot(self._coefficients, _features(output)), 1e-6)
 
     def max_prefill_tokens(self, seconds: float, num_decodes: int, num_context_tokens: int) -> int:
-        """The most prompt tokens that fit into `seconds` beside these decodes; may be negative."""
+        """The most prompt tokens that fit into a step of `seconds` beside `num_decodes` decodes, of
+        which the policy says how many tokens they read: `num_context_tokens`, the sum of their
+        `num_computed_tokens`. Negative if the decodes alone take longer.
+        """
         left = seconds - self.seconds(0, num_decodes, num_context_tokens)
         return int(left / self.seconds_per_prompt_token)
 

@@ -63,6 +63,9 @@ class PolicyContract(ClientRules, PolicyRules):
     def test_time_and_chance_are_the_policys_own(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
+        """A crowd is served once more, while the clocks, dice and sleep of the process are watched
+        for calls of the policy.
+        """
         with subject.harness(
             pipeline_depth=pipeline_depth, num_blocks=16, max_num_seqs=3, max_model_len=40
         ) as harness:
@@ -81,6 +84,9 @@ class PolicyContract(ClientRules, PolicyRules):
     def test_memory_does_not_grow_with_requests_that_have_ended(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
+        """By bytes behind the policy's attributes, after some requests and after many more; without
+        steps in flight, which change nothing.
+        """
         if pipeline_depth == 1:
             with subject.harness() as harness:
                 harness.check_memory()
@@ -90,6 +96,9 @@ class PolicyContract(ClientRules, PolicyRules):
     def test_no_rule_is_broken_under_random_traffic(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
+        """Arrivals with every hint, ends, failures, switches and pools at random: the same ones in
+        every run.
+        """
         run_machine(
             subject.policy,
             subject.options,

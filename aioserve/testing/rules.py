@@ -24,6 +24,7 @@ class PolicyRules:
     def test_every_request_ends_with_the_tokens_it_would_get_alone(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
+        """Several lengths, users and urgencies; every other prompt has the same beginning."""
         with subject.harness(pipeline_depth=pipeline_depth) as harness:
             add_traffic(harness)
             harness.run_until_idle()
@@ -43,6 +44,9 @@ class PolicyRules:
     def test_a_request_that_leaves_at_any_moment_leaves_nothing_behind(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
+        """One of six is aborted, and again with a third, after each number of steps up to 19, with
+        a step in flight; then all leave.
+        """
         for num_steps in range(20):
             with subject.harness(
                 pipeline_depth=pipeline_depth, num_blocks=10, max_num_seqs=3, max_model_len=32
@@ -105,6 +109,7 @@ class PolicyRules:
     def test_stop_tokens_end_a_request_but_not_before_min_tokens(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
+        """One request ends by EOS, one by a stop token, and one ignores the EOS that it gets."""
         with subject.harness(pipeline_depth=pipeline_depth) as harness:
             any_token = tuple(range(50))
             arrive(harness, "r_eos", [1] * 5, eos_token_ids=any_token)
@@ -120,6 +125,7 @@ class PolicyRules:
     def test_a_deadline_ends_a_request_with_a_timeout(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
+        """One of two requests has a deadline that passes while its reply is generated."""
         with subject.harness(pipeline_depth=pipeline_depth) as harness:
             arrive(harness, "r_late", [1] * 5, deadline=3.5)
             arrive(harness, "r_calm", [2] * 5, max_tokens=9)
@@ -129,6 +135,7 @@ class PolicyRules:
     def test_a_queue_timeout_ends_only_requests_never_served(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
+        """Two requests for one seat, with 5 s in which to get it."""
         with subject.harness(
             pipeline_depth=pipeline_depth, max_num_seqs=1, queue_timeout=5.0
         ) as harness:
