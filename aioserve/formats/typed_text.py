@@ -59,25 +59,35 @@ def argument_types(schema: Mapping[str, Any], name: str) -> set[str]:
     own = properties.get(name) if isinstance(properties, Mapping) else None
     if own is None:
         own = schema.get("additionalProperties")
-    return set(_types(own, schema, MAX_DEPTH)) if isinstance(own, Mapping) else set()
+    return set(_types(own, schema)) if isinstance(own, Mapping) else set()
 
 
-def forms(
-    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = MAX_DEPTH
-) -> list[dict[str, Any]]:
+def forms(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The schemas of which a value fits one if it fits `schema`, without references and without
     `anyOf`, `oneOf` and `allOf`: at most `MAX_FORMS`. `root` is what references refer to.
     """
+    return _forms(schema, root, {}, MAX_DEPTH)
+
+
+def _forms(
+    schema: Mapping[str, Any], root: Mapping[str, Any], known: dict[int, Any], depth: int
+) -> list[dict[str, Any]]:
+    """As `forms`; each schema is looked at once, since it is a client that wrote them: `known` are
+    those of the schemas that were, by `id`.
+    """
+    if id(schema) in known:
+        return list(known[id(schema)])
     found = [{key: value for key, value in schema.items() if key not in _COMPOUND}]
+    known[id(schema)] = found  # for one that refers to itself
     choices = [[each] for each in schema.get("allOf") or ()]
     choices += [list(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]
     if isinstance(reference := schema.get("$ref"), str):
         choices.append([_referred(reference, root)])
     for each in choices if depth else ():
-        inner = [
-            form for one in each if isinstance(one, Mapping) for form in forms(one, root, depth - 1)
-        ]
-        found = [_merged(a, b) for a in found for b in inner][:MAX_FORMS] or found
+        some = [one for one in each if isinstance(one, Mapping)]
+        inner = [form for one in some for form in _forms(one, root, known, depth - 1)]
+        found = [_merged(a, b) for a in found for b in inner[:MAX_FORMS]][:MAX_FORMS] or found
+    known[id(schema)] = found
     return found
 
 
@@ -107,23 +117,29 @@ def _fits(found: str, text: str, types: set[str]) -> bool:
     return found == "number" and "integer" in types and float(text).is_integer()
 
 
-def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """The types that a schema names, in what it refers to as well."""
+def _types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
+    """The types that a schema names, in what it refers to as well; each schema is looked at once,
+    since a client may send one that refers to itself ten times.
+    """
+    todo, seen = [schema], set()
+    while todo:
+        each = todo.pop()
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield from _own_types(each)
+        for key in ("anyOf", "oneOf", "allOf"):
+            todo += each.get(key) or ()
+        if isinstance(reference := each.get("$ref"), str):
+            todo.append(_referred(reference, root))
+
+
+def _own_types(schema: Mapping[str, Any]) -> list[str]:
     named = schema.get("type")
-    if isinstance(named, str):
-        yield named
-    elif isinstance(named, list):
-        yield from (each for each in named if isinstance(each, str))
-    else:
-        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        for value in values if isinstance(values, list) else []:
-            yield "null" if value is None else _NAMES.get(type(value), "object")
-    inner = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key) or ()]
-    if isinstance(reference := schema.get("$ref"), str):
-        inner.append(_referred(reference, root))
-    for each in inner if depth else ():
-        if isinstance(each, Mapping):
-            yield from _types(each, root, depth - 1)
+    if named is not None:
+        return [named] if isinstance(named, str) else list(named)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return ["null" if value is None else _NAMES.get(type(value), "object") for value in values]
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:

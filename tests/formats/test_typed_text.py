@@ -1,10 +1,12 @@
 """Plain text to JSON, by the schema of a tool."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
 from aioserve.formats import typed_json
+from aioserve.formats.typed_text import forms
 
 SCHEMA = {
     "properties": {
@@ -61,4 +63,17 @@ def test_an_argument_has_the_type_of_its_schema(name, text, value):
 def test_a_schema_that_refers_to_itself_says_no_type():
     schema = {"properties": {"a": {"$ref": "#/properties/a"}}}
     assert typed_json("5", schema, "a") == "5"
+    schema = {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 20}}}
+    assert typed_json("5", schema, "a") == "5"
     assert typed_json("5", {}, "a") == "5"
+
+
+def test_a_schema_is_looked_at_once_however_often_it_is_referred_to():
+    names = [f"p{i}" for i in range(9)]
+    chain = {
+        name: {"allOf": [{"$ref": f"#/properties/{after}"} for _ in range(9)]}
+        for name, after in pairwise(names)
+    }
+    schema = {"properties": {**chain, "p8": {"type": "boolean"}}}
+    assert typed_json("true", schema, "p0") == "true"
+    assert forms(schema["properties"]["p0"], schema) == [{"type": "boolean"}]

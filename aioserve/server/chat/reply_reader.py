@@ -53,6 +53,7 @@ class ReplyReader:
         self._num_calls = 0  # that were made, left out or not
         self._index = -1  # of the last that was let through
         self._ids: set[str] = set()
+        self._error: Exception | None = None  # of the format
         self._arguments: list[str] = []  # of the last call, in pieces
 
     @classmethod
@@ -85,7 +86,20 @@ class ReplyReader:
         return None if self._counter is None else self._counter.count
 
     def read(self, output: RequestOutput) -> list[Event]:
-        """What its text completes; at the end, what was held back. Every call has an id."""
+        """What its text completes; at the end, what was held back. Every call has an id.
+
+        Raises what the format raises, and the same again if it is asked again: what the format had
+        read by then is lost.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._read(output)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def _read(self, output: RequestOutput) -> list[Event]:
         self.count(output)
         events = self._parser.append(output.text)
         if output.finish_reason is not None:

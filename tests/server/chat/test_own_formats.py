@@ -1,5 +1,6 @@
 """A format of one's own, by its file: whole replies, ids, and what is written wrong, over HTTP."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -62,6 +63,38 @@ async def test_a_format_of_whole_replies_tells_reasoning_content_and_calls_apart
         assert message["content"].startswith("Let me see.")
         assert message["reasoning_content"] == "Hm."
         assert "tool_calls" not in message
+
+
+RAISES = """
+from aioserve.formats.hermes import HermesParser
+
+class Raises(HermesParser):
+    said = ""
+    def append(self, text):
+        events = super().append(text)
+        before, self.said = self.said, self.said + "".join(event.text for event in events)
+        if "kept" in self.said and "kept" not in before:  # once
+            raise KeyError("kept")
+        return events
+"""
+
+
+async def test_a_format_that_raises_fails_its_own_request_and_no_other(say, tmp_path):
+    (tmp_path / "raises.py").write_text(RAISES)
+    async with say("I have kept it.", tool_call_parser=f"{tmp_path}/raises.py:Raises") as server:
+        asked = [
+            server.chat(tools=[ADD], stream=stream) if has_tools else server.chat(stream=stream)
+            for stream in (False, True)
+            for has_tools in (True, False)
+        ]
+        failed, whole, broken, streamed = await asyncio.gather(*asked)
+        assert failed.status == 500
+        assert whole.json()["choices"][0]["message"]["content"] == "I have kept it."
+        assert b"internal_error" in broken.body.splitlines()[-2]
+        assert b'"finish_reason":"' not in broken.body
+        deltas = [event["choices"][0]["delta"] for event in streamed.events()]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I have kept it."
+        assert set((await server.gauges()).values()) == {0}
 
 
 async def test_calls_that_are_written_wrong_are_counted_by_their_format(say):
