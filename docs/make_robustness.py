@@ -32,7 +32,7 @@ POLICIES = (
     "examples/recipes/shortest_predicted.py"
 )
 TRACE = (
-    "search chunked_prefill --workload AzureLLMInferenceTrace_conv.csv --limit 800 "
+    "search chunked_prefill --workload AzureLLMInferenceTrace_conv.csv --limit {} "
     "--time-scale 2 --set scheduler.options.chunk_size=64,128,256,1024 --by good_share "
     f"--slo ttft=1,gap=0.05 {MACHINE} --set scheduler.max_num_seqs=128"
 )
@@ -43,8 +43,8 @@ RUNS = {
     "mixed": f"mispredict {POLICIES} --workload mixed --limit 100 --time-scale 0.2 --seeds 4 "
     f"--errors lognormal:0,0.5,1,2 {MACHINE} --set scheduler.max_num_seqs=16 "
     "--set scheduler.max_num_batched_tokens=512",
-    "trace": TRACE,
-    "other-trace": f"{TRACE} --held-out AzureLLMInferenceTrace_code.csv",
+    "trace": TRACE.format(3000),
+    "other-trace": f"{TRACE.format(800)} --held-out AzureLLMInferenceTrace_code.csv",
 }
 MARKS = {"better": "**{}**", "worse": "*{}*"}  # of a difference from the baseline that is sure
 TEXT = """# Robustness of the answers
@@ -108,22 +108,22 @@ Over-fitting in Model Selection and Subsequent Selection Bias in Performance Eva
 
 ### The later part of a trace
 
-The first 800 requests of the [conversation trace of
+The first 3,000 requests of the [conversation trace of
 Azure](https://github.com/Azure/AzurePublicDataset) of 2023, in twice the time.
 
 @trace@
 
 ### Another trace
 
-The same candidates, chosen on these conversations and judged on Azure's trace of code, which has
-longer prompts and shorter replies.
+The same candidates, chosen on the first 800 conversations and judged on the first 800 requests of
+Azure's trace of code, which has longer prompts and shorter replies.
 
 @other-trace@
 
-What keeps 98.5% of the later conversations within these limits keeps 15.4% of the requests for
+What keeps 99.1% of the later conversations within these limits keeps 15.4% of the requests for
 code: still more than the default, and no promise. Whether another value would do better on code is
-not said, since that would be another choice. Neither difference has an interval: one trace of 800
-requests has too few independent stretches.
+not said, since that would be another choice. Here the difference has no interval, because 800
+requests in such a queue have too few independent stretches.
 """
 SAYS = """Of the burst, which has eight seeds:
 
