@@ -4,8 +4,9 @@ A part for policies that admit by the future instead of preempting: LightLLM's r
 `_can_add_new_req`), which S-LoRA took over, and the test inside of Past-Future and MC-SF.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
+from itertools import islice
 from operator import attrgetter
 
 from aioserve.request import Request
@@ -45,6 +46,22 @@ class PeakMemory:
         rows = self._rows.copy()
         insort(rows, self._row(request))
         return _peak(rows)
+
+    def num_fitting(self, requests: Iterable[Request], capacity: float) -> int:
+        """How many of `requests`, in order, may run as well until the peak in tokens is more than
+        `capacity`. Doubles the number until it is too many, then halves what is left: O(log k)
+        peaks for k that fit, where one `with_request` after the other takes k.
+        """
+        source, rows, num_fitting = iter(requests), list[tuple[int, int]](), 0
+        while more := [self._row(request) for request in islice(source, len(rows) + 1)]:
+            rows += more
+            if _peak(sorted(self._rows + rows)) > capacity:
+                counts = range(num_fitting + 1, len(rows))
+                return num_fitting + bisect_left(
+                    counts, x=True, key=lambda n: _peak(sorted(self._rows + rows[:n])) > capacity
+                )
+            num_fitting = len(rows)
+        return num_fitting
 
     @property
     def peak(self) -> int:

@@ -12,11 +12,13 @@ the total latency is within 5% of what an optimum with hindsight reaches.
 Simplified: the lengths are predictions. If they were too short, the base preempts the request with
 the longest reply, where the paper evicts at random. Prompts run in chunks beside decodes.
 
-Cost: O(r log r) of r running requests in steps in which a request waits, and O(r) for each that
-enters.
+Cost: O(r log r) of r running requests in steps in which a request waits, O(log k) times where k
+enter.
 
 Needs: predicted lengths (hint `predicted_output_tokens`).
 """
+
+from itertools import islice
 
 from aioserve.scheduler import (
     BaseScheduler,
@@ -64,10 +66,11 @@ class MCSFScheduler(BaseScheduler):
         if self.waiting:
             capacity = (1 - self.options.reserved) * self.memory.total
             peak = PeakMemory(self.running, self.final_tokens)
-            for request in self.waiting:
-                if self.running and peak.with_request(request) > capacity:
-                    break
+            num_seats = self.max_num_seqs - len(self.running)
+            fitting = peak.num_fitting(islice(self.waiting, num_seats + 1), capacity)
+            if not self.running:
+                fitting = max(fitting, 1)
+            for request in islice(self.waiting, fitting):
                 if not step.admit(request):
                     break
-                peak.add(request)
         return step.output()

@@ -13,15 +13,15 @@ will be as long as those of them that had more than n.
 Simplified: Past-Future draws a length of each request at random, up to five times a step; here it
 is their mean, so that the same events have the same decisions.
 
-Cost: O(r log r) of r running requests in steps in which a request waits, and O(r) for each that
-enters.
+Cost: O(r log r) of r running requests in steps in which a request waits, O(log k) times where k
+enter.
 
 Needs: nothing; with `lengths: hint`, predicted lengths (hint `predicted_output_tokens`).
 """
 
 from bisect import bisect_right, insort
 from collections import deque
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 from aioserve.scheduler import (
@@ -62,12 +62,13 @@ class PeakMemoryScheduler(BaseScheduler):
         if self.waiting:
             capacity = (1 - self.options.reserved) * self.memory.total
             peak = PeakMemory(self.running, self.final_tokens)
-            for request in self.waiting:
-                if self.running and peak.with_request(request) > capacity:
-                    break
+            num_seats = self.max_num_seqs - len(self.running)
+            fitting = peak.num_fitting(islice(self.waiting, num_seats + 1), capacity)
+            if not self.running:
+                fitting = max(fitting, 1)
+            for request in islice(self.waiting, fitting):
                 if not step.admit(request):
                     break
-                peak.add(request)
         return step.output()
 
     def on_finish(self, request: Request, reason: str) -> None:

@@ -9,8 +9,9 @@ from html import escape
 from aioserve.lab.zoo.standard import WORKLOADS
 from aioserve.lab.zoo.standing import OVERALL, Standing
 
-LEFT, COLUMN, ROW, TOP, BOTTOM = 190, 84, 24, 58, 40
+LEFT, COLUMN, ROW, TOP, BOTTOM = 190, 84, 24, 58, 64
 NUM_SHADES = 10
+LEAST, MOST = 0.4, 0.96  # shares from the first shade to the last: most policies are between
 COLUMNS = (*WORKLOADS, OVERALL)
 TITLE = "In time, % of requests and programs, mean over classes: the bluer, the better"
 # Of each shade: its colour and that of the number in it, from little to much, light and dark.
@@ -48,17 +49,37 @@ def draw(board: Sequence[Standing], marked: Sequence[str] = ()) -> str:
             f'<text class="name{bold}" x="{LEFT - 10}" y="{y + 16}">{escape(standing.name)}</text>'
         )
         parts += [_cell(standing, i, y) for i in range(len(COLUMNS))]
-    parts.append(
-        f'<text class="small" x="12" y="{height - 14}">The best policy of a column and those that '
-        "chance does not tell from it have a frame.</text>"
-    )
+    parts += _legend(height - 42)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _legend(y: int) -> list[str]:
+    """The shades with the shares from which they are, and what a frame means."""
+    parts = [f'<text class="small name" x="{LEFT - 10}" y="{y + 12}">from %</text>']
+    for shade in range(NUM_SHADES):
+        x, least = LEFT + 34 * shade, LEAST + (shade - 1) * (MOST - LEAST) / (NUM_SHADES - 2)
+        text = f"{100 * least:.0f}" if shade else "0"
+        parts.append(
+            f'<rect class="s{shade}" x="{x + 1}" y="{y}" width="32" height="16" rx="2"/>'
+            f'<text class="small middle t{shade}" x="{x + 17}" y="{y + 12}">{text}</text>'
+        )
+    parts.append(
+        f'<text class="small" x="{LEFT}" y="{y + 32}">A frame: the best policy of a column, or one '
+        "that chance does not tell from it.</text>"
+    )
+    return parts
+
+
+def _shade(share: float) -> int:
+    """0 below `LEAST`, the last one from `MOST`, and equal parts between."""
+    part = 1 + int((share - LEAST) / (MOST - LEAST) * (NUM_SHADES - 2) + 1e-9)
+    return min(part, NUM_SHADES - 1) if share >= LEAST else 0
 
 
 def _cell(standing: Standing, place: int, y: int) -> str:
     workload = COLUMNS[place]
     rank = standing.ranks[workload]
-    shade = min(int(rank.value * NUM_SHADES), NUM_SHADES - 1)
+    shade = _shade(rank.value)
     x = LEFT + COLUMN * place
     gap = 4 if workload == OVERALL else 0
     best = " best" if rank.best == 1 else ""

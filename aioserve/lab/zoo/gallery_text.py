@@ -94,8 +94,9 @@ What to keep in mind: step times are those of a data sheet (`{standard}` in
 those state any, and were tuned to no workload; a policy that needs more than clients tell here
 shows less than it can. Those that ship run with their configurations, so with steps of 512 tokens:
 give a policy of yours the same in a YAML file (`chunk_size: 512`), or it is compared with larger
-steps. A request that a policy rejects is not in time, and times to first token and to the end are
-of the requests that got there: look at *unfinished requests* beside them.
+steps. A request that is rejected or not finished counts as late, so that no policy rises by
+rejecting; times to first token and to the end are of the requests that got there: look at
+*unfinished requests* beside them.
 
 All measures of a policy, with ranks, are in the report of `python -m aioserve zoo NAME --html
 FILE`:

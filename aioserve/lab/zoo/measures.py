@@ -35,9 +35,11 @@ _LABELS = (
     "unfinished requests",
 )
 MEASURES = (IN_TIME, *(next(row for row in ROWS if row.label == label) for label in _LABELS))
+UNFINISHED = MEASURES[-1]
 IN_TIME_MEANING = (
     "The share of the requests, and of the programs of agents, that kept to all limits of their "
-    "class; classes count alike, however many requests they have. By it policies are ranked."
+    "class; classes count alike, however many requests they have. A request that is rejected or "
+    "not finished counts as late. By it policies are ranked."
 )
 ONE_ENGINE = Fleet(1, "round_robin")  # simulated as the engine is, and quicker
 

@@ -13,7 +13,13 @@ from aioserve.lab.zoo.measures import MEASURES, meaning
 from aioserve.lab.zoo.standard import WORKLOADS
 from aioserve.lab.zoo.standing import OVERALL, leaderboard, mean_of, rank_of
 from aioserve.lab.zoo.stored import Results
-from aioserve.lab.zoo.words import against_in_words, cost_in_words, place_in_words, title
+from aioserve.lab.zoo.words import (
+    against_in_words,
+    cost_in_words,
+    place_in_words,
+    title,
+    unfinished_in_words,
+)
 
 RANKS = (
     "A rank has a range where chance leaves one open: it counts the policies that are better or "
@@ -33,7 +39,8 @@ def render_page(results: Results, names: Sequence[str]) -> str:
     parts += ["<h2>All policies</h2>", _board(results)]
     for name in names:
         parts += [f"<h2>{escape(name)}</h2>"]
-        words = [*against_in_words(results, name), cost_in_words(results.policies[name])]
+        words = [*against_in_words(results, name), unfinished_in_words(results, name)]
+        words.append(cost_in_words(results.policies[name]))
         parts += [f"<p>{escape(text)}</p>" for text in words if text]
         parts.append(_measures(results, name))
     parts.append("<h2>What the measures mean</h2><dl class='meanings'>")

@@ -3,12 +3,14 @@
 Knows results and ranks; measures nothing.
 """
 
-from aioserve.lab.comparison.bootstrap import Sampling, compare_seeds
+from aioserve.lab.comparison.bootstrap import MIN_SEEDS, Sampling, compare_seeds
 from aioserve.lab.comparison.rows import Row, number
-from aioserve.lab.zoo.measures import IN_TIME, MEASURES, key
+from aioserve.lab.zoo.measures import IN_TIME, MEASURES, UNFINISHED, key
 from aioserve.lab.zoo.standard import WORKLOADS
 from aioserve.lab.zoo.standing import OVERALL, Standing, leaderboard, mean_of, rank_of, values_of
 from aioserve.lab.zoo.stored import Entry, Results
+
+NUM_NEIGHBOURS = 2  # policies above, and below, that are named beside one
 
 
 def render_board(results: Results) -> str:
@@ -47,7 +49,9 @@ def render_policy(results: Results, name: str) -> str:
     """One policy: its place, whom it beats, and value and rank by measure and workload."""
     [standing] = [s for s in leaderboard(results) if s.name == name]
     lines = [place_in_words(standing), *against_in_words(results, name)]
-    lines += filter(None, [cost_in_words(results.policies[name])])
+    lines += filter(
+        None, [unfinished_in_words(results, name), cost_in_words(results.policies[name])]
+    )
     lines += ["", f"{'value (rank)':22}" + "".join(f"{w:>17}" for w in WORKLOADS)]
     for row in MEASURES:
         cells = [cell(results, name, workload, row) for workload in WORKLOADS]
@@ -77,7 +81,11 @@ def cost_in_words(entry: Entry) -> str:
 
 
 def against_in_words(results: Results, name: str) -> list[str]:
-    """Which policies are worse, better and not told apart, by the share in time overall."""
+    """Which policies are worse, better and not told apart, by the share in time overall; of one
+    seed, which tells none apart, the nearest ones.
+    """
+    if num_seeds(results) < MIN_SEEDS:
+        return [_between(leaderboard(results), name)]
     kinds: dict[str, list[str]] = {"better than": [], "worse than": [], "not told apart from": []}
     own = values_of(results.policies[name], OVERALL, IN_TIME)
     for other, entry in results.policies.items():
@@ -89,6 +97,30 @@ def against_in_words(results: Results, name: str) -> list[str]:
         else:
             kinds["better than" if difference.value > 0 else "worse than"].append(other)
     return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+
+
+def _between(board: list[Standing], name: str) -> str:
+    """The neighbours of a policy on the board, with their numbers."""
+    place = [standing.name for standing in board].index(name)
+
+    def listed(standings: list[Standing]) -> str:
+        return ", ".join(f"{s.name} {100 * s.overall.value:.1f}%" for s in standings)
+
+    above = listed(board[max(place - NUM_NEIGHBOURS, 0) : place]) or "none"
+    below = listed(board[place + 1 : place + 1 + NUM_NEIGHBOURS]) or "none"
+    return (
+        f"next above: {above}; next below: {below}; one seed does not say which differences are "
+        "chance: leave --quick out"
+    )
+
+
+def unfinished_in_words(results: Results, name: str) -> str:
+    """How many requests never ended, and that these count as missed; "" if all did."""
+    counts = {w: mean_of(results.policies[name], w, UNFINISHED) for w in WORKLOADS}
+    found = [f"{count:,.1f} of {workload}" for workload, count in counts.items() if count]
+    if not found:
+        return ""
+    return f"requests rejected or not finished, which count as late: {', '.join(found)} a seed"
 
 
 def cell(results: Results, name: str, workload: str, row: Row) -> str:

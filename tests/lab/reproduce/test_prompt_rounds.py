@@ -1,6 +1,8 @@
 """The scheduler of S-LoRA keeps the contract, and admits as its source says."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aioserve.config import SchedulerConfig
 from aioserve.lab.reproduce.prompt_rounds import PromptRoundsScheduler
@@ -50,6 +52,26 @@ def test_the_peak_is_what_counting_step_by_step_finds(requests: list[tuple[int, 
     assert peak.peak == peak_by_steps(requests)
     assert len(peak) == len(requests)
     assert PeakMemory().peak == 0
+
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 40))
+
+
+@given(st.lists(sizes, max_size=6), st.lists(sizes, max_size=20), st.integers(0, 500))
+def test_as_many_fit_as_when_one_is_added_after_the_other(
+    running: list[tuple[int, int]], waiting: list[tuple[int, int]], capacity: int
+) -> None:
+    in_turn = PeakMemory(request(f"r{i}", *of) for i, of in enumerate(running))
+    line = [request(f"w{i}", *of) for i, of in enumerate(waiting)]
+    found = PeakMemory(request(f"r{i}", *of) for i, of in enumerate(running))
+    expected = 0
+    for one in line:
+        if in_turn.with_request(one) > capacity:
+            break
+        in_turn.add(one)
+        expected += 1
+    assert found.num_fitting(line, capacity) == expected
+    assert len(found) == len(running)
 
 
 def harness(**options: object) -> SchedulerHarness:

@@ -50,6 +50,9 @@ def test_a_policy_of_a_file_is_ranked_among_all_that_ship(
     assert sorted(cells[1] for cells in board) == sorted(names)
     place = [cells[1] for cells in board].index("ShortestPredictedScheduler") + 1
     assert f"\nShortestPredictedScheduler: rank {place} of {len(names)}, " in out
+    assert "\nnext above: " in out
+    assert "one seed does not say which differences are chance" in out
+    assert "not told apart from" not in out
     found: dict[str, Any] = json.loads(data.read_text())
     assert found["digest"] == DIGEST
     mine = found["policies"]["ShortestPredictedScheduler"]

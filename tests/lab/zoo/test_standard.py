@@ -1,8 +1,11 @@
 """The standard workloads of the zoo are frozen, and say what policies and goodput need."""
 
+from pathlib import Path
+
 import pytest
 
 from aioserve.lab.workloads.synthetic import read_spec
+from aioserve.lab.zoo.measures import run_standard
 from aioserve.lab.zoo.standard import (
     DIGEST,
     SEEDS,
@@ -52,3 +55,25 @@ def test_every_policy_takes_part_on_the_same_machine() -> None:
         assert config.runner.profile == VERSION
         assert config.cache.num_kv_blocks == 3000
         assert config.model.max_model_len == workload.longest
+
+
+REJECTS_ALL = """
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
+
+
+class RejectAll(BaseScheduler):
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in list(self.waiting):
+            step.reject(request, "no")
+        return step.output()
+"""
+
+
+def test_a_policy_that_rejects_every_request_has_nothing_in_time(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REJECTS_ALL)
+    [scores] = run_standard(
+        load_policies([f"{tmp_path}/mine.py:RejectAll"]), SEEDS[:1], workloads=["agents"]
+    )
+    assert scores["agents"]["in_time"] == [0.0]
+    assert scores["agents"]["unfinished"] == [1000.0]

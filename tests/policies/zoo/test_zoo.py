@@ -17,7 +17,9 @@ from aioserve.lab.zoo.cards import LABELS, read_card, read_cards
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.scheduler.descriptions import describe_policies
 from aioserve.shipped import config_names, find_config
+from aioserve.testing import cost
 from aioserve.testing.contract import PolicyContract, Subject
+from aioserve.testing.cost import check_cost
 from tests.policy_names import ZOO
 from tests.slow import mostly_slow
 
@@ -43,6 +45,17 @@ class TestContractAtLength(PolicyContract):
     @pytest.fixture
     def subject(self, name: str) -> Subject:
         return Subject(load_policy(name), max_examples=ALL_EXAMPLES)
+
+
+@pytest.mark.parametrize("name", mostly_slow(ZOO, but=("zoo.mc_sf", "zoo.peak_memory")))
+def test_four_times_the_requests_take_hardly_more_than_four_times_the_lines(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The contract allows 8 times as many; sorting alone, were it written in Python, takes 5.4."""
+    monkeypatch.setattr(cost, "MOST_TIMES", 4.5)
+    policy = load_policy(name)
+    assert issubclass(policy, BaseScheduler)
+    check_cost(policy, {})
 
 
 def test_every_file_is_a_policy_of_its_name() -> None:
