@@ -21,11 +21,14 @@ class TokenBytes(dict[int, bytes]):
         self._tokenizer = tokenizer
 
     def __missing__(self, token_id: int) -> bytes:
-        found = self[token_id] = self._bytes(token_id)
+        return self.note(token_id, str(self._tokenizer.decode([token_id])))
+
+    def note(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that decodes to `text`."""
+        found = self[token_id] = self._bytes(token_id, text)
         return found
 
-    def _bytes(self, token_id: int) -> bytes:
-        text = str(self._tokenizer.decode([token_id]))
+    def _bytes(self, token_id: int, text: str) -> bytes:
         if REPLACEMENT not in text:
             return text.encode()
         # A piece of a character: only the vocabulary knows which bytes it stands for.

@@ -33,7 +33,7 @@ class TokenTexts:
         known = self._known.get(token_id)
         if known is None:
             text = self._tokenizer.decode([token_id])
-            known = self._known[token_id] = (text, list(self.bytes[token_id]))
+            known = self._known[token_id] = (text, list(self.bytes.note(token_id, text)))
         return known
 
     def text(self, token_id: int) -> str:
