@@ -212,6 +212,13 @@ def test_a_template_that_refuses_content_beside_reasoning_and_calls_gets_two_mes
     assert render(FIRST_CALL, message) == f"I add.(Hm.{function})"
 
 
+def test_a_template_that_shows_no_calls_gets_a_content_that_it_takes(render):
+    source = "{% for message in messages %}{{ message.role + ':' + message.content }};{% endfor %}"
+    calls = CALL["tool_calls"]
+    for message in (CALL, {**CALL, "tool_calls": calls * 2}):
+        assert render(source, {"role": "user", "content": "?"}, message) == "user:?;assistant:;"
+
+
 @pytest.mark.parametrize("write", ["{{ key }}:<{{ value }}>", "{{ key }}='{{ value }}'"])
 def test_templates_that_write_arguments_in_a_notation_of_their_own_get_a_mapping(render, write):
     source = (

@@ -172,18 +172,18 @@ class ChatTemplate:
         key = source, str(asked)
         if key not in self._call_forms:
             forms = forms_of(asked["content"])
-            shown = [
-                (f, text) for f in forms if is_shown(text := self._try(source, f.apply(asked)))
-            ]
+            tried = [(f, text) for f in forms if (text := self._try(source, f.apply(asked)))]
+            shown = [(form, text) for form, text in tried if is_shown(text)] or tried
             clean = (form for form, text in shown if "None" not in text)
             self._call_forms[key] = next(clean, shown[0][0] if shown else forms[0])
         return self._call_forms[key].apply(message)
 
     def _takes_several(self, source: str) -> bool:
-        """Whether a template shows all calls of a message."""
+        """Whether a template shows all calls of a message, or none."""
         if source not in self._several:
-            two = self._with_calls(source, probe({"content": None}, 2))
-            self._several[source] = "probe1" in self._try(source, two)
+            asked = [self._with_calls(source, probe({"content": None}, n)) for n in (1, 2)]
+            one, two = (self._try(source, messages) for messages in asked)
+            self._several[source] = "probe1" in two or not is_shown(one)
         return self._several[source]
 
     def _with_contents(self, source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
