@@ -401,6 +401,21 @@ async def test_openais_client_counts_input_tokens(server):
     assert counted.input_tokens == whole.usage.input_tokens
 
 
+async def test_fields_that_make_no_prompt_change_no_count_and_have_to_make_sense(server):
+    turn = [{"role": "user", "content": "Who's there?"}]
+    for path, body in (
+        ("/v1/responses/input_tokens", {"input": "Who's there?"}),
+        ("/v1/messages/count_tokens", {"messages": turn}),
+    ):
+        counts = [
+            await prompt_of(server, path, {**body, **fields})
+            for fields in ({}, {"temperature": 1, "top_k": 5, "stop": "x", "stream": True})
+        ]
+        assert counts[0] == counts[1]
+        answer = await server.request("POST", path, json={**body, "min_tokens": -1})
+        assert "min_tokens must be at least 0" in check(answer)["message"]
+
+
 async def test_anthropics_tool_runner_goes_on_without_a_thread(tmp_path):
     asked = []
 

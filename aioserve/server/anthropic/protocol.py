@@ -178,12 +178,6 @@ class CountTokensRequest(SamplingRequest, kw_only=True, omit_defaults=True):
         """What the text keeps to, by either of two names."""
         return (self.output_config and self.output_config.format) or self.output_format
 
-
-class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
-    """The JSON body of POST /v1/messages: messages, and how to answer them."""
-
-    max_tokens: Int
-
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """The request's sampling parameters; `defaults` are for what it leaves open. Raises
         `RequestError` that names the field.
@@ -195,6 +189,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
         return self.make_params(
             self.max_tokens, defaults, wanted=wanted, wanted_by="output_config.format", stop=stop
         )
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
+    """The JSON body of POST /v1/messages: messages, and how to answer them."""
+
+    max_tokens: Int
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""

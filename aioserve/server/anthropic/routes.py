@@ -79,6 +79,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = await decode_body(request, count_decoder)
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body), images.named():
+        body.sampling_params(request.app[ENGINE].sampling_defaults)  # refuses what no reply takes
         conversation, _ = _conversation(request, body, images)
         async with preparing(request, images):
             prompt = await request.app[IMAGES].show(conversation, images)

@@ -100,10 +100,12 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     images = ImageParts.of(request.app[ENGINE])
     use = _offered(request, body).use
     with _own_names(use), images.named():
+        engine = request.app[ENGINE]
+        body.sampling_params(engine.sampling_defaults, None)  # refuses what no reply takes
         _, conversation = await _conversation(request, body, use, images)
         async with preparing(request, images):
             prompt = await request.app[IMAGES].show(conversation, images)
-            token_ids = await request.app[ENGINE].tokenize(prompt)
+            token_ids = await engine.tokenize(prompt)
     told = _encoder.encode(InputTokens(input_tokens=len(token_ids)))
     return web.Response(body=told, content_type="application/json")
 
