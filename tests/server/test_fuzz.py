@@ -157,10 +157,15 @@ def try_at_random(url: str, document: dict[str, Any], *, num_examples: int) -> N
 
 
 @pytest.fixture
-async def server(start_server):
+async def server(start_server, tmp_path):
     """Its model takes few tokens: where nothing else ends a reply, this does."""
-    limits = {"max_model_len": 64}
-    async with start_server(model=limits, server={"enable_admin": True}) as server:
+    (tmp_path / "score.txt").write_text("{query} {document}")
+    sections = {
+        "model": {"max_model_len": 64},
+        "server": {"enable_admin": True},
+        "scoring": {"score_template": str(tmp_path / "score.txt"), "score_labels": "no,What"},
+    }
+    async with start_server(**sections) as server:
         yield server
 
 
