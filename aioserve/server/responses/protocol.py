@@ -162,11 +162,15 @@ class ReasoningConfig(RequestPart, kw_only=True, omit_defaults=True):
     max_tokens: Int | None = None  # extension, as at OpenRouter: the thinking budget
 
 
+_LOGPROBS = "message.output_text.logprobs"
+
+
 class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
     """The JSON body of POST /v1/responses: input items, and how to answer them."""
 
     input: str | list[InputItem]
     chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
+    include: list[str] | None = None  # a hint, but for logprobs
     instructions: str | None = None
     max_output_tokens: Int | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None  # of OpenAI's own tools
@@ -188,6 +192,12 @@ class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
         length from `default_max_tokens` if these have none. Raises `RequestError` that names the
         field.
         """
+        if _LOGPROBS in (self.include or ()):
+            raise RequestError(
+                f"{_LOGPROBS} is not supported by this server: use logprobs on "
+                "/v1/chat/completions",
+                param="include",
+            )
         form = None if self.text is None else self.text.format
         others: dict[str, Any] = {}
         if self.truncation == "auto" and self.truncate_prompt_tokens is None:

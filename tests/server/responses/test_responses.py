@@ -166,6 +166,7 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"guided_json": {}}, "guided_json"),
         ({"top_k": -5}, "top_k"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"background": True}, "background"),
         ({"metadata": {"a": 5}}, "metadata[...]"),
         ({"imput": "x"}, "imput"),
