@@ -17,6 +17,8 @@ from tests.testing.unfair import CAUGHT_BY
 def run_contract(policy: type[BaseScheduler]) -> None:
     max_examples = 400 if policy.__name__ in RARE else 40
     rules = {**vars(ClientRules), **vars(PolicyRules), **vars(PolicyContract)}
+    if policy.__name__ in RARE:  # what has long lines of requests is found last: it tells the most
+        rules = {**vars(PolicyRules), **vars(PolicyContract), **vars(ClientRules)}
     tests = [test for name, test in rules.items() if name.startswith("test_")]
     for test in tests:
         for pipeline_depth in (1, 2):
