@@ -5,7 +5,8 @@ As HyGen (NeurIPS'25) and ConServe have it: each step is planned for the online 
 `slack` of what it takes without them, or within `target_itl`, whichever is more. They lose their
 place first when an online request needs their seat or KV blocks. A lower `slack` gives steadier
 online streams and less offline throughput; while online requests leave nothing, offline ones wait.
-Without online requests a step is bounded by `alone`, which is what an arrival waits for.
+Without online requests the prompts of a step are bounded by `alone`, which is what an arrival waits
+for: where its decodes alone take longer, one prompt gets a few tokens.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from aioserve.scheduler import (
     hinted_flag,
 )
 
-LEAST = 16  # tokens of the first offline request in a step without online ones, or to learn from
+LEAST = 16  # tokens of one offline prompt in a step without online requests, or to learn from
 
 
 @dataclass
@@ -113,18 +114,19 @@ class OfflineScheduler(BaseScheduler):
         self, step: Step, load: Load, offline: list[Request], limit: float, least: int
     ) -> None:
         """Decodes, prompts and admissions of offline requests while the step stays in `limit`
-        seconds; of the first one in any case `least` tokens.
+        seconds. If `least` is not 0, all decodes go on in any case, and so does one prompt.
         """
         for request in sorted(offline, key=lambda request: request.is_prefill):
             if request.status is RequestStatus.RUNNING:  # else it was displaced just now
-                room = self.room(load, request, limit) or (0 if step.requests else least)
+                room = self.room(load, request, limit) or least
                 if not room:
                     return
+                least = 0 if request.is_prefill else least
                 load.add(request, step.run(request, room))
         for request in self.waiting:
             if not self.is_offline(request):
                 return
-            room = self.room(load, request, limit) or (0 if step.requests else least)
+            room, least = self.room(load, request, limit) or least, 0
             granted = step.admit(request, room) if room else 0
             if not granted:
                 return
