@@ -45,7 +45,8 @@ class PolicyContract(ClientRules, PolicyRules):
 
     def test_no_step_wastes_what_requests_hold(self, subject: Subject, pipeline_depth: int) -> None:
         """Too little for all, at small and large budgets: no request is preempted from which none
-        gains, and no half prompt sits on its blocks while the step has room.
+        gains, and no half prompt sits on its blocks while the step has room, unless it is offline
+        work beside online requests.
         """
         for num_tokens, num_seats, num_blocks in ((7, 4, 20), (64, 2, 12), (64, 8, 16)):
             with subject.harness(

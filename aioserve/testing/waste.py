@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from aioserve.config import SchedulerConfig
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler import BaseScheduler, SchedulerOutput
+from aioserve.scheduler import BaseScheduler, SchedulerOutput, hinted_flag
 from aioserve.testing.violation import ContractViolation
 
 #: Steps for which a half prompt may sit while no other uses the room. A guess: more than any chunk.
@@ -60,9 +60,10 @@ class Waste:
 
     def _check_half_prompts(self, scheduler: BaseScheduler, output: SchedulerOutput) -> None:
         """A prompt that is half computed holds blocks: it goes on if no other prompt does, and the
-        step has room.
+        step has room. Offline work may wait for the end of online requests: that room is theirs.
         """
         tokens = output.num_scheduled_tokens
+        has_online = any(not hinted_flag(r, "offline") for r in scheduler.running)
         total = output.total_num_scheduled_tokens
         has_room = total < self._max_tokens and total == len(tokens)
         idle = [
@@ -71,6 +72,7 @@ class Waste:
             if request.is_prefill
             and request.status is RequestStatus.RUNNING
             and request.request_id not in tokens
+            and not (has_online and hinted_flag(request, "offline"))
         ]
         self._idle = Counter({r: self._idle[r] + 1 for r in idle} if has_room else {})
         for request, num_steps in self._idle.items():
