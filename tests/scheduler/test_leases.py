@@ -1,6 +1,7 @@
 """A policy pins what a conversation will ask for again, and no other request starves for it."""
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from aioserve.testing.contract import PolicyContract, Subject
 from aioserve.testing.state_machine import run_machine
 from aioserve.testing.successors import FAILURES
 from tests.processes import PATIENCE
+from tests.slow import mostly_slow
 from tests.testing.pinning import PinsAndHates, PinsInChunks
 
 TOOL_PAUSES = f"{Path(__file__).parents[2]}/examples/recipes/tool_pauses.py:ToolPausesScheduler"
@@ -150,8 +152,10 @@ def test_a_switch_that_fails_leaves_leases_and_their_share_as_they_were() -> Non
     assert len(found.kv_cache.leases) == 4  # of eight blocks, which is the share that it had
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", [PinsInChunks, PinsAndHates])
+@pytest.mark.parametrize(
+    ("policy", "depth"),
+    mostly_slow(itertools.product([PinsInChunks, PinsAndHates], [1, 2]), but=[(PinsAndHates, 2)]),
+)
 def test_leases_at_random_break_no_rule_on_a_random_day(
     policy: type[BaseScheduler], depth: int
 ) -> None:
