@@ -10,8 +10,9 @@ ranked by the experience that serving them for a while saves, over the KV memory
 best ones that fit run. A stream whose reader is far behind gives its place to a request that waits.
 
 Simplified: the gain is the part of the time to come, `horizon`, in which the reader would wait. A
-stream gives its place only if its reader has enough to read for that time, and `max_preemptions`
-times at most, where the paper bounds the preemptions of all requests together.
+stream gives its place only if its reader has enough to read for that time. It is paused for a seat,
+and keeps its KV blocks until memory runs short. For memory it is preempted, `max_preemptions` times
+at most, where the paper bounds the preemptions of all requests together.
 
 Cost: O(r log r) of r running requests and O(w log w) of w waiting ones compared, at most `window`,
 in steps in which a request waits.
@@ -19,7 +20,7 @@ in steps in which a request waits.
 Needs: how fast the reply is read (hint `reading_speed`), else `speed`; and `slo_ttft`.
 """
 
-from collections.abc import Iterator
+from collections import deque
 from itertools import islice
 
 from aioserve.scheduler import (
@@ -55,10 +56,12 @@ class AndesScheduler(BaseScheduler):
             step.run(request)
         if self.waiting and step.token_budget > 0:
             waiting = list(islice(self.waiting, self.options.window))
-            ahead = [r for r in self.running if self.may_give_way(r, now)]
-            ahead.sort(key=lambda r: (-self.unread_seconds(r, now), r.order_key))
+            ahead = self.ahead(now)
             for request in sorted(waiting, key=lambda r: self.rank(r, now)):
-                if not step.admit(request, displacing=self.places(request, ahead, now)):
+                places = ahead if self.gain(request, now) > 0 else ()
+                while places and len(self.running) >= self.max_num_seqs:
+                    step.pause(places.popleft())
+                if not step.admit(request, displacing=places):
                     break  # no request passes one that does not fit, or it would never fit
         return step.output()
 
@@ -77,16 +80,12 @@ class AndesScheduler(BaseScheduler):
         """What serving the request gains for the memory that it takes; the best first."""
         return -self.gain(request, now) / request.num_tokens, request.arrival_time
 
-    def may_give_way(self, request: Request, now: float) -> bool:
-        return (
-            not request.is_prefill
-            and request.num_preemptions < self.options.max_preemptions
-            and self.gain(request, now) == 0
-        )
-
-    def places(self, request: Request, ahead: list[Request], now: float) -> Iterator[Request]:
-        """Streams with enough to read, for a request whose user waits; most to read first."""
-        return iter(ahead if self.gain(request, now) > 0 else ())
+    def ahead(self, now: float) -> deque[Request]:
+        """Running streams that may give way; the one whose reader has most to read first."""
+        most = self.options.max_preemptions
+        streams = (r for r in self.running if not r.is_prefill and r.num_preemptions < most)
+        free = [r for r in streams if self.gain(r, now) == 0]
+        return deque(sorted(free, key=lambda r: (-self.unread_seconds(r, now), r.order_key)))
 
     def victim(self) -> Request | None:
         now = self.clock()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from aioserve.lab.zoo.cards import Card, read_cards
 from aioserve.lab.zoo.gallery_text import HEAD, MACHINE, NINE, QUESTIONS, Question
 from aioserve.lab.zoo.measures import MEASURES, meaning
-from aioserve.lab.zoo.standard import SEEDS, WORKLOADS
+from aioserve.lab.zoo.standard import BUDGET, SEEDS, SETTINGS, WORKLOADS
 from aioserve.lab.zoo.standing import Rank, Standing, leaderboard
 from aioserve.lab.zoo.stored import Results
 
@@ -31,7 +31,9 @@ def render(results: Results) -> str:
         ),
         *_questions(results, board, cards),
         *_table(results, board, cards),
-        MACHINE.format(standard=results.standard, costs=_machines(results)),
+        MACHINE.format(
+            standard=results.standard, costs=_machines(results), budget=dict(SETTINGS)[BUDGET]
+        ),
         *[f"- **{row.label}**: {meaning(row)}" for row in MEASURES],
         "",
         "## The published policies\n",

@@ -92,11 +92,11 @@ ran beside it, so read the ratio, not the time).
 What to keep in mind: step times are those of a data sheet (`{standard}` in
 `aioserve/runner/profiles`), not of a card; the policies have the defaults of their papers where
 those state any, and were tuned to no workload; a policy that needs more than clients tell here
-shows less than it can. Those that ship run with their configurations, so with steps of 512 tokens:
-give a policy of yours the same in a YAML file (`chunk_size: 512`), or it is compared with larger
-steps. A request that is rejected or not finished counts as late, so that no policy rises by
-rejecting; times to first token and to the end are of the requests that got there: look at
-*unfinished requests* beside them.
+shows less than it can. A step has at most {budget} tokens, decodes included, under every policy, by
+name or by file: one that adapts its steps chooses among smaller ones, and one that runs whole
+prompts (`runs_whole_prompts`) has room for the longest. A request that is rejected or not finished
+counts as late, so that no policy rises by rejecting; times to first token and to the end are of the
+requests that got there: look at *unfinished requests* beside them.
 
 All measures of a policy, with ranks, are in the report of `python -m aioserve zoo NAME --html
 FILE`:

@@ -13,22 +13,25 @@ from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepa
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.runner.profile import load_profile
-from aioserve.scheduler import available_policies
+from aioserve.scheduler import available_policies, load_policy
 from aioserve.shipped import config_names
 
 VERSION = "zoo-1"
 #: What `standard_digest` says of this version; a test holds them together.
-DIGEST = "83277451eb8d919f"
+DIGEST = "35367d32700d7b73"
 WORKLOADS = ("chat", "code", "documents", "agents", "offline", "tenants")
 SEEDS = (1, 2, 3, 4, 5)
+BUDGET = "scheduler.max_num_batched_tokens"
 #: How a run is scored; a part of the standard, as all that follows.
 SCORING = "share in time: mean over classes of the requests and programs within their limits"
-#: Laid over the settings of every policy: the machine, its memory and its seats.
+#: Laid over the settings of every policy: the machine, its memory, its seats, and the tokens of a
+#: step, which may be more for a policy that runs whole prompts: as many as the longest request has.
 SETTINGS: tuple[tuple[str, Any], ...] = (
     ("runner.profile", VERSION),
     ("cache.block_size", "16"),
     ("cache.num_kv_blocks", "3000"),
     ("scheduler.max_num_seqs", "128"),
+    (BUDGET, "512"),
 )
 
 
@@ -46,7 +49,17 @@ def policy_names() -> list[str]:
 
 def load_policies(names: list[str]) -> list[Candidate]:
     """Configurations on the standard machine, by policy, file or name. Raises `ConfigError`."""
-    return load_candidates(names, SETTINGS)
+    return [_with_whole_prompts(candidate) for candidate in load_candidates(names, SETTINGS)]
+
+
+def _with_whole_prompts(candidate: Candidate) -> Candidate:
+    """The candidate without a budget for steps, if its policy runs whole prompts."""
+    scheduler = candidate.config.scheduler
+    if not getattr(load_policy(scheduler.policy), "runs_whole_prompts", False):
+        return candidate
+    scheduler = msgspec.structs.replace(scheduler, max_num_batched_tokens=None)
+    config = msgspec.structs.replace(candidate.config, scheduler=scheduler)
+    return msgspec.structs.replace(candidate, config=config)
 
 
 def prepared(candidate: Candidate, workload: Workload) -> Candidate:

@@ -1,14 +1,18 @@
 """The standard workloads of the zoo are frozen, and say what policies and goodput need."""
 
+import inspect
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.lab.zoo.measures import run_standard
 from aioserve.lab.zoo.standard import (
+    BUDGET,
     DIGEST,
     SEEDS,
+    SETTINGS,
     VERSION,
     WORKLOADS,
     load_policies,
@@ -17,8 +21,11 @@ from aioserve.lab.zoo.standard import (
     prepared,
     standard_digest,
 )
+from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.shipped import find_workload, workload_names
 from tests.policy_names import SHIPPED, ZOO
+
+STEP_TOKENS = int(dict(SETTINGS)[BUDGET])
 
 
 def test_the_standard_is_that_of_its_digest() -> None:
@@ -55,6 +62,40 @@ def test_every_policy_takes_part_on_the_same_machine() -> None:
         assert config.runner.profile == VERSION
         assert config.cache.num_kv_blocks == 3000
         assert config.model.max_model_len == workload.longest
+        policy = load_policy(config.scheduler.policy)
+        assert issubclass(policy, BaseScheduler)
+        budget = config.scheduler.step_budget(workload.longest)
+        assert budget == (workload.longest if policy.runs_whole_prompts else STEP_TOKENS)
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, *ZOO])
+def test_a_policy_by_file_runs_with_the_options_that_it_has_by_name(name: str) -> None:
+    """What its configuration states are its defaults, and the chunk is the budget of all."""
+    by_name, by_file = (load_policies([path])[0].config.scheduler for path in (name, file_of(name)))
+    policy = load_policy(name)
+    assert issubclass(policy, BaseScheduler)
+    found, expected = (
+        msgspec.to_builtins(policy.parse_options(scheduler.options))
+        for scheduler in (by_file, by_name)
+    )
+    for options in (found, expected):
+        if "chunk_size" in options:
+            options["chunk_size"] = options["chunk_size"] or STEP_TOKENS
+    assert found == expected
+    assert by_file.max_num_batched_tokens == by_name.max_num_batched_tokens
+
+
+def test_a_policy_by_file_reaches_what_it_reaches_by_name() -> None:
+    by_name, by_file = run_standard(
+        load_policies(["zoo.sjf", file_of("zoo.sjf")]), SEEDS[:1], workloads=["code"]
+    )
+    assert repr(by_file) == repr(by_name)
+
+
+def file_of(name: str) -> str:
+    """The policy as `path/to/file.py:Class`."""
+    policy = load_policy(name)
+    return f"{inspect.getfile(policy)}:{policy.__name__}"
 
 
 REJECTS_ALL = """

@@ -70,7 +70,10 @@ def test_andes_gives_the_place_of_a_stream_whose_reader_is_behind_to_a_request_t
         harness.step()
     harness.add_request("waits", [2] * 4, max_tokens=2)
     harness.run_until_idle()
-    assert preempted(harness) == ["ahead"]
+    paused = [name for step in harness.steps for name in step.paused_req_ids]
+    assert paused == ["ahead"]
+    planned = [plan.get("ahead", 0) for plan in plans(harness)]
+    assert sum(planned) == 4 + 29  # the prompt, and tokens but the last: nothing is computed again
     fast = harness_of("andes", max_num_seqs=1, options={**options, "speed": 1.0})
     fast.add_request("read at once", [1] * 4, max_tokens=30)
     for _ in range(6):
