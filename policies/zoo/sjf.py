@@ -10,13 +10,12 @@ Says: a small model predicts how long each reply will be, or only which of two w
 the request with the shortest reply goes first. Running requests are not preempted for others.
 Requests that have waited long are lifted, so that long replies do not starve.
 
-Simplified: the prediction comes with the request, else it is the mean of the client's earlier
-replies, for which the papers train a model. LTR lifts a request after a number of steps in
+Simplified: the prediction comes with the request. LTR lifts a request after a number of steps in
 which it was passed over; here each second of waiting is worth `ageing` predicted tokens.
 
 Cost: O(log n) for each request that enters a queue of n; constant for each that runs.
 
-Needs: predicted lengths (hint `predicted_output_tokens`), else learned from earlier replies.
+Needs: predicted lengths (hint `predicted_output_tokens`).
 """
 
 from aioserve.scheduler import (
@@ -27,6 +26,7 @@ from aioserve.scheduler import (
     PositiveInt,
     Request,
     SchedulerOutput,
+    hinted_number,
 )
 
 
@@ -35,17 +35,16 @@ class SJFScheduler(BaseScheduler):
 
     admits_in_order = "all"
     keeps_decoding = True
-    uses_predicted_tokens = True
 
     class Options(PolicyOptions):
         ageing: NonNegativeFloat = 10.0  # predicted tokens that a second of waiting is worth
-        usual: PositiveFloat = 200.0  # tokens of a reply while none has ended
+        usual: PositiveFloat = 200.0  # tokens of a reply of which nothing is predicted
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
 
     options: Options
 
     def order(self, request: Request) -> tuple[float, float]:
-        length = self.predicted_tokens(request, self.options.usual)
+        length = hinted_number(request, "predicted_output_tokens", self.options.usual)
         return (length + self.options.ageing * request.arrival_time, request.arrival_time)
 
     def schedule(self) -> SchedulerOutput:

@@ -17,32 +17,20 @@ def test_the_shortest_prediction_goes_first_and_none_or_a_text_counts_as_usual(
 ) -> None:
     harness = harness_of(policy, max_num_seqs=1, options={"ageing": 0.0, "usual": 20.0})
     for name, predicted in (("long", 25), ("none", None), ("text", "many"), ("short", 2)):
-        add(harness, name, predicted)
+        add(harness, name, predicted, max_tokens=2)
     harness.run_until_idle()
     assert first_served(harness) == ["short", "none", "text", "long"]
 
 
 @pytest.mark.parametrize("policy", ["sjf", "srpt", "mc_sf"])
 def test_waiting_is_worth_tokens_so_that_a_long_reply_has_its_turn(policy: str) -> None:
-    harness = harness_of(policy, max_num_seqs=1, options={"ageing": 1.0})
-    add(harness, "long", 30)
-    add(harness, "short", 5)
-    harness.wait(60)  # worth 60 tokens
-    add(harness, "late", 5)
+    harness = harness_of(policy, max_num_seqs=1, options={"ageing": 10.0})
+    add(harness, "long", 500, max_tokens=2)
+    add(harness, "short", 5, max_tokens=2)
+    harness.wait(60)  # worth 600 tokens
+    add(harness, "late", 5, max_tokens=2)
     harness.run_until_idle()
     assert first_served(harness) == ["short", "long", "late"]
-
-
-def test_sjf_learns_how_long_replies_of_a_client_are_where_none_says() -> None:
-    harness = harness_of("sjf", max_num_seqs=1, options={"ageing": 0.0})
-    for turn in range(3):
-        for name, num_tokens in (("brief", 2), ("wordy", 20)):
-            harness.add_request(f"{name}{turn}", [turn] * 4, max_tokens=num_tokens, user=name)
-    harness.run_until_idle()
-    for name in ("wordy", "brief"):
-        harness.add_request(f"{name}9", [9] * 4, max_tokens=30, user=name)
-    harness.run_until_idle()
-    assert first_served(harness)[-2:] == ["brief9", "wordy9"]
 
 
 @pytest.mark.parametrize(("age", "loses_its_place"), [(2, True), (18, False)])
