@@ -233,7 +233,7 @@ class Request:
         self.row_values = NO_ROW_VALUES  # of its newest token, those that the policy wants, by name
         self.wait_reason = WaitReason.POLICY  # why it was not admitted in step wait_step_id
         self.wait_step_id = 0  # the last step in which it was passed over with a reason
-        self.order_key: Any = None  # set by the scheduler when the request enters its queue
+        self.order_key: Any = None  # a tuple around what `order` said; compare it with other keys
         # Owned by the KV cache manager:
         self.block_ids: list[int] = []  # KV blocks that it holds; empty unless it runs or is paused
         self.num_slots = 0  # tokens that block_ids have room for

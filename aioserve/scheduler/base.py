@@ -170,8 +170,9 @@ class BaseScheduler(
         return request.user
 
     def victim(self) -> Request | None:
-        """The request to preempt when KV blocks run out: the last of `running` in the policy's
-        order, so that the first one always makes progress. Not called if `--victim` names a rule.
+        """The request to preempt when KV blocks run out: the last of `running` by the keys that
+        `order` gave while they waited, so that the first one always makes progress. Not called if
+        `--victim` names a rule.
         """
         return max(self.running, key=order_key, default=None)
 

@@ -7,13 +7,13 @@ from aioserve.request import Request
 
 
 def hinted_number(request: Request, name: str, default: float) -> float:
-    """The number that the request states as the hint `name`, else `default`."""
+    """The number that the request states as the hint `name`, else `default`; a flag is none."""
     value = request.hints.get(name)
     return default if isinstance(value, bool | str | None) else float(value)
 
 
 def hinted_text(request: Request, name: str, default: str = "") -> str:
-    """The text that the request states as the hint `name`, else `default`."""
+    """The text that the request states as the hint `name`, else `default`; a number is none."""
     value = request.hints.get(name)
     return value if isinstance(value, str) else default
 
