@@ -4,8 +4,8 @@ Asked for when somebody looks, never in a step. What is wrong with them costs a 
 """
 
 import logging
-import math
 import re
+import sys
 from typing import Any
 
 from aioserve.errors import FROM_OUTSIDE, PolicyError
@@ -67,7 +67,7 @@ def checked_gauges(policy: Gauging) -> dict[str, float]:
                 f"policy {name}: gauges() names a gauge {key!r:.80}: names have up to 48 "
                 "characters of a-z, 0-9 and _, a letter first"
             )
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise PolicyError(
                 f"policy {name}: gauge {key!r} must be a finite number, got {value!r:.80}"
             )

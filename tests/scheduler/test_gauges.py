@@ -92,6 +92,8 @@ async def test_gauges_that_raise_are_logged_once_and_the_other_metrics_are_there
         ({"a" * 49: 1.0}, "names a gauge 'aaa"),
         ({7: 1.0}, "names a gauge 7"),
         ({"share": float("inf")}, "gauge 'share' must be a finite number, got inf"),
+        ({"share": float("nan")}, "gauge 'share' must be a finite number, got nan"),
+        ({"share": 10**400}, "gauge 'share' must be a finite number, got 1000"),
         ({"share": "much"}, "gauge 'share' must be a finite number, got 'much'"),
     ],
 )

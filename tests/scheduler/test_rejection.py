@@ -40,6 +40,26 @@ class OneAtATime(BaseScheduler):
 '''
 
 
+WAITS = '''
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
+
+
+class Waits(BaseScheduler):
+    """Holds requests of one client back, until a time."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            if request.user == "slow":
+                self.wake_at(TIME)
+            else:
+                step.admit(request)
+        return step.output()
+'''
+
+
 class Rejecting(BaseScheduler):
     """Rejects whoever has priority 1, and notes who has ended."""
 
@@ -190,3 +210,18 @@ def test_the_earliest_time_counts_and_a_new_step_forgets_it() -> None:
     harness.add_request("a", [1], max_tokens=1)
     harness.run_until_idle()
     assert scheduler.next_wake() is None
+
+
+@pytest.mark.parametrize("time", ["'soon'", "None", "float('nan')", "10**400"])
+async def test_what_is_no_time_to_wake_at_fails_the_policy_and_not_the_engine(
+    tmp_path: Path, time: str
+) -> None:
+    file = tmp_path / "waits.py"
+    file.write_text(WAITS.replace("TIME", time))
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    async with AsyncEngine(config(str(file))) as engine:
+        for user in ("slow", "quick"):  # the first is served by the fallback
+            pieces = [piece async for piece in engine.generate([1, 2], params, user=user)]
+            assert sum(len(piece.token_ids) for piece in pieces) == 2
+        assert engine.errored is None
+        assert "waits.py:14" in str(engine.first_policy_error)
