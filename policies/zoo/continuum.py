@@ -80,7 +80,7 @@ class ContinuumScheduler(BaseScheduler):
         return step.output()
 
     def on_finish(self, request: Request, reason: str) -> None:
-        if reason not in ("stop", "length", "tool_calls") or "session" not in request.hints:
+        if reason not in ("stop", "length") or "session" not in request.hints:
             return
         tool, now = hinted_text(request, "tool"), self.clock()
         if (ttl := self.time_to_live(request, tool)) > 0:

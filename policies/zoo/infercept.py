@@ -72,7 +72,7 @@ class InferCeptScheduler(BaseScheduler):
 
     def on_finish(self, request: Request, reason: str) -> None:
         calls = hinted_text(request, "tool") and hinted_text(request, "session")
-        if calls and reason in ("stop", "length", "tool_calls"):
+        if calls and reason in ("stop", "length"):
             seconds = min(self.break_even(request), self.options.max_seconds)
             self.pin(request, self.clock() + seconds)
 
