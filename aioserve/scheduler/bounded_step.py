@@ -4,7 +4,8 @@ from typing import Any
 
 from aioserve.errors import PolicyError
 from aioserve.kv_cache import Vacancy
-from aioserve.request import Request, WaitReason
+from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.pausing import Place
 from aioserve.scheduler.request_table import RequestTable
 from aioserve.scheduler.step import Step
 
@@ -31,15 +32,16 @@ class BoundedStep(Step):
                 prefills.append(request)
             else:
                 self.run(request)
-        running = set(self._book.running)
-        return [r for r in prefills if r in running]  # victims of the others are not
+        return [
+            r for r in prefills if r.status is RequestStatus.RUNNING
+        ]  # victims of the others are not
 
     def run(self, request: Request, max_tokens: int | None = None) -> int:
         return 0 if len(self.tokens) >= self._max_requests else super().run(request, max_tokens)
 
     def _find_place(
         self, request: Request, max_tokens: int | None, whole: bool, gone: Vacancy | None = None
-    ) -> WaitReason | tuple[list[int], int, int]:
+    ) -> Place:
         if len(self.tokens) >= self._max_requests:
             return WaitReason.BUDGET
         return super()._find_place(request, max_tokens, whole, gone)

@@ -9,10 +9,10 @@ their readers.) Knows what a step has given to which request; when to pause, the
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 
 from aioserve.kv_cache import KVCacheManager, Vacancy
 from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.queue import order_key
 from aioserve.scheduler.request_table import OpenStep, Order, RequestTable
 
 Place = WaitReason | tuple[list[int], int, int]  # why a request has to wait, or what it gets
@@ -150,7 +150,7 @@ class PausingStep(OpenStep):
 
     def _drop_last_paused(self, but: Request) -> bool:
         """Of the paused requests, the last in order loses its blocks. False: there is none."""
-        last = max((r for r in self._book.paused if r is not but), key=_order_key, default=None)
+        last = max((r for r in self._book.paused if r is not but), key=order_key, default=None)
         if last is not None:
             self.preempt(last)
         return last is not None
@@ -177,13 +177,10 @@ class PausingStep(OpenStep):
         if place in OF_STEP or not (displacing or place not in OF_RUNNING):
             return place
         paused = [r for r in self._book.paused if r is not request]
-        paused.sort(key=_order_key, reverse=True)
+        paused.sort(key=order_key, reverse=True)
         gone = Vacancy(self._kv_cache.pool, self._fresh_blocks, self._dependents)
         find = partial(self._find_place, request, max_tokens, whole)
         victims = gone.choose(chain(paused, displacing), lambda: find(gone))
         for victim in victims:
             self.preempt(victim)
         return find() if victims else place
-
-
-_order_key = attrgetter("order_key")

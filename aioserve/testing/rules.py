@@ -11,7 +11,7 @@ from aioserve.outputs import FinishReason
 from aioserve.request import EncoderInput, RequestStatus
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing.harness import SchedulerHarness
-from aioserve.testing.subject import Subject, add_traffic, arrive
+from aioserve.testing.subject import Subject, add_traffic, arrive, converse
 from aioserve.testing.successors import FAILURES, PausesAll, sound_policies
 from aioserve.testing.violation import ContractViolation
 
@@ -331,13 +331,7 @@ class PolicyRules:
                 max_num_batched_tokens=max_num_batched_tokens,
                 num_state_slots=num_state_slots,
             ) as harness:
-                for turn in range(4):
-                    for i in range(4):
-                        prompt = [*range(10), *[i] * 4 * turn, i]
-                        arrive(harness, f"r{turn}{i}", prompt, max_tokens=5)
-                        harness.step()
-                    harness.finish(f"r{turn}1")
-                    harness.run_until_idle()
+                converse(harness, max_tokens=5)
                 may_hit = num_state_slots > 3 and not harness.turned_away
                 if may_hit and not harness.kv_cache.num_hit_tokens:
                     raise ContractViolation("no state of a prefix was found again")
@@ -360,13 +354,7 @@ class PolicyRules:
                 window=window,
                 num_spare_window_blocks=num_spare,
             ) as harness:
-                for turn in range(4):
-                    for i in range(4):
-                        prompt = [*range(10), *[i] * 4 * turn, i]
-                        arrive(harness, f"r{turn}{i}", prompt, max_tokens=9)
-                        harness.step()
-                    harness.finish(f"r{turn}1")
-                    harness.run_until_idle()
+                converse(harness, max_tokens=9)
                 may_hit = num_spare and not harness.turned_away
                 if may_hit and not harness.kv_cache.num_hit_tokens:
                     raise ContractViolation("no prefix was found again")

@@ -82,3 +82,16 @@ def add_crowd(harness: SchedulerHarness, count: int) -> None:
         )
         for _ in range(1 + (i % 3 == 2)):
             harness.step()
+
+
+def converse(harness: SchedulerHarness, max_tokens: int) -> None:
+    """Four conversations of four turns, which begin alike and go on; in each turn one of the
+    clients leaves half-way, and all replies end before the next.
+    """
+    for turn in range(4):
+        for i in range(4):
+            prompt = [*range(10), *[i] * 4 * turn, i]
+            arrive(harness, f"r{turn}{i}", prompt, max_tokens=max_tokens)
+            harness.step()
+        harness.finish(f"r{turn}1")
+        harness.run_until_idle()
