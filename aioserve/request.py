@@ -158,6 +158,12 @@ class Request:
                                       flight will sample, or plus draft tokens to be verified;
                                       never the last before the length limit, because its
                                       keys and values are never read
+
+    `num_computed_tokens` does not count service: it includes the cached prefix, is 0 after a
+    preemption, and falls when draft tokens were wrong. The tokens that a step gives to each request
+    are in `num_scheduled_tokens` of what `step.output()` returns, by id; `step.run` and
+    `step.admit` return them, too, and `step.run_decodes` gives one token, or more with drafts, to
+    each request that it serves (`step.requests`).
     """
 
     __slots__ = (
@@ -211,8 +217,8 @@ class Request:
         self.cache_salt = spec.cache_salt
         self.adapter_id = spec.adapter_id
         self.encoder_inputs = tuple(spec.encoder_inputs)
-        # From this position on, behind its encoder inputs, its tokens need only KV blocks.
-        self.plain_from = self.encoder_inputs[-1].end if self.encoder_inputs else 0
+        end = self.encoder_inputs[-1].end if self.encoder_inputs else 0
+        self.plain_from = end  # position behind encoder inputs: tokens from it need only KV blocks
         self.deadline = spec.deadline
         self.client_index = spec.client_index
         self.pooling_params = spec.pooling_params
@@ -228,7 +234,7 @@ class Request:
         self.num_target_tokens = self.num_tokens  # the value that `num_computed_tokens` moves to
         self.num_preemptions = 0  # how often it was preempted
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache on first admission
-        self.num_external_tokens = 0  # of these, loaded from outside the KV cache
+        self.num_external_tokens = 0  # those of num_cached_tokens that a KV connector loaded
         self.draft_token_ids: list[int] = []  # draft tokens that its next step verifies
         self.row_values = NO_ROW_VALUES  # of its newest token, those that the policy wants, by name
         self.wait_reason = WaitReason.POLICY  # why it was not admitted in step wait_step_id
@@ -239,7 +245,7 @@ class Request:
         self.num_slots = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []  # one per full block of known tokens, on demand
         self.num_cached_blocks = 0  # leading blocks that are in the prefix index
-        self.num_found_blocks = 0  # of these, already there when it was last admitted
+        self.num_found_blocks = 0  # blocks of the prefix cache with which it was last admitted
 
     def bound_length(self, max_model_len: int) -> None:
         """Set `max_total_tokens` from `max_tokens` and the model's limit for prompt and output.

@@ -188,9 +188,13 @@ class KVConnectorMetrics(Collector):
                 "Tokens that the prefix cache lacked when requests were admitted",
                 stats.num_queried_tokens,
             ),
-            ("hit_tokens", "Of these, loaded from host memory", stats.num_hit_tokens),
+            ("hit_tokens", "Prompt tokens loaded from host memory", stats.num_hit_tokens),
             ("saved_tokens", "Tokens copied to host memory", stats.num_saved_tokens),
-            ("unsaved_tokens", "Tokens that found no room there", stats.num_unsaved_tokens),
+            (
+                "unsaved_tokens",
+                "Tokens for which host memory had no room",
+                stats.num_unsaved_tokens,
+            ),
             ("fetched_tokens", "Tokens read from the directory", stats.num_fetched_tokens),
             (
                 "passed_tokens",
@@ -198,12 +202,16 @@ class KVConnectorMetrics(Collector):
                 stats.num_passed_tokens,
             ),
             ("failures", "Blocks that could not be read or written", stats.num_failures),
-            ("loaded_bytes", "Copied from host memory to the KV cache", stats.num_bytes_loaded),
-            ("saved_bytes", "Copied from the KV cache to host memory", stats.num_bytes_saved),
-            ("read_bytes", "Read from the directory", stats.num_bytes_read),
-            ("written_bytes", "Written to the directory", stats.num_bytes_written),
-            ("load_seconds", "That steps took to load blocks", stats.load_seconds),
-            ("read_seconds", "That reads from the directory took", stats.read_seconds),
+            (
+                "loaded_bytes",
+                "Bytes copied from host memory to the KV cache",
+                stats.num_bytes_loaded,
+            ),
+            ("saved_bytes", "Bytes copied from the KV cache to host memory", stats.num_bytes_saved),
+            ("read_bytes", "Bytes read from the directory", stats.num_bytes_read),
+            ("written_bytes", "Bytes written to the directory", stats.num_bytes_written),
+            ("load_seconds", "Seconds that steps took to load blocks", stats.load_seconds),
+            ("read_seconds", "Seconds that reads from the directory took", stats.read_seconds),
         ):
             yield CounterMetricFamily(f"aioserve_kv_connector_{name}", documentation, value)
         yield GaugeMetricFamily(
@@ -215,5 +223,7 @@ class KVConnectorMetrics(Collector):
             stats.num_kept_blocks,
         )
         yield GaugeMetricFamily(
-            "aioserve_kv_connector_host_slots", "Room for blocks there", stats.num_host_slots
+            "aioserve_kv_connector_host_slots",
+            "Blocks for which host memory has room",
+            stats.num_host_slots,
         )

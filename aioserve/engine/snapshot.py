@@ -66,7 +66,7 @@ class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     num_used_blocks: int  # that requests or leases hold
-    num_leased_blocks: int  # of these, that leases hold and no request
+    num_leased_blocks: int  # that leases hold, and no request does
     leases: list[LeaseSnapshot]  # the newest first
     num_cached_blocks: int | None  # that no request holds, with a prefix that can be found again
     num_free_blocks: int | None  # that no request holds, without content

@@ -94,7 +94,7 @@ class KVCacheManager:
             self._unused += self._limits
 
     def follow(self, limits: Iterable[Resource], max_leased_blocks: int) -> None:
-        """Another scheduler is in charge, whose settings limit these; leases and ranks end."""
+        """Another scheduler is in charge, with `limits` of its settings; leases and ranks end."""
         self.leases.begin_anew(max_leased_blocks)
         self.retention = Retention.replace(self.retention, None)
         for mine, other in zip(self._limits, limits, strict=True):

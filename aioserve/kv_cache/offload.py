@@ -10,8 +10,8 @@ from aioserve.request import Request
 
 
 def offload_price(kv_cache: KVCacheManager, request: Request, num_computed: int) -> OffloadPrice:
-    """Of a request that holds blocks, and of which steps before this one compute so many tokens; of
-    any other, 0 tokens.
+    """The price of offloading a request of which steps before this one compute `num_computed`
+    tokens; 0 tokens of a request that holds no blocks.
     """
     connector = kv_cache.connector
     is_possible = kv_cache.enable_prefix_caching and request.takes_cached_prefix

@@ -180,7 +180,7 @@ class BaseScheduler(
 
     def new_step(self, token_budget: int | None = None, max_requests: int | None = None) -> Step:
         """An empty step of at most `token_budget` and never more than `max_num_batched_tokens`;
-        if `max_requests` is given, no more requests than these get tokens in it, decodes included.
+        if `max_requests` is given, at most `max_requests` requests get tokens, decodes included.
         """
         most = self.max_num_batched_tokens
         limit = self.step_limit = most if token_budget is None else min(token_budget, most)

@@ -22,7 +22,7 @@ class Hearing(LengthPredicting):
         return (*self._length_hooks(), *((self.on_finish,) if hears else ()))
 
     def _tell_ends(self, ended: list[Request]) -> None:
-        """These have ended since the last step; of what ends now the next one tells."""
+        """Tell of requests that ended since the last step; the next step tells of later ends."""
         self.book.just_ended = []
         for request in ended:
             for tell in self._on_end:

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 MAX_GROUPS = 4096  # the one of which nothing was heard for longest is forgotten first
 NEWEST = 64  # lengths of a group that count
 NEWEST_OF_ALL = 256  # lengths that count of all groups together
-# So many lengths of a group weigh as much as what is known of all groups. A guess.
+# Lengths of a group that weigh as much as all that is known of all groups. A guess.
 WEIGHT_OF_ALL = 4.0
 
 

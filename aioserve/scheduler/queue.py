@@ -117,8 +117,8 @@ class RequestQueue:
         return list(self._groups) if changed is None else sorted(changed)
 
     def sort(self, changed: Iterable[Request]) -> None:
-        """Put all in their places after the keys of these have changed. If comparing keys raises,
-        nothing else has changed.
+        """Put all requests in their places after the keys of `changed` have changed. If comparing
+        keys raises, nothing else has changed.
         """
         requests, before = sorted(self._requests, key=order_key), self._groups
         members = self._members | {request: self._group_by(request) for request in changed}

@@ -30,7 +30,7 @@ class Reordering(Switchable):
         reorder(self.book, [request], self._ask_order)
 
     def reorder_all(self, requests: Iterable[Request] | None = None) -> None:
-        """Ask `order` again for these, such as `self.waiting.group(name)`, or for all that wait.
+        """Ask `order` again for `requests`, such as `self.waiting.group(name)`, or all that wait.
         Costs an `order` for each and one sort. If `order` raises, nothing has changed.
         """
         reorder(self.book, self.book.waiting if requests is None else requests, self._ask_order)
@@ -46,7 +46,7 @@ class Reordering(Switchable):
 
 
 def reorder(book: RequestTable, requests: Iterable[Request], order: Order) -> None:
-    """Those that wait get new keys and places. If the policy raises, nothing has changed."""
+    """Give waiting requests of `requests` new keys and places; nothing, if the policy raises."""
     before: dict[Request, Any] = {}  # of requests whose key is another one now
     keys: dict[Request, Any] = {}
     in_bulk = False

@@ -71,7 +71,9 @@ class PolicyGuard:
         *,
         raises: bool,
     ) -> None:
-        """As `StepLoop` has them."""
+        """`clock` returns seconds. `fallback`: settings of the policy that plans once this one has
+        failed too often in a row; None: all requests end then.
+        """
         self.scheduler = scheduler
         self.observers = Observers(clock)
         self.failures = PolicyFailures()

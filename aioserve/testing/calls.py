@@ -114,7 +114,7 @@ def _is_possible(harness: Harness, method: str) -> bool:
 
 
 def write_program(harness: Harness, calls: Iterable[Call] | None = None) -> str:
-    """The calls of a harness, or these, as a program that anybody can run."""
+    """The calls of a harness, or `calls`, as a program that anybody can run."""
     policy, used = harness.policy, {"from aioserve.testing import SchedulerHarness"}
     begin = [""]
     module = inspect.getmodule(policy)

@@ -83,15 +83,15 @@ class PlannedBatch:
         return set(lost.values())
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """These lost their rows and blocks."""
+        """Note that requests have lost their rows and blocks."""
         for request_id in request_ids:
             for rows in (self.rows, self.paused, self.prefetched):
                 if (row := rows.pop(request_id, None)) is not None:
                     row.is_preempted = True
 
     def note_prefetched(self, requests: Iterable[Request]) -> None:
-        """These hold blocks that a connector has loaded, as the scheduler says. What stands in
-        them is seen when they run.
+        """Note which requests hold blocks that a connector has loaded, as the scheduler says. What
+        the blocks contain is seen when the requests run.
         """
         self.prefetched = {
             request.request_id: Row(

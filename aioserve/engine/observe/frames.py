@@ -113,7 +113,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     num_used_blocks: int  # that requests or leases hold
-    num_leased_blocks: int  # of these, that leases hold and no request
+    num_leased_blocks: int  # that leases hold, and no request does
     num_leases: int
     leases: list[Lease]  # the newest, some of them if there are many
     num_cached_blocks: int  # held by none, with content that can be found again

@@ -17,7 +17,11 @@ def scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterat
     gauges: tuple[tuple[str, str, float], ...] = (
         ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
         ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
-        ("num_requests_paused", "Paused ones; KV blocks kept", stats.num_paused_reqs),
+        (
+            "num_requests_paused",
+            "Paused requests: they wait, and keep KV blocks",
+            stats.num_paused_reqs,
+        ),
         ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
         ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
         ("kv_cache_used_blocks", "KV blocks of requests and leases", stats.num_used_kv_blocks),
@@ -49,9 +53,13 @@ def scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterat
             "Tokens looked up in the prefix cache",
             stats.num_prefix_queried_tokens,
         ),
-        ("prefix_cache_hit_tokens", "Tokens found there", stats.num_prefix_hit_tokens),
+        (
+            "prefix_cache_hit_tokens",
+            "Tokens found in the prefix cache",
+            stats.num_prefix_hit_tokens,
+        ),
         ("encoder_inputs", "Images and sounds encoded", stats.num_encoder_inputs),
-        ("encoder_tokens", "Tokens of these", stats.num_encoder_tokens),
+        ("encoder_tokens", "Tokens of images and sounds encoded", stats.num_encoder_tokens),
         (
             "encoder_cache_hits",
             "Images and sounds of requests that were encoded already",

@@ -27,10 +27,10 @@ class Timeline:
         self.request = request
         self.chunks: list[Chunk] = []
         self.left: list[tuple[str, float]] = []  # how it left the batch, and when
-        self.resumed: list[float] = []  # when it came back, for each of these but the last
+        self.resumed: list[float] = []  # when it came back; not yet, after the last of `left`
 
     def leave(self, name: str, now: float) -> None:
-        """It was "preempted" or "paused"; the first may follow the second."""
+        """The request is "preempted" or "paused" (`name`), or preempted after it was paused."""
         if len(self.left) > len(self.resumed):
             self.resumed.append(now)
         self.left.append((name, now))
