@@ -88,12 +88,12 @@ def as_policy_error(error: BaseException, policy: type, method: str) -> Exceptio
     """What the policy raised in `method`, as an error of ours that names the line, if one of the
     policy's was running. An error of ours stays what it is.
     """
-    what = f"policy {policy.__name__} raised {error!r} in {method}"
+    what, where = f"policy {policy.__name__} raised {error!r} in {method}", place(error, policy)
     if isinstance(error, PolicyError):
         what = str(error)
     elif isinstance(error, AioserveError):
         return error
-    wrapped = PolicyError(what + place(error, policy))
+    wrapped = PolicyError(what if what.endswith(where) else what + where)
     wrapped.__cause__ = error
     return wrapped
 

@@ -39,7 +39,7 @@ class LARSScheduler(BaseScheduler):
 
     class Options(PolicyOptions):
         ttft: PositiveFloat = 1.0  # seconds until a short prompt's first token is due
-        stretch: PositiveFloat = 5.0  # a long prompt has so many times what it takes alone
+        stretch: PositiveFloat = 5.0  # how many times its time alone a long prompt may take
         tpot: PositiveFloat = 0.05  # seconds that a step with decodes should take at most
         min_prefill_tokens: PositiveInt = 32  # prompts get so much, whatever the decodes take
         window: PositiveInt = 256  # waiting requests compared per step, oldest first
