@@ -120,7 +120,7 @@ class ReasoningTokens:
         self._recent = recent
 
     def save(self) -> TokensState:
-        """The state, for `restore`."""
+        """Where the reply stands now, for `restore` to go back to."""
         return TokensState(self.is_begun, self.is_over, self.count, self._recent)
 
     def restore(self, state: TokensState) -> None:

@@ -50,7 +50,9 @@ class ArgumentParser(CallParser):
         """Where no argument goes on: what is held is content."""
 
     def skip_any(self, texts: Sequence[str], ends: Sequence[str]) -> str | None:
-        """Read one of these; empty if none is there, None if what is there may become one."""
+        """Read one of `texts` or `ends`, and return it; of `ends`, a beginning is enough at the end
+        of a reply. Empty if none is there, None if what is there may become one.
+        """
         is_open = False
         for text in (*texts, *ends):
             found = self.skip_end(text) if text in ends else self.skip(text)

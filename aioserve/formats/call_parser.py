@@ -21,8 +21,8 @@ class CallParser(ReplyFormat):
 
     Each character is looked at once; what is held back is told by `flush`.
 
-    A state is a method that reads on from `_at` and says whether the next one can go on; if not,
-    more text is needed.
+    A state is a method that reads on from `text[at]` and says whether the next one can go on; if
+    not, more text is needed.
     """
 
     def __init__(self, functions: Sequence[Function], prompt_end: str = "") -> None:
@@ -79,7 +79,7 @@ class CallParser(ReplyFormat):
         return True
 
     def read_object(self, then: Callable[[], bool], otherwise: Callable[[], bool]) -> bool:
-        """The call of `_object`, after which `then` goes on; `otherwise` if it is not a call."""
+        """Read the call of `object`, behind which `then` goes on; `otherwise` if it is none."""
         events: list[Event] = []
         self.take(self.object.feed(self.text, self.at, events))
         self.tell(events)
@@ -91,7 +91,7 @@ class CallParser(ReplyFormat):
         return True
 
     def read_arguments(self, then: Callable[[], bool]) -> bool:
-        """The value of `_value`, after which `then` goes on."""
+        """Read the arguments of `value`, after which `then` goes on."""
         piece = self.take(self.value.feed(self.text, self.at))
         if piece:
             self.events.append(Arguments(piece))
@@ -123,7 +123,7 @@ class CallParser(ReplyFormat):
         return None if text.startswith(rest) and not self.is_last else False
 
     def skip_end(self, text: str) -> bool | None:
-        """As `_skip`, for what ends a call: a beginning of it is enough at the end of a reply."""
+        """As `skip`, for what ends a call: a beginning of it is enough at the end of a reply."""
         found = self.skip(text)
         if found is False and self.is_last and text.startswith(self.text[self.at :]):
             self.take(len(self.text))
@@ -131,6 +131,7 @@ class CallParser(ReplyFormat):
         return found
 
     def tell(self, events: list[Event]) -> None:
+        """Add events of which the first may be a call: what is held belongs to that."""
         for event in events:
             if isinstance(event, Call):
                 self.held, self._space, self._is_after_call = None, [], True

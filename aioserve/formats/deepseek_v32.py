@@ -32,7 +32,7 @@ class DeepSeekV32Parser(TaggedParser):
 
 
 class DeepSeekV4Parser(DeepSeekV32Parser):
-    """The same within `tool_calls`."""
+    """DeepSeek V4, which writes the tags of V3.2 in `tool_calls` instead of `function_calls`."""
 
     _calls = "tool_calls"
     tags: ClassVar[Tags] = _tags(_calls)

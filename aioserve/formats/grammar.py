@@ -49,6 +49,38 @@ def literal_with(special: Mapping[str, int]) -> Literal:
 
 
 ANY = r"(.|\n)*"  # in a pattern
+MAX_RULES = 1 << 18  # characters of all rules; the compiler of grammars takes no more
+
+
+class Rules:
+    """The rules of one grammar. A schema of a few kilobytes may refer to itself so often that its
+    rules would take gigabytes: `add` stops where the compiler would refuse them.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._room, self._num_names = MAX_RULES, 0
+
+    def name(self, kind: str) -> str:
+        """A name that begins with `kind` and that no other rule has."""
+        self._num_names += 1
+        return f"{kind}_{self._num_names}"
+
+    def add(self, rule: str) -> None:
+        """Raises `ValueError` if all rules together have more than `MAX_RULES` characters."""
+        self._room -= len(rule)
+        if self._room < 0:
+            raise ValueError(
+                f"the schemas of the tools make a grammar of more than {MAX_RULES:,} characters"
+            )
+        self.all.append(rule)
+
+
+def whole_pattern(pattern: str) -> str:
+    """A schema's pattern, which may match anywhere, as a grammar's pattern of the whole text."""
+    begun, ended = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    inner = re.sub(r"(?<!\\)/", r"\\/", pattern[begun : len(pattern) - ended])
+    return f"{'' if begun else ANY}({inner}){'' if ended else ANY}"
 
 
 def text_until(rule: str, end: str, literal: Literal) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Notation(NamedTuple):
-    """How values are written."""
+    """How a family of models writes the arguments of a call, and the values in them."""
 
     arguments: tuple[str, str, str]  # what opens them, stands behind a name, and closes them
     quotes: tuple[str, ...]  # that may stand around texts, the longest first

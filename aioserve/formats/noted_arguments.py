@@ -67,7 +67,7 @@ class NotedArguments:
     # Structure
 
     def _item(self, text: str, start: int, is_last: bool) -> int | None:
-        """An item, or the end of a value."""
+        """State before an item of a list, an object or the arguments, or before their end."""
         at = skip_space(text, start)
         if at == len(text):
             return at
@@ -86,7 +86,7 @@ class NotedArguments:
         return at + 1
 
     def _after(self, text: str, start: int, is_last: bool) -> int | None:
-        """What follows a value."""
+        """State behind a value: a comma, or what closes the value around it."""
         at = skip_space(text, start)
         if at == len(text):
             return at

@@ -83,7 +83,7 @@ class NotedCallParser(CallParser):
         return True
 
     def rest(self) -> bool:
-        """Content, up to calls."""
+        """State outside of calls: content, up to the mark that begins calls."""
         return self.read_content(any_of(self.marked[:1]), self._open)
 
     def _open(self) -> bool:

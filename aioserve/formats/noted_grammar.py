@@ -10,8 +10,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from aioserve.formats.grammar import ANY, Function, Literal, json_rule, text_until
+from aioserve.formats.grammar import (
+    ANY,
+    Function,
+    Literal,
+    Rules,
+    json_rule,
+    text_until,
+    whole_pattern,
+)
 from aioserve.formats.notation import Notation, noted
+from aioserve.formats.typed_text import referred
 
 MAX_DEPTH = 8  # of schemas that refer to schemas, in one
 MAX_NESTED = 40  # schemas in schemas; what is deeper is not bound
@@ -26,17 +35,17 @@ _OF_TEXTS = {"minLength", "maxLength", "pattern", "format"}
 
 def noted_rules(notation: Notation, functions: Sequence[Function], literal: Literal) -> list[str]:
     """Rules of which `arguments_N` is what stands behind the name of a function: all arguments,
-    with what opens and closes them; `opened_N` is the same without what opens them.
+    with what opens and closes them; `opened_N` is the same without what opens them. Raises
+    `ValueError` as `Rules.add`.
     """
-    rules = _any_rules(notation, literal)
+    rules = Rules()
     for i, function in enumerate(functions):
-        bound = _Bound(notation, literal, i, function.parameters)
+        bound = _Bound(notation, literal, rules, function.parameters)
         opening, equals, closing = notation.arguments
         said = bound.items(function.parameters, equals, is_outer=True)
-        rules.append(f"arguments_{i}: {literal(opening)} opened_{i}")
-        rules.append(f"opened_{i}: {said} {literal(closing)}")
-        rules += bound.rules
-    return rules
+        rules.add(f"arguments_{i}: {literal(opening)} opened_{i}")
+        rules.add(f"opened_{i}: {said} {literal(closing)}")
+    return [*_any_rules(notation, literal), *rules.all]
 
 
 def _any_rules(notation: Notation, literal: Literal) -> list[str]:
@@ -65,13 +74,12 @@ class _Bound:
     """Rules of the arguments of one function."""
 
     def __init__(
-        self, notation: Notation, literal: Literal, number: int, root: Mapping[str, Any]
+        self, notation: Notation, literal: Literal, rules: Rules, root: Mapping[str, Any]
     ) -> None:
-        self.rules: list[str] = []
-        self._notation, self._literal = notation, literal
-        self._number, self._root = number, root
+        self._notation, self._literal, self._rules, self._root = notation, literal, rules, root
         self._names: dict[int, str] = {}  # of rules, by schemas that may come back
         self._kept: list[Mapping[str, Any]] = []  # these schemas, so that their ids stay theirs
+        self._parts: dict[tuple[int, int], dict[str, Any]] = {}  # resolved, by schema and depth
         self._depth = 0
 
     def items(self, schema: Mapping[str, Any], colon: str, *, is_outer: bool = False) -> str:
@@ -123,16 +131,16 @@ class _Bound:
         if id(schema) not in self._names:
             if len(self._names) > MAX_SHARED:
                 return "any_value"
-            name = f"shared_{self._number}_{len(self._names)}"
+            name = self._rules.name("shared")
             self._names[id(schema)] = name
             self._kept.append(schema)
-            self.rules.append(f"{name}: {self._compound(schema)}")
+            self._rules.add(f"{name}: {self._compound(schema)}")
         return self._names[id(schema)]
 
     def _compound(self, schema: Mapping[str, Any]) -> str:
         reference = schema.get("$ref")
         if isinstance(reference, str) and not schema.keys() - {"$ref", *_ANNOTATIONS}:
-            return self._value(_found(reference, self._root))
+            return self._value(referred(reference, self._root))
         schema = self._resolved(schema)
         for key in ("anyOf", "oneOf"):
             if schema.get(key):
@@ -185,16 +193,14 @@ class _Bound:
         if not own:
             return "any_text"
         length = f"{{{own.get('minLength', 0)},{own.get('maxLength', '')}}}"
-        name = f"TEXT_{self._number}_{len(self.rules)}"
         if self._notation.is_escaped:
             as_json = self._rule(json_rule({"type": "string", **own}))
             if "format" in own:
                 return as_json
             terms = [f"/'[^'\\\\\\n]{length}'/"]
             if "pattern" in own:
-                terms.append(f"/'{_whole(own['pattern'])}'/")
-            self.rules.append(f"{name}: {' & '.join(terms)}")
-            return f"({name} | {as_json})"
+                terms.append(f"/'{whole_pattern(own['pattern'])}'/")
+            return f"({self._terminal(terms)} | {as_json})"
         opening, closing = self._literal(self._notation.quote), ""
         if opening.startswith("<"):  # a special token, which is in no text
             terms, closing = [f"/(.|\\n){length}/"], opening
@@ -203,9 +209,8 @@ class _Bound:
             terms = [f"/(.|\\n){length}{closed}/", f"~/{ANY}{closed}(.|\\n)+/"]
         if "pattern" in own:
             end = "" if closing else closed
-            terms.append(f"/{_whole(own['pattern'])}{end}/")
-        self.rules.append(f"{name}: {' & '.join(terms)}")
-        return f"({opening} {name} {closing})"
+            terms.append(f"/{whole_pattern(own['pattern'])}{end}/")
+        return f"({opening} {self._terminal(terms)} {closing})"
 
     def _resolved(self, schema: Any, depth: int = MAX_DEPTH) -> dict[str, Any]:
         """The schema with what it refers to, and all of `allOf`, in it."""
@@ -214,15 +219,22 @@ class _Bound:
         found = {key: each for key, each in schema.items() if key not in ("allOf", "$ref")}
         parts = [*(schema.get("allOf") or ())]
         if isinstance(reference := schema.get("$ref"), str):
-            parts.append(_found(reference, self._root))
+            parts.append(referred(reference, self._root))
         for part in parts:
-            own = self._resolved(part, depth - 1)
+            own = self._part(part, depth - 1)
             properties = {**(found.get("properties") or {}), **(own.get("properties") or {})}
-            required = [*(found.get("required") or ()), *(own.get("required") or ())]
+            required = dict.fromkeys([*(found.get("required") or ()), *(own.get("required") or ())])
             found = {**found, **own}
             found |= {"properties": properties} if properties else {}
-            found |= {"required": required} if required else {}
+            found |= {"required": [*required]} if required else {}
         return found
+
+    def _part(self, part: Any, depth: int) -> dict[str, Any]:
+        """A part of the client's own schema, resolved; once, since many parts may refer to it."""
+        key = id(part), depth
+        if key not in self._parts:
+            self._parts[key] = self._resolved(part, depth)
+        return self._parts[key]
 
     def _sayable(self, values: Sequence[Any]) -> list[str]:
         """Those of some values that the notation can say."""
@@ -236,8 +248,14 @@ class _Bound:
         return noted(self._notation, value)
 
     def _rule(self, right: str) -> str:
-        name = f"noted_{self._number}_{len(self.rules)}"
-        self.rules.append(f"{name}: {right}")
+        name = self._rules.name("noted")
+        self._rules.add(f"{name}: {right}")
+        return name
+
+    def _terminal(self, terms: Sequence[str]) -> str:
+        """The name of a new rule for texts that match all of `terms`, which are patterns."""
+        name = self._rules.name("TEXT")
+        self._rules.add(f"{name}: {' & '.join(terms)}")
         return name
 
 
@@ -248,18 +266,3 @@ def _implied(schema: Mapping[str, Any]) -> Sequence[str]:
     if schema.keys() & {"items", "minItems", "maxItems"}:
         return ("array",)
     return _TYPES if schema.keys() & (_OF_NUMBERS | _OF_TEXTS) else ()
-
-
-def _found(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference refers to; None if that is not in the same schema."""
-    found: Any = root if reference.startswith("#") else None
-    for step in reference.split("/")[1:]:
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found
-
-
-def _whole(pattern: str) -> str:
-    """A schema's pattern, which may match anywhere, as one of the whole text."""
-    begun, ended = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
-    inner = re.sub(r"(?<!\\)/", r"\\/", pattern[begun : len(pattern) - ended])
-    return f"{'' if begun else ANY}({inner}){'' if ended else ANY}"

@@ -94,7 +94,8 @@ class ReplyFormat(ABC):
     @abstractmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
         """Lark rules of which `calls` is one call of one of `functions`, or several. It binds a
-        reply that must call, behind its reasoning.
+        reply that must call, behind its reasoning. Raises `ValueError` for functions whose schemas
+        make more rules than can be compiled.
         """
 
     @classmethod

@@ -13,10 +13,12 @@ from aioserve.formats.grammar import (
     ANY,
     Function,
     Literal,
+    Rules,
     json_rule,
     repeated,
     split_literal,
     text_until,
+    whole_pattern,
 )
 from aioserve.formats.tags import NAME, Tags
 from aioserve.formats.typed_text import argument_types, forms
@@ -37,7 +39,7 @@ def tagged_rules(
     tags: Tags, functions: Sequence[Function], is_parallel: bool, literal: Literal
 ) -> list[str]:
     """Rules of which `calls` is one call or several; `unwrapped` is what follows the opening, and
-    `body_0` what follows the name of the first function.
+    `body_0` what follows the name of the first function. Raises `ValueError` as `Rules.add`.
     """
     lead, separator = tags.wrapper[0][len(tags.opening) :], literal(tags.separator)
     calls = repeated("call", separator, is_parallel and tags.is_block)
@@ -48,26 +50,26 @@ def tagged_rules(
         f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}",
         text_until("text", tags.value_end, literal),
     ]
+    bodies = Rules()
     for i, function in enumerate(functions):
         named = literal(f"{tags.call[0]}{function.name}{tags.name_end}")
-        rules.append(f"call_{i}: {named} body_{i}")
-        rules += _Body(tags, literal, i).rules(function.parameters)
-    return rules
+        bodies.add(f"call_{i}: {named} body_{i}")
+        _Body(tags, literal, i, bodies).add(function.parameters)
+    return [*rules, *bodies.all]
 
 
 class _Body:
     """The rules of what follows the name of one function."""
 
-    def __init__(self, tags: Tags, literal: Literal, number: int) -> None:
-        self._tags, self._literal, self._number = tags, literal, number
-        self._rules: list[str] = []
+    def __init__(self, tags: Tags, literal: Literal, number: int, rules: Rules) -> None:
+        self._tags, self._literal, self._number, self._rules = tags, literal, number, rules
 
-    def rules(self, schema: Mapping[str, Any]) -> list[str]:
-        """`body_N` and all that it refers to."""
+    def add(self, schema: Mapping[str, Any]) -> None:
+        """Add `body_N` and all that it refers to to the rules."""
         before = self._literal(self._tags.call[1][len(self._tags.name_end) :])
         bodies = " | ".join(self._arguments(each) for each in forms(schema, schema))
-        body = f"body_{self._number}: {before} ({bodies}) {self._literal(self._tags.call[2])}"
-        return [body, *self._rules]
+        end = self._literal(self._tags.call[2])
+        self._rules.add(f"body_{self._number}: {before} ({bodies}) {end}")
 
     def _arguments(self, schema: Mapping[str, Any]) -> str:
         """All arguments, in the order of the properties, by one form of the schema."""
@@ -113,7 +115,9 @@ class _Body:
     def _json(
         self, schemas: Sequence[Mapping[str, Any]], definitions: Mapping[str, Any]
     ) -> list[str]:
-        """JSON by any of these schemas, or what stands for it."""
+        """Right sides of rules for JSON that fits one of `schemas`, and for Python's words that
+        stand for it.
+        """
         schemas = [schema for schema in schemas if schema]
         words = []
         for form in forms({"anyOf": schemas}, definitions) if self._tags.has_python else ():
@@ -128,7 +132,9 @@ class _Body:
         return [*rules, *(self._literal(word) for word in dict.fromkeys(words))]
 
     def _told(self, texts: Sequence[str], others: Sequence[str]) -> str:
-        """A value that is one of these texts, with their end, or of these others, without."""
+        """The right side of a rule for a value and what is around it: one of `texts`, which hold
+        their end, or one of `others`, which do not.
+        """
         rest = self._tags.parameter[2].lstrip("\n")[len(self._tags.value_end) :]
         said = []
         if texts:
@@ -141,7 +147,7 @@ class _Body:
         return f"({' | '.join(said)})"
 
     def _texts(self, schemas: Sequence[Mapping[str, Any]], is_plain: bool) -> list[str]:
-        """Texts by these forms of a schema; each with its end."""
+        """Right sides of rules for the texts that `schemas` allow, each with its end."""
         texts = []
         for schema in schemas:
             kinds = schema.get("type", "string")
@@ -168,21 +174,21 @@ class _Body:
         if not tail:  # else a special token ends it, which is in no text
             terms.append(f"~/{ANY}{whole}(.|\\n)+/")
         if "pattern" in schema:
-            terms.append(f"/{_pattern(schema['pattern'])}{end}/")
+            terms.append(f"/{whole_pattern(schema['pattern'])}{end}/")
         if not is_plain:
             terms.append(f"~/{_LIKE_JSON}/")
-        name = f"TEXT_{self._number}_{len(self._rules)}"
-        self._rules.append(f"{name}: {' & '.join(terms)}")
+        name = self._rules.name("TEXT")
+        self._rules.add(f"{name}: {' & '.join(terms)}")
         return f"{name} {tail}".rstrip()
 
     def _rule(self, right: str) -> str:
-        name = f"value_{self._number}_{len(self._rules)}"
-        self._rules.append(f"{name}: {right}")
+        name = self._rules.name("value")
+        self._rules.add(f"{name}: {right}")
         return name
 
 
 def _without_texts(form: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
-    """A form of a schema, of these types alone; empty if it allows no value of them."""
+    """`form` with no type but `types`, which hold no string; empty if it allows no such value."""
     if "enum" in form or "const" in form:
         values = form.get("enum", [form.get("const")])
         kept = [each for each in values if not isinstance(each, str)]
@@ -190,14 +196,6 @@ def _without_texts(form: Mapping[str, Any], types: Sequence[str]) -> dict[str, A
     kinds = form.get("type", types)
     kept = [each for each in (kinds if isinstance(kinds, list) else [kinds]) if each in types]
     return {**form, "type": kept} if kept else {}
-
-
-def _pattern(pattern: str) -> str:
-    """A schema's pattern, which may match anywhere, as one of the whole text."""
-    begun, ended = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
-    inner = pattern[begun : len(pattern) - ended]
-    slashed = re.sub(r"(?<!\\)/", r"\\/", inner)
-    return f"{'' if begun else ANY}({slashed}){'' if ended else ANY}"
 
 
 def _escaped(text: str) -> str:

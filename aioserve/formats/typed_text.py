@@ -8,6 +8,7 @@ import ast
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import islice, product
 from typing import Any
 
 import msgspec
@@ -82,11 +83,11 @@ def _forms(
     choices = [[each] for each in schema.get("allOf") or ()]
     choices += [list(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]
     if isinstance(reference := schema.get("$ref"), str):
-        choices.append([_referred(reference, root)])
+        choices.append([referred(reference, root)])
     for each in choices if depth else ():
         some = [one for one in each if isinstance(one, Mapping)]
         inner = [form for one in some for form in _forms(one, root, known, depth - 1)]
-        found = [_merged(a, b) for a in found for b in inner[:MAX_FORMS]][:MAX_FORMS] or found
+        found = [_merged(a, b) for a, b in islice(product(found, inner), MAX_FORMS)] or found
     known[id(schema)] = found
     return found
 
@@ -131,7 +132,7 @@ def _types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
         for key in ("anyOf", "oneOf", "allOf"):
             todo += each.get(key) or ()
         if isinstance(reference := each.get("$ref"), str):
-            todo.append(_referred(reference, root))
+            todo.append(referred(reference, root))
 
 
 def _own_types(schema: Mapping[str, Any]) -> list[str]:
@@ -142,7 +143,8 @@ def _own_types(schema: Mapping[str, Any]) -> list[str]:
     return ["null" if value is None else _NAMES.get(type(value), "object") for value in values]
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a `$ref` refers to in the schema `root`; None if that is not in it."""
     found: Any = root if reference.startswith("#") else None
     for step in reference.split("/")[1:]:
         found = found.get(step) if isinstance(found, Mapping) else None

@@ -171,3 +171,22 @@ def test_lfm_thinks_only_if_it_says_so():
     assert choose("auto", "auto", "List of tools: [ </think>").marks == Lfm2Parser.marks
     reading = Lfm2Parser(FUNCTIONS)
     assert not any(isinstance(event, Reasoning) for event in reading.append("Ay."))
+
+
+def test_a_schema_that_many_parts_refer_to_is_read_once():
+    """Looked at for each of them, it would be looked at 300 ** 4 times."""
+    chain = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 300} for i in range(9)}
+    schema = {
+        "type": "object",
+        "$defs": {**chain, "d3": {"type": "object", "required": ["b"]}},
+        "properties": {"a": {"$ref": "#/$defs/d0", "minProperties": 1}},
+    }
+    assert '"b:"' in Gemma4Parser.grammar([Function("f", schema)], True, json.dumps)
+
+
+def test_a_schema_whose_rules_would_take_megabytes_is_refused():
+    big = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}
+    properties = {f"q{i}": {"$ref": "#/$defs/big", "minProperties": i} for i in range(300)}
+    schema = {"type": "object", "$defs": {"big": big}, "properties": properties}
+    with pytest.raises(ValueError, match="more than 262,144 characters"):
+        Lfm2Parser.grammar([Function("f", schema)], True, json.dumps)

@@ -192,3 +192,15 @@ async def test_a_token_inside_of_a_tag_ends_a_text(tmp_path):
     assert takes(written(format_, {"short": "</a", "path": "a/1"}))
     assert not takes(written(format_, {"short": "abcde"}))
     assert not takes(written(format_, {"int": "x"}))
+
+
+def test_a_schema_whose_rules_would_take_megabytes_is_refused():
+    """Each property that refers to a definition takes all definitions with it."""
+    chain = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+        for i in range(200)
+    }
+    properties = {f"p{i}": {"$ref": "#/$defs/d0"} for i in range(200)}
+    schema = {"type": "object", "$defs": chain, "properties": properties}
+    with pytest.raises(ValueError, match="more than 262,144 characters"):
+        load_format("qwen3_coder").grammar([Function("f", schema)], True, plain)

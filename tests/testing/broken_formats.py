@@ -13,6 +13,7 @@ from aioserve.formats import (
     Arguments,
     Beginning,
     Call,
+    CallObject,
     Content,
     Event,
     Function,
@@ -162,6 +163,22 @@ class MixesReplies(HermesParser):
                 self.names.append(event.name)
                 event = Call(event.name, f"{event.name}:{len(self.names)}")
             super().tell([event])
+
+
+@caught_by("while it reads others")
+class SharesTheCall(HermesParser):
+    """All replies that are read at the same time share what was read of a call."""
+
+    shared: ClassVar[list[CallObject]] = []
+
+    def _open(self) -> bool:
+        is_open = super()._open()
+        self.shared[:] = [self.object]
+        return is_open
+
+    def _read_call(self) -> bool:
+        self.object = self.shared[0]
+        return super()._read_call()
 
 
 @caught_by("did not come back in 10 s")

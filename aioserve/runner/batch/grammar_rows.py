@@ -69,7 +69,7 @@ class Matcher(Protocol):
         """How many of `token_ids` may follow."""
 
     def consume_tokens(self, token_ids: list[int]) -> bool:
-        """Read tokens that stay."""
+        """Read tokens that are never rolled back; False if they are not allowed."""
 
     def try_consume_tokens(self, token_ids: list[int]) -> int:
         """Read tokens that may be rolled back; how many are allowed."""

@@ -59,8 +59,8 @@ class BudgetMatcher:
         """`inner` has read what the row has said; `tokens` has not."""
         self._tokens, self._limit, self._forced, self._inner = tokens, limit, forced, inner
         self._last: tuple[int, ...] = ()  # token ids with which the mark may have begun
-        self._place: int | None = None  # of the forced token that is next
-        self._place = self._find_place(None)
+        #: In `forced`, of the token that must follow; None if any may.
+        self._place = self._begun_place()
         # States before tokens that may be rolled back.
         self._saved: list[tuple[TokensState, tuple[int, ...], int | None]] = []
 
@@ -77,13 +77,15 @@ class BudgetMatcher:
         for token_id in token_ids:
             self._tokens.append(token_id)
             self._last = (*self._last, token_id)[max(0, len(self._last) + 2 - len(self._forced)) :]
-            self._place = self._find_place(token_id)
+            place, forced = self._place, self._forced
+            if place is not None and place + 1 < len(forced) and token_id == forced[place]:
+                self._place = place + 1  # what has to follow the end mark is forced as well
+            else:
+                self._place = self._begun_place()
 
-    def _find_place(self, said: int | None) -> int | None:
-        """The place in `forced` of the token that must follow; None if any may."""
-        tokens, forced, place = self._tokens, self._forced, self._place
-        if place is not None and place + 1 < len(forced) and said == forced[place]:
-            return place + 1  # what has to follow the end mark is forced as well
+    def _begun_place(self) -> int | None:
+        """The place in `forced` where the end mark goes on, if it is due; None if it is not."""
+        tokens, forced = self._tokens, self._forced
         if not tokens.is_inside or tokens.count < self._limit:
             return None
         # The model may have begun the mark by itself.
@@ -140,7 +142,7 @@ class BudgetMatcher:
         return num_taken
 
     def consume_tokens(self, token_ids: list[int]) -> bool:
-        """Read tokens that stay; False if the grammar does not allow them."""
+        """Read tokens that are never rolled back; False if the grammar does not allow them."""
         self._saved.clear()
         is_allowed = self._inner is None or self._inner.consume_tokens(token_ids)
         self.follow(token_ids)

@@ -26,9 +26,12 @@ async def bind_off_loop(
     chat_format: ChatFormat,
     conversation: Conversation,
 ) -> SamplingParams:
-    """As `bind`, in a thread if the chat template is to be asked whether it begins to reason."""
-    if not chat_format.tells_apart or (use is None and params.structured_outputs is None):
-        return bind(params, use, chat_format, conversation)
+    """As `bind`, in a thread if there is anything to bind: rules of large schemas take long, and
+    the chat template may have to be asked whether it begins to reason.
+    """
+    is_free = use is None or not (use.is_bound or use.must_call)
+    if is_free and params.structured_outputs is None:
+        return params
     return await asyncio.to_thread(bind, params, use, chat_format, conversation)
 
 
@@ -40,7 +43,8 @@ def bind(
 ) -> SamplingParams:
     """`params` with all that the reply is bound to.
 
-    Raises `RequestError` for what `structured_outputs` asks beside tools and is no JSON.
+    Raises `RequestError` for what `structured_outputs` asks beside tools and is no JSON, and for
+    tools whose schemas make more rules than can be compiled.
     """
     wanted = params.structured_outputs
     if use is None and (wanted is None or not chat_format.tells_apart):
@@ -54,9 +58,8 @@ def bind(
         return params if free is None else _bound(params, free)
     rules, kinds = [], []
     if use is not None and (use.must_call or wanted is not None):
-        grammar = chat_format.call_parser.grammar
         kinds.append("calls")
-        rules.append(grammar(use.functions, use.is_parallel, chat_format.literal))
+        rules.append(chat_format.call_rules(use.functions, is_parallel=use.is_parallel))
     if wanted is not None and not (use and use.must_call):
         schema = _schema(wanted)
         if schema is not None:

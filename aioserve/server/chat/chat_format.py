@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from aioserve.config import ServerConfig
 from aioserve.engine import AsyncEngine, Conversation
 from aioserve.engine.admission.chat_template import ChatTemplate
@@ -113,6 +115,15 @@ class ChatFormat:
         """Whether requests may have tools: it is known how the model writes calls."""
         return self._format is not None and self._takes_tools
 
+    def call_rules(self, functions: Sequence[Function], *, is_parallel: bool) -> str:
+        """Rules of which `calls` is one call of `functions`, or several. Raises `RequestError` if
+        their schemas make more rules than can be compiled.
+        """
+        try:
+            return self.call_parser.grammar(functions, is_parallel, self.literal)
+        except ValueError as error:
+            raise RequestError(f"the tools cannot be compiled: {error}", param="tools") from error
+
     @property
     def tells_apart(self) -> bool:
         """Whether a reply is more than content though there are no tools: it may reason."""
@@ -171,10 +182,7 @@ class ChatFormat:
         beginnings = self.call_parser.beginnings(functions, self.literal)
         if not beginnings:
             return None
-        rules = [
-            *free_reply(beginnings),
-            self.call_parser.grammar(functions, True, self.literal),
-        ]
+        rules = [*free_reply(beginnings), self.call_rules(functions, is_parallel=True)]
         start = "reply"
         if self.marks is not None:
             rules.append(self._thought_rule())
@@ -204,10 +212,9 @@ class ChatFormat:
     def _prompt_opens_reasoning(self, conversation: Conversation) -> bool:
         """Whether a reply begins inside of reasoning, as another conversation shows."""
         assert self.marks is not None
-        ask = Conversation(
-            [{"role": "user", "content": "?"}],
-            add_generation_prompt=conversation.add_generation_prompt,
-            template_kwargs=conversation.template_kwargs,
+        last = conversation.messages[-1:] if conversation.continue_final_message else ()
+        ask = msgspec.structs.replace(
+            conversation, messages=[{"role": "user", "content": "?"}, *last], tools=()
         )
         try:
             prompt = self._chat_template.render(ask)

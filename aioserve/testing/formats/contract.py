@@ -22,13 +22,23 @@ except ModuleNotFoundError as error:
         f"the contract of reply formats needs {error.name}: pip install aioserve[test]"
     ) from error
 
-from aioserve.formats import SPACE, Arguments, Call, Content, Event, Reasoning, ReplyFormat
+from aioserve.formats import (
+    SPACE,
+    Arguments,
+    Call,
+    Content,
+    Event,
+    Reasoning,
+    ReplyFormat,
+    joined,
+)
 from aioserve.testing.formats.bound import check_forced, check_strict, check_whole
 from aioserve.testing.formats.cost import check_cost
 from aioserve.testing.formats.hostile import FUNCTIONS, WORDS, cuts, hostile_texts, spoiled_texts
 from aioserve.testing.formats.reading import (
     Read,
     check_alike,
+    parser_of,
     pieces_of,
     read,
     shown,
@@ -52,7 +62,7 @@ DEFAULT_EXAMPLES = 150
 
 @dataclass(frozen=True)
 class FormatSubject:
-    """The format under test."""
+    """A format under test, and how many random texts each rule of the contract tries on it."""
 
     format: type[ReplyFormat]
     max_examples: int = DEFAULT_EXAMPLES  # of each kind of random text
@@ -160,15 +170,24 @@ class FormatContract:
     def test_replies_at_the_same_time_do_not_mix(self, subject: FormatSubject) -> None:
         replies = fixed_examples(subject.format)
         alone = [read(subject.format, list(text), functions) for functions, text in replies]
-        parsers = [subject.format(functions) for functions, _ in replies]
+        parsers = [parser_of(subject.format, functions) for functions, _ in replies]
         longest = max((len(text) for _, text in replies), default=0)
-        ids: set[str] = set()
+        told: list[list[Event]] = [[] for _ in replies]
         for place in range(longest):
-            for parser, (_, text) in zip(parsers, replies, strict=True):
-                parser.append(text[place : place + 1])
-        del parsers
+            for parser, own, (_, text) in zip(parsers, told, replies, strict=True):
+                own += parser.append(text[place : place + 1])
+        for parser, own, before, (_, text) in zip(parsers, told, alone, replies, strict=True):
+            own += parser.flush()
+            if joined(own) != before.events:
+                raise violation(
+                    subject.format,
+                    f"reads a reply as {shown(joined(own))} while it reads others, and alone as "
+                    f"{shown(before.events)}",
+                    text,
+                )
         for (functions, text), before in zip(replies, alone, strict=True):
             check_alike(subject.format, before, list(text), functions)
+        ids: set[str] = set()
         for _ in range(9):
             made = subject.format.make_id()
             if not isinstance(made, str) or not made or made in ids:

@@ -141,11 +141,13 @@ def compilers(tmp_path_factory):
 def takes(compilers):
     """Whether a reply may be all of a text."""
 
-    async def takes(text, parser, reasoning, *, template="x", special="<|pad|>", use=ADD, **wanted):
+    async def takes(
+        text, parser, reasoning, *, template="x", special="<|pad|>", use=ADD, ask=ASK, **wanted
+    ):
         info, compiler = compilers(template, special)
         chat_format = ChatFormat(info.tokenizer, parser, reasoning)
         params = SamplingParams(structured_outputs=StructuredOutputs(**wanted) if wanted else None)
-        bound = bind(params, use, chat_format, ASK).structured_outputs
+        bound = bind(params, use, chat_format, ask).structured_outputs
         await compiler.check(bound)
         matcher = compiler.matcher(bound)
         ids = info.tokenizer.encode(text, add_special_tokens=False)
@@ -166,6 +168,34 @@ async def test_what_is_bound_may_follow_reasoning(takes):
     answer = '<think>Hm.</think>{"hair": "red"}'
     assert await takes(answer, "none", "qwen3", use=None, json=HAIR)
     assert not await takes("Hm.", "none", "qwen3", use=None, json=HAIR)
+
+
+async def test_a_conversation_whose_prompt_opens_no_reasoning_is_bound_from_its_first_word(takes):
+    call = f"<tool_call>\n{PAINT}\n</tool_call>"
+    template = (
+        "{% if not add_generation_prompt %}{{ messages[-1].content }}"
+        "{% elif enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+    )
+    said = [*ASK.messages, {"role": "assistant", "content": "So:"}]
+    thinks = partial(takes, call, "hermes", "qwen3", template=template)
+    assert not await thinks(ask=ASK)
+    assert await thinks(ask=Conversation(ASK.messages, reasoning_effort="none"))
+    assert await thinks(ask=Conversation(said, continue_final_message=True))
+
+
+async def test_tools_whose_rules_would_take_megabytes_are_refused():
+    chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(200)}
+    schema = {
+        "type": "object",
+        "$defs": {**chain, "d200": {"type": "string"}},
+        "properties": {f"p{i}": {"type": "object", "$ref": "#/$defs/d0"} for i in range(200)},
+    }
+    tool = {"type": "function", "function": {"name": "x", "parameters": schema}}
+    async with serve("qwen3_coder") as server:
+        answer = await server.chat(tools=[tool], tool_choice="required")
+        error = answer.json()["error"]
+        assert (answer.status, error["param"]) == (400, "tools")
+        assert "262,144 characters" in error["message"]
 
 
 async def test_a_mark_that_is_a_special_token_is_written_as_that(takes):
