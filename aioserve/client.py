@@ -3,27 +3,19 @@
 Speaks the wire structs of the server. Loads neither the engine nor torch.
 """
 
-import io
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
-from math import inf
-from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
+from contextlib import aclosing
+from typing import Any, TypedDict, Unpack, cast
 
 import aiohttp
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from aioserve.client_batches import BatchMethods
-from aioserve.errors import (
-    UNREADABLE,
-    AioserveError,
-    EngineDeadError,
-    RequestError,
-    RequestFailedError,
-    one_line,
-)
+from aioserve.client_connection import error_decoder, error_from_wire, with_id
+from aioserve.client_scoring import ScoringMethods
+from aioserve.errors import EngineDeadError, RequestError, RequestFailedError
 from aioserve.hints import Hints
 from aioserve.operations import (
     AdapterMethods,
@@ -44,7 +36,6 @@ from aioserve.server.chat.protocol import (
     ChatCompletionRequest,
     ChatMessage,
 )
-from aioserve.server.errors import from_wire
 from aioserve.server.logprob_structs import PromptLogprobs
 from aioserve.server.model_card import ModelCard, ModelList
 from aioserve.server.protocol import (
@@ -54,29 +45,14 @@ from aioserve.server.protocol import (
     CompletionChoice,
     CompletionRequest,
     Envelope,
-    ErrorInfo,
-    ErrorResponse,
     StreamOptions,
 )
-from aioserve.server.scoring.protocol import (
-    Ranked,
-    Ranking,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
-)
 from aioserve.whole import check_one_sample, generate_all, whole_output
-
-T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _completion_decoder = msgspec.json.Decoder(Completion)
 _chat_decoder = msgspec.json.Decoder(ChatCompletion)
 _chat_chunk_decoder = msgspec.json.Decoder(ChatCompletionChunk)
-_models_decoder = msgspec.json.Decoder(ModelList)
-_scores_decoder = msgspec.json.Decoder(ScoreList)
-_ranking_decoder = msgspec.json.Decoder(Ranking)
-_error_decoder = msgspec.json.Decoder(ErrorResponse)
 
 _STREAM_OPTIONS = StreamOptions(continuous_usage_stats=True)
 
@@ -96,7 +72,9 @@ class ClientFields(TypedDict, total=False):
     hints: Hints  # for the server's policy: named values, such as `predicted_output_tokens`
 
 
-class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, BatchMethods):
+class AsyncClient(
+    ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, ScoringMethods, BatchMethods
+):
     """Requests to one server. Leaving a stream early aborts the request there.
 
     All methods raise what the engine raises: `RequestError` (with `param`),
@@ -113,45 +91,6 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, 
 
     A server on a Unix socket (`--uds`) has the address `unix:/path/of/its.sock`.
     """
-
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        model: str | None = None,  # None: whatever the server has
-        timeout: float | None = None,  # seconds without a byte, waiting in its queue included
-        connect_timeout: float = 10.0,
-        api_key: str | None = None,  # one of the server's, or of what stands before it
-        headers: Mapping[str, str] | None = None,  # of every request
-    ) -> None:
-        self._headers = dict(headers or {})
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self.base_url = base_url.rstrip("/")
-        self._socket_path = base_url[5:] if base_url.startswith("unix:") else None
-        self._root = self.base_url if self._socket_path is None else "http://localhost"
-        self.model = model
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=connect_timeout, sock_read=timeout
-        )
-        self._open_session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Self:
-        self._session()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close all connections; streams that are still read end with an error."""
-        if self._open_session is not None:
-            await self._open_session.close()
 
     def generate(
         self,
@@ -280,47 +219,9 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, 
             fields,
         )
 
-    async def score(
-        self, query: str, documents: Sequence[str], *, instruction: str | None = None
-    ) -> list[float]:
-        """How well each of `documents` fits the query, between 0 and 1, as a reranker model says;
-        in their order. `instruction` is what makes a document fit, in words.
-        """
-        asked = ScoreRequest(
-            model=self.model, text_1=query, text_2=list(documents), instruction=instruction
-        )
-        async with self._request("POST", "/v1/score", _encoder.encode(asked)) as response:
-            told: ScoreList = self._decoded(_scores_decoder, await response.read())
-        return [each.score for each in told.data or ()]
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        instruction: str | None = None,
-    ) -> list[Ranked]:
-        """The `top_n` of `documents` that fit the query best, or all, the best first: `index` is
-        the place among `documents`, `relevance_score` lies between 0 and 1.
-        """
-        asked = RerankRequest(
-            model=self.model,
-            query=query,
-            documents=list(documents),
-            top_n=top_n,
-            instruction=instruction,
-            return_documents=False,
-        )
-        async with self._request("POST", "/v1/rerank", _encoder.encode(asked)) as response:
-            told: Ranking = self._decoded(_ranking_decoder, await response.read())
-        return told.results
-
     async def models(self) -> list[ModelCard]:
         """The models that the server serves: id, max_model_len, and what they can do."""
-        async with self._request("GET", "/v1/models") as response:
-            models: ModelList = self._decoded(_models_decoder, await response.read())
-            return models.data
+        return (await self._asked(ModelList, "GET", "/v1/models")).data
 
     async def health(self) -> bool:
         """Whether a new request would be served now: False while the server loads, drains, is in
@@ -345,19 +246,6 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, 
         told: Told = self._decoded(msgspec.json.Decoder(command.told_type), data)
         return told
 
-    def _session(self) -> aiohttp.ClientSession:
-        if self._open_session is None:
-            self._open_session = aiohttp.ClientSession(
-                timeout=self._timeout,
-                headers=self._headers,
-                connector=(  # without a limit: the server says when it is full
-                    aiohttp.TCPConnector(limit=0)
-                    if self._socket_path is None
-                    else aiohttp.UnixConnector(self._socket_path, limit=0)
-                ),
-            )
-        return self._open_session
-
     def _shared(self, params: SamplingParams, *, is_given: bool) -> dict[str, Any]:
         """Fields of both endpoints that do not depend on the request. Defaults are not sent, but
         for those of parameters that are given and that the model would replace by its own.
@@ -377,29 +265,6 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, 
             "return_token_ids": True,
         }
 
-    def _decoded(self, decoder: Any, data: bytes, what: str = "the answer") -> Any:
-        try:
-            return decoder.decode(data)
-        except UNREADABLE as error:
-            message = f"{what} of {self.base_url} cannot be read: {one_line(error)}"
-            raise RequestFailedError(message) from error
-
-    @asynccontextmanager
-    async def _request(
-        self, method: str, path: str, body: bytes | None = None, **options: Any
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A successful response; its connection is dropped if it was not read to the end."""
-        if body is not None:  # as a file: aiohttp sends large ones in pieces
-            options = {"data": io.BytesIO(body), "headers": {"Content-Type": "application/json"}}
-        try:
-            async with self._session().request(method, self._root + path, **options) as response:
-                if response.status != 200:
-                    raise _error_of(response, await response.read())
-                yield response
-        except (aiohttp.ClientError, TimeoutError) as error:
-            reason = one_line(error)
-            raise EngineDeadError(f"no answer from {self.base_url}: {reason}") from error
-
     async def _deltas(
         self,
         path: str,
@@ -412,8 +277,8 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, 
                 if data == b"[DONE]":
                     return
                 if data.startswith(b'{"error"'):
-                    info = self._decoded(_error_decoder, data, "an event").error
-                    raise _from_wire(500, info, response)
+                    info = self._decoded(error_decoder, data, "an event").error
+                    raise error_from_wire(500, info, response)
                 chunk: Completion | ChatCompletionChunk = self._decoded(decoder, data, "an event")
                 for choice in chunk.choices:
                     if choice.token_ids is UNSET and choice.finish_reason is None:
@@ -428,7 +293,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, 
                         output.times = RequestTimes(sent, time.monotonic(), first)
                     yield output
         broken = RequestFailedError(f"{self.base_url} ended the stream before the last output")
-        raise _named(broken, response)
+        raise with_id(broken, response)
 
     async def _whole(
         self,
@@ -511,35 +376,3 @@ def _text(choice: Choice) -> str:
         case ChatChoice():
             return choice.message.content or ""
     return ""
-
-
-def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
-    try:
-        info = _error_decoder.decode(body).error
-    except UNREADABLE:  # not aioserve: a proxy, or another server
-        text = body[:200].decode("utf-8", "replace").strip()
-        message = f"HTTP {response.status} from {response.url}: {text or response.reason}"
-        info = ErrorInfo(message=message, type="http_error")
-    try:
-        retry_after = float(response.headers.get("Retry-After", "1"))
-    except ValueError:  # a date: nothing of ours sends one
-        retry_after = 1.0
-    retry_after = retry_after if 0 <= retry_after < inf else 1.0
-    return _from_wire(response.status, info, response, retry_after)
-
-
-def _from_wire(
-    status: int, info: ErrorInfo, response: aiohttp.ClientResponse, retry_after: float = 1.0
-) -> AioserveError:
-    """The error in one line, whether this server sent it or a proxy in front of it."""
-    lines = info.message.splitlines() or ["no message"]
-    one = msgspec.structs.replace(info, message=" ".join(lines))
-    return _named(from_wire(status, one, retry_after), response)
-
-
-def _named(error: AioserveError, response: aiohttp.ClientResponse) -> AioserveError:
-    """Add the request id of the server's log to an error; tracebacks show it."""
-    if (request_id := response.headers.get("X-Request-Id")) is not None:
-        error.request_id = request_id
-        error.add_note(f"request id: {request_id}")
-    return error

@@ -1,22 +1,20 @@
 """Files and batches of a remote aioserve as async Python methods: `client.files`, `client.batches`.
 
-Speaks the wire structs of the server's routes, which are OpenAI's. Knows no connection: the client
-that it belongs to has that.
+Speaks the wire structs of the server's routes, which are OpenAI's.
 """
 
 import asyncio
 import io
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import BinaryIO, Literal
 from urllib.parse import quote, urlencode
 
 import aiohttp
 import msgspec
 
+from aioserve.client_connection import Connection
 from aioserve.server.batches.protocol import (
     Batch,
     BatchesPage,
@@ -30,41 +28,7 @@ from aioserve.server.batches.protocol import (
     FilesPage,
 )
 
-T = TypeVar("T")
-
 _encoder = msgspec.json.Encoder()
-
-
-class Connected(ABC):
-    """What files and batches need of a client."""
-
-    @abstractmethod
-    def _request(
-        self, method: str, path: str, body: bytes | None = None, **options: Any
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """A successful response to a JSON `body`, or to what `options` say. Raises what the
-        server's error is in Python.
-        """
-
-    @abstractmethod
-    def _decoded(self, decoder: Any, data: bytes, what: str = "the answer") -> Any:
-        """What was sent. Raises `RequestFailedError` for what cannot be read."""
-
-    async def _asked(
-        self,
-        told: type[T],
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        query: msgspec.Struct | None = None,
-        **options: Any,
-    ) -> T:
-        given = msgspec.to_builtins(query) if query is not None else {}
-        path += f"?{urlencode(given)}" if given else ""
-        async with self._request(method, path, body, **options) as response:
-            data = await response.read()
-        decoded: T = self._decoded(msgspec.json.Decoder(told), data)
-        return decoded
 
 
 class ClientFiles:
@@ -72,7 +36,7 @@ class ClientFiles:
     `RequestError`, also for a file that the server does not have or a server without batches.
     """
 
-    def __init__(self, client: Connected) -> None:
+    def __init__(self, client: Connection) -> None:
         self._client = client
 
     async def create(
@@ -115,7 +79,7 @@ class ClientFiles:
     ) -> FileList:
         """One page of the files, the newest first, behind the file whose id is `after`."""
         page = FilesPage(after=after, limit=limit, order=order, purpose=purpose)
-        return await self._client._asked(FileList, "GET", "/v1/files", query=page)
+        return await self._client._asked(FileList, "GET", _with_query("/v1/files", page))
 
     async def retrieve(self, file_id: str) -> FileObject:
         """What the server knows of a file."""
@@ -137,7 +101,7 @@ class ClientBatches:
     for a batch that the server does not have or a server without batches.
     """
 
-    def __init__(self, client: Connected) -> None:
+    def __init__(self, client: Connection) -> None:
         self._client = client
 
     async def create(
@@ -167,7 +131,7 @@ class ClientBatches:
     async def list(self, *, after: str | None = None, limit: int = 20) -> BatchList:
         """One page of the batches, the newest first, behind the batch whose id is `after`."""
         page = BatchesPage(after=after, limit=limit)
-        return await self._client._asked(BatchList, "GET", "/v1/batches", query=page)
+        return await self._client._asked(BatchList, "GET", _with_query("/v1/batches", page))
 
     async def retrieve(self, batch_id: str) -> Batch:
         """A batch, and how far it is."""
@@ -186,7 +150,7 @@ class ClientBatches:
             await asyncio.sleep(poll_seconds)
 
 
-class BatchMethods(Connected):
+class BatchMethods(Connection):
     """What a client does with files and batches."""
 
     @cached_property
@@ -202,3 +166,8 @@ class BatchMethods(Connected):
 
 def _quoted(given_id: str) -> str:
     return quote(given_id, safe="")
+
+
+def _with_query(path: str, page: FilesPage | BatchesPage) -> str:
+    given = msgspec.to_builtins(page)
+    return f"{path}?{urlencode(given)}" if given else path

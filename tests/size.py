@@ -26,6 +26,8 @@ PARTS = (
         "workers",
         "client.py",
         "client_batches.py",
+        "client_connection.py",
+        "client_scoring.py",
     ),
     *("row_values.py", "runner/cpu/row_values.py", "scheduler/row_reading.py"),
     *("pooling_params.py", "hints.py", "grammars/structural_tag.py"),
