@@ -34,22 +34,24 @@ from aioserve.server.responses.events import (
 )
 from aioserve.server.responses.prompt import NOTHING_OFFERED, Offered
 from aioserve.server.responses.protocol import (
+    InputItem,
+    ResponsesRequest,
+    TextConfig,
+    TextFormat,
+)
+from aioserve.server.responses.response import (
     CallItem,
     CustomCallItem,
     FunctionCallItem,
     Incomplete,
-    InputItem,
     OutputItem,
     OutputMessage,
     OutputText,
     ReasoningItem,
     ReasoningText,
     Response,
-    ResponsesRequest,
     ResponseUsage,
     Status,
-    TextConfig,
-    TextFormat,
 )
 from aioserve.server.responses.store import Kept
 from aioserve.server.sse import typed_event

@@ -8,7 +8,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from aioserve.server.responses.protocol import OutputItem, OutputText, ReasoningText, Response
+from aioserve.server.responses.response import (
+    OutputItem,
+    OutputText,
+    ReasoningText,
+    Response,
+)
 
 
 class Numbered(msgspec.Struct, kw_only=True):

@@ -35,15 +35,17 @@ from aioserve.server.responses.events import (
 )
 from aioserve.server.responses.prompt import Offered, template_turns, tools_of
 from aioserve.server.responses.protocol import (
-    Deleted,
     InputItem,
     InputPart,
-    InputTokens,
-    ItemList,
     Page,
-    Response,
     ResponsesRequest,
     Whole,
+)
+from aioserve.server.responses.response import (
+    Deleted,
+    InputTokens,
+    ItemList,
+    Response,
 )
 from aioserve.server.responses.store import Kept
 from aioserve.server.tokenization import preparing
