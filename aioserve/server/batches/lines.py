@@ -8,14 +8,16 @@ the interpreter, goes on beside it.
 import os
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from aioserve.errors import UNREADABLE
 from aioserve.server.batches.protocol import BatchError, Line
 
-MAX_ERRORS = 100  # that are told of one input
+MAX_ERRORS = 100  # most errors that are told of one input
 PIECE = 2**18  # bytes in a row, and then a pause; a line counts as LINE_BYTES more
 LINE_BYTES = 2**12
 PAUSE_SECONDS = 0.001
@@ -50,7 +52,7 @@ class Lines:
         return _line.decode(os.pread(self._file, self.lengths[number], self.offsets[number]))
 
     def close(self) -> None:
-        """Idempotent; nothing can be read afterwards."""
+        """Close the input; nothing can be read afterwards. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -61,25 +63,41 @@ def look_through(path: Path, endpoint: str, *, max_lines: int, max_bytes: int) -
     limit of one of them. Empty lines are passed over.
     """
     lines = Lines(path)
-    offset = place = since_pause = 0
+    try:
+        _note_all(lines, path, endpoint, max_lines, max_bytes)
+    except BaseException:
+        lines.close()
+        raise
+    if not lines and not lines.errors:
+        lines.errors.append(BatchError(code="empty_file", message="the input file has no lines"))
+    return lines
+
+
+def paced(file: BinaryIO, max_bytes: int = -1) -> Iterator[bytes]:
+    """The lines of a file, each in pieces of at most `max_bytes`, with a pause now and then: what
+    is done with them holds the GIL, and the event loop goes on in the pauses.
+    """
+    since_pause = 0
+    while raw := file.readline(max_bytes):
+        since_pause += len(raw) + LINE_BYTES
+        if since_pause >= PIECE:
+            time.sleep(PAUSE_SECONDS)
+            since_pause = 0
+        yield raw
+
+
+def _note_all(lines: Lines, path: Path, endpoint: str, max_lines: int, max_bytes: int) -> None:
+    offset = 0
     with open(path, "rb") as file:
-        while raw := file.readline(max_bytes + 1):
-            place += 1
-            since_pause += len(raw) + LINE_BYTES
-            if since_pause >= PIECE:
-                time.sleep(PAUSE_SECONDS)
-                since_pause = 0
+        for place, raw in enumerate(paced(file, max_bytes + 1), start=1):
             if raw.strip():
                 error = _note(lines, raw, offset, endpoint, max_lines, max_bytes)
                 if error is not None:
                     error.line = place
                     lines.errors.append(error)
                     if len(lines.errors) >= MAX_ERRORS or error.code in _LAST:
-                        return lines
+                        return
             offset += len(raw)
-    if not lines and not lines.errors:
-        lines.errors.append(BatchError(code="empty_file", message="the input file has no lines"))
-    return lines
 
 
 _LAST = ("too_many_lines", "line_too_long")  # what comes after them is not looked at

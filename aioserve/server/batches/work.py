@@ -119,20 +119,20 @@ class Work:
             return "completed"
         writing = asyncio.create_task(answers.write())
         working = asyncio.create_task(self._work_on_all(lines, answers))
-        cancelling = asyncio.create_task(self.is_cancelled.wait())
+        waiting = [asyncio.create_task(self.is_cancelled.wait())]
         try:
             seconds = max(self.batch.expires_at - time.time(), 0)
-            await _first_of(working, writing, cancelling, seconds=seconds)
+            await _first_of(working, writing, *waiting, seconds=seconds)
             end: Status = "completed" if working.done() else "expired"
             if self.is_cancelled.is_set():
                 end = "cancelled"
             await _stop(working)
             log.is_ending = True
-            written = asyncio.create_task(answers.written())
-            await _first_of(written, writing)
+            waiting.append(asyncio.create_task(answers.written()))
+            await _first_of(waiting[-1], writing)
             return end
         finally:
-            await _stop(working, writing, cancelling)
+            await _stop(working, writing, *waiting)
 
     async def _work_on_all(self, lines: Lines, answers: Answers) -> None:
         todo = iter([number for number in range(len(lines)) if not answers.is_done[number]])
@@ -220,7 +220,7 @@ async def _first_of(*tasks: "asyncio.Task[Any]", seconds: float | None = None) -
 
 
 async def _stop(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel them and wait for their ends, whatever they are."""
+    """Cancel tasks and wait for their ends, whatever those are."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

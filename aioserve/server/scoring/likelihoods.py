@@ -5,6 +5,7 @@ of the others. A label that is not among the alternatives is asked for alone, wi
 in the prefix cache. Knows nothing about templates or wire structs.
 """
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ class Likelihoods(NamedTuple):
 
     logprobs: list[float]  # in the order of labels
     num_prompt_tokens: int
-    num_cached_tokens: int  # of these, found in the prefix cache
+    num_cached_tokens: int  # tokens of the prompt that the prefix cache had
 
 
 async def label_logprobs(
@@ -57,11 +58,15 @@ async def label_logprobs(
     ids = [f"{own_id}-{i}" for i in range(len(places))]
     todo = iter(range(len(places)))
     found: dict[int, Likelihoods] = {}
+    tokenizing = asyncio.Lock()
 
     async def work() -> None:
         for index in todo:
             with _at(places[index]):
-                prompt = await prompt_of(index)
+                # One prompt per turn of the loop: short ones are tokenized on it.
+                async with tokenizing:
+                    prompt = await prompt_of(index)
+                    await asyncio.sleep(0)
                 if is_aborted.is_set():
                     raise RequestAbortedError(f"request {own_id} was aborted")
                 found[index] = await _likelihoods(engine, prompt, labels, ids[index], fields)
@@ -117,12 +122,12 @@ def _unfinished(output: RequestOutput) -> AioserveError:
 
 
 def probabilities(logprobs: Sequence[float]) -> list[float]:
-    """Their probabilities among all tokens."""
+    """The probabilities of labels among all tokens, from their logprobs."""
     return [math.exp(value) for value in logprobs]
 
 
 def among(logprobs: Sequence[float]) -> list[float]:
-    """Their probabilities, given that it is one of them."""
+    """The probabilities of labels, given that one of the labels follows, from their logprobs."""
     best = max(logprobs)
     if not math.isfinite(best):
         return [1 / len(logprobs)] * len(logprobs)
