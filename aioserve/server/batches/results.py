@@ -14,7 +14,16 @@ from typing import NamedTuple
 import msgspec
 
 from aioserve.errors import UNREADABLE
-from aioserve.server.batches.protocol import LineResult
+from aioserve.server.batches.lines import paced
+
+
+class _Named(msgspec.Struct):
+    """A result; its answer, which may be large, is checked to be JSON and not kept."""
+
+    custom_id: str
+
+
+_named = msgspec.json.Decoder(_Named)
 
 
 class Answered(NamedTuple):
@@ -34,14 +43,13 @@ class _OneFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
     def recover(self) -> Iterator[str]:
-        """The `custom_id` of every line that is whole. What comes after the last of them, such as
-        what a power failure has left, is cut off.
+        """The `custom_id` of every whole line. What comes after the last whole line, such as what a
+        power failure has left, is cut off.
         """
-        decoder = msgspec.json.Decoder(LineResult)
         with open(self.path, "rb") as file:
-            for raw in file:
+            for raw in paced(file):
                 try:
-                    result = decoder.decode(raw) if raw.endswith(b"\n") else None
+                    result = _named.decode(raw.decode()) if raw.endswith(b"\n") else None
                 except UNREADABLE:
                     result = None
                 if result is None:
@@ -68,7 +76,12 @@ class ResultLog:
     """Both files: lines whose status is below 400, and the others."""
 
     def __init__(self, output: Path, errors: Path, sync_seconds: float) -> None:
-        self.output, self.errors = _OneFile(output), _OneFile(errors)
+        self.output = _OneFile(output)
+        try:
+            self.errors = _OneFile(errors)
+        except OSError:
+            self.output.close()
+            raise
         self._sync_seconds = sync_seconds
         self._synced_at = time.monotonic()
         self._taken: set[bool] = set()  # of answers that failed half-way: the kinds that are in

@@ -119,7 +119,7 @@ class Work:
             return "completed"
         writing = asyncio.create_task(answers.write())
         working = asyncio.create_task(self._work_on_all(lines, answers))
-        waiting = [asyncio.create_task(self.is_cancelled.wait())]
+        waiting: list[asyncio.Task[Any]] = [asyncio.create_task(self.is_cancelled.wait())]
         try:
             seconds = max(self.batch.expires_at - time.time(), 0)
             await _first_of(working, writing, *waiting, seconds=seconds)

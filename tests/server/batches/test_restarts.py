@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import resource
 import signal
@@ -35,6 +36,8 @@ from tests.server.serving import SIMULATED, Server
 SLOW = msgspec.structs.replace(
     SIMULATED, runner=msgspec.structs.replace(SIMULATED.runner, step_base_ms=10)
 )
+#: Of a line that is JSON but for a character of its answer.
+CUT = b'{"id": "r", "custom_id": "line 1", "response": {"body": "\xc3"}}\n'
 here = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 
@@ -133,7 +136,7 @@ def test_what_a_full_disk_has_cut_off_is_written_over(tmp_path: Path) -> None:
     assert failed == [f"line {i}" for i in range(0, 100, 4)]
 
 
-@pytest.mark.parametrize("garbage", [b"\0" * 5000, b"{", b'{"id": 1}\n', b"\xff\n"])
+@pytest.mark.parametrize("garbage", [b"\0" * 5000, b"{", b'{"id": 1}\n', b"\xff\n", CUT])
 def test_what_a_power_failure_leaves_at_the_end_is_cut_off(tmp_path: Path, garbage: bytes) -> None:
     whole = b'{"id": "r", "custom_id": "line 0"}\n'
     (tmp_path / "output").write_bytes(whole + garbage + whole)
@@ -142,6 +145,14 @@ def test_what_a_power_failure_leaves_at_the_end_is_cut_off(tmp_path: Path, garba
     log.write([Answered(1, False, whole)])
     log.close()
     assert (tmp_path / "output").read_bytes() == 2 * whole
+
+
+def test_results_that_cannot_be_opened_keep_no_file_open(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(IsADirectoryError):
+        ResultLog(tmp_path / "output", tmp_path / "errors", sync_seconds=0)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
