@@ -86,7 +86,7 @@ class ClientFiles:
         return await self._client._asked(FileObject, "GET", f"/v1/files/{_quoted(file_id)}")
 
     async def content(self, file_id: str) -> bytes:
-        """All bytes of a file."""
+        """All bytes of the file with that id."""
         path = f"/v1/files/{_quoted(file_id)}/content"
         async with self._client._request("GET", path) as response:
             return await response.read()

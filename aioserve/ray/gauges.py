@@ -30,7 +30,7 @@ class StatsGauges:
         self._shown: set[tuple[str, str]] = set()  # by policy and gauge
 
     def report(self) -> None:
-        """Set them to what there is now."""
+        """Set the gauges to the engine's stats of now."""
         stats = self._get_stats()
         if stats is None:
             return

@@ -98,7 +98,7 @@ class KVFeed:
         self._tasks = [asyncio.create_task(self._answer()), asyncio.create_task(self._tell())]
 
     async def close(self) -> None:
-        """Routers hear nothing any more."""
+        """Stop answering routers and telling them which blocks are cached."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -116,7 +116,7 @@ class EngineReplica:
             raise EngineDeadError(f"the engine has died: {self._engine.errored}")
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """What routers are told once."""
+        """The ticket of the feed of KV events, which Ray hands to each router."""
         return {"kv_feed": self._feed.ticket.encode()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:

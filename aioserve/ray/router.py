@@ -24,7 +24,7 @@ class AioserveRouter(RequestRouter):
     """One per deployment and process that calls it. All of it on the router's loop."""
 
     def initialize_state(self, router: str = "prefix", seed: int = 0) -> None:
-        """`router` is one of `aioserve.routing.ROUTERS`."""
+        """Make the router named `router`, one of `aioserve.routing.ROUTERS`."""
         self._choice = make_router(router, seed)
         self._known: dict[ReplicaID, Replica] = {}
         self._places: tuple[Replica, ...] = ()

@@ -47,7 +47,7 @@ class Autoscaling(Section, frozen=True, kw_only=True):
 
 
 class ModelSettings(Section, frozen=True, kw_only=True):
-    """One model and its replicas."""
+    """The settings of one model and of its replicas."""
 
     config: str | None = None  # a file, or the name of one in configs/, as for `--config`
     settings: dict[str, Any] = field(default_factory=dict)  # laid over it, as by `--set`

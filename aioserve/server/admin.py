@@ -21,7 +21,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Alive(msgspec.Struct, kw_only=True):
-    """Whether the process should go on."""
+    """The response of GET /livez: whether the process should go on."""
 
     status: Literal["ok", "silent", "dead"]
     reason: str | UnsetType = UNSET
@@ -50,12 +50,12 @@ class Version(msgspec.Struct):
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """GET /v1/models: the model first."""
+    """Answer GET /v1/models: the model under each of its names, then the LoRA adapters."""
     return _json(ModelList(data=_cards(request)))
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """GET /v1/models/{id}; a name may hold slashes."""
+    """Answer GET /v1/models/{id}, where the id may hold slashes. Raises `UnknownModelError`."""
     asked = request.match_info["id"]
     request.app[ENGINE].adapters.check_name(asked)
     return _json(next(card for card in _cards(request) if card.id == asked))

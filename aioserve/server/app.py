@@ -235,7 +235,7 @@ async def site_here(
     stop: Callable[[], None],
     loading: Loading,
 ) -> AsyncIterator[str]:
-    """In this process, on the engine's loop."""
+    """Serve in this process, on the engine's loop."""
     loading.stop()
     async with listening(engine, doors, access=access) as url:
         yield url

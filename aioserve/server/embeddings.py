@@ -79,7 +79,7 @@ class EmbeddingRequest(ModelRequest, kw_only=True, omit_defaults=True):
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """The vector of one input."""
+    """The vector of one input, as numbers or in base64."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -87,7 +87,7 @@ class Embedding(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, kw_only=True):
-    """Token counts: there is no output to count."""
+    """Token counts of a request for embeddings, which has no output."""
 
     prompt_tokens: int
     total_tokens: int

@@ -60,11 +60,11 @@ class FarLookerError(ForbiddenError):
 
 
 class BodyTimeoutError(RequestError):
-    """The body does not come."""
+    """The body of a request has not come in the time that it may take."""
 
 
 class BodiesFullError(EngineOverloadedError):
-    """Too much of other bodies is there, and not all of them."""
+    """The server holds as many bytes of unfinished bodies as it may."""
 
 
 class UnknownFieldError(RequestError):
@@ -119,7 +119,7 @@ def to_wire(error: BaseException) -> tuple[int, ErrorResponse]:
 
 
 def status_of(error: type[AioserveError], path: str) -> int:
-    """Of all errors of that class, on that path."""
+    """The HTTP status of all errors of that class, on that path."""
     kind = next(kind for kind in _KINDS if issubclass(error, kind.error))
     return _anthropic_status(kind.status, kind.code) if is_for_anthropic(path) else kind.status
 

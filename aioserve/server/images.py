@@ -63,7 +63,7 @@ class _Source(NamedTuple):
 
 
 class ImageParts:
-    """Those of one body, in the order in which its prompt shows them."""
+    """The images of one body, in the order in which its prompt shows them."""
 
     def __init__(self, config: ImageConfig, refusal: str) -> None:
         """`refusal`: why there can be none; empty if there can be."""
@@ -73,7 +73,7 @@ class ImageParts:
 
     @classmethod
     def of(cls, engine: EngineClient) -> "ImageParts":
-        """Those that this engine reads."""
+        """An empty list of image parts, with the limits of this engine."""
         return cls(engine.config.images, engine.refuses_images)
 
     def add(self, path: str, url: str) -> Part:

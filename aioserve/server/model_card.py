@@ -14,7 +14,7 @@ Capability = Literal["completion", "embedding", "vision", "tools", "thinking"]
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes in and comes out, as OpenRouter says it."""
+    """The modalities of a model's input and output, in the words of OpenRouter."""
 
     modality: str = "text->text"
     input_modalities: tuple[str, ...] = ("text",)
@@ -22,7 +22,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One model of GET /v1/models."""
+    """A model of GET /v1/models: its lengths, capabilities and sampling defaults."""
 
     id: str
     created: int

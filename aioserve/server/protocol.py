@@ -43,7 +43,7 @@ class ModelRequest(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
-    """What a stream carries besides deltas."""
+    """The options of a stream: which usage its chunks carry besides deltas."""
 
     include_usage: bool | None = None  # a last chunk with the usage of the whole request
     continuous_usage_stats: bool | None = None  # usage of its sample so far in every chunk
@@ -51,7 +51,7 @@ class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class SamplingRequest(ModelRequest, kw_only=True, omit_defaults=True):
-    """The fields that all routes share that generate."""
+    """Base of bodies of routes that generate: sampling, and fields for the policy."""
 
     request_id: str | None = None  # as in vLLM, but it is the id of the response as it stands
     stream: bool | None = None
@@ -173,13 +173,13 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
-    """Where prompt tokens came from."""
+    """How many tokens of the prompt were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    """What completion tokens were."""
+    """How many of the completion tokens are reasoning."""
 
     reasoning_tokens: int
 
@@ -205,7 +205,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """What every kind of choice says, besides its text."""
+    """Base of the choices of a reply: why a choice ended, and its tokens, without its text."""
 
     index: int
     finish_reason: FinishReason | None = None
@@ -215,7 +215,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class Envelope(msgspec.Struct, kw_only=True):
-    """What every response and every chunk says, besides its choices."""
+    """Base of responses and chunks: id, time, model and usage, without the choices."""
 
     id: str
     created: int

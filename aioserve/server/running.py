@@ -15,7 +15,7 @@ MAX_ID_LENGTH = 128
 
 
 def make_id() -> str:
-    """For what is refused before it has an id of its own."""
+    """A new id for a request that is refused before it has one of its own."""
     return f"req-{uuid.uuid4().hex}"
 
 

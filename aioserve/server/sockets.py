@@ -15,7 +15,7 @@ from aioserve.errors import ConfigError
 
 
 class ListenSockets(NamedTuple):
-    """Bound sockets, not yet listening."""
+    """The bound sockets of a server, before it listens on them."""
 
     public: list[socket.socket]
     admin: list[socket.socket]  # for the admin routes, if those are not with the others

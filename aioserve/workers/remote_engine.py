@@ -94,7 +94,7 @@ class RemoteParts(NamedTuple):
 
     @property
     def claims(self) -> Claims:
-        """By requests of this worker."""
+        """The ids that requests of this worker have taken."""
         return self.output_processor.claims
 
 

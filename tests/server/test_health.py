@@ -240,7 +240,7 @@ def test_the_port_answers_before_the_model_is_there(words, tmp_path):
 
 
 def fetch(url: str) -> int:
-    """The status."""
+    """The HTTP status of GET `url`."""
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE) as response:
             return response.status

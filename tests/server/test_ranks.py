@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ranks_of(process: psutil.Process) -> list[psutil.Process]:
-    """Those beside the first."""
+    """The processes of all ranks but the first."""
     children = process.children(recursive=True)
     return [c for c in children if "aioserve.runner.cpu.rank" in c.cmdline()]
 

@@ -67,7 +67,7 @@ class _Account:
 
 
 class Accounts:
-    """By the names of keys."""
+    """What each key has used of its limits, by the name of the key."""
 
     def __init__(
         self, rights_of: Callable[[str], Rights], clock: Callable[[], float] = time.monotonic

@@ -55,7 +55,7 @@ class Key(Rights, frozen=True, kw_only=True):
 
 
 class _Entry(Rights, frozen=True, kw_only=True):
-    """One in a YAML file."""
+    """A key as a YAML file of keys writes it."""
 
     name: Name | None = None  # default: made of its hash
     key: str | None = None
@@ -67,7 +67,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Keyring:
-    """All that are known now."""
+    """All API keys that the server knows now."""
 
     def __init__(self, keys: Sequence[Key] = ()) -> None:
         self.keys = tuple(keys)

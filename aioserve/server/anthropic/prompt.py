@@ -112,7 +112,7 @@ def _tell(
 
 
 def _shown(block: Block, path: str, images: ImageParts) -> Part:
-    """A text or an image, as templates know it."""
+    """A text or an image as chat templates know it."""
     if block.type == "tool_reference":  # every tool is told at once
         return text_part(f"The tool {block.tool_name} can be called.\n")
     if block.source is None:

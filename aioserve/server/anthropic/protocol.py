@@ -65,7 +65,7 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class InputMessage(RequestPart, kw_only=True, omit_defaults=True):
-    """One message of a conversation."""
+    """A message of a conversation: its role, and a text or blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -144,7 +144,7 @@ class Thinking(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class OutputFormat(RequestPart, kw_only=True):
-    """What the text of a reply keeps to."""
+    """The JSON schema that the text of a reply keeps to."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -175,7 +175,7 @@ class CountTokensRequest(SamplingRequest, kw_only=True, omit_defaults=True):
 
     @property
     def format(self) -> OutputFormat | None:
-        """What the text keeps to, by either of two names."""
+        """The JSON schema of the reply: `output_config.format`, or `output_format`."""
         return (self.output_config and self.output_config.format) or self.output_format
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
@@ -214,13 +214,13 @@ class InputTokens(msgspec.Struct, kw_only=True):
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """What is said to the user."""
+    """A block with text for the user."""
 
     text: str = ""
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """What the model thought aloud."""
+    """A block with the reasoning of the model."""
 
     thinking: str = ""
     signature: str = ""

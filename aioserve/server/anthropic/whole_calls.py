@@ -41,11 +41,13 @@ class WholeCalls:
         text, self._arguments = "".join(self._arguments), []
         if call is None:
             return []
-        if not _is_object(text) if text.strip() else is_cut:
+        is_empty = not text.strip()
+        is_broken = is_cut if is_empty else not _is_object(text)
+        if is_broken:
             name = msgspec.json.encode(call.name).decode()
             return [Content(f'{{"name": {name}, "arguments": {text}')]
         self.count += 1
-        return [call, Arguments(text)] if text.strip() else [call]
+        return [call] if is_empty else [call, Arguments(text)]
 
 
 def _is_object(text: str) -> bool:

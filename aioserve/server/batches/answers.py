@@ -27,7 +27,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Answers:
-    """Of one batch, whose lines are known."""
+    """The answers of one batch on their way to the disk."""
 
     def __init__(self, disk: Disk, log: ResultLog, counts: RequestCounts, told: Path) -> None:
         """`told` is the file that says how far the batch is."""
@@ -38,7 +38,7 @@ class Answers:
         self._queue: asyncio.Queue[Answered] = asyncio.Queue(disk.settings.batch_concurrency)
 
     def note(self, answered: Answered) -> None:
-        """It is on the disk."""
+        """Count a line whose answer is on the disk. Raises `AssertionError` for a second answer."""
         if self.is_done[answered.number]:
             raise AssertionError(f"line {answered.number} was answered twice")
         self.is_done[answered.number] = 1
@@ -46,15 +46,15 @@ class Answers:
         self.counts.completed += not answered.is_error
 
     async def put(self, answered: Answered) -> None:
-        """Have it written soon; waits while many others are to be."""
+        """Queue an answer to be written; waits while the queue is full."""
         await self._queue.put(answered)
 
     async def written(self) -> None:
-        """Wait until all that was put is on the disk."""
+        """Wait until all queued answers are on the disk."""
         await self._queue.join()
 
     async def write(self) -> None:
-        """What is put, for as long as this is not cancelled."""
+        """Write queued answers until cancelled."""
         while True:
             taken = [await self._queue.get()]
             while not self._queue.empty():

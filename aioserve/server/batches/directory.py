@@ -106,12 +106,12 @@ class Disk:
         return stored
 
     def list_files(self, reach: str) -> list[StoredFile]:
-        """All that such a client may see, the oldest first."""
+        """All files for a client that reaches `reach`, the oldest first."""
         now = time.time()
         return [s for s in self.all_files() if s.is_for(reach) and now < s.file.expires_at]
 
     def all_files(self) -> list[StoredFile]:
-        """The oldest first. Each is read once in a life of this process."""
+        """All files, the oldest first. Each is read once in a life of this process."""
         known, fresh = self._stored, {}
         for name in sorted(name for name in os.listdir(self.files) if name.endswith(".json")):
             stored = known.get(name) or read(self.files / name, files)
@@ -121,14 +121,14 @@ class Disk:
         return list(fresh.values())
 
     def remove_file(self, file_id: str) -> None:
-        """Forget it. A batch that has begun to read it goes on."""
+        """Delete a file. A batch that has begun to read it goes on."""
         (self.files / f"{file_id}.json").unlink(missing_ok=True)
         self.content(file_id).unlink(missing_ok=True)
 
     # Batches
 
     def folder(self, batch_id: str) -> Path:
-        """Where all of a batch is."""
+        """The folder in which all of a batch is."""
         return self.batches / batch_id
 
     def add_batch(self, stored: StoredBatch) -> bool:
@@ -147,11 +147,11 @@ class Disk:
         return True
 
     def save_batch(self, stored: StoredBatch) -> None:
-        """What its owner knows of it."""
+        """Store a batch as the process that runs it knows it."""
         write_whole(self.folder(stored.batch.id) / "batch.json", encoder.encode(stored))
 
     def end_batch(self, stored: StoredBatch) -> None:
-        """It is over: what it needed while it ran is deleted."""
+        """Store a batch that is over, and delete what it needed while it ran."""
         self.save_batch(stored)
         self.clear_batch(stored.batch.id)
 
@@ -161,7 +161,7 @@ class Disk:
             (self.folder(batch_id) / name).unlink(missing_ok=True)
 
     def find_batch(self, batch_id: str, reach: str = "") -> StoredBatch | None:
-        """As it is now; None if there is no such batch for a client that reaches `reach`."""
+        """The batch as it is now; None if a client that reaches `reach` has no such batch."""
         if not is_id(batch_id, "batch_"):
             return None
         folder = self.folder(batch_id)
@@ -179,29 +179,29 @@ class Disk:
         return stored
 
     def cancel_batch(self, batch_id: str) -> None:
-        """Leave word for the process that runs it."""
+        """Leave word to end a batch for the process that runs it."""
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             (self.folder(batch_id) / "cancel").touch()
 
     def batch_ids(self) -> list[str]:
-        """All that are kept, the oldest first."""
+        """The ids of all batches that are kept, the oldest first."""
         return sorted(name for name in os.listdir(self.batches) if is_id(name, "batch_"))
 
     def owner_of(self, batch_id: str) -> str:
-        """Whose it is; "" for one that is gone."""
+        """The name of the key that made a batch; "" for a batch that is gone."""
         if batch_id not in self._owners and (stored := self.find_batch(batch_id)) is not None:
             self._owners[batch_id] = stored.owner
         return self._owners.get(batch_id, "")
 
     def list_batches(self, reach: str) -> list[StoredBatch]:
-        """All that such a client may see, the oldest first."""
+        """All batches for a client that reaches `reach`, the oldest first."""
         owned = [i for i in self.batch_ids() if reach in ("", self.owner_of(i))]
         found = [self.find_batch(batch_id, reach) for batch_id in owned]
         return [stored for stored in found if stored is not None]
 
 
 def remove_folder(path: Path) -> None:
-    """The folder and the files in it."""
+    """Delete a folder and the files in it."""
     for inside in path.iterdir():
         inside.unlink(missing_ok=True)
     path.rmdir()

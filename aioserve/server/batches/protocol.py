@@ -57,7 +57,7 @@ class BatchRequest(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class FilesPage(RequestPart, kw_only=True, omit_defaults=True):
-    """The query of GET /v1/files."""
+    """The query of GET /v1/files: which page, in which order, of which purpose."""
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
@@ -66,7 +66,7 @@ class FilesPage(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class BatchesPage(RequestPart, kw_only=True, omit_defaults=True):
-    """The query of GET /v1/batches."""
+    """The query of GET /v1/batches: which page, and how long it is."""
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
@@ -99,7 +99,7 @@ class FileList(msgspec.Struct, kw_only=True):
 
 
 class FileDeleted(msgspec.Struct, kw_only=True):
-    """A file is no longer kept."""
+    """The response of DELETE /v1/files/{id}: the file is no longer kept."""
 
     id: str
     object: Literal["file"] = "file"
@@ -116,7 +116,7 @@ class BatchError(msgspec.Struct, kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, kw_only=True):
-    """Why a batch was refused."""
+    """What is wrong with the lines of an input, for which its batch has failed."""
 
     object: Literal["list"] = "list"
     data: list[BatchError]
@@ -183,7 +183,7 @@ class Line(RequestPart, kw_only=True):
 
 
 class LineResponse(msgspec.Struct, kw_only=True):
-    """What the route has answered."""
+    """The answer of the route to a line: its status and its body."""
 
     status_code: int
     request_id: str
@@ -191,7 +191,7 @@ class LineResponse(msgspec.Struct, kw_only=True):
 
 
 class LineError(msgspec.Struct, kw_only=True):
-    """Why a line has no answer."""
+    """The reason for which a line was not run."""
 
     code: str
     message: str

@@ -38,8 +38,8 @@ def is_full(disk: Disk, used: Counter[str], owner: str, more: int = 0) -> bool:
 
 
 async def check_room(disk: Disk, owner: str, more: int, of_these_here: int = 0) -> None:
-    """Raises `RequestError` if so many bytes more are too many, in all or for that owner; some of
-    them lie in `incoming` already.
+    """Raises `RequestError` if `more` bytes are too many, in all or for that owner; `of_these_here`
+    of those bytes lie in `incoming` already.
     """
     used = await disk.do(usage, disk)
     used[INCOMING] -= of_these_here

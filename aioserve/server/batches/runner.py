@@ -62,7 +62,7 @@ class Runner:
         return batch_gauges(s.batch for s in self._seen) if self._lock is not None else []
 
     async def run(self) -> None:
-        """For as long as this is not cancelled."""
+        """Own the directory once no other process does, and run its batches until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 await self._own()
@@ -101,7 +101,7 @@ class Runner:
         logger.info("batches of %s run in this process", self._disk.root)
 
     async def _look(self) -> None:
-        """For batches that came, that are to be cancelled, and that have ended."""
+        """Look for batches that are new, that are to be cancelled, and that have ended."""
         for batch_id, (_, task) in list(self._works.items()):
             if task.done():
                 del self._works[batch_id]
@@ -164,7 +164,7 @@ class Runner:
     async def _run_line(
         self, stored: StoredBatch, number: int, custom_id: str, body: bytes
     ) -> Answered:
-        """As often as it takes to have an answer."""
+        """Run a line, again if need be, until it has an answer."""
         batch, num_tries = stored.batch, 0
         while True:
             async with self._place(stored.owner) as key:

@@ -24,7 +24,7 @@ encoder = msgspec.json.Encoder()
 
 
 class StoredFile(msgspec.Struct, kw_only=True):
-    """A file and its owner."""
+    """What is stored of a file: what clients are told, and its owner."""
 
     owner: str  # the name of the key that it was made with; "": there are no keys
     file: FileObject
@@ -35,7 +35,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
 
 
 class StoredBatch(msgspec.Struct, kw_only=True):
-    """A batch and what clients are not told of it."""
+    """What is stored of a batch: what clients are told, its owner and the files to come."""
 
     owner: str
     batch: Batch
@@ -58,7 +58,7 @@ def make_id(kind: str) -> str:
 
 
 def is_id(text: str, kind: str) -> bool:
-    """Whether it can be the id of such an object, and so the name of a file."""
+    """Whether a text can be an id of that kind, and so the name of a file."""
     return re.fullmatch(f"{kind}[0-9a-f]{{32}}", text) is not None
 
 
@@ -68,7 +68,7 @@ def private(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, data: bytes, *, synced: bool = True) -> None:
-    """Replace what is there, all at once."""
+    """Write a file, in place of the one that is there, all at once."""
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
         with open(beside, "xb", opener=private) as file:

@@ -133,7 +133,7 @@ async def _text(part: BodyPartReader, name: str, seconds: float) -> str:
 
 
 async def _write(part: BodyPartReader, path: Path, disk: Disk, owner: str, seconds: float) -> int:
-    """Returns how many bytes it has."""
+    """Write the file of the form to `path`. Returns its size in bytes."""
     limit, size, checked = disk.settings.max_batch_file_mib * MIB, 0, -CHECK_BYTES  # at once
     file: BinaryIO = await disk.do(open, path, "xb", buffering=0, opener=private)
     try:

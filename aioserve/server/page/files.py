@@ -32,7 +32,7 @@ HEADERS = {
 
 
 class File(NamedTuple):
-    """One of them, read once."""
+    """A file of the page, as it is served."""
 
     content: bytes
     content_type: str

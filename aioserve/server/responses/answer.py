@@ -170,7 +170,7 @@ class ItemWriter:
 
 
 def _kind(item: OutputItem) -> str:
-    """What events call its text."""
+    """The name that events have for the text of an item."""
     match item:
         case OutputMessage():
             return "output_text"
@@ -203,7 +203,7 @@ class ResponseAnswer(Answer):
         params: SamplingParams,
         items: Sequence[InputItem],
     ) -> None:
-        """`items`: all that led to it."""
+        """`items` are the input of the response, with all that came before it."""
         super().__init__(request, body.model, body.request_id)
         self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
         self._pieces = request.app[TOKEN_TEXTS].bytes
@@ -262,7 +262,7 @@ class ResponseAnswer(Answer):
             await self._store.put(self.id, self._kept)
 
     def _finished(self, output: RequestOutput, usage: Usage) -> Response:
-        """The whole, which is to be remembered."""
+        """The complete response, noted to be stored."""
         details = _incomplete(output)
         response = self._response(
             "completed" if details is None else "incomplete", self._writer.items
@@ -320,7 +320,7 @@ class ResponseAnswer(Answer):
 
 
 def _incomplete(output: RequestOutput) -> Incomplete | None:
-    """Why it is not whole; None if it is."""
+    """Why a response is incomplete; None if it is complete."""
     match output.finish_reason:
         case FinishReason.LENGTH:
             return Incomplete(reason="max_output_tokens")

@@ -33,7 +33,7 @@ class ResponseEvent(Numbered, kw_only=True):
 
 
 class ItemEvent(Numbered, kw_only=True):
-    """An item begins or ends."""
+    """The event with which an output item begins or ends."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
@@ -49,7 +49,7 @@ class OfItem(Numbered, kw_only=True):
 
 
 class PartEvent(OfItem, kw_only=True):
-    """The text of an item begins or ends."""
+    """The event with which the text of an item begins or ends."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: OutputText | ReasoningText

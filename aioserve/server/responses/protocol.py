@@ -63,7 +63,7 @@ class InputItem(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class FunctionTool(FunctionDefinition, kw_only=True, omit_defaults=True):
-    """One of `tools`, or of those of a namespace."""
+    """A function among `tools`, or in a namespace."""
 
     type: Literal["function"]
     # Hints: every function is told to the model at once.
@@ -73,7 +73,7 @@ class FunctionTool(FunctionDefinition, kw_only=True, omit_defaults=True):
 
 
 class CustomTool(RequestPart, kw_only=True, omit_defaults=True):
-    """One of `tools`, or of those of a namespace: its input is any text."""
+    """A custom tool among `tools`, or in a namespace: its input is any text."""
 
     type: Literal["custom"]
     name: str
@@ -85,7 +85,7 @@ class CustomTool(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class NamespaceTool(RequestPart, kw_only=True, omit_defaults=True):
-    """One of `tools`: functions that have a name in common."""
+    """A namespace among `tools`: functions that have a name in common."""
 
     type: Literal["namespace"]
     name: str
@@ -118,7 +118,7 @@ class FunctionChoice(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class TextFormat(RequestPart, kw_only=True, omit_defaults=True):
-    """What the text is; a schema is kept to, `strict` or not."""
+    """The format of the text; a JSON schema is kept to, `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -141,7 +141,7 @@ class TextFormat(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class TextConfig(RequestPart, kw_only=True, omit_defaults=True):
-    """How the text is bound."""
+    """The format and the verbosity of the text of a reply."""
 
     format: TextFormat | None = None
     verbosity: str | None = None  # a hint, where the chat template looks at it

@@ -18,7 +18,7 @@ from aioserve.server.responses.protocol import (
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    """The text of a message."""
+    """The text of a message, as a part of its content."""
 
     text: str = ""
     annotations: list[Any] = []
@@ -26,7 +26,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """The text of what was thought."""
+    """The text of reasoning, as a part of its content."""
 
     text: str = ""
 
@@ -44,7 +44,7 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought aloud."""
+    """An output item with the reasoning of the model."""
 
     id: str
     status: Status = "in_progress"
@@ -79,7 +79,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputDetails(msgspec.Struct, kw_only=True):
-    """Where the tokens of the prompt came from."""
+    """How many tokens of the prompt were found in the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -118,7 +118,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class Incomplete(msgspec.Struct, kw_only=True):
-    """Why a response is not whole."""
+    """The reason for which a response is incomplete."""
 
     reason: str
 

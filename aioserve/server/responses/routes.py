@@ -137,7 +137,7 @@ async def _conversation(
 
 
 async def _check_id(request: web.Request, body: ResponsesRequest) -> None:
-    """No response takes the place of one that is stored."""
+    """Raise `RequestIdInUseError` for the id of a response that is stored."""
     if body.request_id is not None:
         if await request.app[RESPONSES].get(body.request_id) is not None:
             raise RequestIdInUseError(f"a response {body.request_id[:128]!r} is stored")
@@ -218,7 +218,7 @@ async def list_input_items(request: web.Request) -> web.Response:
 
 
 def _shown(item: InputItem) -> InputItem:
-    """With its text as a part, and what replies have besides."""
+    """The item as replies have it: its text as a part, and a status."""
     if item.type == "message" and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
         item.content = [InputPart(type=kind, text=item.content)]

@@ -36,7 +36,7 @@ class Responses(Protocol):
 
 
 class ResponseStore:
-    """By the ids of responses."""
+    """Stored responses, in memory, by their ids."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses

@@ -22,7 +22,7 @@ MAX_DOCUMENTS = 2048  # of one request
 
 
 class Asked(ModelRequest, kw_only=True, omit_defaults=True):
-    """What bodies of both routes have in common."""
+    """Base of the bodies of /v1/score and /v1/rerank."""
 
     instruction: str | None = None  # extension: what makes a document fit
     truncate_prompt_tokens: Int | None = None  # of a prompt; the document is cut. -1: the limit
@@ -61,7 +61,7 @@ class ScoreRequest(Asked, kw_only=True, omit_defaults=True):
         documents = _one_of("text_2", self.text_2, "documents", self.documents)
         _check_number("documents", documents)
         if len(queries) == 1:
-            queries *= len(documents)
+            queries = queries * len(documents)
         if len(queries) != len(documents):
             raise RequestError(
                 f"there are {len(queries)} queries and {len(documents)} documents: give one query, "
@@ -96,7 +96,7 @@ class ScoreRequest(Asked, kw_only=True, omit_defaults=True):
 
 
 class RerankDocument(RequestPart, kw_only=True):
-    """A document as an object with a text."""
+    """A document to rank, where it is an object with a text."""
 
     text: str
 
@@ -111,7 +111,7 @@ class RerankRequest(Asked, kw_only=True, omit_defaults=True):
     max_tokens_per_doc: Int | None = None  # as at Cohere: the rest of a document is cut off
 
     def texts(self) -> list[str]:
-        """The documents' texts. Raises `RequestError`."""
+        """The texts of the documents. Raises `RequestError` for a number out of its range."""
         _check_number("documents", self.documents)
         for name, least in (("top_n", 0), ("max_tokens_per_doc", 1)):
             value = getattr(self, name)
@@ -121,7 +121,7 @@ class RerankRequest(Asked, kw_only=True, omit_defaults=True):
 
 
 class ScoringUsage(msgspec.Struct, kw_only=True):
-    """Token counts: prompts alone, each once."""
+    """Token counts of scoring: the tokens of all prompts, each prompt once."""
 
     prompt_tokens: int
     total_tokens: int
@@ -150,13 +150,13 @@ class ScoreList(msgspec.Struct, kw_only=True):
 
 
 class RankedText(msgspec.Struct, kw_only=True):
-    """The text of a document."""
+    """The text of a ranked document."""
 
     text: str
 
 
 class Ranked(msgspec.Struct, kw_only=True):
-    """One document: its place in the request, and its score, between 0 and 1."""
+    """A ranked document: its place in the request, and its score, between 0 and 1."""
 
     index: int
     relevance_score: float

@@ -58,7 +58,9 @@ def open_scoring(app: web.Application) -> None:
 
 
 async def create_score(request: web.Request) -> web.Response:
-    """The handler of /v1/score."""
+    """Answer /v1/score: a score of each pair, or of each item and label. Raises `RequestError`,
+    and what `add_request` raises.
+    """
     body = await decode_body(request, score_decoder)
     own_id = _id(body, "score-")
     if body.label_token_ids is not None:
@@ -79,7 +81,9 @@ async def create_score(request: web.Request) -> web.Response:
 
 
 async def create_ranking(request: web.Request) -> web.Response:
-    """The handler of /v1/rerank: the best first; equal ones in the order of the request."""
+    """Answer /v1/rerank: the best document first, equal ones in the order of the request. Raises
+    `RequestError`, and what `add_request` raises.
+    """
     body = await decode_body(request, rerank_decoder)
     texts, own_id = body.texts(), _id(body, "rerank-")
     pairs = [(body.query, text) for text in texts]
@@ -193,7 +197,7 @@ async def _prompt(
 
 
 async def _cut(engine: EngineClient, document: str, num_tokens: int) -> str:
-    """The text of the first tokens of a document."""
+    """The text of the first `num_tokens` tokens of a document."""
     document = document[: num_tokens * CHARACTERS_PER_TOKEN]
     if not document:
         return ""

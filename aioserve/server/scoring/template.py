@@ -26,7 +26,7 @@ class ScoreTemplate(msgspec.Struct, frozen=True):
     evidence: str = ""  # what of a chat template shows that its model was trained for this prompt
 
     def render(self, query: str, document: str, instruction: str) -> str:
-        """The prompt for one pair."""
+        """The prompt that asks whether the document answers the query."""
         given = {"query": query, "document": document, "instruction": instruction}
         return _FIELD.sub(lambda found: given[found[1]], self.text)
 

@@ -49,7 +49,7 @@ def jsonl(endpoint: str, *bodies: dict[str, Any], **others: Any) -> bytes:
 
 
 def completions(number: int, max_tokens: int = 4) -> bytes:
-    """The input of so many different completions."""
+    """The input of `number` different completions."""
     return jsonl(
         COMPLETIONS, *({"prompt": f"Act {i}", "max_tokens": max_tokens} for i in range(number))
     )
@@ -58,14 +58,14 @@ def completions(number: int, max_tokens: int = 4) -> bytes:
 async def create(
     client: openai.AsyncOpenAI, data: bytes, endpoint: str = COMPLETIONS, **fields: Any
 ) -> Any:
-    """A batch of that input."""
+    """A batch that the server runs for the input `data`."""
     file = await client.files.create(file=("in.jsonl", data), purpose="batch")
     fields = {"completion_window": "24h", **fields}
     return await client.batches.create(input_file_id=file.id, endpoint=endpoint, **fields)
 
 
 async def until(client: openai.AsyncOpenAI, batch_id: str, *statuses: str) -> Any:
-    """The batch, once it has one of these."""
+    """The batch, once it has one of `statuses`."""
     async with asyncio.timeout(PATIENCE):
         while (batch := await client.batches.retrieve(batch_id)).status not in statuses:
             assert batch.status not in ("completed", "failed", "expired", "cancelled"), batch
@@ -87,5 +87,5 @@ def ids(lines: list[Any]) -> list[str]:
 
 
 def line_ids(number: int) -> list[str]:
-    """The `custom_id` of so many lines."""
+    """The `custom_id` of each of `number` lines."""
     return [f"line {i}" for i in range(number)]
