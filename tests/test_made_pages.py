@@ -1,34 +1,25 @@
 """What is made from the source in docs/ says what the source says today."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.programs import load_program
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture(scope="module")
 def pages() -> ModuleType:
-    return load("make_pages")
+    return load_program("docs/make_pages.py")
 
 
 ANEW = "python docs/make_pages.py writes it anew"
 
 
-def load(name: str) -> ModuleType:
-    """A program of docs/, as a module."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_pages_of_the_contract_and_the_harness_have_the_rules_of_today() -> None:
-    for name, text in load("make_testing").pages().items():
+    for name, text in load_program("docs/make_testing.py").pages().items():
         assert text == (DOCS / name).read_text(), "python docs/make_testing.py writes it anew"
         assert text.count("\n| `test_") >= 25 or "`add_request(" in text
 

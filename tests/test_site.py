@@ -1,6 +1,5 @@
 """The site of docs/: every page stands behind one door, and the generator finds no broken link."""
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.programs import load_program
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -62,12 +63,7 @@ def test_the_first_page_lists_all_pages_as_the_site_does() -> None:
 @pytest.fixture(scope="module")
 def hook() -> ModuleType:
     (path,) = settings()["hooks"]
-    spec = importlib.util.spec_from_file_location("site_links", ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(path)
 
 
 def test_links_that_lead_out_of_the_pages_lead_to_the_repository_or_are_words(

@@ -9,11 +9,17 @@ from html import escape
 from aioserve.lab.zoo.standard import WORKLOADS
 from aioserve.lab.zoo.standing import OVERALL, Standing
 
-LEFT, COLUMN, ROW, TOP, BOTTOM = 190, 84, 24, 58, 64
+LEFT, COLUMN, ROW, TOP, BOTTOM = 190, 84, 24, 58, 82
 NUM_SHADES = 10
 LEAST, MOST = 0.4, 0.96  # shares from the first shade to the last: most policies are between
 COLUMNS = (*WORKLOADS, OVERALL)
 TITLE = "In time, % of requests and programs, mean over classes: the bluer, the better"
+FRAME = (
+    "A frame: no policy of the column is surely better, by the 95% interval of the differences, "
+    "seed by seed.",
+    "A low share can have one, where seeds differ much, and a higher share none, where they differ "
+    "little.",
+)
 # Of each shade: its colour and that of the number in it, from little to much, light and dark.
 LIGHT = [
     *(("#f4f6f9", "#24272b"), ("#e6edf5", "#24272b"), ("#d5e2ef", "#24272b")),
@@ -49,12 +55,12 @@ def draw(board: Sequence[Standing], marked: Sequence[str] = ()) -> str:
             f'<text class="name{bold}" x="{LEFT - 10}" y="{y + 16}">{escape(standing.name)}</text>'
         )
         parts += [_cell(standing, i, y) for i in range(len(COLUMNS))]
-    parts += _legend(height - 42)
+    parts += _legend(height - 60)
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _legend(y: int) -> list[str]:
-    """The shades with the shares from which they are, and what a frame means."""
+    """The shades with the shares from which they are, and what a frame means (`FRAME`)."""
     parts = [f'<text class="small name" x="{LEFT - 10}" y="{y + 12}">from %</text>']
     for shade in range(NUM_SHADES):
         x, least = LEFT + 34 * shade, LEAST + (shade - 1) * (MOST - LEAST) / (NUM_SHADES - 2)
@@ -63,10 +69,10 @@ def _legend(y: int) -> list[str]:
             f'<rect class="s{shade}" x="{x + 1}" y="{y}" width="32" height="16" rx="2"/>'
             f'<text class="small middle t{shade}" x="{x + 17}" y="{y + 12}">{text}</text>'
         )
-    parts.append(
-        f'<text class="small" x="{LEFT}" y="{y + 32}">A frame: the best policy of a column, or one '
-        "that chance does not tell from it.</text>"
-    )
+    parts += [
+        f'<text class="small" x="{LEFT}" y="{y + 34 + 16 * i}">{text}</text>'
+        for i, text in enumerate(FRAME)
+    ]
     return parts
 
 

@@ -5,12 +5,14 @@ Made of the stored results and of what the policies say of themselves. Measures 
 
 from collections.abc import Callable, Sequence
 
+from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.lab.zoo.cards import Card, read_cards
-from aioserve.lab.zoo.gallery_text import HEAD, MACHINE, NINE, QUESTIONS, Question
+from aioserve.lab.zoo.gallery_text import HEAD, LIMITS, MACHINE, NINE, QUESTIONS, Question
 from aioserve.lab.zoo.measures import MEASURES, meaning
-from aioserve.lab.zoo.standard import BUDGET, SEEDS, SETTINGS, WORKLOADS
+from aioserve.lab.zoo.standard import BUDGET, SEEDS, SETTINGS, VERSION, WORKLOADS
 from aioserve.lab.zoo.standing import Rank, Standing, leaderboard
 from aioserve.lab.zoo.stored import Results
+from aioserve.shipped import find_workload
 
 MAX_NAMED = 3  # policies that a question names
 QUARTER = 4  # a policy wins where it is in the first quarter, whatever chance does
@@ -29,6 +31,7 @@ def render(results: Results) -> str:
             standard=results.standard,
             digest=results.digest,
         ),
+        *_limits(),
         *_questions(results, board, cards),
         *_table(results, board, cards),
         MACHINE.format(
@@ -40,6 +43,25 @@ def render(results: Results) -> str:
         *[_described(card) for card in cards.values()],
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _limits() -> list[str]:
+    """The limits of each class of the workloads, in seconds, as their files state them."""
+    names = {
+        "ttft": "TTFT",
+        "tpot": "TPOT",
+        "gap": "gap",
+        "e2e": "end to end",
+        "program": "program",
+    }
+    lines = ["## The limits, in seconds\n", f"| workload | class | {' | '.join(names.values())} |"]
+    lines.append("|---" * (2 + len(names)) + "|")
+    for workload in WORKLOADS:
+        for kind in read_spec(find_workload(f"{VERSION}-{workload}")).classes:
+            limits = [getattr(kind.slo, name, None) for name in names]
+            cells = ["" if limit is None else f"{limit:g}" for limit in limits]
+            lines.append(f"| {workload} | {kind.name} | {' | '.join(cells)} |")
+    return [*lines, "", LIMITS.format(standard=VERSION)]
 
 
 def needs_of(name: str, cards: dict[str, Card]) -> str:
@@ -58,7 +80,8 @@ def _questions(results: Results, board: Sequence[Standing], cards: dict[str, Car
     lines += [
         "",
         "Numbers are shares in time on the workload of the question, of the policies with the most "
-        "of it; another may be as good but for chance, which the frames in the chart show. "
+        "of it. Chance may have put them before another one: the frames in the chart have all to "
+        "which no policy is surely better. "
         f"Over all workloads the first, `{board[0].name}`, has {100 * best.value:.0f}%.\n",
     ]
     return lines
@@ -70,7 +93,7 @@ def _answer(
     """The best policies for a question, among those that it leaves."""
     is_left: Callable[[str], bool] = {
         "any": lambda name: True,
-        "lengths": lambda name: "predicted_output_tokens" in needs_of(name, cards),
+        "lengths": lambda name: needs_of(name, cards).startswith(("nothing", "predicted lengths")),
         "nothing": lambda name: needs_of(name, cards).startswith("nothing"),
     }[question.among]
     left = [standing for standing in board if is_left(standing.name)]

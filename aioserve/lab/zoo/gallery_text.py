@@ -15,19 +15,30 @@ nine of [policies.md](policies.md): {policies} policies on one engine, {workload
 zoo.srpt`, or `--config zoo.srpt` with the file in [configs/zoo](../configs/zoo).
 
 ```bash
-python -m aioserve zoo path/to/mine.py:Mine --html mine.html   # yours among them: half a minute
+python -m aioserve zoo path/to/mine.py:Mine --html mine.html   # yours: half a minute on two cores
 python -m aioserve zoo zoo.srpt fcfs --quick                   # one seed: a first look
 python -m aioserve zoo                                         # all of them anew: some minutes
 ```
 
 The workloads, seeds and step times are frozen as **{standard}**, digest `{digest}`: two results
 with this digest can be compared. What counts is **in time**: the share of the requests, and of
-the programs of agents, that kept to all limits of their class, as the mean over the classes of a
-workload, whose files state the limits (`configs/workloads/{standard}-chat.yaml` and its
-neighbours): a few long documents count as much as many chats. Every workload is near what the
-engine can serve, where policies differ.
+the programs of agents, that kept to all [limits](#the-limits-in-seconds) of their class, as the
+mean over the classes of a workload: a few long documents count as much as many chats. Every
+workload is near what the engine can serve, where policies differ.
 
 ![Share of requests in time, by policy and workload](zoo.svg)
+
+A frame marks a policy to which no other one is surely better on that workload: the 95% interval of
+each difference, over the same seeds (Student), has 0 in it or is in the policy's favour. It says
+that {seeds} seeds leave the question open, and not that the policies are equal: one whose shares
+vary from seed to seed has a frame at a mean at which a steady one has none.
+"""
+
+LIMITS = """\
+From `configs/workloads/{standard}-chat.yaml` and its neighbours. TTFT is the time to the first
+token, TPOT the mean time for each token after it, gap the longest time between two tokens of the
+request, end to end the time to the last token, and program the time from the first arrival of an
+agent's program to its last token, pauses of tools included. An empty cell is no limit.
 """
 
 
@@ -70,14 +81,16 @@ QUESTIONS = [
         "5. None of these: chats. Can you say how long a reply will be? If so:",
         "chat",
         "lengths",
-        "Predictions are off by a factor with a spread of 0.5 here (log-normal): two of three are "
-        "within a factor of 1.65. [With other errors](robustness.md)",
+        "Those that need lengths, and those that need nothing. Predictions are off by a factor "
+        "with a spread of 0.5 here (log-normal): two of three are within a factor of 1.65. [With "
+        "other errors](robustness.md)",
     ),
     Question(
         "If not, and the clients tell nothing else either:",
         "chat",
         "nothing",
-        "These decide by arrival, prompt, progress, cache and step time alone.",
+        "These decide by arrival, prompt, progress, cache and step time alone. The limits of this "
+        "workload are the defaults of `deadline`: set yours.",
     ),
 ]
 

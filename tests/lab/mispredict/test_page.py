@@ -1,6 +1,5 @@
 """The page on robustness shows what is stored, of the commands that it prints."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -8,17 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.programs import load_program
+
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_robustness", DOCS / "make_robustness.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("docs/make_robustness.py")
 
 
 def test_the_page_and_its_charts_are_made_of_the_stored_results(maker: ModuleType) -> None:

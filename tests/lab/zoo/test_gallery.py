@@ -1,6 +1,5 @@
 """The page of the zoo has every policy of today, with the numbers that are stored."""
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -10,20 +9,16 @@ import pytest
 
 from aioserve.lab.zoo.chart import DARK, LIGHT, NUM_SHADES
 from aioserve.lab.zoo.gallery_text import NINE, QUESTIONS
-from aioserve.lab.zoo.standard import WORKLOADS, policy_names
+from aioserve.lab.zoo.standard import WORKLOADS, load_workload, policy_names
 from tests.policy_names import SHIPPED
+from tests.programs import load_program
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_zoo", DOCS / "make_zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("docs/make_zoo.py")
 
 
 def test_the_page_and_its_chart_are_made_of_the_stored_results(maker: ModuleType) -> None:
@@ -39,6 +34,30 @@ def test_the_page_names_every_policy_and_the_chart_has_a_row_for_each() -> None:
     assert drawn == rows
     assert sorted(NINE) == SHIPPED
     assert {question.workload for question in QUESTIONS} <= set(WORKLOADS)
+
+
+def test_the_page_states_the_limits_by_which_requests_are_judged() -> None:
+    page = (DOCS / "zoo.md").read_text()
+    stated = re.findall(r"^\| (\w+) \| (\w+) \| ([\d. |]+) \|$", page, re.MULTILINE)
+    names = ("ttft", "tpot", "gap", "e2e", "program")
+    judged = {
+        (workload, kind): [getattr(slo, name) for name in names]
+        for workload in WORKLOADS
+        for kind, slo in load_workload(workload, 1).classes.items()
+    }
+    assert judged == {
+        (workload, kind): [float(cell) if cell.strip() else None for cell in cells.split(" | ")]
+        for workload, kind, cells in stated
+    }
+
+
+def test_who_can_state_lengths_is_shown_policies_that_need_none_as_well() -> None:
+    """`deadline` has more of the chats in time than every policy that goes by lengths."""
+    page = (DOCS / "zoo.md").read_text()
+    [with_lengths] = re.findall(r"^\| 5\. .*", page, re.MULTILINE)
+    named = re.findall(r"`([\w.]+)` (\d+)%", with_lengths)
+    assert named[0][0] == "deadline"
+    assert {"zoo.srpt", "zoo.sjf"} <= {name for name, _ in named}
 
 
 def luminance(colour: str) -> float:
