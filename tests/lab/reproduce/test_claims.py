@@ -29,6 +29,10 @@ PAGE = Path(__file__).parents[3] / "docs/reproductions.md"
         ((1.2, 2.6), [2.8], "reproduced"),
         ((1.2, 2.6), [4.0], "direction only"),
         ((1.2, 2.6), [0.9], "not reproduced"),
+        # Within 10% of a range that ends beside 1, and the wrong way.
+        ((0.0, 0.99), [1.05], "not reproduced"),
+        ((1.01, 2.6), [0.95], "not reproduced"),
+        ((1.01, 2.6), [0.95, 1.2], "reproduced"),
     ],
 )
 def test_a_verdict_follows_from_the_numbers(

@@ -31,19 +31,24 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def ours(self) -> float:
-        """The mean of the runs."""
+        """The mean of the runs, in the unit of the quantity."""
         return sum(self.runs) / len(self.runs)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the value is in the published range, give or take `CLOSE`; if not, whether a
-        ratio is on the same side of 1 in every run.
+        """Whether the value is in the published range, give or take `CLOSE`, a ratio on the same
+        side of 1; if not, whether a ratio is on that side in every run.
         """
         low, high = self.published
-        if low * (1 - CLOSE) <= self.ours <= high * (1 + CLOSE):
+        is_close = low * (1 - CLOSE) <= self.ours <= high * (1 + CLOSE)
+        if is_close and (not self.is_ratio or self._has_direction(self.ours)):
             return "reproduced"
-        same_side = all((run < 1) == (high < 1) and run != 1 for run in self.runs)
-        return "direction only" if self.is_ratio and same_side else "not reproduced"
+        same_side = self.is_ratio and all(self._has_direction(run) for run in self.runs)
+        return "direction only" if same_side else "not reproduced"
+
+    def _has_direction(self, ratio: float) -> bool:
+        """Whether a ratio is on the side of 1 on which the published one is."""
+        return ratio != 1 and (ratio < 1) == (self.published[1] < 1)
 
 
 class Claim(msgspec.Struct, frozen=True):

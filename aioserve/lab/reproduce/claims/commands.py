@@ -53,12 +53,9 @@ def run_claims(argv: Sequence[str]) -> int:
 
 
 def _plain(findings: list[Finding]) -> dict[str, object]:
+    """The findings with their means and verdicts, which are derived, as plain data."""
     rows = [
-        {
-            **msgspec.to_builtins(f),
-            "ours": f.ours,
-            "verdict": f.verdict,
-        }  # derived: not in the struct
-        for f in findings
+        {**msgspec.to_builtins(finding), "ours": finding.ours, "verdict": finding.verdict}
+        for finding in findings
     ]
     return {"verdict": verdict_of(findings), "findings": rows}

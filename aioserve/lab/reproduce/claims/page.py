@@ -9,12 +9,13 @@ from aioserve.lab.reproduce.claims.claim import CLOSE, Claim, Finding, verdict_o
 
 HEAD = f"""# Published results, run again
 
-A lab that others can trust shows what it makes of numbers that are known. Each of these results was
-published by others, measured on their machines or computed by their simulators. Here the same
-engine, KV cache and clock that `compare` uses run the setting again, in virtual time. The verdict
-is a rule, not a judgement: *reproduced* is within {CLOSE:.0%} of the published number or range,
-in the mean over the seeds; *direction only* has the effect on the same side in each seed, and
-another size; *not reproduced* is all else. A ratio is of the new policy to the baseline.
+How far a simulation can be trusted shows in results that are known. The authors of each result on
+this page measured it on their machines, or computed it by their simulators. Here the engine, KV
+cache and clock that `compare` uses run its setting again, in virtual time. The verdict is a rule,
+not a judgement: *reproduced* is within {CLOSE:.0%} of the published number or range, in the mean
+over the seeds, and a ratio is on the same side of 1; *direction only* has the effect on the same
+side in each seed, and another size; *not reproduced* is all else. A ratio is of the new policy to
+the baseline.
 
 Two more are on [a page of their own](predicting-vtc.md), as predictions of single requests: VTC and
 weighted VTC on an A10G (`python -m aioserve reproduce vtc`), the end of each run within 0.4%, the

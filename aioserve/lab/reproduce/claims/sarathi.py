@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from aioserve.errors import ConfigError
 from aioserve.lab.comparison.knee import Bound, search
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import candidate, make_workload
@@ -50,7 +51,7 @@ def _run(seeds: Sequence[int], progress: Progress) -> list[Finding]:
         workload = make_workload(SPEC, seed, "chat")
         knee = search(config, [workload], None, bounds=bounds, tolerance=0.04, progress=progress)
         if knee.rate is None:
-            raise ValueError(f"{policy} has no capacity within a gap of {gap} s: {knee.note}")
+            raise ConfigError(f"{policy} has no capacity within a gap of {gap} s: {knee.note}")
         return knee.rate
 
     findings = []
