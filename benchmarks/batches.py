@@ -48,7 +48,7 @@ WORDS = TEXT.split()
 
 
 def online(args: argparse.Namespace, seed: int) -> Workload:
-    """The load, of `args.seconds`."""
+    """The online load of one seed, `args.seconds` long."""
     spec = read_spec(find_workload("mixed"))
     arrivals = Poisson(rate=args.rate)
     spec = msgspec.structs.replace(
@@ -74,7 +74,7 @@ def with_lines(load: Workload, number: int, concurrency: int) -> Workload:
 
 
 def gaps_of(requests: list[RequestOutcome]) -> tuple[float, float]:
-    """The median and the p99 of their gaps, in seconds."""
+    """The median and the p99 of the gaps between tokens of the requests, in seconds."""
     gaps = [
         after - before
         for request in requests
@@ -115,7 +115,7 @@ def simulated(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def config(policy: str, options: dict[str, Any] | None = None) -> EngineConfig:
-    """Of simulated steps."""
+    """Settings of an engine under the policy, whose steps are simulated."""
     return EngineConfig(
         model=ModelConfig(max_model_len=MAX_MODEL_LEN, skip_tokenizer_init=True),
         cache=CacheConfig(num_kv_blocks=KV_BLOCKS),
@@ -126,7 +126,7 @@ def config(policy: str, options: dict[str, Any] | None = None) -> EngineConfig:
 
 @contextlib.contextmanager
 def server(args: argparse.Namespace, folder: str) -> Iterator[str]:
-    """The URL of one that is ready."""
+    """Start a server with a folder of batches; yields its URL once it is ready."""
     import socket
     import subprocess
 
@@ -150,7 +150,7 @@ def server(args: argparse.Namespace, folder: str) -> Iterator[str]:
 
 
 def jsonl(number: int) -> bytes:
-    """The input of the batch."""
+    """The input file of a batch of `number` lines."""
     rng, lines = random.Random(3), []
     for i in range(number):
         text = " ".join(rng.choices(WORDS, k=rng.randint(*PROMPT)))
@@ -198,7 +198,7 @@ def live(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(url: str, load: Workload) -> Document:
-    """The online load on the server."""
+    """Send the online load to the server; what each request took, as a document."""
     sent = Load(Target(url=url), load)
     asyncio.run(sent.run())
     document = summarize(sent)
@@ -207,7 +207,7 @@ def run(url: str, load: Workload) -> Document:
 
 
 def begin(client: openai.OpenAI, file_id: str) -> str:
-    """A batch whose lines run."""
+    """Create a batch of the file; returns its id once lines of it run."""
     batch = client.batches.create(
         input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
     )
@@ -216,7 +216,7 @@ def begin(client: openai.OpenAI, file_id: str) -> str:
 
 
 def end(client: openai.OpenAI, batch_id: str, status: str) -> Any:
-    """The batch, once it has that status."""
+    """Wait until the batch has that status; returns the batch."""
     while (batch := client.batches.retrieve(batch_id)).status != status:
         assert batch.status not in ("completed", "failed", "expired", "cancelled"), batch
         time.sleep(0.1)

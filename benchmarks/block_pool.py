@@ -33,14 +33,14 @@ NUM_BLOCKS = 4096
 
 
 class Case(NamedTuple):
-    """What is measured."""
+    """How much of each request the pool has, and whether it evicts by rank."""
 
     kind: str
     by_rank: bool = False
 
 
 class PoolWork:
-    """A pool that is full, and requests."""
+    """A full pool of blocks, and requests that come, hit and go."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -93,16 +93,16 @@ class PoolWork:
                 self._rank(gone, rank)
 
     def close(self) -> None:
-        """It has nothing to give back."""
+        """Does nothing: a pool holds no resources to give back."""
 
 
 def make_work(case: list[object]) -> PoolWork:
-    """From plain data."""
+    """The work of a case that is given as plain data."""
     return PoolWork(Case(str(case[0]), bool(case[1])))
 
 
 def measure(case: Case, num_rounds: int) -> float:
-    """Microseconds per block, the median of the rounds."""
+    """Measure a case: microseconds per block, the median of the rounds."""
     work = PoolWork(case)
     gc.collect()
     gc.disable()

@@ -133,7 +133,9 @@ def add_jobs(parser: TakesArguments) -> None:
 def read_jobs(
     arguments: argparse.Namespace, workloads: Sequence[Workload], num_configs: int
 ) -> int:
-    """Processes for so many runs. Raises `ConfigError` for fewer than one."""
+    """The number of processes that simulate the configurations. Raises `ConfigError` for less
+    than one.
+    """
     jobs: int | None = arguments.jobs
     if jobs is not None and jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")

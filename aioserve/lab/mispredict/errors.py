@@ -8,7 +8,7 @@ import msgspec
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.predictions import AnyPrediction, parse_prediction
 
-#: By kind: what a size is, and whether a greater one is a worse prediction.
+#: By kind: what a size is called, what it is, and whether a greater one is a worse prediction.
 KINDS = {
     "lognormal": ("sigma", "standard deviation of the logarithm of predicted over true", True),
     "ranks": ("tau", "Kendall's rank correlation of predicted and true lengths", False),
@@ -41,13 +41,3 @@ class Errors(msgspec.Struct, frozen=True):
         if not KINDS[kind][2]:
             sizes.reverse()
         return cls(kind, tuple(s for s, _ in sizes), tuple(p for _, p in sizes))
-
-    @property
-    def symbol(self) -> str:
-        """What a size is called: `sigma`."""
-        return KINDS[self.kind][0]
-
-    @property
-    def meaning(self) -> str:
-        """What a size is, in words."""
-        return KINDS[self.kind][1]

@@ -14,7 +14,7 @@ from aioserve.lab.mispredict.words import headline, in_words
 
 
 def render_page(curves: Curves) -> str:
-    """The page."""
+    """The report on these curves, as HTML."""
     title = "Policies over the error of predictions"
     parts = [f"<h1>{title}</h1>", f"<p>{escape(headline(curves))}</p>"]
     parts.append(f'<div class="panel">{draw(curves)}</div>')

@@ -95,7 +95,7 @@ class _Process:
             self.line.send(run)
 
     def outcome(self) -> RunOutcome | Exception:
-        """The outcome of what the process was sent; raises what that raised."""
+        """The outcome of the run that the process was sent, or the exception that it raised."""
         with self._its_end_told():
             return cast(RunOutcome | Exception, self.line.recv())
 

@@ -184,8 +184,6 @@ class Workload(msgspec.Struct, frozen=True):
     ) -> "Workload":
         """The requests that arrive within `duration` seconds after `start`, at most `limit` of
         them. A conversation is in it if its first turn is. Raises `ConfigError` if nothing is left.
-
-        A conversation is in it if its first turn is. Raises `ConfigError` if nothing is left.
         """
         end = float("inf") if duration is None else start + duration
         kept: list[WorkloadRequest] = []
