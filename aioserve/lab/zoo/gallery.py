@@ -141,7 +141,8 @@ def _machines(results: Results) -> str:
 
 def _described(card: Card) -> str:
     lines = [f"### {card.name}\n", f"**{card.title}**\n"]
-    lines += [f"{card.paper} {card.says}\n", f"*Simplified:* {card.simplified}\n"]
+    says = card.says[:1].upper() + card.says[1:]
+    lines += [f"{card.paper} {says}\n", f"*Simplified:* {card.simplified}\n"]
     lines += [f"*Cost of a step:* {card.cost}\n"]
     if card.options:
         lines += ["| option | default | |", "|---|---|---|"]
