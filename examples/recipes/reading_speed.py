@@ -3,7 +3,7 @@
 A client reads some tokens a second (hint `reading_speed`), and whatever comes sooner only lies
 there. So a request that is more than `buffer` seconds ahead of its reader is paused when another
 one waits for a seat: `pause` gives up the seat and keeps the KV blocks, and `admit` lets it go on.
-Who goes first is whose reader runs out first; a new request counts from its arrival. A simple form
+The request whose reader runs out first goes first; a new one counts from its arrival. A simple form
 of Andes (Liu et al., 2024) and of TokenFlow (Chen et al., 2025).
 """
 
