@@ -79,10 +79,11 @@ class ModelInputs(NamedTuple):
         turns = step.positions if step.turns is None else step.turns
         arrays = (step.input_ids, turns, step.slot_mapping, step.logits_indices)
         ids, positions, slots, rows = map(torch.from_numpy, arrays)
-        if owners is None:
-            return cls(ids, positions, slots, rows, states=step.states, given=step.given)
-        of_logits = owners.take(step.logits_indices).on_cpu()
-        return cls(ids, positions, slots, rows, owners.on_cpu(), of_logits, given=step.given)
+        adapters = of_logits = None
+        if owners is not None:
+            adapters = owners.on_cpu()
+            of_logits = owners.take(step.logits_indices).on_cpu()
+        return cls(ids, positions, slots, rows, adapters, of_logits, step.states, step.given)
 
 
 @dataclass(frozen=True, slots=True)
