@@ -4,6 +4,7 @@ This is all that an author of a format imports. Knows no HTTP and no engine: tex
 pieces; events come out. The formats that ship stand beside, one file for each.
 """
 
+from aioserve.formats.call_block import CallBlockParser
 from aioserve.formats.call_object import ARGUMENT_KEYS, CallObject
 from aioserve.formats.call_parser import CallParser
 from aioserve.formats.choice import Choice, check_names, choose
@@ -43,6 +44,7 @@ __all__ = [
     "Arguments",
     "Beginning",
     "Call",
+    "CallBlockParser",
     "CallObject",
     "CallParser",
     "Choice",

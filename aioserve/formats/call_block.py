@@ -1,0 +1,167 @@
+"""A block of calls between markers, each a header with its name, a marker, and JSON arguments."""
+
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from aioserve.formats.call_parser import CallParser
+from aioserve.formats.events import Arguments, Call
+from aioserve.formats.grammar import Beginning, Function, Literal, json_rule, repeated
+from aioserve.formats.json_value import JsonValue
+from aioserve.formats.reply_format import Reply, dumps
+from aioserve.formats.text import any_of, match_end
+
+_HEADER = re.compile(r"[^<\n]*")
+
+
+class CallBlockParser(CallParser):
+    """Base of formats that write `BLOCK CALL header SEP {...} CALL_END ... BLOCK_END`.
+
+    A call may also stand without the block around it. A subclass names the markers, says in
+    `read_header` what a header means, and in `call_rule` and `written_call` how it writes one.
+    """
+
+    #: The markers, in the order in which they are written.
+    block: ClassVar[str]
+    call: ClassVar[str]
+    sep: ClassVar[str]
+    call_end: ClassVar[str]
+    block_end: ClassVar[str]
+    #: What stands between two calls where they are written.
+    between: ClassVar[str] = ""
+    #: What may stand around the arguments; empty texts where nothing may.
+    fences: ClassVar[tuple[str, str]] = ("", "")
+    _opening: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.markers = (cls.block, cls.call, cls.sep, cls.call_end, cls.block_end)
+        cls._opening = any_of([cls.block, cls.call])
+
+    @classmethod
+    def evidence(cls, template: str) -> str | None:
+        return cls.block if cls.block in template else None
+
+    @classmethod
+    @abstractmethod
+    def call_rule(cls, name: str, arguments: str, literal: Literal) -> str:
+        """The right side of a grammar's rule for what stands between the markers of a call of the
+        function `name`; `arguments` is the rule of its arguments.
+        """
+
+    @classmethod
+    @abstractmethod
+    def written_call(cls, name: str, arguments: str, number: int) -> str:
+        """What stands between the markers of the call `number`, counted from 0, of a reply."""
+
+    @abstractmethod
+    def read_header(self, header: str) -> bool:
+        """State behind `sep`, with what stood before it: goes on by `name_call` or `close`."""
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        each = " | ".join(f"call_{i}" for i in range(len(functions)))
+        calls = repeated("call", literal(cls.between), is_parallel)
+        rules = [
+            f"calls: {literal(cls.block)} block",
+            f"block: {calls} {literal(cls.block_end)}",
+            f"call: {literal(cls.call)} unmarked",
+            f"unmarked: ({each}) {literal(cls.call_end)}",
+        ]
+        for i, function in enumerate(functions):
+            rules.append(f"call_{i}: {cls.call_rule(function.name, f'arguments_{i}', literal)}")
+            rules.append(f"arguments_{i}: {json_rule(function.parameters)}")
+        return "\n".join(rules)
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        return [Beginning(literal(cls.block), "block"), Beginning(literal(cls.call), "unmarked")]
+
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        calls = [
+            f"{cls.call}{cls.written_call(call.name, dumps(call.arguments), i)}{cls.call_end}"
+            for i, call in enumerate(reply.calls)
+        ]
+        block = f"{cls.block}{cls.between.join(calls)}{cls.block_end}" if calls else ""
+        return reply.content + block
+
+    def name_call(self, name: str, call_id: str | None = None) -> None:
+        """Tell a call, of which the arguments follow."""
+        self.tell([Call(name, call_id)])
+        self.value = JsonValue()
+        self.state = self._before_arguments
+
+    def close(self) -> None:
+        """Give back what is no call, and read content again."""
+        self.give_back()
+        self.state = self.begin
+
+    # States
+
+    def begin(self) -> bool:
+        return self.read_content(self._opening, self._open)
+
+    def _open(self) -> bool:
+        self._header: list[str] = []
+        self.state = self._read_header if self.marker == self.call else self._next
+        return True
+
+    def _next(self) -> bool:
+        """State in a block, between calls: another call, or the end of the block."""
+        if not self.skip_space():
+            return False
+        is_end = self.skip_end(self.block_end)
+        is_call = False if is_end else self.skip(self.call)
+        if is_end:
+            self.held = None
+            self.state = self.begin
+        elif is_call:
+            self._header = []
+            self.state = self._read_header
+        elif is_end is None or is_call is None:
+            return False
+        else:
+            self.close()
+        return True
+
+    def _read_header(self) -> bool:
+        self._header.append(self.take(match_end(_HEADER, self.text, self.at)))
+        if self.at == len(self.text):
+            return False
+        found = self.skip(self.sep)
+        if found is None:
+            return False
+        if found:
+            self.state = self._after_sep
+        else:
+            self.close()
+        return True
+
+    def _after_sep(self) -> bool:
+        return self.read_header("".join(self._header).strip())
+
+    def _before_arguments(self) -> bool:
+        fence = self.fences[0]
+        if not self.skip_space() or self.skip_end(fence) is None or not self.skip_space():
+            return False
+        if self.text[self.at] == "{":
+            self.state = self._read_own_arguments
+        else:  # a call without any
+            self.events.append(Arguments("{}"))
+            self.state = self._after_arguments
+        return True
+
+    def _read_own_arguments(self) -> bool:
+        return self.read_arguments(then=self._after_arguments)
+
+    def _after_arguments(self) -> bool:
+        fence = self.fences[1]
+        if not self.skip_space() or self.skip_end(fence) is None or not self.skip_space():
+            return False
+        if self.skip_end(self.call_end) is None:
+            return False
+        self.hold()
+        self.state = self._next
+        return True
