@@ -6,6 +6,7 @@ Tests for `aioserve.testing.contract`, which adds what a policy may cost.
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from aioserve.outputs import FinishReason
 from aioserve.request import EncoderInput, RequestStatus
@@ -324,17 +325,12 @@ class PolicyRules:
             return  # nothing else has slots for them
         for num_state_slots, max_num_batched_tokens in ((1, None), (3, 4), (9, 7), (9, None)):
             with subject.harness(
+                **_CONVERSING,
                 pipeline_depth=pipeline_depth,
-                num_blocks=24,
-                max_num_seqs=3,
-                max_model_len=40,
                 max_num_batched_tokens=max_num_batched_tokens,
                 num_state_slots=num_state_slots,
             ) as harness:
-                converse(harness, max_tokens=5)
-                may_hit = num_state_slots > 3 and not harness.turned_away
-                if may_hit and not harness.kv_cache.num_hit_tokens:
-                    raise ContractViolation("no state of a prefix was found again")
+                _converse_with_hits(harness, max_tokens=5, may_hit=num_state_slots > 3)
 
     def test_windows_hold_what_their_tokens_see(
         self, subject: Subject, pipeline_depth: int
@@ -346,18 +342,26 @@ class PolicyRules:
             return  # nothing else has blocks for them
         for window, num_spare, max_num_batched_tokens in ((6, 0, 4), (6, 20, 7), (9, 30, None)):
             with subject.harness(
+                **_CONVERSING,
                 pipeline_depth=pipeline_depth,
-                num_blocks=24,
-                max_num_seqs=3,
-                max_model_len=40,
                 max_num_batched_tokens=max_num_batched_tokens,
                 window=window,
                 num_spare_window_blocks=num_spare,
             ) as harness:
-                converse(harness, max_tokens=9)
-                may_hit = num_spare and not harness.turned_away
-                if may_hit and not harness.kv_cache.num_hit_tokens:
-                    raise ContractViolation("no prefix was found again")
+                _converse_with_hits(harness, max_tokens=9, may_hit=num_spare > 0)
+
+
+#: What both kinds of room are tried with: three seats, and memory for less than three texts.
+_CONVERSING: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 3, "max_model_len": 40}
+
+
+def _converse_with_hits(harness: SchedulerHarness, *, max_tokens: int, may_hit: bool) -> None:
+    """Conversations with a prefix in common. Raises `ContractViolation` if there was room to keep
+    a prefix, and none was found again.
+    """
+    converse(harness, max_tokens=max_tokens)
+    if may_hit and not harness.turned_away and not harness.kv_cache.num_hit_tokens:
+        raise ContractViolation("no prefix was found again, though there was room to keep one")
 
 
 def check_ends(harness: SchedulerHarness, due: Mapping[str, FinishReason]) -> None:

@@ -3,6 +3,7 @@
 Runs configurations. Knows nothing of parts and of choices.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
@@ -23,16 +24,16 @@ RATE = Row("requests/s within the SLO", "totals", "rate", "requests/s", 1, 3, 1)
 FindKnee = Callable[[Candidate, Sequence[Workload]], Knee]
 
 
-class Scores:
+class Scores(ABC):
     """Candidates measured on one part: a score each, and how two of them are apart."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
         self.values: list[float] = []  # of each candidate, in the unit of the row
 
+    @abstractmethod
     def apart(self, first: int, second: int) -> Apart:
         """The score of the second candidate less that of the first."""
-        raise NotImplementedError
 
 
 class MeasureScores(Scores):
