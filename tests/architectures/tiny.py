@@ -250,6 +250,7 @@ _OTHER_WAYS = [
         "with experts",
         (("enable_moe_block", True), ("top_k_experts", 2)),
     ),
+    Case("qwen2_moe", "without windows", (("use_sliding_window", False),)),
 ]
 
 

@@ -233,7 +233,7 @@ def test_what_rows_are_read_from_is_not_kept_as_int8(model_path: Callable[..., P
         ({"layer_types": ["full_attention", "guessed_attention", "x"]}, "guessed_attention"),
         ({"layer_types": ["full_attention"]}, "num_hidden_layers"),
         ({"layer_types": ["window_attention"] * 3}, "window_attention are not served"),
-        ({"layer_types": ["chunked_attention"] * 3}, "attention_chunk_size is not given"),
+        ({"layer_types": ["chunked_attention"] * 3}, "attention_chunk_size is None"),
     ],
     ids=str,
 )

@@ -109,7 +109,7 @@ _RANGES = {
     "num_key_value_heads": (1, 1 << 16),
     "head_dim": (1, 1 << 16),
     "num_experts_per_tok": (1, 1 << 12),
-    "sliding_window": (1, 1 << 62),
+    "sliding_window": (0, 1 << 62),  # 0: of Qwen2-MoE without `use_sliding_window`
     "attention_chunk_size": (1, 1 << 62),
     # Of layers that keep states, by all the names that they have.
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), (1, 1 << 16)),
@@ -148,8 +148,8 @@ def _what_is_wrong(config: Any) -> str | None:
         ("sliding_attention", "sliding_window"),
         ("chunked_attention", "attention_chunk_size"),
     ):
-        if layer_type in layer_types and _stated(config, size) is None:
-            return f"layer_types has {layer_type}, but {size} is not given"
+        if layer_type in layer_types and not _stated(config, size):
+            return f"layer_types has {layer_type}, but {size} is {_stated(config, size)}"
     return None
 
 
