@@ -9,11 +9,12 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
     """Speculative decoding: how draft tokens are made."""
 
     speculative_method: Annotated[
-        Literal["none", "ngram", "draft"],
+        Literal["none", "ngram", "draft", "mtp"],
         doc(
             "speculative decoding: draft tokens, verified in one pass; ngram: prompt lookup, what "
             "followed the same tokens before, in this text or in recent outputs; draft: the tokens "
-            "of --draft-model"
+            "of --draft-model; mtp: those of the model's own multi-token prediction (MTP) layer, "
+            "as checkpoints of DeepSeek-V3, GLM-4.5 to 4.7, Qwen3-Next and Qwen3.5 have one"
         ),
     ] = "none"
     draft_model: Annotated[
@@ -32,3 +33,8 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
     prompt_lookup_store: Annotated[
         int, doc("ngram drafts: tokens of recent outputs that are searched", ge=0)
     ] = 65536
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a model makes the drafts, which has K and V of its own for all tokens."""
+        return self.speculative_method in ("draft", "mtp")

@@ -253,7 +253,7 @@ def _with_runner(config: EngineConfig, info: RunnerInfo) -> EngineConfig:
     scheduler, speculation = config.scheduler, config.speculation
     if scheduler.pipeline_depth is None:
         scheduler = msgspec.structs.replace(scheduler, pipeline_depth=info.pipeline_depth)
-    if speculation.speculative_method == "draft":  # it writes K and V of what it guesses
+    if speculation.drafts_by_model:  # it writes K and V of what it guesses
         ahead = max(scheduler.num_lookahead_tokens, speculation.num_speculative_tokens)
         scheduler = msgspec.structs.replace(scheduler, num_lookahead_tokens=ahead)
     return msgspec.structs.replace(config, scheduler=scheduler)

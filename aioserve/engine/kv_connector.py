@@ -47,7 +47,7 @@ def check_connector(config: EngineConfig, policy: type[SchedulerInterface]) -> N
             f"cache.kv_connector is {kind}, but policy {policy.__name__} does not derive from "
             "BaseScheduler, whose verbs load blocks"
         )
-    if config.speculation.speculative_method == "draft":
+    if config.speculation.drafts_by_model:
         raise ConfigError(
             f"cache.kv_connector is {kind}, but a draft model has a KV cache of its own, which is "
             "not kept: give --speculative-method ngram, or no connector"

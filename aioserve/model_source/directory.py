@@ -6,8 +6,8 @@ Reads itself what is JSON and leaves the rest to `transformers`.
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cached_property
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -214,6 +214,20 @@ class Directory(ModelSource):
             raise not_loaded(self.path, error, attn_implementation) from error
         self._check_complete(module, report)
         return module.to(device)
+
+    @contextmanager
+    def open_weights(self) -> Iterator[dict[str, Callable[[], Any]]]:
+        import torch
+
+        def read(weight: Stored) -> Any:
+            found = weight.read()
+            return found if isinstance(found, torch.Tensor) else found.dequantize(torch.float32)
+
+        with ExitStack() as files:
+            stored, plain = self._find_weights(files)
+            yield {name: partial(read, weight) for name, weight in stored.items()} | {
+                name: partial(tensor.__getitem__, ...) for name, tensor in plain.items()
+            }
 
     def load_seeing_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
         from transformers import AutoModelForImageTextToText

@@ -5,7 +5,8 @@ Knows no format. What takes seconds to import is imported by the methods that ne
 
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -103,6 +104,13 @@ class ModelSource(ABC):
         format of `quantized` stays so: it is `attached` to its parameter, which only stands in for
         it; so is, with `rounding`, what is rounded.
         """
+
+    def open_weights(self) -> AbstractContextManager[Mapping[str, Callable[[], Any]]]:
+        """All stored weights by the names in the files, each read, unpacked, when it is called."""
+        raise ConfigError(
+            f"{self.path} is not read weight by weight, as an MTP layer is: it must be a directory "
+            "with *.safetensors files"
+        )
 
     def load_seeing_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
         """The vision-language model as `dtype` at `device`; its text has `attn_implementation`."""

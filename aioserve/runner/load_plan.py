@@ -21,9 +21,9 @@ from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.drafter import Drafter
 from aioserve.runner.spec_decode.ngram import ngram_drafter
 
-if TYPE_CHECKING:  # `drafts` brings `transformers`
+if TYPE_CHECKING:  # `draft_source` brings `transformers`
     from aioserve.grammars import GrammarCompiler
-    from aioserve.runner.spec_decode.drafts import Draft
+    from aioserve.runner.spec_decode.draft_source import Draft
     from aioserve.runner.spec_decode.model_drafter import DraftRunner
     from aioserve.runner.tensor_parallel.group import Ranks
 
@@ -133,4 +133,5 @@ def plan_load(
     if draft is not None:
         specs.append(types.keep(draft.kv_cache_spec, config))
         bytes_per_token += specs[1].bytes_per_token + draft.state_bytes
+        model = draft.target
     return LoadPlan(config, info, model, draft, ranks, specs, bytes_per_token)

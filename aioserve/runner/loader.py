@@ -67,7 +67,7 @@ class AnyModel(ServedModel, Halves):
         states: StatefulLayers | None = None,
         encoder: ImageEncoder | None = None,
     ) -> None:
-        self.module = module
+        self.module, self.embedding = module, module.get_input_embeddings()  # type: ignore[operator]
         self.states = states
         self.name = module.name if isinstance(module, TextPart) else type(module).__name__
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -184,7 +184,7 @@ def load_model(
         keeps_blocks=keeps_blocks,
         rounding=_rounding(config),
     )
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             module = load(ATTN_IMPLEMENTATION)
         except NoAttentionInterfaceError:
@@ -223,7 +223,7 @@ def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place, num_seen: i
     """Load a vision-language model in two parts: a text model as any other, and an encoder."""
     family = family_of(info)
     assert family is not None, "the model sees"
-    with _quiet_transformers():
+    with quiet_transformers():
         whole = info.source.load_seeing_module(
             named_dtype(config.dtype), place.device, ATTN_IMPLEMENTATION
         )
@@ -266,7 +266,7 @@ def prepare_model(
     states = StatefulLayers(module)
     try:
         # Of kernels for cards that it does not find, transformers warns at the first call.
-        with _quiet_transformers(), states.probing():
+        with quiet_transformers(), states.probing():
             probe = probe_attention(module, info, has_states=bool(len(states)))
     except UnsupportedModelError as error:
         if not len(states) and not isinstance(error, NotADecoderError) and encoder is None:
@@ -365,7 +365,7 @@ def named_dtype(name: str) -> torch.dtype:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No load report (we raise instead), and our kind of progress."""
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()

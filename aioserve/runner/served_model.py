@@ -33,10 +33,9 @@ def _keep_nothing(slots: Tensor, states: Tensor) -> None:
 
 @dataclass(slots=True)
 class Taps:
-    """Inner states of a model, for an EAGLE head that builds on them."""
+    """Inner states of a model, for a draft head that builds on them."""
 
     layers: tuple[int, ...]
-    embedding: Callable[[Tensor], Tensor]  # token ids [T] -> [T, hidden]
     #: Told in every pass, where it computes: the slots of its T tokens, and what entered the
     #: layers, [layers, T, hidden], which is not to be held on to.
     keep: Callable[[Tensor, Tensor], None] = _keep_nothing
@@ -51,6 +50,7 @@ class ServedModel(ABC):
     attention_calls: tuple[AttentionCall, ...]  # as many
     is_compiled = False  # whether our own kernels compute all of it
     states: "StatefulLayers | None" = None  # of layers that have some
+    embedding: Callable[[Tensor], Tensor] | None = None  # token ids [T] -> [T, hidden], if told
     reads_rows = False  # whether the `attention` that it is given must be `RowStates`
     adapter_sites: AdapterSites
     image_encoder: "ImageEncoder | None" = None  # of one that sees

@@ -25,7 +25,7 @@ from aioserve.runner.cuda import load as cuda_load
 from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
-from aioserve.runner.spec_decode.eagle_drafter import EagleDrafter
+from aioserve.runner.spec_decode.head_drafter import HeadDrafter
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
 from tests.runner.cuda.on_device import make_device_runner
@@ -213,9 +213,9 @@ async def test_a_head_guesses_what_a_plain_reference_guesses(
     """
     head = make_head(tmp_path / "head")
     reference = Reference(head)
-    guesses, num_compared = EagleDrafter.guesses, 0
+    guesses, num_compared = HeadDrafter.guesses, 0
 
-    def checked(self: EagleDrafter, *arguments: Any) -> dict[int, list[int]]:
+    def checked(self: HeadDrafter, *arguments: Any) -> dict[int, list[int]]:
         nonlocal num_compared
         found = guesses(self, *arguments)
         texts = arguments[-1]
@@ -228,7 +228,7 @@ async def test_a_head_guesses_what_a_plain_reference_guesses(
                 num_compared += 1
         return found
 
-    monkeypatch.setattr(EagleDrafter, "guesses", checked)
+    monkeypatch.setattr(HeadDrafter, "guesses", checked)
     make_runner = None
     if side == "cuda":
         device = FakeDevice(1, eagerness=0.3)

@@ -34,7 +34,7 @@ from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
 
 if TYPE_CHECKING:
-    from aioserve.runner.spec_decode.drafts import Draft
+    from aioserve.runner.spec_decode.draft_source import Draft
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _models(
     for it; and the bytes that outputs of its image encoder may take. Raises `ConfigError`.
     """
     prepared: PreparedModel | None = None
-    is_alone = ranks is None and config.speculation.speculative_method != "draft"
+    is_alone = ranks is None and not config.speculation.drafts_by_model
     if is_alone and config.model.fused and config.model.keep_prepared:
         with suppress(OSError, RuntimeError, KernelsUnavailableError):
             prepared = PreparedModel(info, CPU_TYPES.resolve(config.model))

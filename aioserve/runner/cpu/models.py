@@ -22,8 +22,8 @@ from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.models.architecture import check_architecture, has_states
 from aioserve.runner.multimodal.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.drafts import Draft, find_draft, load_draft
-from aioserve.runner.spec_decode.eagle import NUM_TAPS, is_eagle
+from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
+from aioserve.runner.spec_decode.drafts import find_draft
 from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.runner.tensor_parallel.plan import shares_heads
 
@@ -38,22 +38,20 @@ def load_models(
     take. Raises `ConfigError`.
     """
     check_architecture(info)
-    draft_info = find_draft(config, info)
-    sees = ranks is None and draft_info is None and sees_images(info)
+    source = find_draft(config, info)
+    sees = ranks is None and source is None and sees_images(info)
     if ranks is None or ranks.is_first:
-        _check_memory(config, info, draft_info, 1 if ranks is None else ranks.size)
+        _check_memory(config, info, source, 1 if ranks is None else ranks.size)
     if has_states(info):
         check_states(config, ranks)
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
-    draft = load_draft(
-        draft_info,
-        model,
-        info,
-        load=lambda info: load_model_on_cpu(info.config, info),
-        linear=lambda weight: pack_linear(weight, None),
-        device=CpuPlace.device,
+    place = DraftPlace(
+        lambda info: load_model_on_cpu(info.config, info),
+        lambda weight: pack_linear(weight, None),
+        CpuPlace.device,
     )
+    draft = None if source is None else source.load(model, info, place)
     size = encoder_cache_bytes(config, info, model.kv_cache_spec.dtype, sees)
     return model, draft, size
 
@@ -75,19 +73,17 @@ def load_model_on_cpu(
 
 
 def _check_memory(
-    config: EngineConfig, info: ModelInfo, draft: ModelInfo | None, num_ranks: int
+    config: EngineConfig, info: ModelInfo, draft: DraftSource | None, num_ranks: int
 ) -> None:
     """Raises `ConfigError` if the weights of all ranks do not fit: they are on this machine."""
-    weights, per_token = 0, []
+    weights, per_token = num_weight_bytes(CPU_TYPES.resolve(info.config), info, CpuPlace()), []
+    if draft is not None and draft.has_files:
+        weights += num_weight_bytes(CPU_TYPES.resolve(draft.info.config), draft.info, CpuPlace())
     for part in (info,) if draft is None else (info, draft):
-        model = CPU_TYPES.resolve(part.config)
-        weights += num_weight_bytes(model, part, CpuPlace())
-        sizes = (named_dtype(model.dtype).itemsize, 0)
-        if config.cache.kv_cache_dtype == "int8":
-            sizes = (1, SCALE_BYTES)
+        itemsize = named_dtype(CPU_TYPES.resolve(part.config).dtype).itemsize
+        sizes = (1, SCALE_BYTES) if config.cache.kv_cache_dtype == "int8" else (itemsize, 0)
         per_token.append(expected_bytes_per_token(part.hf_config, *sizes))
-        if is_eagle(part.source.known_config):
-            per_token.append(NUM_TAPS * info.hidden_size * named_dtype(model.dtype).itemsize)
+        per_token.append(draft.num_states * itemsize if part is draft else 0)
     if num_ranks > 1:
         itemsize = named_dtype(CPU_TYPES.resolve(info.config).dtype).itemsize
         weights += (num_ranks - 1) * info.vocab_size * info.hidden_size * itemsize  # whole on each

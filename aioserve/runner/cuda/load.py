@@ -57,7 +57,8 @@ from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import load_model, num_weight_bytes
 from aioserve.runner.models.architecture import has_states
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.drafts import Draft, find_draft, load_draft
+from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
+from aioserve.runner.spec_decode.drafts import find_draft
 from aioserve.runner.spec_decode.model_drafter import Forward
 from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.sampling_params import MAX_LOGPROBS
@@ -97,16 +98,16 @@ def load_on_cuda(
         )
     has_triton = find_spec("triton") is not None
     place = CudaPlace(device.torch_device, has_triton=has_triton, ranks=ranks)
-    draft_info = find_draft(config, info)
-    parts = [info] if draft_info is None else [info, draft_info]
+    source = find_draft(config, info)
+    parts = [info] if source is None or not source.has_files else [info, source.info]
     needed = sum(num_weight_bytes(CUDA_TYPES.resolve(part.config), part, place) for part in parts)
     check_weights_fit(card, config, needed if ranks is None else needed // ranks.size)
-    model, draft = load_models(info, draft_info, place)
+    model, draft = load_models(info, source, place)
     return make_executor(config, info, model, device, card, grammars, draft, ranks)
 
 
 def load_models(
-    info: ModelInfo, draft_info: ModelInfo | None, place: Place
+    info: ModelInfo, source: DraftSource | None, place: Place
 ) -> tuple[ServedModel, Draft | None]:
     """The weights of both. Raises `ConfigError`."""
 
@@ -114,15 +115,10 @@ def load_models(
         return load_model(CUDA_TYPES.resolve(info.config), info, place)
 
     model = load(info)
-    draft = load_draft(
-        draft_info,
-        model,
-        info,
-        load=load,
-        linear=lambda weight: PlainLinear(weight, None),
-        device=place.device,
-    )
-    return model, draft
+    if source is None:
+        return model, None
+    own = DraftPlace(load, lambda weight: PlainLinear(weight, None), place.device)
+    return model, source.load(model, info, own)
 
 
 def make_executor(
@@ -138,6 +134,7 @@ def make_executor(
     """All but the weights, which are loaded. `card` is as it was before that."""
     weights = device.num_allocated()
     plan = plan_load(CUDA_TYPES, config, info, model, draft, ranks)
+    model = plan.model
     choose_token = choose_draw(device)
     kinds = [_Kind.of(model, plan.specs[0])]
     if draft is not None:

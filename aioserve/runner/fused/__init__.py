@@ -76,7 +76,7 @@ class FusedModel(ServedModel, Halves):
         self.num_parameters = facts.num_parameters
         self.kv_cache_spec = facts.kv_cache_spec
         self.attention_calls = facts.attention_calls
-        self.decoder = decoder
+        self.decoder, self.embedding = decoder, decoder.embedding
         self.is_compiled = is_compiled
         self.image_encoder = image_encoder
         self.adapter_sites = fused_sites(decoder, facts.kv_cache_spec.dtype, device)
@@ -85,7 +85,7 @@ class FusedModel(ServedModel, Halves):
         return self.decoder.forward(self._turned(inputs), attention)
 
     def tap(self, layers: Sequence[int]) -> Taps:
-        self.decoder.taps = Taps(tuple(layers), self.decoder.embedding)
+        self.decoder.taps = Taps(tuple(layers))
         return self.decoder.taps
 
     @property

@@ -26,6 +26,7 @@ from aioserve.runner.attention.backend import (
     LayerSpec,
 )
 from aioserve.runner.fused.ops import Linear
+from aioserve.runner.spec_decode.draft_head import DraftHead
 
 NUM_TAPS = 3
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -33,7 +34,7 @@ _LINEARS = ("self_attn.o_proj", "mlp.down_proj")
 _NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
-class EagleHead:
+class EagleHead(DraftHead):
     """Weights of one type, laid out where the larger model computes."""
 
     def __init__(
@@ -68,7 +69,7 @@ class EagleHead:
         self._options = AttentionOptions(scaling=self._head_dim**-0.5)
         self._is_residual_normed = bool(getattr(config, "norm_before_residual", False))
         self._vocab_size = vocab_size
-        self.target_size = w["fc.weight"].shape[1] // NUM_TAPS  # of the larger model's states
+        self.state_size = w["fc.weight"].shape[1]
         offsets = weights.get("d2t")
         self._token_ids: Tensor | None = None
         if offsets is not None:
@@ -80,15 +81,11 @@ class EagleHead:
         self.num_parameters = sum(tensor.numel() for tensor in w.values())
 
     def combine(self, states: Tensor) -> Tensor:
-        """One state [T, hidden] of the three [T, 3 * hidden] of the larger model."""
         return self._fc(states)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention
     ) -> Tensor:
-        """The states [T, hidden] that continue `states` [T, hidden] with `token_ids` [T], each the
-        one after its state's own. `attention` is that of the step, on the cache of this head.
-        """
         seen, residual = self._norm("hidden_norm", states), states
         if self._is_residual_normed:
             residual = seen
@@ -106,7 +103,7 @@ class EagleHead:
         return x + self._down(F.silu(gate) * up)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [N, V] of any of those states; of tokens that it does not know, very low ones."""
+        """Of tokens that the head does not know, very low ones."""
         known = self._head(self._norm("norm", states))
         if self._token_ids is None:
             return known

@@ -27,10 +27,11 @@ def check_settings(config: EngineConfig) -> None:
         )
     if config.adapters.lora:
         raise ConfigError(f"{ranks}, but ranks do not serve adapters: leave adapters.lora out")
-    if config.speculation.speculative_method == "draft":
+    if config.speculation.drafts_by_model:
+        method = config.speculation.speculative_method
         raise ConfigError(
             f"{ranks}, but ranks do not serve a draft model: leave speculation.speculative_method "
-            "draft out, or take ngram"
+            f"{method} out, or take ngram"
         )
     if config.cache.kv_connector != "none":
         raise ConfigError(f"{ranks}, but ranks do not serve cache.kv_connector: leave it out")

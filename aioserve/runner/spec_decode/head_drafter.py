@@ -1,4 +1,4 @@
-"""Guesses by an EAGLE-3 head, from states of the model that it is for.
+"""Guesses by an EAGLE-3 head or an MTP layer, from states of the model that it is for.
 
 What the head reads at a place is the token there and the state of the token before, so its K and V
 of a place lie in the slot of the place before. States of all tokens are kept, for rows that catch
@@ -7,39 +7,40 @@ up. Knows rows and slots; the rest is `ModelDrafter`'s.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
-from aioserve.runner.served_model import Taps
+from aioserve.runner.served_model import ServedModel, Taps
+from aioserve.runner.spec_decode.draft_head import DraftHead
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
+from aioserve.runner.spec_decode.draft_source import Draft
 from aioserve.runner.spec_decode.drafter import Texts
-from aioserve.runner.spec_decode.eagle import NUM_TAPS, EagleHead
 from aioserve.runner.spec_decode.model_drafter import DraftRunner, Forward, ModelDrafter
 
 
-class EagleDrafter(ModelDrafter):
+class HeadDrafter(ModelDrafter):
     """Reads again, with the model's own states, what it has guessed and was right."""
 
     num_skipped = 1  # the first token has none before it
 
     def __init__(
         self,
-        head: EagleHead,
+        head: DraftHead,
         taps: Taps,
         runner: DraftRunner,
         length: ModelDraftLength,
         **limits: int,
     ) -> None:
-        """`taps` tell of three layers. `limits`: as `ModelDrafter` takes them."""
+        """`taps` tell of what `head` reads. `limits`: as `ModelDrafter` takes them."""
         super().__init__(runner, length, **limits)
         self._head = head
-        width = NUM_TAPS * head.target_size
         # Of every slot. On a CPU, pages that were never written are no memory.
-        self._states = torch.empty(
-            runner.num_slots, width, dtype=head.kv_cache_spec.dtype, device=head.device
-        )
+        shape, dtype = (runner.num_slots, head.state_size), head.kv_cache_spec.dtype
+        self._states = torch.empty(shape, dtype=dtype, device=head.device)
         self._own: dict[int, Tensor] = {}  # by row, the state behind its last guess
         taps.keep = self._keep
 
@@ -76,3 +77,17 @@ class EagleDrafter(ModelDrafter):
             return self._head.logits(last)
 
         return forward
+
+
+def draft_of_head(info: ModelInfo, head: DraftHead, taps: Taps, target: ServedModel) -> Draft:
+    """A `head` that is loaded, in the directory of `info`, which `taps` of `target` tell."""
+    spec, device = head.kv_cache_spec, head.device
+
+    def forward(inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        shape = (len(inputs.slots), head.state_size)
+        states = head.combine(torch.zeros(shape, dtype=spec.dtype, device=device))
+        states = head.forward(inputs.input_ids, inputs.positions, states, attention)
+        return head.logits(states[inputs.logits_rows])
+
+    make, size = partial(HeadDrafter, head, taps), head.state_size * spec.dtype.itemsize
+    return Draft(info, target, spec, head.attention_calls, size, forward, make)

@@ -1,0 +1,284 @@
+"""MTP layers with random weights: they draft what a plain reference drafts, and change no token."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from aioserve.errors import ConfigError
+from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.spec_decode.draft_length import ModelDraftLength
+from aioserve.runner.spec_decode.head_drafter import HeadDrafter
+from tests.kit import greedy, stats_of, tokens_of
+from tests.models import make_model
+from tests.mtp_models import MtpReference, make_mtp_model
+from tests.packed_checkpoints import float8, write_checkpoint
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.cuda.on_device import make_device_runner
+from tests.slow import mostly_slow
+
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+SEATS = 4
+FEW = (100, 103, 106)  # of so few, a layer that knows nothing is often right
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0, "allowed_token_ids": list(FEW)},
+    {"temperature": 0, "allowed_token_ids": list(FEW), "prompt_logprobs": 1},
+    {"temperature": 1.0, "allowed_token_ids": list(FEW)},
+    {"temperature": 0.8, "top_p": 0.9},
+]
+
+
+@pytest.fixture(autouse=True)
+def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pays depends on how busy the machine is."""
+
+    def stepped(self: ModelDraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self.price = 1e-6
+
+    monkeypatch.setattr(ModelDraftLength, "stepped", stepped)
+
+
+KINDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "llama")  # "llama" is served fused
+
+
+@pytest.fixture(scope="module", params=mostly_slow(KINDS, but=["glm4_moe"]))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mtp_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make_config(model: Path, method: Any, **sections: Any) -> EngineConfig:
+    speculation = SpeculationConfig()
+    if method != "none":
+        speculation = SpeculationConfig(speculative_method=method, num_speculative_tokens=3)
+    parts: dict[str, Any] = {
+        "model": ModelConfig(
+            model=str(model), dtype="float32", max_model_len=100, skip_tokenizer_init=True
+        ),
+        "cache": CacheConfig(block_size=4, num_kv_blocks=34),
+        "scheduler": SchedulerConfig(
+            max_num_batched_tokens=16, max_num_seqs=SEATS, pipeline_depth=1
+        ),
+        "speculation": speculation,
+    }
+    return EngineConfig(**parts | sections)
+
+
+async def say(
+    model: Path,
+    method: str,
+    make_runner: Callable[[EngineConfig], RunnerInterface] | None = None,
+    *,
+    num_aborted: int = 0,
+) -> list[list[int]]:
+    """Twelve requests, some with the same beginning, in a pool too small for those that run; each
+    arrives when another one has said a random number of tokens, where the first `num_aborted` are
+    aborted. Then four of them again.
+    """
+    rng = random.Random(4)
+    shared = [rng.randrange(3, 256) for _ in range(17)]
+    own = [[rng.randrange(3, 256) for _ in range(rng.choice((1, 9, 21)))] for _ in range(12)]
+    prompts = [shared[: rng.choice((0, 9, 17))] + token_ids for token_ids in own]
+    enough = [rng.randrange(1, 12) for _ in prompts]  # tokens after which another one comes
+    said_enough = [asyncio.Event() for _ in prompts]
+    config = make_config(model, method)
+    runner = None if make_runner is None else make_runner(config)
+    async with AsyncEngine(config, runner=runner) as engine:
+
+        async def one(number: int) -> list[int]:
+            way = WAYS[number % len(WAYS)]
+            params = SamplingParams(
+                **{"max_tokens": 28, "seed": 5, "ignore_eos": True, "detokenize": False} | way
+            )
+            if number >= SEATS:
+                await said_enough[number - SEATS].wait()
+            found: list[int] = []
+            async with aclosing(engine.generate(prompts[number], params)) as outputs:
+                async for output in outputs:
+                    found += output.token_ids
+                    if len(found) > enough[number]:
+                        said_enough[number].set()
+                    if number < num_aborted and len(found) > enough[number]:
+                        break
+            return found
+
+        said = await asyncio.gather(*map(one, range(len(prompts))))
+        num_aborted = 0
+        said += await asyncio.gather(*map(one, range(len(WAYS))))
+        stats = stats_of(engine)
+        assert stats.num_preemptions
+        assert stats.num_prefix_hit_tokens
+        assert (stats.num_accepted_tokens > 20) == (method != "none")
+        assert not stats.num_used_kv_blocks
+        return said
+
+
+Compared = list[tuple[list[int], list[int]]]
+
+
+def compare(reference: MtpReference, monkeypatch: pytest.MonkeyPatch) -> Compared:
+    """The greedy drafts that are made from now on, each beside what `reference` drafts."""
+    guesses = HeadDrafter.guesses
+    compared: Compared = []
+
+    def noted(self: HeadDrafter, *arguments: Any) -> dict[int, list[int]]:
+        found = guesses(self, *arguments)
+        texts = arguments[-1]
+        for row, own in found.items():
+            (known,) = texts.batch.num_tokens([row])
+            one, begin, end = (torch.tensor([n]).numpy() for n in (row, 0, int(known)))
+            if texts.sampling.select(one, end).temperature[0] == 0:
+                text = texts.batch.pack(one, begin, end).input_ids.tolist()
+                compared.append((own, reference.draft(text, len(own), FEW)))
+        return found
+
+    monkeypatch.setattr(HeadDrafter, "guesses", noted)
+    return compared
+
+
+@pytest.mark.parametrize("side", ["cpu", "cuda"])
+async def test_a_layer_drafts_what_a_plain_reference_drafts(
+    model: Path, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, after preemptions, on cached prefixes, behind drafts that were wrong; and every
+    text is what it is without the layer. "cuda": on a device that computes as late as it may.
+    """
+    compared = compare(MtpReference(model), monkeypatch)
+    make_runner = None
+    if side == "cuda":
+        make_runner = partial(make_device_runner, device=FakeDevice(1, eagerness=0.3))
+    assert await say(model, "mtp", make_runner) == await say(model, "none")
+    assert len(compared) > 60
+    assert all(own == expected for own, expected in compared)
+
+
+async def test_a_layer_of_few_bits_drafts_as_its_numbers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_mtp_model("glm4_moe", tmp_path / "plain")
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    write = float8((16, 16), "weight_scale_inv")
+    packed = write_checkpoint(
+        plain, tmp_path / "packed", config, write, "model.layers.3.*_proj.weight"
+    )
+    compared = compare(MtpReference(packed / "unpacked"), monkeypatch)
+    assert await say(packed, "mtp") == await say(packed / "unpacked", "none")
+    assert len(compared) > 60
+    assert all(own == expected for own, expected in compared)
+
+
+async def test_aborted_requests_change_no_token_of_others(model: Path) -> None:
+    found = await say(model, "mtp", num_aborted=5)
+    for number, (own, expected) in enumerate(zip(found, await say(model, "none"), strict=True)):
+        assert own == expected[: len(own)]
+        assert (len(own) < len(expected)) == (number < 5)
+
+
+async def test_the_reference_drafts_what_transformers_drafts(model: Path) -> None:
+    """Of the families whose MTP layer the library knows: one token, with the same hidden state."""
+    reference = MtpReference(model)
+    main = reference.model
+    if not hasattr(main.config, "num_mtp_layers"):
+        pytest.skip("transformers does not know the MTP layer of this family")
+    # the library looks for layers of published sizes alone
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\."]
+    layer = MtpModel.from_pretrained(main).eval()
+    rng = random.Random(7)
+    for length in (2, 3, 9, 20):
+        text = [rng.randrange(3, 256) for _ in range(length)]
+        with torch.inference_mode():
+            states = main.model(torch.tensor([text[:-1]])).last_hidden_state
+            found = layer(
+                input_ids=torch.tensor([text[1:]]),
+                last_hidden_states=states,
+                attention_mask=None,
+                position_ids=torch.arange(1, length)[None],
+                mtp_cache=MtpCache(config=main.config.get_mtp_config()),
+            )[0]
+        assert found.tolist() == [reference.draft(text, 1, range(256))]
+
+
+def make_obvious(path: Path) -> Path:
+    """A model whose next token depends on the newest alone, and an MTP layer that knows it: all
+    layers hand on what enters them.
+    """
+    make_mtp_model("glm4_moe", path)
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+        elif name.endswith("eh_proj.weight"):
+            weight.copy_(torch.eye(*weight.shape))  # the token's half of what it is given
+    weights["model.layers.3.enorm.weight"].fill_(1)
+    weights["model.layers.3.shared_head.norm.weight"] = weights["model.norm.weight"].clone()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+async def test_drafts_of_a_layer_that_knows_the_model_are_accepted(tmp_path: Path) -> None:
+    """Greedy and sampled: three drafts a step, nearly all of them right."""
+    said, steps = {}, {}
+    for method in ("none", "mtp"):
+        async with AsyncEngine(make_config(make_obvious(tmp_path / method), method)) as engine:
+            ways = ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
+            params = [msgspec.structs.replace(greedy(60), seed=3, **way) for way in ways]
+            said[method] = [await tokens_of(engine, [7, 8, 9], each) for each in params]
+            stats = stats_of(engine)
+            steps[method] = stats.num_steps
+    assert said["mtp"] == said["none"]
+    assert stats.num_accepted_tokens > 0.95 * stats.num_draft_tokens > 100
+    assert steps["mtp"] < 0.35 * steps["none"]
+
+
+async def refusal(path: Path, **sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        async with AsyncEngine(make_config(path, "mtp", **sections)):
+            pass
+    return str(caught.value)
+
+
+async def test_a_checkpoint_without_a_layer_that_can_draft_is_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    plain = make_model("llama", tmp_path / "plain")
+    assert (
+        "speculative_method is mtp, but "
+        f"{plain} has no MTP layer (no model.layers.3.eh_proj.weight or mtp.fc.weight): take ngram"
+    ) in await refusal(plain)
+    stored = load_file(make_mtp_model("glm4_moe", tmp_path / "whole") / "model.safetensors")
+
+    def damaged(name: str, **changed: torch.Tensor | None) -> Path:
+        path = make_mtp_model("glm4_moe", tmp_path / name)
+        own = stored | {f"model.layers.3.{key}.weight": value for key, value in changed.items()}
+        kept = {key: value for key, value in own.items() if value is not None}
+        save_file(kept, path / "model.safetensors", {"format": "pt"})
+        return path
+
+    assert "lacks one of its norms" in await refusal(damaged("normless", enorm=None))
+    wide = damaged("wide", eh_proj=torch.zeros(64, 64))
+    assert "has a eh_proj.weight of [64, 64], not [64, 128]" in await refusal(wide)
+    bare = damaged("bare", input_layernorm=None)
+    assert "model.layers.0.input_layernorm.weight is missing" in await refusal(bare)
+    odd = damaged("odd", oddity=torch.zeros(3))
+    assert "model.layers.0.oddity.weight is not known" in await refusal(odd)
+    indexed = make_mtp_model("deepseek_v32", tmp_path / "indexed")
+    assert "does not tell of its hidden states" in await refusal(indexed)
+    right = tmp_path / "whole"
+    assert "a draft model has a KV cache of its own" in await refusal(
+        right, cache=CacheConfig(kv_connector="memory")
+    )
+    assert "at scheduler.pipeline_depth 2" in await refusal(
+        right, scheduler=SchedulerConfig(pipeline_depth=2)
+    )
