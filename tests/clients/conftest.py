@@ -62,21 +62,37 @@ def model_url() -> Iterator[str]:
         yield url
 
 
-Said = tuple[str, Callable[..., None]]
+class Script:
+    """What a scripted model says, and what it was asked."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def __call__(self, *texts: str, slowdown: float = 1) -> None:
+        """Say these texts from now on, one for each request, and the last one again and again. A
+        token takes `slowdown` ms.
+        """
+        assert self._asked(json.dumps({"texts": texts, "slowdown": slowdown})) == "said\n"
+
+    def prompts(self) -> list[str]:
+        """What the requests since then asked, as the chat template wrote it."""
+        return json.loads(self._asked(""))
+
+    def _asked(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        return self._process.stdout.readline()
+
+
+Said = tuple[str, Script]
 
 
 @contextmanager
 def saying(*arguments: str) -> Iterator[Said]:
     """The URL of a model called `embedded`, and what has it say texts, one for each request."""
     with serving("tests/clients/scripted_server.py", *arguments) as (process, url):
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def say(*texts: str) -> None:
-            print(json.dumps(texts), file=process.stdin, flush=True)
-            assert process.stdout.readline() == "said\n"
-
-        yield url, say
+        yield url, Script(process)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""A server that says what it is told to: a line of JSON on standard input is its next texts.
+"""A server that says what it is told to: a line of JSON on standard input has its next texts.
+
+An empty line asks for the prompts of the requests since then, as a line of JSON.
 
 With `agents` as its argument it has a chat template and a context length for command-line agents.
 Run by the server's own Python; the clients that ask it live in another environment.
@@ -27,8 +29,12 @@ async def main() -> None:
         async with saying("", Path(folder), template, **settings) as server:
             print(f"listening on {server.url} ", file=sys.stderr, flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):
-                server.say(*json.loads(line))
-                print("said", flush=True)
+                if line == "\n":
+                    print(json.dumps(server.prompts()), flush=True)
+                else:
+                    said = json.loads(line)
+                    server.say(*said["texts"], slowdown=said["slowdown"])
+                    print("said", flush=True)
 
 
 asyncio.run(main())

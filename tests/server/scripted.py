@@ -6,9 +6,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+from llguidance import LLMatcher
 
 import aioserve
 from aioserve.config import EngineConfig, ModelConfig, ServerConfig
+from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from tests.server.serving import SIMULATED, running
@@ -64,7 +66,7 @@ def make_model(path: Path, template: str, special: str = "<|pad|>") -> str:
 
 
 class ScriptedRunner(SimulatedRunner):
-    """Says what it is told to, whatever it is asked."""
+    """Says what it is told to, whatever it is asked; a step fails if a grammar forbids it."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         info = ModelInfo(model)
@@ -73,13 +75,42 @@ class ScriptedRunner(SimulatedRunner):
         self._scripts: list[list[int]] = []  # of the next requests; the last one stays
         self._said: dict[int, tuple[object, list[int]]] = {}  # by id of its row, which is kept
         self._is_plain = False  # each token is asked for
+        self._prompts: list[list[int]] = []
+        self.grammars = GrammarCompiler(info)
+        self._matchers: dict[int, tuple[object, LLMatcher]] = {}  # as `_said`
 
-    def say(self, *texts: str) -> None:
-        """The next request is answered by the first text, those after it by the others."""
+    def say(self, *texts: str, slowdown: float = 1) -> None:
+        """The next request is answered by the first text, those after it by the others. A step
+        takes `slowdown` times its time.
+        """
+        self.slowdown = slowdown
         encode = self._tokenizer.encode
         scripts = [encode(text, add_special_tokens=False) for text in texts]
         self._scripts = [[*script, self._tokenizer.eos_token_id] for script in scripts]
         self._said.clear()
+        self._prompts.clear()
+        self._matchers.clear()
+
+    def prompts(self) -> list[str]:
+        """What the requests since `say` asked, as the chat template wrote it."""
+        return [self._tokenizer.decode(ids) for ids in self._prompts]
+
+    async def load(self):
+        await self.grammars.prepare()
+        return await super().load()
+
+    async def close(self):
+        self.grammars.close()
+        await super().close()
+
+    def _update_rows(self, scheduled):
+        computed = super()._update_rows(scheduled)
+        for new in scheduled.scheduled_new_reqs:
+            self._prompts.append(new.token_ids[: new.num_prompt_tokens])
+            if (wanted := new.sampling_params.structured_outputs) is not None:
+                row = self._rows[new.request_id]
+                self._matchers[id(row)] = row, self.grammars.matcher(wanted)
+        return computed
 
     def _sample(self, row):
         if id(row) not in self._said:
@@ -87,7 +118,12 @@ class ScriptedRunner(SimulatedRunner):
             self._said[id(row)] = row, self._scripts[0] if is_last else self._scripts.pop(0)
         position = row.num_tokens - row.num_prompt_tokens
         row.num_tokens += 1
-        return self._said[id(row)][1][position]
+        token_id = self._said[id(row)][1][position]
+        if id(row) in self._matchers:
+            _, matcher = self._matchers[id(row)]
+            allowed = matcher.consume_tokens([token_id])
+            assert allowed, f"token {position} of the script is forbidden: {matcher.get_error()}"
+        return token_id
 
 
 @asynccontextmanager
@@ -102,5 +138,5 @@ async def saying(
     runner = ScriptedRunner(config, model)
     runner.say(text)
     async with running(config, runner) as server:
-        server.say = runner.say
+        server.say, server.prompts = runner.say, runner.prompts
         yield server

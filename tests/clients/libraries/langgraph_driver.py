@@ -1,0 +1,62 @@
+"""LangGraph's agent, as LangChain makes it, over each of its wire formats."""
+
+from agent_session import INSTRUCTIONS, TOOLS, Driver
+from langchain.agents import create_agent
+from langchain_anthropic import ChatAnthropic
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+
+THREAD = {"configurable": {"thread_id": "1"}}
+
+
+class OverChat(Driver):
+    uses_responses = is_stored = False
+
+    def __init__(self, url, model="embedded", saved=None):
+        self.url, self.saved = url, saved or InMemorySaver()
+        self.agent = create_agent(
+            self.model_of(url, model),
+            list(TOOLS),
+            system_prompt=INSTRUCTIONS,
+            checkpointer=self.saved,
+        )
+
+    def model_of(self, url, model):
+        return ChatOpenAI(
+            model=model,
+            base_url=f"{url}/v1",
+            api_key="none",
+            max_retries=0,
+            use_responses_api=self.uses_responses,
+            use_previous_response_id=self.is_stored,
+        )
+
+    async def ask(self, prompt):
+        asked = {"messages": [{"role": "user", "content": prompt}]}
+        state = await self.agent.ainvoke(asked, THREAD)
+        return state["messages"][-1].text
+
+    async def stream(self, prompt):
+        asked = {"messages": [{"role": "user", "content": prompt}]}
+        async for piece, where in self.agent.astream(asked, THREAD, stream_mode="messages"):
+            if where["langgraph_node"] == "model" and piece.text:
+                yield piece.text
+
+    def resumed(self):
+        return type(self)(self.url, saved=self.saved)
+
+
+class OverResponses(OverChat):
+    uses_responses = True
+
+
+class OverStoredResponses(OverResponses):
+    """The server keeps what was said."""
+
+    is_stored = True
+
+
+class OverMessages(OverChat):
+    def model_of(self, url, model):
+        where = {"base_url": url, "api_key": "none", "max_retries": 0}
+        return ChatAnthropic(model=model, max_tokens=4096, **where)
