@@ -121,7 +121,8 @@ class ScriptedRunner(SimulatedRunner):
         token_id = self._said[id(row)][1][position]
         if id(row) in self._matchers:
             _, matcher = self._matchers[id(row)]
-            allowed = matcher.consume_tokens([token_id])
+            is_end = token_id == self._tokenizer.eos_token_id and matcher.is_stopped()
+            allowed = is_end or matcher.consume_tokens([token_id])
             assert allowed, f"token {position} of the script is forbidden: {matcher.get_error()}"
         return token_id
 
