@@ -23,7 +23,7 @@ from aioserve.lab.comparison.candidates import load_candidates, prepare
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.workloads.source import WorkloadSource
-from aioserve.routing import ROUTERS, Replica, RoutedRequest, make_router
+from aioserve.routing import ReplicaReport, RoutedRequest, available_routers, make_dispatcher
 
 H200 = [
     ("runner.profile", "h200-llama-8b-roofline"),
@@ -61,28 +61,37 @@ def decisions(args: argparse.Namespace) -> None:
     """Each router with 10, 1,000 and 10,000 replicas."""
     for num_replicas in (10, 1000, 10_000):
         rng = random.Random(0)
-        replicas = tuple(Replica(f"r{i}") for i in range(num_replicas))
-        for replica in replicas:
-            replica.work = rng.random() * 1e5
+        names = [f"r{i}" for i in range(num_replicas)]
         hot = os.urandom(16)
         prompts = [[hot, *(os.urandom(16) for _ in range(NUM_BLOCKS - 1))] for _ in range(200)]
-        events = [(replica.name, hot) for replica in replicas]
-        events += [(rng.choice(replicas).name, h) for prompt in prompts for h in prompt[1:]]
-        for name in ROUTERS:
-            router = make_router(name)
+        events = [(name, hot) for name in names]
+        events += [(rng.choice(names), h) for prompt in prompts for h in prompt[1:]]
+        sent = [RoutedRequest(num_tokens=rng.randrange(100_000)) for _ in names]
+        for name in available_routers():
+            router = make_dispatcher(name, clock=time.monotonic)
+            for replica in names:
+                router.join(replica)
+            for replica, request in zip(names, sent, strict=True):
+                router.assign(request, replica)
+                report = ReplicaReport(num_running=request.num_tokens % 97, max_num_seqs=128)
+                router.on_report(replica, lambda report=report: (report, 0.0))  # type: ignore[misc]
             began = time.process_time()
-            if router.follows_kv_events:
-                for holder, block_hash in events:
-                    router.on_kv_event(holder, BlockStored(block_hash, None, []))
+            for holder, block_hash in events:
+                router.on_kv_event(holder, BlockStored(block_hash, None, []))
             of_event = (time.process_time() - began) / len(events)
             best = float("inf")
             for _ in range(ROUNDS):
                 began = time.process_time()
                 for i in range(NUM_ASKED):
-                    asked = RoutedRequest(NUM_BLOCKS * 512, prompts[i], 512, f"s{i}")
-                    router.choose(asked, replicas)
+                    asked = RoutedRequest(
+                        num_tokens=NUM_BLOCKS * 512,
+                        block_hashes=prompts[i],
+                        block_size=512,
+                        session=f"s{i}",
+                    )
+                    router.choose(asked)
                 best = min(best, (time.process_time() - began) / NUM_ASKED)
-            event = f", {1e6 * of_event:.1f} us an event" if router.follows_kv_events else ""
+            event = f", {1e6 * of_event:.1f} us an event" if router.kind.uses_prefixes else ""
             print(f"{num_replicas:6} replicas, {name:11}: {1e6 * best:.1f} us a decision{event}")
 
 

@@ -53,19 +53,19 @@ def _deployment(name: str, model: ModelSettings) -> serve.Deployment:
         max_ongoing_requests=model.max_ongoing_requests,
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         health_check_period_s=5.0,
-        request_router_config=_router(model.router),
+        request_router_config=_router(model),
     )
     if model.autoscaling is None:
         return deployment.options(num_replicas=model.num_replicas or 1)
     return deployment.options(num_replicas=None, autoscaling_config=_autoscaling(model.autoscaling))
 
 
-def _router(name: str) -> RequestRouterConfig:
-    if ":" in name:
-        return RequestRouterConfig(request_router_class=name)
+def _router(model: ModelSettings) -> RequestRouterConfig:
+    if model.router_class is None:
+        return RequestRouterConfig(request_router_class=model.router)
     return RequestRouterConfig(
         request_router_class="aioserve.ray.router:AioserveRouter",
-        request_router_kwargs={"router": name},
+        request_router_kwargs={"router": model.router, "options": model.router_options},
     )
 
 

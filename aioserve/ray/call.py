@@ -10,16 +10,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import ray.exceptions
 from ray import serve
 from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import AioserveError, EngineDeadError, RequestFailedError
+from aioserve.errors import (
+    AioserveError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestFailedError,
+)
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.ray.route import ROUTE, Route
-from aioserve.routing import Replica, RoutedRequest
+from aioserve.routing import RoutedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +77,7 @@ class Call:
         self._n = n
         self._on_end = on_end
         self._num_attempts = 0
-        self._avoid: set[Replica] = set()  # those that have failed it
+        self._avoid: set[str] = set()  # names of replicas that have failed it
         self._route = Route(request)
         self._response: DeploymentResponseGenerator[Any] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -111,10 +117,10 @@ class Call:
         self._aborting = asyncio.create_task(self._abort(self._reading, self._route.replica))
         return True
 
-    async def _abort(self, reading: "asyncio.Task[None]", replica: Replica | None) -> None:
+    async def _abort(self, reading: "asyncio.Task[None]", replica: str | None) -> None:
         if replica is not None:  # else a router of Ray's has chosen, which takes no orders
             abort = self._handle.options(method_name="abort")
-            route = {ROUTE: Route(RoutedRequest(0), only=replica)}
+            route = {ROUTE: Route(RoutedRequest(num_tokens=0), only=replica)}
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(ABORT_SECONDS):
                     await abort.remote(self._stream.request_id, **route)
@@ -132,13 +138,17 @@ class Call:
                 while not self._is_aborted:
                     self._num_attempts += 1
                     self._route.has_ended()
-                    self._route = Route(self._request, avoid=frozenset(self._avoid))
+                    self._route = self._make_route()
                     self._response = submit.remote(**self._arguments, **{ROUTE: self._route})
                     try:
                         await anext(self._response)
                         if not self._is_aborted:
                             return True
                     except Exception as error:
+                        if (refusal := self._route.refusal) is not None:
+                            raise EngineOverloadedError(
+                                refusal.reason, refusal.retry_after
+                            ) from error
                         if not self._is_aborted:
                             self._check_again(error)
             reason = FinishReason.ABORT
@@ -147,6 +157,15 @@ class Call:
         self._cancel()
         self._tell_end(reason)
         return False
+
+    def _make_route(self) -> Route:
+        """The route of the next attempt."""
+        loop = asyncio.get_running_loop()
+        return Route(
+            msgspec.structs.replace(self._request, num_attempts=self._num_attempts - 1),
+            avoid=frozenset(self._avoid),
+            on_refusal=lambda: loop.call_soon_threadsafe(self._cancel),
+        )
 
     async def _read(self) -> None:
         try:

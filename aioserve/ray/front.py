@@ -5,6 +5,7 @@ Tokenizes, so that the router can look for prefixes; text is made in the replica
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -20,6 +21,7 @@ from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import ConfigError, EngineDeadError, RequestError
+from aioserve.hints import SESSION
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck
@@ -184,16 +186,31 @@ class RayFront(EngineClientBase[RayParts]):
 
     async def _routed(self, spec: RequestSpec, adapter: str, parts: RayParts) -> RoutedRequest:
         num_tokens, size = len(spec.prompt_token_ids), self.config.cache.block_size
-        if not self._hashes:
-            return RoutedRequest(num_tokens, session=spec.user)
-        adapter_id = parts.info.adapter_ids.get(adapter, "")
-        request = Request(msgspec.structs.replace(spec, adapter_id=adapter_id))
-        num_blocks = num_tokens // size
-        for num_hashed in range(0, num_blocks, BLOCKS_AT_ONCE):
-            if num_hashed:
-                await asyncio.sleep(0)
-            hash_blocks(request, min(num_hashed + BLOCKS_AT_ONCE, num_blocks), size)
-        return RoutedRequest(num_tokens, tuple(request.block_hashes), size, spec.user)
+        hashes: Sequence[bytes] = ()
+        if self._hashes:
+            adapter_id = parts.info.adapter_ids.get(adapter, "")
+            request = Request(msgspec.structs.replace(spec, adapter_id=adapter_id))
+            num_blocks = num_tokens // size
+            for num_hashed in range(0, num_blocks, BLOCKS_AT_ONCE):
+                if num_hashed:
+                    await asyncio.sleep(0)
+                hash_blocks(request, min(num_hashed + BLOCKS_AT_ONCE, num_blocks), size)
+            hashes = tuple(request.block_hashes)
+        session = spec.hints.get(SESSION)
+        return RoutedRequest(
+            request_id=spec.request_id,
+            num_tokens=num_tokens,
+            max_tokens=spec.sampling_params.max_tokens,
+            arrival_time=spec.arrival_time,
+            deadline=spec.deadline,
+            user=spec.user,
+            priority=spec.priority,
+            session=session if isinstance(session, str) else spec.user,
+            adapter=adapter,
+            hints=spec.hints,
+            block_hashes=hashes,
+            block_size=size if hashes else 0,
+        )
 
     def _alive(self) -> RayParts:
         if self._parts is None:

@@ -1,4 +1,4 @@
-"""What a replica's KV cache holds, told to any number of routers over ZeroMQ.
+"""What a replica's KV cache holds and how busy it is, told to any number of routers over ZeroMQ.
 
 A router that comes late, or has missed something, gets all of it again. Hashes tell which prompts
 were asked, so they are encrypted (CurveZMQ) and told only to clients that show the ticket which
@@ -17,12 +17,14 @@ import zmq.asyncio
 
 from aioserve.errors import ConfigError
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from aioserve.routing import ReplicaReport
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two messages about what changed. Guesses: a router that hears of a block that
 # late sends a request to the wrong replica now and then, and nothing worse.
 FLUSH_SECONDS = 0.02
+REPORT_SECONDS = 0.1  # between two reports of how busy it is, while that changes
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # after which a router asks for all of it again
 
@@ -56,6 +58,7 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
     is_everything: bool
     stored: list[bytes]
     removed: list[bytes]
+    report: ReplicaReport | None = None  # how busy the replica is, where that has changed
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -65,9 +68,12 @@ _decode = msgspec.msgpack.Decoder(Changes).decode
 class KVFeed:
     """The replica's side. All of it on the loop of its engine."""
 
-    def __init__(self, host: str) -> None:
-        """Binds a free port of `host`, an address of this machine that routers can reach. Raises
-        `ConfigError` if the ZeroMQ here cannot encrypt.
+    def __init__(
+        self, host: str, get_report: Callable[[], ReplicaReport | None] = lambda: None
+    ) -> None:
+        """Binds a free port of `host`, an address of this machine that routers can reach;
+        `get_report` says how busy the replica is. Raises `ConfigError` if the ZeroMQ here cannot
+        encrypt.
         """
         if not zmq.has("curve"):
             raise ConfigError(
@@ -91,6 +97,8 @@ class KVFeed:
         self._changed: dict[bytes, bool] = {}  # since the last message: stored, or removed
         self._is_cleared = False
         self._numbers: dict[bytes, int] = {}  # of the last message, by router
+        self._get_report = get_report
+        self._report: ReplicaReport | None = None  # that was told last
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -124,25 +132,33 @@ class KVFeed:
                 continue
             self._flush()  # what it is told below holds that already
             self._numbers[router] = 0
-            self._send(router, Changes(0, True, list(self._held), []))
+            self._send(router, Changes(0, True, list(self._held), [], self._report))
 
     async def _tell(self) -> None:
         loop = asyncio.get_running_loop()
-        last = loop.time()
+        last = reported = loop.time()
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
-            if self._changed or self._is_cleared or loop.time() - last > HEARTBEAT_SECONDS:
-                last = loop.time()
-                self._flush()
+            report, now = None, loop.time()
+            if self._numbers and now - reported > REPORT_SECONDS:
+                reported = now
+                report = self._get_report()
+                report = None if report == self._report else report
+                self._report = report or self._report
+            is_due = report is not None or now - last > HEARTBEAT_SECONDS
+            if self._changed or self._is_cleared or is_due:
+                last = now
+                self._flush(report)
 
-    def _flush(self) -> None:
+    def _flush(self, report: ReplicaReport | None = None) -> None:
         is_everything, self._is_cleared = self._is_cleared, False
         changed, self._changed = self._changed, {}
         stored = [block_hash for block_hash, is_stored in changed.items() if is_stored]
         removed = [block_hash for block_hash, is_stored in changed.items() if not is_stored]
         for router in list(self._numbers):
             self._numbers[router] += 1
-            self._send(router, Changes(self._numbers[router], is_everything, stored, removed))
+            number = self._numbers[router]
+            self._send(router, Changes(number, is_everything, stored, removed, report))
 
     def _send(self, router: bytes, changes: Changes) -> None:
         try:
@@ -155,9 +171,13 @@ class KVFeed:
 
 
 async def follow(
-    ticket: Ticket, on_event: Callable[[KVEvent], None], silence: float = SILENCE_SECONDS
+    ticket: Ticket,
+    on_event: Callable[[KVEvent], None],
+    on_report: Callable[[ReplicaReport], None] = lambda report: None,
+    silence: float = SILENCE_SECONDS,
 ) -> None:
-    """Tell `on_event`, until cancelled, what the replica holds that gave the ticket.
+    """Tell `on_event`, until cancelled, what the replica holds that gave the ticket, and
+    `on_report`, with each message, how busy it is.
 
     What was missed is told as `AllBlocksCleared` and all that there is. Stored blocks come without
     their tokens and parents.
@@ -175,7 +195,7 @@ async def follow(
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
             socket.connect(ticket.address)
             try:
-                await _follow(socket, ticket.token, on_event, silence)
+                await _follow(socket, ticket.token, on_event, on_report, silence)
             finally:
                 socket.close(0)
     finally:
@@ -183,11 +203,16 @@ async def follow(
 
 
 async def _follow(
-    socket: zmq.asyncio.Socket, token: bytes, on_event: Callable[[KVEvent], None], silence: float
+    socket: zmq.asyncio.Socket,
+    token: bytes,
+    on_event: Callable[[KVEvent], None],
+    on_report: Callable[[ReplicaReport], None],
+    silence: float,
 ) -> None:
     """Until a message is missing, or none has come for `silence` seconds."""
     await socket.send(token)
     expected = 0
+    report: ReplicaReport | None = None
     while True:
         try:
             message = await asyncio.wait_for(socket.recv(), silence)
@@ -200,6 +225,9 @@ async def _follow(
         expected += 1
         for event in _events(changes):
             on_event(event)
+        report = changes.report or report
+        if report is not None:  # a message without one says that it is still so
+            on_report(report)
 
 
 def _events(changes: Changes) -> Iterator[KVEvent]:

@@ -5,6 +5,7 @@ that there may be some that follow its KV cache.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from aioserve.outputs import RequestOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.ray.gauges import StatsGauges
 from aioserve.ray.kv_feed import KVFeed
+from aioserve.ray.report import Reporter
 from aioserve.runner.info import RunnerInfo
 from aioserve.sampling_params import SamplingParams
 from aioserve.version import __version__
@@ -47,7 +49,8 @@ class EngineReplica:
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Raises what `AsyncEngine.start` does: Ray tells it and tries again."""
-        self._feed = KVFeed(ray.util.get_node_ip_address())
+        reporter = Reporter(config, lambda: self._engine.get_stats(), time.monotonic)
+        self._feed = KVFeed(ray.util.get_node_ip_address(), reporter.make)
         self._engine = AsyncEngine(config, on_kv_event=self._feed.note)
         try:
             await self._engine.start()

@@ -4,9 +4,10 @@ In one process: nothing of it travels to a replica. Knows no Ray.
 """
 
 import asyncio
-from collections.abc import Set
+import time
+from collections.abc import Callable, Set
 
-from aioserve.routing import Assignment, Choice, Replica, RoutedRequest
+from aioserve.routing import MAX_WAIT_SECONDS, Assignment, Refuse, RoutedRequest, Wait
 
 #: The keyword of a call that holds its `Route`.
 ROUTE = "route"
@@ -19,14 +20,20 @@ class Route:
         self,
         request: RoutedRequest,
         *,
-        avoid: Set[Replica] = frozenset(),
-        only: Replica | None = None,
+        avoid: Set[str] = frozenset(),
+        only: str | None = None,
+        on_refusal: Callable[[], object] = lambda: None,
     ) -> None:
-        """`avoid` have failed it before: they come last. With `only` no other will do."""
+        """`avoid` are names of replicas that have failed it before: they come last. With `only` no
+        other will do. `on_refusal` is called, on the router's thread, when the router refuses it.
+        """
         self.request = request
         self.avoid = avoid
         self.only = only
-        self.chosen: tuple[Replica, Choice] | None = None  # by the router, the last time
+        self.refusal: Refuse | None = None
+        self._on_refusal = on_refusal
+        self._waits_since: float | None = None
+        self._asks_at = 0.0
         self._assignment: Assignment | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the router
         self._is_over = False
@@ -36,24 +43,42 @@ class Route:
         return type(None), ()
 
     @property
-    def replica(self) -> Replica | None:
-        """The replica that has the call; None before one is assigned."""
-        return None if self._assignment is None else self._assignment.replica
+    def replica(self) -> str | None:
+        """The name of the replica that has the call; None before one is assigned."""
+        return None if self._assignment is None else self._assignment.name
 
-    def assign(self, replica: Replica) -> None:
-        """The call was sent to this replica. On the router's loop."""
-        cached = 0
-        if self.chosen is not None and self.chosen[0] is replica:
-            cached = self.chosen[1].num_cached_tokens
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the router has said to wait, and the time is not over."""
+        return time.monotonic() < self._asks_at
+
+    def refuse(self, refusal: Refuse) -> None:
+        """The router turns the call away. On the router's loop."""
+        self.refusal = refusal
+        self._on_refusal()
+
+    def wait(self, answer: Wait) -> None:
+        """The router lets the call wait; one that waits too long in all is refused. On the router's
+        loop.
+        """
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+        if now - self._waits_since >= MAX_WAIT_SECONDS:
+            self.refuse(Refuse(f"no replica was chosen within {MAX_WAIT_SECONDS:g} s"))
+        self._asks_at = now + answer.seconds
+
+    def assign(self, assignment: Assignment) -> None:
+        """The call was sent to a replica. On the router's loop."""
         self._loop = asyncio.get_running_loop()
-        self._assignment = Assignment(replica, self.request, cached)
+        self._assignment = assignment
         if self._is_over:  # its caller has left while it was on the way
-            self._assignment.has_ended()
+            assignment.has_ended()
 
     def has_started(self) -> None:
         """The first token is here. From any thread."""
         if self._assignment is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._assignment.has_started)
+            self._loop.call_soon_threadsafe(self._assignment.has_started, time.monotonic())
 
     def has_ended(self) -> None:
         """The call has ended or failed, or its caller has left. From any thread."""

@@ -3,6 +3,8 @@
 Data that checks itself. Knows no Ray.
 """
 
+import contextlib
+import importlib
 import os
 from typing import Annotated, Any
 
@@ -11,7 +13,7 @@ from msgspec import Meta, field
 
 from aioserve.config import AccessConfig, BatchConfig, EngineConfig, Section, ServerConfig
 from aioserve.errors import ConfigError
-from aioserve.routing import ROUTERS, make_router
+from aioserve.routing import BaseRouter, load_router
 from aioserve.server.access.keyring import ENVIRONMENT
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -53,22 +55,39 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     settings: dict[str, Any] = field(default_factory=dict)  # laid over it, as by `--set`
     num_replicas: PositiveInt | None = None  # one, unless they are scaled
     autoscaling: Autoscaling | None = None
-    router: str = "prefix"  # one of `aioserve.routing.ROUTERS`, or "module:class" of Ray's
+    router: str = "prefix"  # a name, file.py or module:Class, also one of Ray's own
+    router_options: dict[str, Any] = field(default_factory=dict)
     ray_actor_options: dict[str, Any] = field(default_factory=dict)  # num_cpus, num_gpus, ...
     max_ongoing_requests: PositiveInt = 10_000  # of a replica; its engine refuses what is too much
     graceful_shutdown_timeout_s: PositiveFloat = 600.0  # for a replica's requests, when it goes
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if ":" not in self.router:
-            make_router(self.router)
+        if (router := self.router_class) is not None:
+            router.parse_options(self.router_options)
+        elif self.router_options:
+            raise ConfigError(
+                f"router_options are of aioserve's routers, and {self.router} is a class of Ray's"
+            )
         if self.num_replicas is not None and self.autoscaling is not None:
             raise ConfigError("num_replicas has no effect beside autoscaling: leave one out")
 
     @property
+    def router_class(self) -> type[BaseRouter] | None:
+        """The router; None for a class of Ray's, which Ray loads. Raises `ConfigError`."""
+        module, colon, name = self.router.partition(":")
+        if not colon or module.endswith(".py"):
+            return load_router(self.router)
+        with contextlib.suppress(ImportError):
+            found = getattr(importlib.import_module(module), name, None)
+            if isinstance(found, type) and issubclass(found, BaseRouter):
+                return load_router(self.router)
+        return None
+
+    @property
     def wants_hashes(self) -> bool:
         """Whether its router looks at hashes of blocks."""
-        return self.router in ROUTERS and ROUTERS[self.router].follows_kv_events
+        return self.router_class is not None and self.router_class.uses_prefixes
 
     def engine_config(self) -> EngineConfig:
         """What each replica is started with. Raises `ConfigError`."""

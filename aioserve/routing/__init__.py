@@ -1,19 +1,50 @@
-"""Which replica gets a request: routers, and what they are told of it.
+"""All that the author of a router imports, and what asks routers.
 
-Knows no transport and no clock: it serves live and simulated senders.
+Knows no transport: it serves live and simulated senders.
 """
 
-from aioserve.routing.interface import Assignment, Choice, Replica, RoutedRequest, Router
+from aioserve.routing.accounts import Assignment
+from aioserve.routing.answers import MAX_WAIT_SECONDS, MIN_WAIT_SECONDS, Refuse, Wait
+from aioserve.routing.dispatcher import Dispatcher
+from aioserve.routing.errors import RouterError
+from aioserve.routing.interface import (
+    Answer,
+    BaseRouter,
+    Replicas,
+    RouterInterface,
+    RouterOptions,
+)
 from aioserve.routing.prefix_index import PrefixIndex
-from aioserve.routing.routers import ROUTERS, make_router
+from aioserve.routing.prefixes import Prefixes
+from aioserve.routing.registry import (
+    available_routers,
+    load_router,
+    make_dispatcher,
+    short_name,
+)
+from aioserve.routing.views import REPORTED, ReplicaReport, ReplicaView, RoutedRequest
 
 __all__ = [
-    "ROUTERS",
+    "MAX_WAIT_SECONDS",
+    "MIN_WAIT_SECONDS",
+    "REPORTED",
+    "Answer",
     "Assignment",
-    "Choice",
+    "BaseRouter",
+    "Dispatcher",
     "PrefixIndex",
-    "Replica",
+    "Prefixes",
+    "Refuse",
+    "ReplicaReport",
+    "ReplicaView",
+    "Replicas",
     "RoutedRequest",
-    "Router",
-    "make_router",
+    "RouterError",
+    "RouterInterface",
+    "RouterOptions",
+    "Wait",
+    "available_routers",
+    "load_router",
+    "make_dispatcher",
+    "short_name",
 ]

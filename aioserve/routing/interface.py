@@ -1,88 +1,85 @@
-"""What a router is asked, what it sees of the replicas, and what it answers.
+"""What a router is asked, and what its author derives from. The docstrings are the contract.
 
 The seam between senders of requests, live or simulated, and the choice. A router holds no
-connection, waits for nothing and reads no clock.
+connection and waits for nothing.
 """
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
-from aioserve.kv_cache.events import KVEvent
+import msgspec
 
-# A token that is held while a reply is made, beside one that still has to be computed. A guess: by
-# the profile h200-llama-8b-roofline, 300 tokens of a reply read a token of context for 9 us, and
-# computing one of a prompt takes 18.
-HELD_SHARE = 0.5
+from aioserve.option_struct import convert_options
+from aioserve.routing.answers import Refuse, Wait
+from aioserve.routing.prefixes import Prefixes
+from aioserve.routing.views import ReplicaView, RoutedRequest
 
-
-class RoutedRequest(NamedTuple):
-    """What is known of a request before a replica has it."""
-
-    num_tokens: int  # of the prompt
-    block_hashes: Sequence[bytes] = ()  # of its full blocks, as the KV caches have them
-    block_size: int = 0  # tokens that a hash stands for
-    session: str = ""  # the conversation that it goes on with, if the client says so
+#: One of the replicas that were shown, a refusal or a wait.
+Answer: TypeAlias = ReplicaView | Refuse | Wait
+Replicas: TypeAlias = tuple[ReplicaView, ...]
 
 
-class Replica:
-    """A replica that takes requests. `work` is in tokens, kept by the sender's `Assignment`s."""
-
-    __slots__ = ("name", "work")
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # unique in its fleet; one that comes back empty may have it again
-        self.work = 0.0  # of all requests that were sent to it and have not ended
+class RouterOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Base of a router's nested `Options`: typed, validated, unknown names refused."""
 
 
-class Choice(NamedTuple):
-    """The replica that a router chose for a request."""
+class RouterInterface(ABC):
+    """Chooses a replica for each request. Equal calls in equal order give equal answers.
 
-    place: int  # among the replicas that there were to choose from
-    num_cached_tokens: int = 0  # of its prompt that are there, as far as the router knows
-
-
-class Assignment:
-    """A request at a replica, as work: its prompt until the first token, then what it holds."""
-
-    __slots__ = ("_held", "_queued", "replica")
-
-    def __init__(self, replica: Replica, request: RoutedRequest, num_cached_tokens: int) -> None:
-        """Send the request to the replica, which finds `num_cached_tokens` of its prompt cached."""
-        self.replica = replica
-        self._queued = float(request.num_tokens - num_cached_tokens)
-        self._held = HELD_SHARE * request.num_tokens
-        replica.work += self._queued + self._held
-
-    def has_started(self) -> None:
-        """Its first token is here. Told again it changes nothing."""
-        self.replica.work -= self._queued
-        self._queued = 0.0
-
-    def has_ended(self) -> None:
-        """The request has ended, in whatever way: the replica's work is less."""
-        self.replica.work -= self._queued + self._held
-        self._queued = self._held = 0.0
-
-
-class Router(ABC):
-    """Chooses a replica for each request. Equal calls in equal order give equal answers."""
-
-    #: Whether it wants `RoutedRequest.block_hashes`, and `on_kv_event` called.
-    follows_kv_events: ClassVar[bool] = False
-
-    def __init__(self, seed: int = 0) -> None:
-        """`seed` is for those that draw lots."""
-        self.seed = seed
+    Called from one event loop, never from a thread. No method waits.
+    """
 
     @abstractmethod
-    def choose(self, request: RoutedRequest, replicas: tuple[Replica, ...]) -> Choice:
-        """One of `replicas`, which are at least one. The tuple stays the same while no replica
-        comes or goes: what follows from it may be kept.
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> Answer:
+        """One of `replicas`, which are at least one and in the same order each time; or `Refuse`,
+        or `Wait`. A request that waited is asked about again, and so is one whose replica has died
+        before its first token: that replica is not among those that are shown.
         """
 
-    def on_kv_event(self, name: str, event: KVEvent) -> None:  # noqa: B027 - most do not care
-        """What the engine of a replica says of its KV cache."""
+    def on_join(self, name: str) -> None:  # noqa: B027 - most do not care
+        """A replica has come, or has come back with nothing in its memory."""
 
-    def forget(self, name: str) -> None:  # noqa: B027 - most know nothing
-        """The replica of this name is gone, and its memory with it."""
+    def on_leave(self, name: str) -> None:  # noqa: B027 - most know nothing
+        """The replica is gone, and its memory with it. Requests that it had end before or after."""
+
+    def on_first_token(self, request: RoutedRequest, name: str, seconds: float) -> None:  # noqa: B027
+        """The first token of a request has come from the replica, `seconds` after it was sent."""
+
+    def on_end(self, request: RoutedRequest, name: str) -> None:  # noqa: B027
+        """A request that was sent to the replica has ended there, in whatever way."""
+
+
+class BaseRouter(RouterInterface):
+    """What authors of routers derive from: options, a clock, a die and the cached prefixes."""
+
+    #: Whether `prefixes` is to be filled, from what the KV caches say, and `block_hashes` with it.
+    uses_prefixes: ClassVar[bool] = False
+    #: Whether `ReplicaView` is to hold what replicas report: `num_running` and all after it.
+    uses_reports: ClassVar[bool] = False
+
+    Options: type[RouterOptions] = RouterOptions
+    options: Any
+
+    def __init__(
+        self,
+        options: dict[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = lambda: 0.0,
+        prefixes: Prefixes | None = None,
+    ) -> None:
+        """Raises `ConfigError` for options that the router does not have."""
+        self.options = self.parse_options(options or {})
+        #: Seconds of the sender's clock; the time module would break virtual time.
+        self.clock = clock
+        #: The one source of chance: the module `random` would break equal answers.
+        self.rng = random.Random(f"{seed} router")
+        #: Which replica holds how much of a prompt, if the router `uses_prefixes`.
+        self.prefixes = prefixes or Prefixes()
+
+    @classmethod
+    def parse_options(cls, options: dict[str, Any]) -> RouterOptions:
+        """The options as a struct. Raises `ConfigError` that names what is wrong."""
+        return convert_options(options, cls.Options, RouterOptions, f"router {cls.__name__}")

@@ -77,10 +77,29 @@ class PrefixIndex:
                 break
             mask = common
             count += 1
-        if not count:
-            return 0, []
+        return (count, self._names_of(mask)) if count else (0, [])
+
+    def num_blocks_by_name(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
+        """How many of these blocks, from the first on, each replica can find; without those that
+        cannot find the first.
+        """
+        holders, found = self._holders, dict[str, int]()
+        if not block_hashes:
+            return found
+        mask = holders.get(block_hashes[0], 0)
+        for count, block_hash in enumerate(block_hashes):
+            common = mask & holders.get(block_hash, 0)
+            if common != mask:  # some can find `count` blocks and no more
+                found.update(dict.fromkeys(self._names_of(mask ^ common), count))
+                mask = common
+            if not mask:
+                return found
+        found.update(dict.fromkeys(self._names_of(mask), len(block_hashes)))
+        return found
+
+    def _names_of(self, mask: int) -> list[str]:
         bits = bin(mask)[:1:-1]  # the first is that of place 0
-        return count, [name for name, bit in zip(self._names, bits, strict=False) if bit == "1"]
+        return [name for name, bit in zip(self._names, bits, strict=False) if bit == "1"]
 
     def num_blocks(self, name: str, block_hashes: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, this replica can find."""

@@ -17,7 +17,7 @@ from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineDeadError, EngineOverloadedError
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.ray.route import Route
-from aioserve.routing import Replica, RoutedRequest
+from aioserve.routing import Dispatcher, Refuse, RoutedRequest, load_router
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
@@ -60,6 +60,7 @@ class Handle:
     def __init__(self, *behaviours: Behaviour) -> None:
         self._behaviours = behaviours
         self.sent: list[Sent] = []
+        self.dispatcher = Dispatcher(load_router("round_robin"), clock=time.monotonic)
         self.aborts: list[Sent] = []
 
     def options(self, method_name: str, stream: bool = False) -> Any:
@@ -69,7 +70,8 @@ class Handle:
                 return self.aborts[-1]
             behave = self._behaviours[min(len(self.sent), len(self._behaviours) - 1)]
             sent = Sent(method_name, arguments, behave)
-            sent.route.assign(Replica(f"replica {len(self.sent)}"))
+            self.dispatcher.join(name := f"replica {len(self.sent)}")
+            sent.route.assign(self.dispatcher.assign(sent.route.request, name))
             self.sent.append(sent)
             return sent
 
@@ -78,7 +80,7 @@ class Handle:
 
     async def _abort(self, order: Sent) -> AsyncIterator[bool]:
         for sent in self.sent:
-            if sent.route.replica is order.route.only:
+            if sent.route.replica == order.route.only:
                 sent.is_aborted.set()
         yield True
 
@@ -124,6 +126,15 @@ async def is_full(sent: Sent) -> AsyncIterator[Any]:
     yield
 
 
+async def is_turned_away(sent: Sent) -> AsyncIterator[Any]:
+    """The router refuses it before any replica has it."""
+    sent.route.refuse(Refuse("the fleet is full", retry_after=7.0))
+    while not sent.is_cancelled:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    raise RuntimeError("cancelled")
+    yield
+
+
 class Caller:
     """A call, and what comes of it."""
 
@@ -135,7 +146,7 @@ class Caller:
         self.call = Call(
             self.handle,  # type: ignore[arg-type]
             {"timeout": left},
-            RoutedRequest(100),
+            RoutedRequest(num_tokens=100),
             self.stream,
             1,
             self._on_end,
@@ -159,7 +170,7 @@ class Caller:
         assert self.num_ends == 1
         for sent in self.handle.sent:
             assert sent.route.replica is not None
-            assert sent.route.replica.work == 0
+            assert self.handle.dispatcher.work_of(sent.route.replica) == 0
 
 
 async def test_outputs_come_and_the_replica_has_no_work_left() -> None:
@@ -196,6 +207,12 @@ async def test_what_no_replica_survives_is_given_up() -> None:
 async def test_a_refusal_is_raised_as_it_is() -> None:
     with pytest.raises(EngineOverloadedError, match="too many"):
         await Caller(is_full).call.begin()
+
+
+async def test_the_caller_hears_why_the_router_refuses() -> None:
+    with pytest.raises(EngineOverloadedError, match="the fleet is full") as raised:
+        await Caller(is_turned_away).call.begin()
+    assert raised.value.retry_after == 7.0
 
 
 async def test_an_abort_brings_what_the_replica_has() -> None:

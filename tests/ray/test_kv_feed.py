@@ -6,6 +6,7 @@ import zmq
 
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.ray.kv_feed import KVFeed, Ticket, follow
+from aioserve.routing import ReplicaReport
 
 
 def stored(name: str) -> BlockStored:
@@ -23,7 +24,7 @@ class Follower:
         self.held: set[str] = set()
         self.num_cleared = 0
         self._changed = asyncio.Event()
-        self.task = asyncio.create_task(follow(feed.ticket, self._note, silence))
+        self.task = asyncio.create_task(follow(feed.ticket, self._note, silence=silence))
 
     async def expect(self, *names: str) -> None:
         """Returns when these are held, and no others."""
@@ -167,3 +168,27 @@ async def test_a_router_that_has_gone_is_forgotten(feed: KVFeed) -> None:
             feed.note(stored("b"))
             feed.note(removed("b"))
             await asyncio.sleep(0.01)
+
+
+async def test_reports_reach_a_router_that_comes_early_and_one_that_comes_late() -> None:
+    report = ReplicaReport(num_running=3, max_num_seqs=8)
+    feed = KVFeed("127.0.0.1", lambda: report)
+    feed.start()
+    heard: list[asyncio.Queue[ReplicaReport]] = [asyncio.Queue(), asyncio.Queue()]
+    tasks = []
+    try:
+        for queue in heard:
+            on_report = queue.put_nowait
+            tasks.append(asyncio.create_task(follow(feed.ticket, lambda _: None, on_report)))
+            async with asyncio.timeout(20):
+                assert await queue.get() == report
+        report = ReplicaReport(num_running=4, max_num_seqs=8)
+        for queue in heard:
+            async with asyncio.timeout(20):
+                while await queue.get() != report:
+                    pass
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await feed.close()

@@ -224,6 +224,49 @@ async def test_a_conversation_goes_on_where_its_prefix_is(http: aiohttp.ClientSe
     assert hits >= 20  # by chance: once in a thousand times
 
 
+async def test_a_router_of_a_file_refuses_lets_wait_and_hears_what_replicas_report(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from aioserve.routing import BaseRouter, Refuse, RouterOptions, Wait\n"
+        "class Mine(BaseRouter):\n"
+        "    uses_reports = True\n"
+        "    class Options(RouterOptions):\n"
+        "        seconds: float\n"
+        "    def choose(self, request, replicas):\n"
+        "        if request.user == 'refused':\n"
+        "            return Refuse('not today', 7.0)\n"
+        "        if request.user == 'late':\n"
+        "            return Wait(self.options.seconds)\n"
+        "        if request.user == 'broken':\n"
+        "            return None\n"
+        "        busy = [replica for replica in replicas if replica.num_running]\n"
+        "        if request.user == 'follows':\n"
+        "            return busy[0] if busy else Wait(0.05)\n"
+        "        return replicas[0]\n"
+    )
+    options = {"seconds": 0.2}
+    deploy(
+        {"num_replicas": 2, "settings": SLOW, "router": f"{mine}:Mine", "router_options": options}
+    )
+    body = {"model": "embedded", "prompt": PROMPT, "max_tokens": 3}
+    async with http.post("/v1/completions", json=body | {"user": "refused"}) as response:
+        assert response.status == 429
+        assert response.headers["Retry-After"] == "7"
+        assert "not today" in (await response.json())["error"]["message"]
+    late = await complete(http, **body | {"user": "late", "timeout": 1.5})
+    assert late["choices"][0]["finish_reason"] == "timeout"
+    assert (await complete(http, **body | {"user": "broken"}))["usage"]["completion_tokens"] == 3
+    follows = asyncio.create_task(complete(http, **body | {"user": "follows"}))
+    await asyncio.sleep(1.0)
+    assert not follows.done()  # no replica has said that it runs anything
+    stream = Streamed(http, PROMPT)
+    assert (await follows)["usage"]["completion_tokens"] == 3
+    await stream.task
+    assert stream.is_done
+
+
 async def test_what_a_dying_replica_had_not_streamed_is_sent_elsewhere(
     http: aiohttp.ClientSession,
 ) -> None:

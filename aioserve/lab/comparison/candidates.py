@@ -67,10 +67,10 @@ def in_fleet(candidates: list[Candidate], spec: FleetSpec) -> list[Candidate]:
     """Each configuration behind each router, under the names of what differs."""
     found = []
     for candidate in candidates:
-        for router in spec.routers:
+        for choice in spec.choices:
             words = [candidate.name] if len(candidates) > 1 or len(spec.routers) == 1 else []
-            words += [router] if len(spec.routers) > 1 else []
-            found.append(Candidate(" ".join(words), candidate.config, spec.behind(router)))
+            words += [choice.shown] if len(spec.routers) > 1 else []
+            found.append(Candidate(" ".join(words), candidate.config, spec.behind(choice)))
     return found
 
 

@@ -34,7 +34,7 @@ from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.output_file import write
-from aioserve.routing import ROUTERS
+from aioserve.routing import available_routers
 
 
 def run_compare(words: Sequence[str]) -> int:
@@ -83,8 +83,8 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--routers",
         nargs="+",
         metavar="NAME",
-        help=f"routers to try with each configuration: {', '.join(ROUTERS)} (default: the fleet "
-        "file's, else least_work)",
+        help="routers to try with each configuration, a name, package.module:Class or file.py: "
+        f"{', '.join(available_routers())} (default: the fleet file's, else least_work)",
     )
     group.add_argument(
         "--price-per-hour",

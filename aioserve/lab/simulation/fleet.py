@@ -16,20 +16,22 @@ from aioserve.engine.core import TIMER_SECONDS
 from aioserve.errors import EngineOverloadedError
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet_plan import Fleet
+from aioserve.lab.simulation.fleet_request import RoutedRequests, Sent
+from aioserve.lab.simulation.knowledge import DelayLine
 from aioserve.lab.simulation.outcome import RunObserver, RunOutcome
-from aioserve.lab.simulation.reply_end import extra_stop_ids
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
-from aioserve.lab.workloads.workload import (
-    Workload,
-    build_images,
-    build_prompt,
-    followers,
-    replied_to,
-)
+from aioserve.lab.workloads.workload import Workload, followers, replied_to
 from aioserve.outputs import FinishReason
-from aioserve.request import Request, RequestSpec
-from aioserve.routing import Assignment, Replica, RoutedRequest, make_router
-from aioserve.sampling_params import SamplingParams
+from aioserve.request import Request
+from aioserve.routing import (
+    MAX_WAIT_SECONDS,
+    MIN_WAIT_SECONDS,
+    Assignment,
+    Refuse,
+    ReplicaReport,
+    Wait,
+    make_dispatcher,
+)
 
 NUM_STATES = 250  # points of queue and memory that are kept of a run, about
 
@@ -46,7 +48,8 @@ def simulate_fleet(
 ) -> "FleetOutcome":
     """Run in virtual time; byte for byte the same result every time.
 
-    Raises `ConfigError` for a fleet that cannot be, `PolicyError` when the policy fails.
+    Raises `ConfigError` for a fleet that cannot be, `PolicyError` when the policy fails,
+    `RouterError` when the router does.
     """
     fleet.check(config, workload)
     return _Run(config, workload, fleet, progress).run()
@@ -77,7 +80,8 @@ class _Seat:
 
     def __init__(self, place: int) -> None:
         self.place = place
-        self.replica = Replica(f"replica-{place}")
+        self.name = f"replica-{place}"
+        self.known_at = 0.0  # when the engine last took a request, a step or an expiry
         self.engine: SteppedEngine | None = None
         self.load: tuple[int, int, float] | None = None  # None: the engine has to be asked
         self.slowdowns: list[float] = []  # that last now, each times the others
@@ -90,6 +94,11 @@ class _Seat:
     def slowdown(self) -> float:
         """The factor by which its steps are longer than the model says."""
         return math.prod(self.slowdowns, start=1.0)
+
+    def reported(self) -> tuple[ReplicaReport, float]:
+        """What the replica says of itself, and when it was so."""
+        engine = self.engine
+        return ReplicaReport() if engine is None else engine.report(), self.known_at
 
 
 class _Run:
@@ -104,23 +113,24 @@ class _Run:
         self._clock = _Clock()
         self._heap: list[tuple[float, int, int, Happening]] = []
         self._num_events = 0
-        self._router = make_router(fleet.router, workload.seed)
+        self._dispatcher = make_dispatcher(
+            fleet.router, fleet.router_options, seed=workload.seed, clock=self._clock
+        )
+        self._uses_prefixes = self._dispatcher.kind.uses_prefixes
+        self._uses_reports = self._dispatcher.kind.uses_reports
+        self._knowledge = DelayLine(fleet.knowledge_delay, self._clock)
         self._outcome = FleetOutcome(len(workload.requests), fleet.num_replicas)
         self._token_times = self._outcome.token_times()
-        self._hasher = self._blueprint.make_kv_cache()  # an empty one: only hashes are wanted
+        self._requests = RoutedRequests(self._blueprint, workload, with_hashes=self._uses_prefixes)
         self._draft_acceptance = workload.draft_acceptance
         self._output_tokens = workload.output_tokens
-        self._max_tokens = workload.max_tokens(self._blueprint.max_request_tokens)
-        self._stop_token_ids = extra_stop_ids(self._blueprint.model_info)
-        self._replies: dict[int, list[int]] = {}
         self._is_replied_to = replied_to(workload.requests)
         self._followers = followers(workload.requests)
         self._num_missing = [len(request.waits_for) for request in workload.requests]
         self._seats = [_Seat(place) for place in range(fleet.num_replicas)]
-        self._up: tuple[_Seat, ...] = ()
-        self._replicas: tuple[Replica, ...] = ()
-        self._parked: list[int] = []  # no replica is up, and one will be
-        self._num_returns = 0  # of replicas, to come
+        self._named = {seat.name: seat for seat in self._seats}
+        self._parked: list[Sent] = []  # no replica is known to be up, and one will be
+        self._num_returns = 0  # of replicas, to be heard of
         self._plan_incidents(fleet)
         self._interval = max(workload.duration, 1.0) / NUM_STATES
         self._next_state = 0.0
@@ -129,7 +139,7 @@ class _Run:
         """Run until the last request has ended."""
         for seat in self._seats:
             self._start(seat)
-        self._count_up()
+            self._dispatcher.join(seat.name, seat.place)
         clock, heap = self._clock, self._heap
         arrivals = self._arrivals()
         next_arrival = next(arrivals, None)
@@ -166,44 +176,64 @@ class _Run:
         self._send(i)
 
     def _send(self, i: int) -> None:
-        """Send a request to the replica that the router names; again, if it was lost."""
-        asked, arrival = self._workload.requests[i], self._outcome.requests[i].arrival
-        if not self._up:
-            if self._num_returns:
-                self._parked.append(i)
-            else:
-                self._end(i, FinishReason.ERROR)
+        """Send a request to the replica that the router names."""
+        self._route(self._requests.make(i, self._outcome.requests[i].arrival))
+
+    def _send_again(self, i: int, lost: Assignment) -> None:
+        """Send a request that a replica has lost to another."""
+        self._outcome.num_resent += 1
+        arrival, num_attempts = self._outcome.requests[i].arrival, lost.request.num_attempts
+        sent = self._requests.make(i, arrival, num_attempts)
+        sent.has_failed_at(lost.name)
+        self._route(sent)
+
+    def _route(self, sent: Sent) -> None:
+        """Ask the router, and do what it answers."""
+        if sent.has_expired(self._clock.now):
+            self._end(sent.number, FinishReason.TIMEOUT)
             return
-        info = self._blueprint.model_info
-        spec = RequestSpec(
-            str(i),
-            build_prompt(asked, info.vocab_size, self._replies),
-            SamplingParams(
-                max_tokens=self._max_tokens[i],
-                stop_token_ids=self._stop_token_ids,
-                temperature=0,
-                detokenize=False,
-            ),
-            arrival_time=arrival,
-            eos_token_ids=info.eos_token_ids,
-            priority=asked.priority,
-            user=asked.user,
-            hints=asked.all_hints,
-            encoder_inputs=build_images(asked),
-            deadline=None if asked.timeout is None else arrival + asked.timeout,
-        )
-        request = Request(spec)
-        if self._router.follows_kv_events:
-            self._hasher.estimate_cached_tokens(request)  # which leaves it with its hashes
-        routed = RoutedRequest(
-            request.num_tokens,
-            request.block_hashes,
-            self._hasher.block_size,
-            f"{asked.session} {asked.crowd}" if asked.session >= 0 else "",
-        )
-        choice = self._router.choose(routed, self._replicas)
-        seat = self._up[choice.place]
-        engine = seat.engine
+        self._knowledge.catch_up()
+        answer = self._choose(sent)
+        if isinstance(answer, _Seat):
+            self._hand_over(sent, answer)
+        elif isinstance(answer, Wait):
+            self._let_wait(sent, answer.seconds)
+        elif isinstance(answer, Refuse):
+            self._end(sent.number, "refused")
+        elif self._num_returns:
+            self._parked.append(sent)
+        else:
+            self._end(sent.number, FinishReason.ERROR)
+
+    def _choose(self, sent: Sent) -> "_Seat | Refuse | Wait | None":
+        """The answer of the router; a replica that it does not know to be dead fails at once."""
+        while True:
+            answer = self._dispatcher.choose(sent.routed, sent.avoid)
+            if not isinstance(answer, str):
+                return answer
+            seat = self._named[answer]
+            if seat.engine is not None:
+                return seat
+            self._outcome.num_resent += 1
+            sent.has_failed_at(answer)
+
+    def _let_wait(self, sent: Sent, seconds: float) -> None:
+        """Ask again later, in all no longer than a request may wait."""
+        now = self._clock.now
+        if sent.waits_since is None:
+            sent.waits_since = now
+        left = sent.waits_since + MAX_WAIT_SECONDS - now
+        if left <= 0:
+            self._end(sent.number, "refused")
+            return
+        sent.avoid.clear()
+        when = now + min(max(seconds, MIN_WAIT_SECONDS), left)
+        deadline = sent.routed.deadline
+        when = when if deadline is None else min(when, deadline)
+        self._at(when, ARRIVAL, partial(self._route, sent))
+
+    def _hand_over(self, sent: Sent, seat: _Seat) -> None:
+        i, request, engine = sent.number, sent.request, seat.engine
         assert engine is not None
         self._catch_up(seat, engine)
         try:
@@ -212,11 +242,9 @@ class _Run:
             self._end(i, "refused")
             return
         self._outcome.replica_of[i] = seat.place
-        seat.live[request.request_id] = (
-            i,
-            request,
-            Assignment(seat.replica, routed, choice.num_cached_tokens),
-        )
+        assignment = self._dispatcher.assign(sent.routed, seat.name)
+        seat.live[request.request_id] = i, request, assignment
+        self._report(seat)
         if engine.is_idle:
             self._plan_turn(seat, self._clock.now)
         self._watch_expiry(seat)
@@ -230,7 +258,7 @@ class _Run:
             outcome.num_cached_tokens = request.num_cached_tokens
             outcome.num_output_tokens = request.num_output_tokens
             if i in self._is_replied_to:
-                self._replies[i] = request.output_token_ids
+                self._requests.replies[i] = request.output_token_ids
         self._progress(1)
         for follower in self._followers.get(i, ()):
             self._num_missing[follower] -= 1
@@ -266,7 +294,7 @@ class _Run:
         seat.load = None
         for output in outputs:
             i, request, assignment = seat.live[output.request_id]
-            assignment.has_started()
+            assignment.has_started(self._clock.now)
             if output.finish_reason is not None:
                 del seat.live[output.request_id]
                 assignment.has_ended()
@@ -275,11 +303,27 @@ class _Run:
             i, request, assignment = seat.live.pop(engine.rejected.pop(0))
             assignment.has_ended()
             self._end(i, "refused", request)
-        if self._router.follows_kv_events:
+        if self._uses_prefixes:
             for event in engine.take_events():
-                self._router.on_kv_event(seat.replica.name, event)
+                on_event = self._dispatcher.on_kv_event
+                self._knowledge.tell(partial(on_event, seat.name, event))
+        self._report(seat)
         if next_turn is not None:
             self._plan_turn(seat, next_turn)
+
+    def _report(self, seat: _Seat) -> None:
+        """The router hears of a replica's state, if it listens."""
+        if not self._uses_reports:
+            return
+        seat.known_at = self._clock.now
+        if (
+            not self._knowledge.delay
+        ):  # as it is when the router is asked: nothing changes till then
+            self._dispatcher.on_report(seat.name, seat.reported)
+            return
+        reported = seat.reported()
+        on_report = self._dispatcher.on_report
+        self._knowledge.tell(lambda: on_report(seat.name, lambda: reported))
 
     def _watch_expiry(self, seat: _Seat) -> None:
         """Have deadlines looked at when the next one is due."""
@@ -298,16 +342,17 @@ class _Run:
             i, request, assignment = seat.live.pop(request_id)
             assignment.has_ended()
             self._end(i, FinishReason.TIMEOUT, request)
+        self._report(seat)
         if seat.engine.is_idle:
             self._plan_turn(seat, self._clock.now)
         self._watch_expiry(seat)
 
     def _note_state(self) -> None:
         """Queue and memory of the whole fleet, thinned to a grid of times."""
-        for seat in self._up:
+        for seat in self._seats:
             if seat.load is None and seat.engine is not None:
                 seat.load = seat.engine.load
-        if loads := [seat.load for seat in self._up if seat.load is not None]:
+        if loads := [seat.load for seat in self._seats if seat.load is not None]:
             running, waiting, usages = zip(*loads, strict=True)
             states = self._outcome.states
             states.time.append(self._clock.now)
@@ -357,7 +402,7 @@ class _Run:
             self._blueprint,
             observer,
             self._clock,
-            record_events=self._router.follows_kv_events,
+            record_events=self._uses_prefixes,
         )
         seat.engine.runner.slowdown = seat.slowdown
         seat.engine.runner.draft_acceptance = self._draft_acceptance
@@ -376,8 +421,7 @@ class _Run:
         engine.catch_up()
         self._stop(seat, engine)
         seat.due = seat.expiry = math.inf
-        self._router.forget(seat.replica.name)
-        self._count_up()
+        self._notice(partial(self._dispatcher.leave, seat.name))
         live, seat.live = seat.live, {}
         for request_id, (i, request, assignment) in live.items():
             assignment.has_ended()
@@ -385,19 +429,27 @@ class _Run:
             while times and times[-1] > now:  # of the step that never came back
                 times.pop()
             if request_id in engine.unstarted:
-                self._outcome.num_resent += 1
-                self._send(i)
+                self._send_again(i, assignment)
             else:
                 self._end(i, FinishReason.ERROR, request)
 
     def _return(self, seat: _Seat) -> None:
-        self._num_returns -= 1
         self._start(seat)
-        self._count_up()
-        parked, self._parked = self._parked, []
-        for i in parked:
-            self._send(i)
+        self._notice(partial(self._has_returned, seat))
 
-    def _count_up(self) -> None:
-        self._up = tuple(seat for seat in self._seats if seat.engine is not None)
-        self._replicas = tuple(seat.replica for seat in self._up)
+    def _has_returned(self, seat: _Seat) -> None:
+        """The router knows of the replica from now on; what waited for one is sent."""
+        self._num_returns -= 1
+        self._dispatcher.join(seat.name, seat.place)
+        self._report(seat)
+        parked, self._parked = self._parked, []
+        for sent in parked:
+            sent.avoid.clear()
+            self._route(sent)
+
+    def _notice(self, notice: Callable[[], None]) -> None:
+        """A replica came or went, and the router hears of it."""
+        self._knowledge.tell(notice)
+        if self._knowledge.delay:
+            when = self._clock.now + self._knowledge.delay
+            self._at(when, INCIDENT, self._knowledge.catch_up)

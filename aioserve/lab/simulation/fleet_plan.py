@@ -3,7 +3,8 @@
 Knows YAML and what to refuse. Runs nothing.
 """
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -12,7 +13,7 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload
-from aioserve.routing import make_router
+from aioserve.routing import load_router, short_name
 from aioserve.shipped import find_fleet
 from aioserve.yaml_file import read_struct
 
@@ -20,13 +21,34 @@ Count = Annotated[int, Meta(ge=1)]
 Price = Annotated[float, Meta(ge=0)]
 
 
+Seconds = Annotated[float, Meta(ge=0, le=60)]
+
+
+class RouterChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A router with options, as a fleet file has it beside those that are plain names."""
+
+    router: str  # a name, package.module:Class or a file
+    options: dict[str, Any] = {}
+    name: str = ""  # by which tables have it (default: the router's)
+
+    @property
+    def shown(self) -> str:
+        """The name by which tables have it."""
+        return self.name or short_name(self.router)
+
+    def check(self) -> None:
+        """Raises `ConfigError` for a router that there is not, or options that it has not."""
+        load_router(self.router).parse_options(self.options)
+
+
 class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of a fleet file."""
 
     replicas: Count
-    routers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("least_work",)
+    routers: Annotated[tuple[str | RouterChoice, ...], Meta(min_length=1)] = ("least_work",)
     price_per_hour: Price | None = None  # of a replica, in any currency
     incidents: Incidents = Incidents()  # beside those of the workload
+    knowledge_delay: Seconds = 0.0  # after which the sender hears of a replica, in seconds
 
     @classmethod
     def load(
@@ -40,20 +62,53 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ConfigError(f"a fleet has at least 1 replica, got {words}")
             spec = cls(replicas=int(words))
         else:
-            spec = read_struct(find_fleet(words), "fleet", cls)
+            path = find_fleet(words)
+            spec = _beside(read_struct(path, "fleet", cls), path)
         if routers is not None:
             spec = msgspec.structs.replace(spec, routers=routers)
         if price is not None:
             spec = msgspec.structs.replace(spec, price_per_hour=price)
-        for name in spec.routers:
-            make_router(name)
-        if len(set(spec.routers)) < len(spec.routers):
-            raise ConfigError(f"a router is named twice: {', '.join(spec.routers)}")
+        for choice in spec.choices:
+            choice.check()
+        shown = [choice.shown for choice in spec.choices]
+        if len(set(shown)) < len(shown):
+            raise ConfigError(f"a router is named twice: {', '.join(shown)}")
         return spec
 
-    def behind(self, router: str) -> "Fleet":
+    @property
+    def choices(self) -> tuple[RouterChoice, ...]:
+        """The routers, each with its options."""
+        return tuple(
+            RouterChoice(router=each) if isinstance(each, str) else each for each in self.routers
+        )
+
+    def behind(self, choice: RouterChoice) -> "Fleet":
         """The fleet with one of its routers."""
-        return Fleet(self.replicas, router, self.price_per_hour, self.incidents)
+        return Fleet(
+            self.replicas,
+            choice.router,
+            self.price_per_hour,
+            self.incidents,
+            choice.options,
+            self.knowledge_delay,
+        )
+
+
+def _beside(spec: FleetSpec, path: Path) -> FleetSpec:
+    """The fleet; routers that are files of Python beside `path` with their paths."""
+
+    def found(router: str) -> str:
+        file, colon, name = router.partition(":")
+        beside = path.parent / file
+        return f"{beside}{colon}{name}" if file.endswith(".py") and beside.is_file() else router
+
+    routers = tuple(
+        found(each)
+        if isinstance(each, str)
+        else msgspec.structs.replace(each, router=found(each.router))
+        for each in spec.routers
+    )
+    return msgspec.structs.replace(spec, routers=routers)
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -63,6 +118,8 @@ class Fleet(msgspec.Struct, frozen=True):
     router: str
     price_per_hour: float | None = None  # of a replica
     incidents: Incidents = Incidents()
+    router_options: dict[str, Any] = {}
+    knowledge_delay: float = 0.0  # seconds after which the sender hears of a replica
 
     def check(self, config: EngineConfig, workload: Workload) -> None:
         """Raises `ConfigError` for incidents of replicas that there are not, and for settings that

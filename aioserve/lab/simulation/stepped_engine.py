@@ -15,6 +15,7 @@ from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request
+from aioserve.routing import ReplicaReport
 from aioserve.runner.simulation.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
@@ -23,6 +24,7 @@ from aioserve.step_loop import StepLoop
 
 # Steps of decodes that are planned together: more are cut short by arrivals, fewer do not pay.
 MIN_AHEAD, MAX_AHEAD = 2, 128
+KEPT = 0.9  # weight of the mean of step times beside the newest step: ten steps, about
 
 
 class Blueprint:
@@ -98,12 +100,14 @@ class SteppedEngine:
         self.runner.on_step = observer.note
         self.observer = observer
         self.busy_seconds = 0.0
+        self.step_seconds = 0.0  # mean of the newest steps
         #: Ids of requests of which nothing has come back yet.
         self.unstarted: set[str] = set()
         #: Ids of requests that the policy has rejected, until the caller takes them.
         self.rejected: list[str] = []
         self._kv_cache = blueprint.make_kv_cache(record_events=record_events)
         settings = blueprint.config.scheduler
+        self._max_num_seqs = settings.max_num_seqs
         self._scheduler = blueprint.make_scheduler(self._kv_cache, clock)
         self._loop: StepLoop[_Result] = StepLoop(
             self._scheduler,
@@ -136,6 +140,21 @@ class SteppedEngine:
         pool = self._kv_cache.pool
         return *self._scheduler.get_request_counts(), pool.num_used_blocks / pool.num_blocks
 
+    def report(self) -> ReplicaReport:
+        """What a replica tells a router of itself."""
+        stats, pool = self._scheduler.make_stats(), self._kv_cache.pool
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        size = self._kv_cache.block_size
+        return ReplicaReport(
+            num_running,
+            num_waiting,
+            0 if stats is None else stats.num_waiting_tokens,
+            self._max_num_seqs,
+            pool.num_blocks * size,
+            pool.num_free_blocks * size,
+            self.step_seconds,
+        )
+
     def catch_up(self) -> float | None:
         """Do the steps that have ended by now, before the caller asks or changes anything; when to
         call `turn` then, if that has changed.
@@ -160,6 +179,7 @@ class SteppedEngine:
             self.runner.be_busy_until(ends[count])
             self.observer.note_decodes(ends[: count + 1], len(tokens))
             self.busy_seconds += ends[count] - ends[0]
+            self._note_seconds((ends[count] - ends[0]) / count, count)
             self._last_end = ends[count]
         return ends[count]
 
@@ -180,7 +200,9 @@ class SteppedEngine:
         for step in loop.fill():
             now = self._clock()
             step.handle = _Result(*self.runner.run_step(step.told, now))
-            self.busy_seconds += step.handle.end - max(now, self._last_end)
+            seconds = step.handle.end - max(now, self._last_end)
+            self.busy_seconds += seconds
+            self._note_seconds(seconds, 1)
             self._last_end = step.handle.end
         while loop.failed:  # rejected: other failures are raised
             rejected, _ = loop.failed.pop()
@@ -188,9 +210,9 @@ class SteppedEngine:
             self.unstarted.difference_update(rejected or ())
         if loop.in_flight:
             return outputs, self._look_ahead()
-        seconds = loop.idle_seconds()
-        if seconds is not None:  # the policy holds a request back
-            return outputs, self._clock() + (0.0 if is_woken else seconds)
+        idle = loop.idle_seconds()
+        if idle is not None:  # the policy holds a request back
+            return outputs, self._clock() + (0.0 if is_woken else idle)
         return outputs, None
 
     def take_events(self) -> list[KVEvent]:
@@ -206,6 +228,11 @@ class SteppedEngine:
         expired = self._loop.expire_requests()
         self.unstarted.difference_update(expired)
         return expired
+
+    def _note_seconds(self, seconds: float, count: int) -> None:
+        """`count` steps took so many seconds each."""
+        kept = KEPT**count if self.step_seconds else 0.0
+        self.step_seconds = kept * self.step_seconds + (1.0 - kept) * seconds
 
     def _on_wake(self) -> None:
         """A request came or ended: if steps are with the runner, the turn after them is early."""

@@ -16,7 +16,7 @@ from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.incidents import Failure, Incidents, Straggler
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.routing import ROUTERS
+from aioserve.routing import available_routers
 from tests.lab.simulation.test_run import config, request, workload
 from tests.policy_names import SHIPPED
 
@@ -168,7 +168,7 @@ def test_nobody_is_taken_to_keep_decoding_who_need_not(policy: str, tmp_path: Pa
     check_equal(config(str(file)), asked)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", available_routers())
 def test_every_request_of_a_fleet_ends_and_the_same_way_again(router: str) -> None:
     asked = traffic()
     first = simulate_fleet(config("chunked_prefill"), asked, Fleet(3, router))
@@ -199,7 +199,7 @@ def test_when_a_replica_dies_what_had_not_streamed_is_served_elsewhere() -> None
     assert outcome.num_resent == 1
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", available_routers())
 def test_nothing_is_lost_while_replicas_die_and_come_back(router: str) -> None:
     failures = tuple(
         Failure(replica=i % 3, at=0.05 + 0.1 * i, down=0.15 if i < 6 else None) for i in range(9)

@@ -1,0 +1,137 @@
+"""Keeps what a sender knows of its replicas, and asks the router where each request goes.
+
+Serves live and simulated senders. Knows no transport: which replicas there are, and what comes of
+requests, its sender tells it.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Set
+from typing import Any
+
+from aioserve.kv_cache.events import KVEvent
+from aioserve.routing.accounts import Account, Assignment, Reported
+from aioserve.routing.answers import Refuse, Wait
+from aioserve.routing.errors import RouterError, blamed
+from aioserve.routing.interface import BaseRouter
+from aioserve.routing.prefix_index import PrefixIndex
+from aioserve.routing.prefixes import Prefixes
+from aioserve.routing.views import ReplicaView, RoutedRequest
+
+
+class Dispatcher:
+    """One for each router that lives. What the router raises, or answers that is no answer, is a
+    `RouterError`.
+    """
+
+    def __init__(
+        self,
+        kind: type[BaseRouter],
+        options: dict[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float],
+    ) -> None:
+        """Raises `ConfigError` for options that the router does not have."""
+        self.kind = kind
+        self._clock = clock
+        self._index = PrefixIndex()
+        self._prefixes = Prefixes(self._index)
+        with blamed(kind, "__init__()"):
+            self._router = kind(options, seed=seed, clock=clock, prefixes=self._prefixes)
+        self._accounts: dict[str, Account] = {}
+        self._ordered: list[tuple[int, str]] = []
+        self._views: list[ReplicaView] | None = None  # in order; None: replicas came or went
+        self._changed: set[Account] = set()
+        self._num_joined = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the replicas that are known, in order."""
+        return [name for _, name in self._ordered]
+
+    def join(self, name: str, order: int | None = None) -> None:
+        """A replica is there from now on; `order` is its place among the others, the last one if
+        it is None.
+        """
+        self._num_joined += 1
+        account = Account(name, self._num_joined if order is None else order, self._changed)
+        self._accounts[name] = account
+        insort(self._ordered, (account.order, name))
+        self._views = None
+        with blamed(self.kind, "on_join()"):
+            self._router.on_join(name)
+
+    def leave(self, name: str) -> None:
+        """The replica is gone. A name that is not known changes nothing."""
+        account = self._accounts.pop(name, None)
+        if account is None:
+            return
+        self._ordered.remove((account.order, name))
+        self._views = None
+        self._changed.discard(account)
+        account.changed = set()  # what it had ends later
+        self._index.forget(name)
+        with blamed(self.kind, "on_leave()"):
+            self._router.on_leave(name)
+
+    def on_kv_event(self, name: str, event: KVEvent) -> None:
+        """What the KV cache of a replica has said. Changes nothing if the replica is not known, or
+        the router does not use prefixes.
+        """
+        if self.kind.uses_prefixes and name in self._accounts:
+            self._index.apply(name, event)
+
+    def on_report(self, name: str, make_report: Callable[[], Reported]) -> None:
+        """A replica has said something new, which `make_report` gives with the time at which it was
+        true: asked for when the router is asked next, unless something newer came before. Changes
+        nothing if the replica is not known, or the router does not use reports.
+        """
+        account = self._accounts.get(name)
+        if account is not None and self.kind.uses_reports:
+            account.make_report = make_report
+            self._changed.add(account)
+
+    def work_of(self, name: str) -> float:
+        """The work of a replica, in tokens, by this sender's account."""
+        return self._accounts[name].work
+
+    def choose(
+        self, request: RoutedRequest, avoid: Set[str] = frozenset()
+    ) -> str | Refuse | Wait | None:
+        """The name of a replica, a refusal or a wait; None if there is none but those of `avoid`.
+        Raises `RouterError`.
+        """
+        replicas = self._shown(avoid)
+        if not replicas:
+            return None
+        with blamed(self.kind, "choose()"):
+            answer = self._router.choose(request, replicas)
+        if isinstance(answer, ReplicaView):
+            if answer.name in self._accounts and answer.name not in avoid:
+                return answer.name
+        elif isinstance(answer, Refuse | Wait):
+            return answer
+        raise RouterError(
+            f"{self.kind.__name__}: choose() must return one of the replicas that it is shown, "
+            f"Refuse or Wait; got {answer!r:.100}"
+        )
+
+    def assign(self, request: RoutedRequest, name: str) -> Assignment:
+        """The request was sent to the replica of this name. To be told when it starts and ends."""
+        cached = self._prefixes.cached_tokens(request, name)
+        return Assignment(self._accounts[name], request, cached, self._router, self._clock())
+
+    def _shown(self, avoid: Set[str]) -> tuple[ReplicaView, ...]:
+        """A view of each replica; those that have not changed are the same objects."""
+        if self._views is None:
+            self._views = []
+            for _, name in self._ordered:
+                self._accounts[name].place = len(self._views)
+                self._views.append(self._accounts[name].view())
+        else:
+            for account in self._changed:
+                self._views[account.place] = account.view()
+        self._changed.clear()
+        if avoid:
+            return tuple(view for view in self._views if view.name not in avoid)
+        return tuple(self._views)

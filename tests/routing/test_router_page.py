@@ -1,0 +1,64 @@
+"""The page on routers is true: its router runs, its fleet file loads, no field is missing."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aioserve.cli import main
+from aioserve.lab.simulation.fleet_plan import FleetSpec
+from aioserve.ray.settings import RaySettings
+from aioserve.routing import ReplicaView, RoutedRequest, available_routers, load_router
+
+PAGE = (Path(__file__).parents[2] / "docs/writing-a-router.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files of the page."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "batch_aside.py").write_text(blocks("python")[0])
+    (tmp_path / "fleet.yaml").write_text(blocks("yaml")[0])
+    return tmp_path
+
+
+def test_the_router_of_the_page_is_compared_as_the_page_says(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--limit", "40", "--seeds", "1", "--jobs", "1"]
+    command = blocks("bash")[1].replace("\\\n", " ").split()
+    assert command[:3] == ["python", "-m", "aioserve"]
+    assert main([*command[3:], *words]) == 0
+    printed = capsys.readouterr().out
+    for name in ("fcfs prefix", "fcfs BatchAside", "chunked_prefill BatchAside"):
+        assert f"fcfs least_work  {name}" in printed
+
+
+def test_the_fleet_file_and_the_ray_settings_of_the_page_are_taken(folder: Path) -> None:
+    spec = FleetSpec.load("fleet.yaml")
+    assert [choice.shown for choice in spec.choices] == ["least_work", "eight"]
+    settings = yaml.safe_load(blocks("yaml")[1].replace("/srv/", ""))
+    (model,) = RaySettings.of(settings).models
+    assert model.router_class is not None
+    assert model.router_class.__name__ == "BatchAside"
+
+
+def test_the_page_names_every_field_that_a_router_sees_and_every_router() -> None:
+    words = set(re.findall(r"`(\w+)`", PAGE))
+    assert set(RoutedRequest.__struct_fields__) <= words
+    assert set(ReplicaView.__struct_fields__) <= words
+    assert set(available_routers()) <= words
+
+
+def test_the_router_of_the_page_keeps_batch_requests_aside(folder: Path) -> None:
+    router = load_router("batch_aside.py")({"most_running": 1})
+    idle, busy = ReplicaView("a", work=9.0), ReplicaView("b", num_running=2)
+    batch = RoutedRequest(num_tokens=1, hints={"slo_class": "batch"})
+    assert router.choose(RoutedRequest(num_tokens=1), (idle, busy)) is busy
+    assert router.choose(batch, (idle, busy)) is idle
+    assert type(router.choose(batch, (busy,))).__name__ == "Wait"
