@@ -25,7 +25,7 @@ from aioserve.errors import (
 )
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.ray.route import ROUTE, Route
-from aioserve.routing import RoutedRequest
+from aioserve.routing import MAX_WAIT_SECONDS, MIN_WAIT_SECONDS, Refuse, RoutedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,8 @@ class Call:
         self._reading: asyncio.Task[None] | None = None
         self._aborting: asyncio.Task[None] | None = None
         self._is_aborted = False
+        self._let_go = asyncio.Event()
+        self._waits_since: float | None = None  # time of the router's first answer to wait
         self._last: dict[int, RequestOutput] = {}  # of each sample
 
     async def begin(self) -> None:
@@ -99,6 +101,7 @@ class Call:
     def let_go(self) -> None:
         """End it before it has begun: `begin` returns."""
         self._is_aborted = True
+        self._let_go.set()
         self._cancel()
 
     def drop(self) -> None:
@@ -145,11 +148,14 @@ class Call:
                         if not self._is_aborted:
                             return True
                     except Exception as error:
-                        if (refusal := self._route.refusal) is not None:
-                            raise EngineOverloadedError(
-                                refusal.reason, refusal.retry_after
-                            ) from error
-                        if not self._is_aborted:
+                        answer = self._route.answer
+                        if isinstance(answer, Refuse):
+                            told = answer.reason, answer.retry_after
+                            raise EngineOverloadedError(*told) from error
+                        if answer is not None:
+                            self._num_attempts -= 1
+                            await self._wait(answer.seconds)
+                        elif not self._is_aborted:
                             self._check_again(error)
             reason = FinishReason.ABORT
         except TimeoutError:
@@ -161,11 +167,31 @@ class Call:
     def _make_route(self) -> Route:
         """The route of the next attempt."""
         loop = asyncio.get_running_loop()
-        return Route(
-            msgspec.structs.replace(self._request, num_attempts=self._num_attempts - 1),
+
+        def take_back() -> None:
+            if self._route is route:
+                self._cancel()
+
+        route = Route(
+            msgspec.structs.replace(self._request, num_attempts=len(self._avoid)),
             avoid=frozenset(self._avoid),
-            on_refusal=lambda: loop.call_soon_threadsafe(self._cancel),
+            on_answer=lambda: loop.call_soon_threadsafe(take_back),
         )
+        return route
+
+    async def _wait(self, seconds: float) -> None:
+        """The router is to be asked again after these seconds. Raises `EngineOverloadedError` for a
+        call that has waited too long in all.
+        """
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+        left = self._waits_since + MAX_WAIT_SECONDS - now
+        if left <= 0:
+            raise EngineOverloadedError(f"no replica was chosen within {MAX_WAIT_SECONDS:g} s")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(max(seconds, MIN_WAIT_SECONDS), left)):
+                await self._let_go.wait()
 
     async def _read(self) -> None:
         try:

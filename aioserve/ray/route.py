@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Set
 
-from aioserve.routing import MAX_WAIT_SECONDS, Assignment, Refuse, RoutedRequest, Wait
+from aioserve.routing import Assignment, Refuse, RoutedRequest, Wait
 
 #: The keyword of a call that holds its `Route`.
 ROUTE = "route"
@@ -22,18 +22,16 @@ class Route:
         *,
         avoid: Set[str] = frozenset(),
         only: str | None = None,
-        on_refusal: Callable[[], object] = lambda: None,
+        on_answer: Callable[[], object] = lambda: None,
     ) -> None:
         """`avoid` are names of replicas that have failed it before: they come last. With `only` no
-        other will do. `on_refusal` is called, on the router's thread, when the router refuses it.
+        other will do. `on_answer` is called, on the router's thread, when the router names none.
         """
         self.request = request
         self.avoid = avoid
         self.only = only
-        self.refusal: Refuse | None = None
-        self._on_refusal = on_refusal
-        self._waits_since: float | None = None
-        self._asks_at = 0.0
+        self.answer: Refuse | Wait | None = None  # of the router, in place of a replica
+        self._on_answer = on_answer
         self._assignment: Assignment | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the router
         self._is_over = False
@@ -47,26 +45,10 @@ class Route:
         """The name of the replica that has the call; None before one is assigned."""
         return None if self._assignment is None else self._assignment.name
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the router has said to wait, and the time is not over."""
-        return time.monotonic() < self._asks_at
-
-    def refuse(self, refusal: Refuse) -> None:
-        """The router turns the call away. On the router's loop."""
-        self.refusal = refusal
-        self._on_refusal()
-
-    def wait(self, answer: Wait) -> None:
-        """The router lets the call wait; one that waits too long in all is refused. On the router's
-        loop.
-        """
-        now = time.monotonic()
-        if self._waits_since is None:
-            self._waits_since = now
-        if now - self._waits_since >= MAX_WAIT_SECONDS:
-            self.refuse(Refuse(f"no replica was chosen within {MAX_WAIT_SECONDS:g} s"))
-        self._asks_at = now + answer.seconds
+    def answered(self, answer: Refuse | Wait) -> None:
+        """The router turns the call away, or lets it wait. On the router's loop."""
+        self.answer = answer
+        self._on_answer()
 
     def assign(self, assignment: Assignment) -> None:
         """The call was sent to a replica. On the router's loop."""

@@ -66,14 +66,17 @@ class AioserveRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """First the one that was chosen, then all by their work: for one that has no seat left.
-        None at all for a call that is refused or is to wait: Ray asks again.
+        """First the one that was chosen, then all by their work: for one that has no seat left. An
+        empty list for a call that is refused or waits, until its caller has taken it back: then
+        any, at which Ray sees that it is over.
         """
         route = _route_of(pending_request)
+        if pending_request is not None and pending_request.future.done():
+            return [candidate_replicas]
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if route is not None and route.only is not None:
             return [[by_name[route.only]]] if route.only in by_name else []
-        if route is not None and (route.refusal is not None or route.is_waiting):
+        if route is not None and route.answer is not None:
             return []
         known = set(self._known.values())
         if not by_name.keys() <= known:  # Ray has a replica that is too new to be known here
@@ -102,10 +105,8 @@ class AioserveRouter(RequestRouter):
             return min(names.keys() - avoid, key=self._dispatcher.work_of)
         if isinstance(answer, str):
             return answer
-        if isinstance(answer, Refuse) and route is not None:
-            route.refuse(answer)
-        elif isinstance(answer, Wait) and route is not None:
-            route.wait(answer)
+        if isinstance(answer, Refuse | Wait) and route is not None:
+            route.answered(answer)
         return None
 
     def on_request_routed(

@@ -17,7 +17,7 @@ from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineDeadError, EngineOverloadedError
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.ray.route import Route
-from aioserve.routing import Dispatcher, Refuse, RoutedRequest, load_router
+from aioserve.routing import Dispatcher, Refuse, RoutedRequest, Wait, load_router
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
@@ -128,7 +128,24 @@ async def is_full(sent: Sent) -> AsyncIterator[Any]:
 
 async def is_turned_away(sent: Sent) -> AsyncIterator[Any]:
     """The router refuses it before any replica has it."""
-    sent.route.refuse(Refuse("the fleet is full", retry_after=7.0))
+    sent.route.answered(Refuse("the fleet is full", retry_after=7.0))
+    while not sent.is_cancelled:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    raise RuntimeError("cancelled")
+    yield
+
+
+async def is_to_wait(sent: Sent) -> AsyncIterator[Any]:
+    """The router lets it wait before any replica has it."""
+    sent.route.answered(Wait(0.02))
+    while not sent.is_cancelled:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    raise RuntimeError("cancelled")
+    yield
+
+
+async def waits_long(sent: Sent) -> AsyncIterator[Any]:
+    sent.route.answered(Wait(50.0))
     while not sent.is_cancelled:  # noqa: ASYNC110
         await asyncio.sleep(0)
     raise RuntimeError("cancelled")
@@ -213,6 +230,37 @@ async def test_the_caller_hears_why_the_router_refuses() -> None:
     with pytest.raises(EngineOverloadedError, match="the fleet is full") as raised:
         await Caller(is_turned_away).call.begin()
     assert raised.value.retry_after == 7.0
+
+
+async def test_a_call_that_is_to_wait_is_sent_anew_and_no_replica_is_avoided() -> None:
+    caller = Caller(is_to_wait, is_to_wait, is_to_wait, is_to_wait, serves)
+    await caller.call.begin()
+    assert (await caller.read()).text == "ab"
+    assert len(caller.handle.sent) == 5
+    assert not caller.handle.sent[-1].route.avoid
+    assert not caller.handle.sent[-1].route.request.num_attempts
+
+
+async def test_a_call_that_waits_too_long_in_all_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call, "MAX_WAIT_SECONDS", 0.05)
+    with pytest.raises(EngineOverloadedError, match=r"no replica was chosen within 0\.05 s"):
+        await Caller(is_to_wait).call.begin()
+
+
+async def test_a_call_that_waits_ends_when_its_caller_leaves_or_its_time_is_over() -> None:
+    caller = Caller(waits_long)
+    begun = asyncio.create_task(caller.call.begin())
+    while not (caller.handle.sent and caller.handle.sent[0].is_cancelled):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    caller.call.let_go()
+    async with asyncio.timeout(20):
+        await begun
+    assert (await caller.read()).finish_reason is FinishReason.ABORT
+    late = Caller(waits_long, seconds=0.05)
+    await late.call.begin()
+    assert (await late.read()).finish_reason is FinishReason.TIMEOUT
 
 
 async def test_an_abort_brings_what_the_replica_has() -> None:
