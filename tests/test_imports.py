@@ -255,6 +255,8 @@ ALLOWED = {
     },
     "aioserve.testing": {
         "aioserve.formats",
+        "aioserve.kv_cache.events",
+        "aioserve.routing",
         "aioserve.hints",
         "aioserve.row_values",
         "aioserve.kv_connector",

@@ -76,6 +76,8 @@ class AioserveRouter(RequestRouter):
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if route is not None and route.only is not None:
             return [[by_name[route.only]]] if route.only in by_name else []
+        if pending_request is not None:  # else Ray asks again at once, and nothing else has a turn
+            pending_request.routing_context.should_backoff = True
         if route is not None and route.answer is not None:
             return []
         known = set(self._known.values())

@@ -19,6 +19,8 @@ POINTS = 64
 class SessionSticky(BaseRouter):
     """Chooses the replica that owns the next point of the ring after the session's own."""
 
+    keeps_sessions = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.points: dict[str, list[int]] = {}  # by replica

@@ -59,6 +59,9 @@ class BaseRouter(RouterInterface):
     #: Whether `ReplicaView` is to hold what replicas report: `num_running` and all after it.
     uses_reports: ClassVar[bool] = False
 
+    #: A promise, which the contract checks: a session stays at its replica while that lives.
+    keeps_sessions: ClassVar[bool] = False
+
     Options: type[RouterOptions] = RouterOptions
     options: Any
 

@@ -49,9 +49,9 @@ SHARED_DICE = random.random.__self__  # type: ignore[attr-defined]
 
 
 @contextmanager
-def watched_calls(policy: type, where: Callable[[], str]) -> Iterator[None]:
+def watched_calls(policy: type, where: Callable[[], str], word: str = "policy") -> Iterator[None]:
     """Raise `ContractViolation` behind the block for the first such call that code of the policy's
-    package made in it; `where` names the step.
+    package made in it; `where` names the step, and `word` says what it is, if it is no policy.
     """
     found: list[str] = []
     packages = {_package(kind.__module__) for kind in policy.__mro__} - {"builtins"}
@@ -63,10 +63,10 @@ def watched_calls(policy: type, where: Callable[[], str]) -> Iterator[None]:
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call":
             if argument in BUILT_IN and is_policy(frame):
-                found.append(f"{where()}: {_message(BUILT_IN[argument], frame)}")
+                found.append(f"{where()}: {_message(BUILT_IN[argument], frame, word)}")
         elif event == "call" and (name := _name(frame)) and (caller := frame.f_back):
             if is_policy(caller):
-                found.append(f"{where()}: {_message(name, caller)}")
+                found.append(f"{where()}: {_message(name, caller, word)}")
 
     before = sys.getprofile()
     sys.setprofile(look)
@@ -91,11 +91,12 @@ def _package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _message(name: str, frame: FrameType) -> str:
+def _message(name: str, frame: FrameType, word: str) -> str:
+    again = "wake_at()" if word == "policy" else "Wait"
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     why = (
-        "every request waits while it sleeps; wake_at() has it asked again at a time"
+        f"every request waits while it sleeps; {again} has it asked again at a time"
         if name == "time.sleep"
         else "a replay decides otherwise; time is self.clock(), dice are a random.Random(seed)"
     )
-    return f"the policy calls {name}() ({place}): {why}"
+    return f"the {word} calls {name}() ({place}): {why}"

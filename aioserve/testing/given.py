@@ -60,6 +60,20 @@ def _format_subject(config: pytest.Config, kind: type) -> Any:
     return FormatSubject(kind, config.getoption("--aioserve-examples") or DEFAULT_EXAMPLES)
 
 
+def _load_router(config: pytest.Config, spec: str) -> type:
+    from aioserve.routing import load_router
+
+    router = load_router(spec)
+    router.parse_options(config.getoption("--aioserve-router-options"))
+    return router
+
+
+def _router_subject(config: pytest.Config, kind: type) -> Any:
+    from aioserve.testing.routers.contract import RouterSubject
+
+    return RouterSubject(kind, config.getoption("--aioserve-router-options"))
+
+
 POLICY = Contract(
     "--aioserve-policy", "aioserve.testing.contract", _load_policy, _policy_subject,
     pytest.StashKey[dict[str, type]](),
@@ -68,4 +82,8 @@ FORMAT = Contract(
     "--aioserve-format", "aioserve.testing.formats.contract", _load_format, _format_subject,
     pytest.StashKey[dict[str, type]](),
 )  # fmt: skip
-CONTRACTS = (POLICY, FORMAT)
+ROUTER = Contract(
+    "--aioserve-router", "aioserve.testing.routers.contract", _load_router, _router_subject,
+    pytest.StashKey[dict[str, type]](),
+)  # fmt: skip
+CONTRACTS = (POLICY, FORMAT, ROUTER)

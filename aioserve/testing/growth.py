@@ -101,11 +101,11 @@ def _sizes(scheduler: BaseScheduler) -> dict[str, int]:
             module = vars(sys.modules[kind.__module__])
             found |= {name: value for name, value in module.items() if not name.startswith("__")}
     theirs = {id(vars(scheduler)[name]) for name in shared} | {id(scheduler), id(vars(scheduler))}
-    return {name: _size(value, theirs) for name, value in found.items()}
+    return {name: size_of(value, theirs) for name, value in found.items()}
 
 
-def _size(value: object, theirs: set[int]) -> int:
-    """Bytes of an object and of all that it refers to, but for code and what is `theirs`."""
+def size_of(value: object, theirs: set[int]) -> int:
+    """Bytes of an object and of all that it refers to, but for code and what is `theirs`, by id."""
     seen, line, size = set(theirs), [value], 0
     while line:
         item = line.pop()

@@ -1,9 +1,10 @@
 """A pytest plugin: `pytest --aioserve-policy mypkg.mod:MyScheduler` runs the contract on it.
 
 Loaded in every pytest run where aioserve is installed, so it imports nothing before it is asked.
-`--aioserve-format` does the same for formats of replies. The tests are those of
-`aioserve.testing.contract` and `aioserve.testing.formats.contract`; the first broken rule is told
-on a screen, wherever the contract runs.
+`--aioserve-format` does the same for formats of replies, `--aioserve-router` for routers of fleets.
+The tests are those of `aioserve.testing.contract`, `aioserve.testing.formats.contract` and
+`aioserve.testing.routers.contract`; the first broken rule is told on a screen, wherever the
+contract runs.
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ BROKEN = pytest.StashKey[set[type]]()  # classes that have broken a rule
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("aioserve", "contracts of scheduler policies and of reply formats")
+    group = parser.getgroup("aioserve", "contracts of policies, of reply formats and of routers")
     group.addoption(
         "--aioserve-policy",
         action="append",
@@ -55,6 +56,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FORMAT",
         help="run the contract on this format of replies, as --aioserve-policy does for a policy: "
         "a name, package.module:Class or path/to/file.py:Class; repeatable",
+    )
+    group.addoption(
+        "--aioserve-router",
+        action="append",
+        default=[],
+        metavar="ROUTER",
+        help="run the contract on this router of a fleet, as --aioserve-policy does for a policy: "
+        "a name, package.module:Class or path/to/file.py:Class; repeatable",
+    )
+    group.addoption(
+        "--aioserve-router-options",
+        type=_mapping,
+        default={},
+        metavar="JSON",
+        help="options of these routers, as a JSON object",
     )
 
 

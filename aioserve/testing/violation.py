@@ -9,6 +9,10 @@ class FormatViolation(AssertionError):
     """A format of replies broke a rule; the message names the rule and the text."""
 
 
+class RouterViolation(AssertionError):
+    """A router broke a rule; the message names the rule, and a replica or request."""
+
+
 class Starvation(ContractViolation):
     """A request is never served, or never to its end."""
 

@@ -14,6 +14,9 @@ from aioserve.testing.violation import ContractViolation
 
 T = TypeVar("T")
 
+#: Packages of aioserve that hold what contracts look at.
+OPEN = ("aioserve.policies.", "aioserve.routers.")
+
 #: Attributes of a scheduler that its base sets, once.
 FIXED = (
     *("max_num_seqs", "max_num_batched_tokens", "max_loras", "max_model_len"),
@@ -85,5 +88,5 @@ def _watched(kind: type[T], note: Callable[[T, str], None]) -> type[T]:
 
 
 def is_ours(module: str) -> bool:
-    """Whether code of this module is aioserve's own, and no policy."""
-    return module.startswith("aioserve.") and not module.startswith("aioserve.policies.")
+    """Whether code of this module is aioserve's own, and no policy or router."""
+    return module.startswith("aioserve.") and not module.startswith(OPEN)

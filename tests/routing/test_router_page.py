@@ -1,6 +1,7 @@
 """The page on routers is true: its router runs, its fleet file loads, no field is missing."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from aioserve.cli import main
 from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.ray.settings import RaySettings
 from aioserve.routing import ReplicaView, RoutedRequest, available_routers, load_router
+from tests import processes
 
 PAGE = (Path(__file__).parents[2] / "docs/writing-a-router.md").read_text()
 
@@ -62,3 +64,10 @@ def test_the_router_of_the_page_keeps_batch_requests_aside(folder: Path) -> None
     assert router.choose(RoutedRequest(num_tokens=1), (idle, busy)) is busy
     assert router.choose(batch, (idle, busy)) is idle
     assert type(router.choose(batch, (busy,))).__name__ == "Wait"
+
+
+def test_the_router_of_the_page_keeps_the_contract(folder: Path) -> None:
+    command = blocks("bash")[2].splitlines()[0].split()
+    result = processes.run(sys.executable, "-m", *command, "-p", "no:cacheprovider", cwd=folder)
+    assert result.returncode == 0, result.stdout
+    assert " passed" in result.stdout

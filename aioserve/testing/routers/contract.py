@@ -1,0 +1,99 @@
+"""The contract of routers as tests that run on any router.
+
+In a suite of your own:
+
+    class TestMine(RouterContract):
+        router = MyRouter
+
+From a command line, without a file: `pytest --aioserve-router mine.py:Mine`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "the contract of routers needs pytest: pip install aioserve[test]"
+    ) from error
+
+from aioserve.routing import BaseRouter
+from aioserve.testing.routers import cost, reads, rules
+from aioserve.testing.routers.subject import RouterSubject
+
+__all__ = ["RouterContract", "RouterSubject"]
+
+
+class RouterContract:
+    """Derive a class `Test...` that sets `router`, and `options` if it needs some."""
+
+    router: ClassVar[type[BaseRouter]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    @pytest.fixture
+    def subject(self) -> RouterSubject:
+        """What is tested; the pytest plugin puts the routers of the command line here."""
+        return RouterSubject(self.router, self.options)
+
+    def test_it_asks_for_what_it_reads(self, subject: RouterSubject) -> None:
+        """By `uses_reports` and `uses_prefixes`."""
+        reads.check_reads(subject)
+
+    def test_time_and_chance_are_its_own(self, subject: RouterSubject) -> None:
+        """No clock, no dice of the process, no sleep."""
+        reads.check_foreign_calls(subject)
+
+    def test_equal_calls_give_equal_answers(self, subject: RouterSubject) -> None:
+        """While replicas come and go."""
+        rules.check_same_again(subject)
+
+    def test_answers_do_not_depend_on_hashes_of_strings(self, subject: RouterSubject) -> None:
+        """In two processes with other seeds of hashes."""
+        reads.check_hash_order(subject)
+
+    def test_it_leaves_requests_as_they_are(self, subject: RouterSubject) -> None:
+        """Their hints too."""
+        rules.check_hints(subject)
+
+    def test_no_replica_is_starved_or_flooded(self, subject: RouterSubject) -> None:
+        """By equal requests to a full fleet."""
+        rules.check_shares(subject)
+
+    def test_one_beginning_floods_no_replica(self, subject: RouterSubject) -> None:
+        """That the prompts of all requests have."""
+        rules.check_one_beginning(subject)
+
+    def test_old_knowledge_floods_no_replica(self, subject: RouterSubject) -> None:
+        """Half a second old."""
+        rules.check_old_knowledge(subject)
+
+    def test_replicas_that_report_nothing_are_neither_starved_nor_flooded(
+        self, subject: RouterSubject
+    ) -> None:
+        """Two of ten, and all of them."""
+        rules.check_missing_knowledge(subject)
+
+    def test_nothing_is_lost_when_replicas_die_and_come_back(self, subject: RouterSubject) -> None:
+        """Noticed at once, and a second later."""
+        rules.check_churn(subject)
+
+    def test_an_idle_fleet_serves(self, subject: RouterSubject) -> None:
+        """After all that was."""
+        rules.check_idle(subject)
+
+    def test_sessions_stay_if_that_is_promised(self, subject: RouterSubject) -> None:
+        """While their replica lives and others come and go."""
+        rules.check_sessions(subject)
+
+    def test_a_decision_costs_in_proportion(self, subject: RouterSubject) -> None:
+        """To the number of replicas, up to 1,000."""
+        cost.check_cost(subject)
+
+    def test_memory_does_not_grow(self, subject: RouterSubject) -> None:
+        """With requests and sessions that have ended."""
+        cost.check_memory(subject)
+
+
+class TestGivenRouters(RouterContract):
+    """The routers of the command line."""

@@ -1,0 +1,42 @@
+"""The router that is under test, with its options.
+
+Knows how it is made. Knows no rule.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioserve.routing import BaseRouter
+from aioserve.testing.routers.toy_fleet import ToyFleet
+
+
+@dataclass(frozen=True)
+class RouterSubject:
+    """A router under test."""
+
+    router: type[BaseRouter]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> type[BaseRouter]:
+        """The class under test."""
+        return self.router
+
+    @property
+    def name(self) -> str:
+        """By which messages have it."""
+        return self.router.__name__
+
+    def fleet(
+        self,
+        num_replicas: int,
+        *,
+        delay: float = 0.0,
+        silent: frozenset[str] = frozenset(),
+        seed: int = 0,
+    ) -> ToyFleet:
+        """A new fleet behind a new router."""
+        return ToyFleet(
+            self.router, self.options, num_replicas, delay=delay, silent=silent, seed=seed
+        )
