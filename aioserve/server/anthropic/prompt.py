@@ -7,6 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioserve.errors import RequestError
+from aioserve.server.anthropic.blocks import (
+    BLOCKS,
+    RESULTS,
+    SYSTEM,
+    all_parts,
+    checked_blocks,
+    parts_of,
+)
 from aioserve.server.anthropic.protocol import (
     Block,
     CountTokensRequest,
@@ -16,34 +24,10 @@ from aioserve.server.anthropic.protocol import (
 )
 from aioserve.server.chat.tool_structs import FunctionDefinition
 from aioserve.server.chat.tool_use import Choice, Names, ToolUse, tool_use
-from aioserve.server.images import ImageParts, Part, content_of, joined, text_part
+from aioserve.server.images import ImageParts, content_of, joined, text_part
 from aioserve.server.passed_over import is_vendors
-from aioserve.server.validation import convert_part, refuse_all_but
+from aioserve.server.validation import convert_part
 
-# By role of the message: the types of blocks, with the fields that each has.
-_SYSTEM: Mapping[str, Sequence[str]] = {"text": ("text",)}
-_SHOWN: Mapping[str, Sequence[str]] = {**_SYSTEM, "image": ("source",)}
-_BLOCKS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "system": _SYSTEM,
-    "user": {**_SHOWN, "tool_result": ("tool_use_id", "content", "is_error")},
-    "assistant": {
-        **_SYSTEM,
-        "tool_use": ("id", "name", "input"),
-        "thinking": ("thinking", "signature"),
-        "redacted_thinking": (),  # no model but its vendor's can read it
-    },
-}
-_RESULTS: Mapping[str, Sequence[str]] = {**_SHOWN, "tool_reference": ("tool_name",)}
-_REQUIRED = {
-    "text": ("text",),
-    "image": ("source",),
-    "tool_result": ("tool_use_id",),
-    "tool_use": ("id", "name", "input"),
-    "thinking": ("thinking",),
-    "tool_reference": ("tool_name",),
-}
-_SOURCES: Mapping[str, Sequence[str]] = {"base64": ("media_type", "data"), "url": ("url",)}
-_HINTS = ("cache_control", "caller", "citations", "data")
 _CHOICES: Mapping[str, Choice] = {
     "auto": "auto",
     "none": "none",
@@ -62,7 +46,7 @@ def template_messages(body: CountTokensRequest, images: ImageParts) -> list[dict
         raise RequestError("messages must not be empty", param="messages")
     messages: list[dict[str, Any]] = []
     if body.system:
-        system = _blocks(body.system, _SYSTEM, "system")
+        system = checked_blocks(body.system, SYSTEM, "system")
         messages.append({"role": "system", "content": _text(system)})
     names: dict[str, str] = {}  # of the tools that were called, by the ids of the calls
     for i, message in enumerate(body.messages):
@@ -82,7 +66,7 @@ def template_messages(body: CountTokensRequest, images: ImageParts) -> list[dict
 def _tell(
     message: InputMessage, path: str, names: dict[str, str], images: ImageParts
 ) -> list[dict[str, Any]]:
-    blocks = _blocks(message.content, _BLOCKS[message.role], path)
+    blocks = checked_blocks(message.content, BLOCKS[message.role], path)
     if message.role == "assistant":
         return [_assistants(blocks, names)]
     if message.role == "system":
@@ -91,11 +75,11 @@ def _tell(
     for i, block in enumerate(blocks):
         place = f"{path}[{i}]"
         if block.type != "tool_result":
-            shown.append(_shown(block, place, images))
+            shown += parts_of(block, place, images)
             continue
         place = f"{place}.content"
-        inner = _blocks(block.content or "", _RESULTS, place)
-        parts = [_shown(one, f"{place}[{j}]", images) for j, one in enumerate(inner)]
+        inner = checked_blocks(block.content or "", RESULTS, place)
+        parts = all_parts(inner, place, images)
         if block.is_error:
             parts.insert(0, text_part("Error: "))
         result = {
@@ -109,29 +93,6 @@ def _tell(
     if shown or not results:
         results.append({"role": "user", "content": content_of(shown)})
     return results
-
-
-def _shown(block: Block, path: str, images: ImageParts) -> Part:
-    """A text or an image as chat templates know it."""
-    if block.type == "tool_reference":  # every tool is told at once
-        return text_part(f"The tool {block.tool_name} can be called.\n")
-    if block.source is None:
-        return text_part(block.text or "")
-    source, path = block.source, f"{path}.source"
-    if source.type not in _SOURCES:
-        known = " and ".join(map(repr, _SOURCES))
-        raise RequestError(
-            f"{path}: sources of type {source.type[:64]!r} are not supported by this server, only "
-            f"{known}",
-            param=path,
-        )
-    refuse_all_but(("type", *_SOURCES[source.type]), source, path)
-    for name in _SOURCES[source.type]:
-        if getattr(source, name) is None:
-            raise RequestError(f"{path}.{name} is missing", param=f"{path}.{name}")
-    if source.type == "url":
-        return images.add(f"{path}.url", source.url or "")
-    return images.add_base64(path, source.media_type or "", source.data or "")
 
 
 def _assistants(blocks: Sequence[Block], names: dict[str, str]) -> dict[str, Any]:
@@ -162,27 +123,6 @@ def _join(first: dict[str, Any], second: dict[str, Any]) -> None:
             first[name] = joined(first[name], value)
         elif name != "role":
             first[name] = "\n".join(filter(None, (first.get(name), value)))
-
-
-def _blocks(
-    content: str | list[Block], types: Mapping[str, Sequence[str]], path: str
-) -> Sequence[Block]:
-    """Checked: of a type that is understood there, with its fields and no others."""
-    if isinstance(content, str):
-        return [Block(type="text", text=content)]
-    for i, block in enumerate(content):
-        place = f"{path}[{i}]"
-        if block.type not in types:
-            known = " and ".join(map(repr, types))
-            raise RequestError(
-                f"{place}: blocks of type {block.type[:64]!r} are not supported here, only {known}",
-                param=place,
-            )
-        refuse_all_but(("type", *types[block.type], *_HINTS), block, place)
-        for name in _REQUIRED.get(block.type, ()):
-            if getattr(block, name) is None:
-                raise RequestError(f"{place}.{name} is missing", param=f"{place}.{name}")
-    return content
 
 
 def _text(blocks: Sequence[Block]) -> str:

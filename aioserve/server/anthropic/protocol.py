@@ -18,16 +18,17 @@ from aioserve.structured_outputs import StructuredOutputs
 
 
 class Source(RequestPart, kw_only=True, omit_defaults=True):
-    """Where an image is, or all of it; its type says which."""
+    """Where an image or a document is, or all of it; its type says which."""
 
     type: str
-    # Of base64.
+    # Of base64, and of text.
     media_type: str | None = None
     data: str | None = None
     # Of url.
     url: str | None = None
+    # Of content.
+    content: "str | list[Block] | None" = None
     # Of others; not served.
-    content: Empty = None
     file_id: Empty = None
 
 
@@ -50,8 +51,11 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
     # Of thinking.
     thinking: str | None = None
     signature: str | None = None  # never checked: any model's thinking is taken
-    # Of image.
+    # Of image and document.
     source: Source | None = None
+    # Of document.
+    context: str | None = None
+    title: str | None = None
     # Of tool_reference.
     tool_name: str | None = None
     # Hints: where a call or a text came from.
@@ -59,8 +63,6 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
     citations: Any = None
     data: Any = None  # of redacted_thinking, which only its vendor can read
     # Of blocks that are not understood; not served.
-    context: Empty = None
-    title: Empty = None
     toolset_name: Empty = None
 
 

@@ -20,6 +20,7 @@ from aioserve.server.chat.thinking import tell_reasoning
 from aioserve.server.errors import to_wire
 from aioserve.server.generation import Answer
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES, TOKEN_TEXTS
+from aioserve.server.logprob_structs import ChatTokenLogprob
 from aioserve.server.protocol import Usage
 from aioserve.server.responses.custom_tools import input_of
 from aioserve.server.responses.events import (
@@ -32,6 +33,7 @@ from aioserve.server.responses.events import (
     PartEvent,
     ResponseEvent,
 )
+from aioserve.server.responses.logprobs import TokenQueue
 from aioserve.server.responses.prompt import NOTHING_OFFERED, Offered
 from aioserve.server.responses.protocol import (
     InputItem,
@@ -72,6 +74,7 @@ class ItemWriter:
         self._offered = offered
         self._open: OutputItem | None = None  # without its text
         self._pieces: list[str] = []  # of that
+        self._logprobs: list[ChatTokenLogprob] = []  # of that, if it is a message
         self._number = 0  # of the next event
 
     def event(self, kind: type[Numbered], name: str, **fields: Any) -> Numbered:
@@ -79,11 +82,13 @@ class ItemWriter:
         self._number += 1
         return kind(type=name, sequence_number=self._number - 1, **fields)
 
-    def tell(self, event: Event) -> list[Numbered]:
-        """What begins the item of the event, if it is another than the open one, and the delta."""
+    def tell(self, event: Event, logprobs: Sequence[ChatTokenLogprob] = ()) -> list[Numbered]:
+        """What begins the item of the event, if it is another than the open one, and the delta.
+        `logprobs` are those of its tokens, if it is text of a message.
+        """
         match event:
             case Content():
-                return self._go_on(OutputMessage, "msg_", event.text)
+                return self._go_on(OutputMessage, "msg_", event.text, logprobs)
             case Reasoning():
                 return self._go_on(ReasoningItem, "rs_", event.text)
             case Call():
@@ -110,17 +115,22 @@ class ItemWriter:
         return told + self._end("completed" if is_whole else "incomplete")
 
     def _go_on(
-        self, kind: type[OutputMessage] | type[ReasoningItem], prefix: str, text: str
+        self,
+        kind: type[OutputMessage] | type[ReasoningItem],
+        prefix: str,
+        text: str,
+        logprobs: Sequence[ChatTokenLogprob] = (),
     ) -> list[Numbered]:
         told = [] if isinstance(self._open, kind) else self._begin(kind(id=new_id(prefix)))
-        return [*told, self._delta(text)]
+        self._logprobs += logprobs
+        return [*told, self._delta(text, logprobs)]
 
     def _begin(self, item: OutputItem) -> list[Numbered]:
         told = self._end("completed")
-        self._open, self._pieces = item, []
+        self._open, self._pieces, self._logprobs = item, [], []
         told.append(self._item_event("added", item))
         if not isinstance(item, CallItem):
-            told.append(self._of_item(PartEvent, "content_part.added", part=_part(item, "")))
+            told.append(self._of_item(PartEvent, "content_part.added", part=self._part(item, "")))
         return told
 
     def _end(self, status: Status) -> list[Numbered]:
@@ -138,10 +148,12 @@ class ItemWriter:
                 self._of_item(DoneEvent, f"{_kind(item)}.done", input=text),
             ]
         else:
-            part = _part(item, text)
+            part = self._part(item, text)
             whole = msgspec.structs.replace(item, status=status, content=[part])
             told = [
-                self._of_item(DoneEvent, f"{_kind(item)}.done", text=text, **_logprobs(item)),
+                self._of_item(
+                    DoneEvent, f"{_kind(item)}.done", text=text, **_told(item, self._logprobs)
+                ),
                 self._of_item(PartEvent, "content_part.done", part=part),
             ]
         told.append(self._item_event("done", whole))
@@ -149,11 +161,16 @@ class ItemWriter:
         self.items.append(whole)
         return told
 
-    def _delta(self, text: str) -> Numbered:
+    def _delta(self, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> Numbered:
         assert self._open is not None, "a call comes before its arguments"
         self._pieces.append(text)
         name = f"{_kind(self._open)}.delta"
-        return self._of_item(DeltaEvent, name, delta=text, **_logprobs(self._open))
+        return self._of_item(DeltaEvent, name, delta=text, **_told(self._open, logprobs))
+
+    def _part(self, item: OutputMessage | ReasoningItem, text: str) -> OutputText | ReasoningText:
+        if isinstance(item, OutputMessage):
+            return OutputText(text=text, logprobs=list(self._logprobs))
+        return ReasoningText(text=text)
 
     def _item_event(self, name: str, item: OutputItem) -> Numbered:
         return self.event(
@@ -182,12 +199,8 @@ def _kind(item: OutputItem) -> str:
             return "custom_tool_call_input"
 
 
-def _part(item: OutputMessage | ReasoningItem, text: str) -> OutputText | ReasoningText:
-    return OutputText(text=text) if isinstance(item, OutputMessage) else ReasoningText(text=text)
-
-
-def _logprobs(item: OutputItem) -> dict[str, Any]:
-    return {"logprobs": []} if isinstance(item, OutputMessage) else {}
+def _told(item: OutputItem, logprobs: Sequence[ChatTokenLogprob]) -> dict[str, Any]:
+    return {"logprobs": list(logprobs)} if isinstance(item, OutputMessage) else {}
 
 
 class ResponseAnswer(Answer):
@@ -206,7 +219,9 @@ class ResponseAnswer(Answer):
         """`items` are the input of the response, with all that came before it."""
         super().__init__(request, body.model, body.request_id)
         self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
-        self._pieces = request.app[TOKEN_TEXTS].bytes
+        texts = request.app[TOKEN_TEXTS]
+        self._pieces = texts.bytes
+        self._queue = None if params.logprobs is None else TokenQueue(texts)
         self._owner = owner_of(request)
         self._body, self._use, self._params = body, offered.use, params
         body.input = ""  # with images in it, it would stay as long as the stream
@@ -235,7 +250,7 @@ class ResponseAnswer(Answer):
             told = [self._event("created", response), self._event("in_progress", response)]
         self._last = output
         for event in self._read(output):
-            told += self._writer.tell(event)
+            told += self._writer.tell(event, self._logprobs_of(event))
         return b"".join(map(typed_event, told))
 
     def ending(self, usage: Usage) -> bytes:
@@ -253,7 +268,7 @@ class ResponseAnswer(Answer):
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Response:
         [output] = outputs
         for event in self._read(output):
-            self._writer.tell(event)
+            self._writer.tell(event, self._logprobs_of(event))
         self._writer.end(is_whole=_incomplete(output) is None)
         return self._finished(output, usage)
 
@@ -280,7 +295,14 @@ class ResponseAnswer(Answer):
         return response
 
     def _read(self, output: RequestOutput) -> list[Event]:
+        if self._queue is not None:
+            self._queue.append(output)
         return self._get_reader().read(output)
+
+    def _logprobs_of(self, event: Event) -> Sequence[ChatTokenLogprob]:
+        if self._queue is None or not isinstance(event, Content | Reasoning):
+            return ()
+        return self._queue.take(event.text)
 
     def _get_reader(self) -> ReplyReader:
         if self._reader is None:
@@ -313,6 +335,7 @@ class ResponseAnswer(Answer):
             ),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
             top_p=self._params.top_p,
             truncation=body.truncation or "disabled",
             user=body.user,

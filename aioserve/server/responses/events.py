@@ -3,11 +3,12 @@
 Each is a wire struct. Knows nothing about HTTP or how a response comes about.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from aioserve.server.logprob_structs import ChatTokenLogprob
 from aioserve.server.responses.response import (
     OutputItem,
     OutputText,
@@ -65,7 +66,7 @@ class DeltaEvent(OfItem, kw_only=True):
         "response.custom_tool_call_input.delta",
     ]
     delta: str
-    logprobs: list[Any] | UnsetType = UNSET  # of a message
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET  # of a message
 
 
 class DoneEvent(OfItem, kw_only=True):
@@ -80,7 +81,7 @@ class DoneEvent(OfItem, kw_only=True):
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     input: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
 
 
 class ErrorEvent(Numbered, kw_only=True):

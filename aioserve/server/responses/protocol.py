@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from aioserve.errors import RequestError
 from aioserve.sampling_defaults import SamplingDefaults
-from aioserve.sampling_params import SamplingParams
+from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioserve.server.chat.tool_structs import FunctionDefinition
 from aioserve.server.protocol import Empty, Int, RequestPart, SamplingRequest
 from aioserve.structured_outputs import StructuredOutputs
@@ -167,7 +167,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
 
     input: str | list[InputItem]
     chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
-    include: list[str] | None = None  # a hint, but for logprobs
+    include: list[str] | None = None  # a hint, but for logprobs of messages
     instructions: str | None = None
     max_output_tokens: Int | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None  # of OpenAI's own tools
@@ -180,6 +180,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     thinking_token_budget: Int | None = None  # as in vLLM: reasoning tokens; -1: any number
     tools: list[ToolEntry] | None = None
+    top_logprobs: Int | None = None  # alternatives per token of a message, up to 20
     truncation: Literal["auto", "disabled"] | None = None  # auto: as truncate_prompt_tokens -1
 
     def sampling_params(
@@ -189,12 +190,6 @@ class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
         length from `default_max_tokens` if these have none. Raises `RequestError` that names the
         field.
         """
-        if _LOGPROBS in (self.include or ()):
-            raise RequestError(
-                f"{_LOGPROBS} is not supported by this server: use logprobs on "
-                "/v1/chat/completions",
-                param="include",
-            )
         form = None if self.text is None else self.text.format
         others: dict[str, Any] = {}
         if self.truncation == "auto" and self.truncate_prompt_tokens is None:
@@ -205,8 +200,21 @@ class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
             default_max_tokens,
             wanted=None if form is None else form.structured_outputs(),
             wanted_by="text.format",
+            logprobs=self._num_logprobs(),
             **others,
         )
+
+    def _num_logprobs(self) -> int | None:
+        """Alternatives that are told of each token of a message; None: no logprobs are."""
+        top, is_wanted = self.top_logprobs or 0, _LOGPROBS in (self.include or ())
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {top}",
+                param="top_logprobs",
+            )
+        if top and not is_wanted:
+            raise RequestError(f"top_logprobs needs {_LOGPROBS!r} in include", param="top_logprobs")
+        return top if is_wanted else None
 
     def reasoning_budget(self) -> tuple[int | None, str]:
         """How many reasoning tokens there may be, and the field that says so. Raises `RequestError`

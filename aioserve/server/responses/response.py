@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from aioserve.server.logprob_structs import ChatTokenLogprob
 from aioserve.server.protocol import Usage
 from aioserve.server.responses.protocol import (
     FunctionChoice,
@@ -22,7 +23,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -147,6 +148,7 @@ class Response(msgspec.Struct, kw_only=True):
     text: TextConfig
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
     truncation: str
     usage: ResponseUsage | None = None

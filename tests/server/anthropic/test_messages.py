@@ -28,6 +28,14 @@ ASKED = {k: v for k, v in BODY.items() if k != "temperature"} | {"extra_body": {
 BLOCKS = {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]}
 
 
+DOCUMENT = {
+    "type": "document",
+    "title": "Log",
+    "context": "of today",
+    "source": {"type": "text", "media_type": "text/plain", "data": "All is well."},
+    "citations": {"enabled": True},
+}
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://pictures.example/a"}}
 TOOLS = [
     {
@@ -252,6 +260,54 @@ async def test_the_client_and_the_extensions_reach_the_engine(server, monkeypatc
                 {"role": "user", "content": "c\nd"},
             ],
         ),
+        (  # documents are text in their place, with their title and context
+            {
+                "messages": [
+                    {"role": "user", "content": [DOCUMENT, {"type": "text", "text": "So?"}]},
+                    {"role": "assistant", "content": "d"},
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "document",
+                                "source": {
+                                    "type": "content",
+                                    "content": [{"type": "text", "text": "a"}, IMAGE],
+                                },
+                            },
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "t",
+                                "content": [
+                                    {
+                                        "type": "document",
+                                        "source": {"type": "content", "content": "b"},
+                                    }
+                                ],
+                            }
+                        ],
+                    },
+                ]
+            },
+            [
+                {"role": "user", "content": "Log\nof today\nAll is well.\nSo?"},
+                {"role": "assistant", "content": "d"},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "a"},
+                        {"type": "image"},
+                        {"type": "text", "text": "\n"},
+                    ],
+                },
+                {"role": "tool", "content": "b\n", "tool_call_id": "t"},
+            ],
+        ),
         (
             {
                 "messages": [
@@ -302,6 +358,28 @@ async def test_what_the_template_gets_to_see(body, expected):
         (
             [{"role": "user", "content": [{"type": "text", "text": "x", "title": "y"}]}],
             "messages[0].content[0].title is not supported",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "document"}]}],
+            "messages[0].content[0].source is missing",
+        ),
+        (
+            [{"role": "user", "content": [{**DOCUMENT, "source": PDF}]}],
+            "messages[0].content[0].source: sources of type 'base64' are not supported here, only "
+            "'text' and 'content'",
+        ),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{**DOCUMENT, "source": {**DOCUMENT["source"], "media_type": "x"}}],
+                }
+            ],
+            "messages[0].content[0].source.media_type must be 'text/plain', got 'x'",
+        ),
+        (
+            [{"role": "assistant", "content": [DOCUMENT]}, TURN],
+            "blocks of type 'document' are not supported here",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"typ": "text"}]}], "did you mean 'type'"),
