@@ -39,6 +39,6 @@ def test_an_unknown_name_lists_what_there_is() -> None:
     ):
         EngineConfig.load("fcsf")
     with pytest.raises(
-        ConfigError, match=r"unknown workload 'fcfs'; available: agents, breakdown, chat"
+        ConfigError, match=r"unknown workload 'fcfs'; available: agent_sessions, agents, breakdown"
     ):
         find_workload("fcfs")
