@@ -49,7 +49,7 @@ class BatchParts:
             PooledRows(),
             self.adapters,
             model.image_encoder,
-            None if model.states is None else StateRows(max_num_seqs),
+            None if model.states is None else StateRows(max_num_seqs, model.states.take_back),
             None if windows is None else WindowRows(max_num_seqs, max_model_len, block_size),
             self.grammars,
             ThinkingRows(grammars, self.grammars),

@@ -80,16 +80,16 @@ class Bench:
         breaks the contract; under a debugger none is.
 
         `kv_connector` is as in `CacheConfig`, with `num_host_slots` blocks in host memory. Given
-        `num_state_slots`, it is a model with states, which takes no drafts. Given `window`, it has
-        layers that see that many tokens, with blocks for one request and `num_spare_window_blocks`.
+        `num_state_slots`, it is a model with states. Given `window`, it has layers that see so many
+        tokens, with blocks for one request and `num_spare_window_blocks`.
 
         With `forbids_waste`, a preemption from which no request gains breaks the contract, and so
         does a prompt that sits half-way on its blocks while no other is computed.
 
         `drafter` proposes draft tokens, and `max_draft_tokens` is the most that a policy may ask
-        for with `draft_length`: fewer with a `window`, 0 with states. With `tolerates_errors`, a
-        policy may raise in `schedule`: as in the engine, the requests of that step end with an
-        error; `errors` keeps what was raised. Raises `ConfigError` if the settings cannot work.
+        for with `draft_length`: fewer with a `window`. With `tolerates_errors`, a policy may raise
+        in `schedule`: as in the engine, the requests of that step end with an error; `errors` keeps
+        what was raised. Raises `ConfigError` if the settings cannot work.
         """
         self.setup = _without_defaults(locals())  # what it takes to make another one like it
         self.policy = policy
@@ -124,7 +124,7 @@ class Bench:
             resources=make_resources(
                 num_state_slots, windows, block_size, keeps_prefixes=enable_prefix_caching
             ),
-            max_draft_tokens=0 if num_state_slots is not None else max_draft_tokens,
+            max_draft_tokens=max_draft_tokens,
         )
         self.prefixes = Prefixes(self.kv_cache.pool)
         make_scheduler: Callable[..., SchedulerInterface] = policy

@@ -87,7 +87,11 @@ class ToyRunner:
         if self._states is not None:
             rows = {name: self._rows[name] for name in output.num_scheduled_tokens}
             self._states.run(
-                output, {name: (row.num_computed, row.keys_with(())) for name, row in rows.items()}
+                output,
+                {
+                    name: (row.num_computed, row.keys_with(drafts.get(name, ())))
+                    for name, row in rows.items()
+                },
             )
         if self._windows is not None:
             by_row = {name: self._rows[name] for name in output.num_scheduled_tokens}
@@ -102,6 +106,10 @@ class ToyRunner:
             self._read(output.step_id, request_id, num_tokens, drafts.get(request_id, []))
             for request_id, num_tokens in output.num_scheduled_tokens.items()
         ]
+        if self._states is not None:
+            for name in drafts:
+                row = self._rows[name]
+                self._states.take_back(name, row.keys_with(())[row.num_computed - 1])
         req_ids = list(output.num_scheduled_tokens)
         drafts = self._propose(req_ids, sampled, output.draft_lengths)
         wanted = output.parts.get(ROW_VALUES, {})
@@ -363,8 +371,6 @@ class ToyRunner:
         are asked for; those of a masked request fit the mask, and all of them come.
         """
         drafts: dict[str, list[int]] = {}
-        if self._states is not None:
-            return drafts  # states cannot be taken back
         for request_id, token_ids in zip(req_ids, sampled, strict=True):
             row = self._rows[request_id]
             if token_ids and row.reply:

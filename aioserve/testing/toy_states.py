@@ -21,6 +21,10 @@ class ToyStates:
         """Forget a request that left the batch."""
         self._own.pop(request_id, None)
 
+    def take_back(self, request_id: str, content: int) -> None:
+        """Its last drafts were wrong: the state is that behind the key `content`."""
+        self._contents[self._own[request_id]] = content
+
     def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
         """Run a step; `rows` has each request's first position, and the keys of all its tokens."""
         where, told = f"step {output.step_id}", output.parts.get(StatePool.name, {})

@@ -65,7 +65,7 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
         settings["num_host_slots"] = draw(st.sampled_from([40, 10, 2]))
     if draw(SOMETIMES) and "kv_connector" not in settings:
         settings["num_state_slots"] = draw(st.sampled_from([24, 9, 4, 1]))
-    elif draw(SOMETIMES):
+    if draw(SOMETIMES):
         settings["drafter"] = guess
         settings["num_lookahead_tokens"] = draw(st.sampled_from([0, 3]))
     if "kv_connector" not in settings and draw(SOMETIMES):

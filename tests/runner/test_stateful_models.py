@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from aioserve.config import (
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.spec_decode.draft_length import DraftLength
 from tests.kit import expected_tokens, greedy, make_prompts, small_config, stats_of, tokens_of
 from tests.models import edit_config, make_model
 from tests.slow import mostly_slow
@@ -30,9 +32,11 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-#: Linear attention with convolutions beside attention; state spaces alone; convolutions alone.
+#: Linear attention with convolutions beside attention; state spaces alone, of which the first go
+#: on by one token at a time; convolutions.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**_GATED_DELTA, "num_hidden_layers": 4},
+    "mamba": {"state_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
     "lfm2": {"conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]},
 }
@@ -115,12 +119,48 @@ async def test_pressure_changes_no_token(
 
 
 @pytest.mark.parametrize(
+    "scheduler",
+    [
+        SchedulerConfig(policy="chunked_prefill", max_num_batched_tokens=24, max_num_seqs=4),
+        SchedulerConfig(policy="fcfs", max_num_seqs=4),
+    ],
+    ids=["pieces", "preempted"],
+)
+async def test_wrong_drafts_leave_no_trace_in_states(
+    model: Path, scheduler: SchedulerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled; of few tokens, whose n-grams come again and go on in other ways."""
+
+    def stepped(self: DraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self.price = 1e-6  # every draft pays, however busy this machine is
+
+    monkeypatch.setattr(DraftLength, "stepped", stepped)
+    ngram = SpeculationConfig(speculative_method="ngram", prompt_lookup_min=1)
+    cache = CacheConfig(num_kv_blocks=28, block_size=8, watermark=0, num_state_slots=6)
+    way = {"allowed_token_ids": [100, 103, 106], "seed": 3}
+    said = []
+    for speculation in (SpeculationConfig(), ngram):
+        config = small_config(model, cache=cache, scheduler=scheduler, speculation=speculation)
+        async with AsyncEngine(config) as engine:
+            replies = (
+                tokens_of(
+                    engine,
+                    prompt,
+                    msgspec.structs.replace(greedy(40), temperature=number % 2, **way),
+                )
+                for number, prompt in enumerate(make_prompts())
+            )
+            said.append(await asyncio.gather(*replies))
+            stats = stats_of(engine)
+            assert stats.num_free_state_slots == stats.num_state_slots
+    assert said[0] == said[1]
+    assert stats.num_draft_tokens - 100 > stats.num_accepted_tokens > 30
+    assert stats.num_preemptions or scheduler.policy != "fcfs"
+
+
+@pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (
-            {"speculation": SpeculationConfig(speculative_method="ngram")},
-            "speculation.speculative_method is ngram, which is not served for a model whose layers",
-        ),
         (
             {"cache": CacheConfig(kv_connector="memory")},
             "cache.kv_connector is memory, which is not served for a model whose layers",
@@ -130,13 +170,21 @@ async def test_pressure_changes_no_token(
             r"not one (request|KV block) fits: ",
         ),
     ],
-    ids=["drafts", "connector", "memory"],
+    ids=["connector", "memory"],
 )
 async def test_what_states_do_not_go_with_is_refused_in_a_line(
     model: Path, sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         async with AsyncEngine(small_config(model, **sections)):
+            pass
+
+
+async def test_a_model_with_states_is_refused_as_a_draft_model(model: Path, tmp_path: Path) -> None:
+    plain = make_model("llama", tmp_path, num_hidden_layers=1)
+    speculation = SpeculationConfig(speculative_method="draft", draft_model=str(model))
+    with pytest.raises(ConfigError, match="whose layers have states, cannot make drafts"):
+        async with AsyncEngine(small_config(plain, speculation=speculation)):
             pass
 
 

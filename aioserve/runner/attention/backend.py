@@ -50,6 +50,7 @@ class StatePieces(NamedTuple):
     sources: IntArray | None  # B, slots of the states before them; None: they begin texts
     slots: IntArray  # B, where the states behind them go
     copies: IntArray  # [2, C]: those places among B whose states go to these slots as well
+    has_drafts: bool = False  # at the ends of all pieces, of which some may turn out wrong
 
 
 class GivenRows(NamedTuple):

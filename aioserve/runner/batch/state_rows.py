@@ -4,13 +4,13 @@ Cuts rows at their snapshots, and puts pieces of one length together: what a lay
 one call. Knows rows and slots; knows nothing about models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from aioserve.kv_cache import StatePool, StateSlots
-from aioserve.runner.attention.backend import StatePieces, StepInputs
+from aioserve.runner.attention.backend import IntArray, StatePieces, StepInputs
 from aioserve.runner.batch.batch_part import BatchPart
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
@@ -18,8 +18,10 @@ from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 class StateRows(BatchPart[None]):
     """The slots of the rows of a batch."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, take_back: Callable[[Mapping[int, int]], None]) -> None:
+        """`take_back`: the last tokens of the newest pieces, how many of each by its slot."""
         super().__init__()
+        self._take_back = take_back
         self._slots = np.zeros(max_num_seqs, dtype=np.int64)
 
     def set(self, row: int, request: NewRequestData) -> None:
@@ -28,6 +30,16 @@ class StateRows(BatchPart[None]):
     def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
         return replace(inputs, states=self._pieces(inputs, step.parts.get(StatePool.name, {})))
 
+    def append(
+        self, rows: IntArray, token_ids: list[list[int]], drafts: Mapping[int, Sequence[int]]
+    ) -> None:
+        if drafts:
+            slots = self._slots[rows].tolist()
+            pairs = zip(slots, rows.tolist(), token_ids, strict=True)
+            self._take_back(
+                {slot: len(drafts[row]) + 1 - len(own) for slot, row, own in pairs if row in drafts}
+            )
+
     def _pieces(self, inputs: StepInputs, told: Mapping[str, StateSlots]) -> list[StatePieces]:
         """The pieces of a step, in an order in which each comes after those before it."""
         positions, query_start_loc = inputs.positions, inputs.query_start_loc
@@ -35,7 +47,7 @@ class StateRows(BatchPart[None]):
         if not told and num_tokens == len(inputs.rows):  # nothing but decodes: most steps are
             slots = self._slots[inputs.rows]
             return [StatePieces(np.arange(num_tokens)[:, None], slots, slots, _NO_COPIES)]
-        groups: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {}
+        groups: dict[tuple[int, int, bool, bool], list[tuple[int, int, int, int]]] = {}
         begins, ends = query_start_loc[:-1].tolist(), query_start_loc[1:].tolist()
         members = zip(inputs.req_ids, inputs.rows.tolist(), begins, ends, strict=True)
         for request_id, row, begin, end in members:
@@ -52,19 +64,21 @@ class StateRows(BatchPart[None]):
             for cut, copy in cuts:
                 # A piece that is not the last leaves its state in the snapshot alone.
                 target, copy = (slot, copy) if cut == end else (copy, -1)
-                key = (wave, cut - begin, source < 0)
+                key = (wave, cut - begin, source < 0, row in inputs.drafts)
                 groups.setdefault(key, []).append((begin, source, target, copy))
                 wave, begin, source = wave + 1, cut, target
         return [
-            _together(group, length, is_new)
-            for (_, length, is_new), group in sorted(groups.items())
+            _together(group, length, is_new, has_drafts)
+            for (_, length, is_new, has_drafts), group in sorted(groups.items())
         ]
 
 
 _NO_COPIES = np.zeros((2, 0), dtype=np.int64)
 
 
-def _together(group: list[tuple[int, int, int, int]], length: int, is_new: bool) -> StatePieces:
+def _together(
+    group: list[tuple[int, int, int, int]], length: int, is_new: bool, has_drafts: bool
+) -> StatePieces:
     begins, sources, slots, copies = np.array(group, dtype=np.int64).T
     places = np.flatnonzero(copies >= 0)
     return StatePieces(
@@ -72,4 +86,5 @@ def _together(group: list[tuple[int, int, int, int]], length: int, is_new: bool)
         None if is_new else sources,
         slots,
         np.stack([places, copies[places]]),
+        has_drafts,
     )

@@ -97,7 +97,9 @@ class StepExecutor:
         self._encoder = model.image_encoder
         self.adapters = LoadedAdapters(model.adapter_sites, parts.adapters)
         # Of a grammar or a drafter: a step planned ahead would not know which of them are right.
-        self._takes_guesses = plan.config.scheduler.depth == 1 and model.states is None
+        self._takes_guesses = plan.config.scheduler.depth == 1 and (
+            model.states is None or plan.config.speculation.speculative_method != "none"
+        )
         self.info = RunnerInfo(
             num_kv_blocks=backend.memory.num_blocks,
             num_state_slots=None if model.states is None else model.states.num_slots,

@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 def check_states(config: EngineConfig, ranks: Ranks | None) -> None:
     """Raises `ConfigError` for what is not served with states."""
     refused = {
-        f"speculation.speculative_method is {config.speculation.speculative_method}": (
-            config.speculation.speculative_method != "none"
-        ),
         f"cache.kv_connector is {config.cache.kv_connector}": config.cache.kv_connector != "none",
         "runner.tensor_parallel_size is more than 1": ranks is not None,
     }
@@ -55,7 +52,13 @@ def with_states(plan: LoadPlan) -> LoadPlan:
         num_slots,
         num_slots * size / MIB,
     )
-    return replace(plan, num_other_bytes=plan.num_other_bytes + num_slots * size)
+    num_bytes = (num_slots + min(num_slots, _num_with_drafts(config))) * size
+    return replace(plan, num_other_bytes=plan.num_other_bytes + num_bytes)
+
+
+def _num_with_drafts(config: EngineConfig) -> int:
+    """Most requests whose states are kept twice in a step: those before their drafts as well."""
+    return config.scheduler.max_num_seqs * (config.speculation.speculative_method != "none")
 
 
 def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shared: bool) -> int:
@@ -75,6 +78,8 @@ def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shar
         return cache.num_state_slots
     budget = memory_for_requests(config) // (2 if is_shared else 1)
     num_slots = budget // bytes_per_slot
+    if num_twice := _num_with_drafts(config):
+        num_slots = max(num_slots // 2, num_slots - num_twice)
     if num_slots < 1:
         raise ConfigError(
             f"not one request fits: its state has {bytes_per_slot / MIB:.1f} MiB, and "

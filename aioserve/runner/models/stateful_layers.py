@@ -7,7 +7,7 @@ their cache; knows nothing about requests or blocks.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class PieceStates:
         return self.states.get(StateKey("recurrent", state_idx))
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
-        """Never: states are not rolled back."""
+        """Never: what takes drafts back computes the states again."""
         return False
 
     def update_conv_state(
@@ -108,6 +108,7 @@ class _Layer:
     slots: dict[StateKey, Tensor] = field(default_factory=dict)  # [num_slots, ...]
     by_token: bool = False  # it goes on with a text by one token at a time
     outputs: tuple[bool, ...] = (True,)  # which of them have a row for each token
+    held: "list[_Held]" = field(default_factory=list)  # of the pieces with drafts in this step
 
 
 class _Pieces(NamedTuple):
@@ -145,6 +146,37 @@ class _Pieces(NamedTuple):
         ]
 
 
+class _Held(NamedTuple):
+    """From what the states behind pieces are computed again, without drafts that were wrong."""
+
+    arguments: dict[str, Any]  # of the pieces' tokens, [1, B * L, ...]
+    states: dict[StateKey, Tensor]  # [B, ...], before them
+    slots: Tensor  # B
+
+    @classmethod
+    def of(cls, layer: _Layer, piece: StatePieces, arguments: dict[str, Any]) -> "_Held":
+        """Of a `piece` whose states are not written yet."""
+        tokens = torch.from_numpy(piece.tokens).reshape(1, -1)
+        own = {name: _take(value, tokens) for name, value in arguments.items()}
+        assert piece.sources is not None, "drafts come behind a text"
+        sources, slots = map(torch.from_numpy, (piece.sources, piece.slots))
+        return cls(own, {key: kept[sources] for key, kept in layer.slots.items()}, slots)
+
+    def take_back(self, layer: _Layer, num_wrong: Mapping[int, int], length: int) -> None:
+        """Write the states without the last tokens of some pieces, which have `length` tokens."""
+        places: dict[int, list[int]] = {}  # by the number of tokens that are right
+        for place, slot in enumerate(self.slots.tolist()):
+            if wrong := num_wrong.get(slot, 0):
+                places.setdefault(length - wrong, []).append(place)
+        for count, own in places.items():
+            states = PieceStates({key: state[own] for key, state in self.states.items()})
+            tokens = torch.tensor(own)[:, None] * length + torch.arange(count)
+            for part in torch.split(tokens, 1 if layer.by_token else count, dim=1):
+                _call(layer, layer.forward, self.arguments, part, states)
+            for key, slots in layer.slots.items():
+                slots[self.slots[own]] = states.states[key].to(slots.dtype)
+
+
 class StatefulLayers:
     """The layers with states of one model. Without `used`, they compute what they are given as one
     new text.
@@ -155,6 +187,7 @@ class StatefulLayers:
         self._modules: set[nn.Module] = set()
         self.num_slots = 0
         self._step: list[_Pieces] | None = None
+        self._with_drafts: list[StatePieces] = []  # of the newest step
         self._step_by_token: list[_Pieces] = []
         self._is_probing = False
         self._proved: dict[type, tuple[bool, tuple[bool, ...]]] = {}
@@ -203,6 +236,7 @@ class StatefulLayers:
     def used(self, pieces: Sequence[StatePieces]) -> Iterator[None]:
         """While a forward pass runs over these pieces."""
         self._step = [_Pieces.of(piece) for piece in pieces]
+        self._with_drafts = [piece for piece in pieces if piece.has_drafts]
         if any(layer.by_token for layer in self._layers):
             self._step_by_token = [token for piece in self._step for token in piece.by_token()]
         try:
@@ -210,16 +244,27 @@ class StatefulLayers:
         finally:
             self._step = None
 
+    def take_back(self, num_wrong: Mapping[int, int]) -> None:
+        """Drafts at the ends of pieces of the newest step were wrong: so many of each, by its slot.
+        The states become those of the tokens before.
+        """
+        for layer in self._layers:
+            for held, piece in zip(layer.held, self._with_drafts, strict=True):
+                held.take_back(layer, num_wrong, piece.tokens.shape[1])
+            layer.held = []
+
     def close(self) -> None:
         """Give back the memory of the slots: the modules know each other, so they go later."""
         for layer in self._layers:
-            layer.slots = {}
+            layer.slots, layer.held = {}, []
 
     def _calling(self, layer: _Layer) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._step is not None:
                 step = self._step_by_token if layer.by_token else self._step
-                return _run(layer, step, args, kwargs)
+                arguments = layer.signature.bind(*args, **kwargs).arguments
+                layer.held = [_Held.of(layer, piece, arguments) for piece in self._with_drafts]
+                return _run(layer, step, arguments)
             if self._is_probing:
                 return self._probe(layer, args, kwargs)
             return layer.forward(*args, **kwargs)
@@ -242,9 +287,8 @@ class StatefulLayers:
         return result
 
 
-def _run(layer: _Layer, step: list[_Pieces], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(layer: _Layer, step: list[_Pieces], arguments: dict[str, Any]) -> Any:
     """The outputs of all pieces, as the module gives them for one text."""
-    arguments = layer.signature.bind(*args, **kwargs).arguments
     num_tokens = next(iter(arguments.values())).shape[1]
     outs: list[Tensor | None] = [None for _ in layer.outputs]
     for pieces in step:

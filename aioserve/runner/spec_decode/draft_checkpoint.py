@@ -31,8 +31,9 @@ class DraftCheckpoint(DraftSource):
 
     def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
         model = place.load(self.info)
-        if model.reads_rows:
-            raise ConfigError(f"{model.name}, cannot make drafts: take another draft model")
+        if model.reads_rows or model.states is not None:
+            why = "" if model.states is None else ", whose layers have states"
+            raise ConfigError(f"{model.name}{why}, cannot make drafts: take another draft model")
         logger.info("drafts by %s, %.1fM parameters", model.name, model.num_parameters / 1e6)
         make = partial(DraftModel, model, self.info.vocab_size, target_info.vocab_size)
         spec, calls = model.kv_cache_spec, model.attention_calls

@@ -65,11 +65,12 @@ class MtpSource(DraftSource):
             dtype = target.kv_cache_spec.dtype
             parts = {name: weights.pop(name).to(place.device, dtype) for name in layout[1:4]}
             size = target_info.hidden_size
-            if parts[layout.projection].shape != (size, 2 * size):
-                raise ConfigError(
-                    f"the MTP layer in {path} has a {layout.projection} of "
-                    f"{list(parts[layout.projection].shape)}, not {[size, 2 * size]}"
-                )
+            for name, part in parts.items():
+                shape = [size, 2 * size] if name == layout.projection else [size]
+                if list(part.shape) != shape:
+                    raise ConfigError(
+                        f"the MTP layer in {path} has a {name} of {list(part.shape)}, not {shape}"
+                    )
             try:
                 body = load_body(self._hf_config, weights, dtype).to(place.device)
             except ConfigError as error:
