@@ -31,7 +31,10 @@ HERMES = """
 CHATML = """
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}
-    {{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content }}
+    {{- '<|im_start|>' ~ message.role ~ '\n' }}
+    {%- if message.reasoning_content %}
+        {{- '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' }}{% endif %}
+    {{- message.content }}
     {%- for call in message.tool_calls or [] %}
         {{- '<tool_call>' ~ call.function.arguments | tojson ~ '</tool_call>' }}{% endfor %}
     {{- '<|im_end|>\n' }}

@@ -11,6 +11,7 @@ from aiohttp import web
 from aioserve.formats import Arguments, Call, Content, Event, Reasoning, joined
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.anthropic.protocol import (
+    UNSIGNED,
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -23,6 +24,7 @@ from aioserve.server.anthropic.protocol import (
     MessageUsage,
     Ping,
     ReplyBlock,
+    SignatureDelta,
     Stop,
     TextBlock,
     TextDelta,
@@ -124,10 +126,13 @@ class MessageAnswer(Answer):
         return closing + typed_event(BlockStart(index=self._index, content_block=block))
 
     def _close(self) -> bytes:
-        is_open, self._block = self._block is not None, None
-        return typed_event(BlockStop(index=self._index)) if is_open else b""
+        block, self._block = self._block, None
+        if block is None:
+            return b""
+        last = self._delta(SignatureDelta()) if isinstance(block, ThinkingBlock) else b""
+        return last + typed_event(BlockStop(index=self._index))
 
-    def _delta(self, delta: TextDelta | ThinkingDelta | InputDelta) -> bytes:
+    def _delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta) -> bytes:
         return typed_event(BlockDelta(index=self._index, delta=delta))
 
     def ending(self, usage: Usage) -> bytes:
@@ -161,7 +166,7 @@ class MessageAnswer(Answer):
                 case Content():
                     blocks.append(TextBlock(text=event.text))
                 case Reasoning():
-                    blocks.append(ThinkingBlock(thinking=event.text))
+                    blocks.append(ThinkingBlock(thinking=event.text, signature=UNSIGNED))
                 case Call():
                     blocks.append(ToolUseBlock(id=event.id or "", name=event.name))
                 case Arguments():

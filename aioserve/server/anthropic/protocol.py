@@ -221,8 +221,12 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str = ""
 
 
+#: The signature of all reasoning: clients hand back none that has no signature.
+UNSIGNED = "unsigned"
+
+
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """A block with the reasoning of the model."""
+    """A block with the reasoning of the model; in a stream its signature comes last."""
 
     thinking: str = ""
     signature: str = ""
@@ -313,6 +317,12 @@ class ThinkingDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="thinkin
     thinking: str
 
 
+class SignatureDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="signature_delta"):
+    """The signature of a thinking block, after all of its text."""
+
+    signature: str = UNSIGNED
+
+
 class InputDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="input_json_delta"):
     """More of the input of a call, as JSON text."""
 
@@ -324,7 +334,7 @@ class BlockDelta(msgspec.Struct, kw_only=True):
 
     type: Literal["content_block_delta"] = "content_block_delta"
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, kw_only=True):

@@ -33,6 +33,7 @@ from aioserve.server.responses.events import (
     PartEvent,
     ResponseEvent,
 )
+from aioserve.server.responses.item_texts import reasoning_kind, text_of
 from aioserve.server.responses.logprobs import TokenQueue
 from aioserve.server.responses.prompt import NOTHING_OFFERED, Offered
 from aioserve.server.responses.protocol import (
@@ -48,9 +49,7 @@ from aioserve.server.responses.response import (
     Incomplete,
     OutputItem,
     OutputMessage,
-    OutputText,
     ReasoningItem,
-    ReasoningText,
     Response,
     ResponseUsage,
     Status,
@@ -69,9 +68,14 @@ def new_id(prefix: str) -> str:
 class ItemWriter:
     """The items of a reply as it is read, and the events that tell them, with their numbers."""
 
-    def __init__(self, offered: Offered = NOTHING_OFFERED) -> None:
+    def __init__(
+        self,
+        offered: Offered = NOTHING_OFFERED,
+        reasoning: type[ReasoningItem] = ReasoningItem,
+    ) -> None:
         self.items: list[OutputItem] = []  # those that have ended
         self._offered = offered
+        self._reasoning = reasoning
         self._open: OutputItem | None = None  # without its text
         self._pieces: list[str] = []  # of that
         self._logprobs: list[ChatTokenLogprob] = []  # of that, if it is a message
@@ -90,7 +94,7 @@ class ItemWriter:
             case Content():
                 return self._go_on(OutputMessage, "msg_", event.text, logprobs)
             case Reasoning():
-                return self._go_on(ReasoningItem, "rs_", event.text)
+                return self._go_on(self._reasoning, "rs_", event.text)
             case Call():
                 return self._begin(self._call(event))
             case Arguments() if isinstance(self._open, CustomCallItem):
@@ -129,32 +133,33 @@ class ItemWriter:
         told = self._end("completed")
         self._open, self._pieces, self._logprobs = item, [], []
         told.append(self._item_event("added", item))
-        if not isinstance(item, CallItem):
-            told.append(self._of_item(PartEvent, "content_part.added", part=self._part(item, "")))
+        if parts := text_of(item).parts:
+            told.append(self._of_item(PartEvent, f"{parts.events}.added", part=parts.part()))
         return told
 
     def _end(self, status: Status) -> list[Numbered]:
         item, text = self._open, "".join(self._pieces)
         if item is None:
             return []
+        name, parts = text_of(item)
         if isinstance(item, FunctionCallItem):
             whole: OutputItem = msgspec.structs.replace(item, status=status, arguments=text)
-            told = [self._of_item(DoneEvent, f"{_kind(item)}.done", arguments=text)]
+            told = [self._of_item(DoneEvent, f"{name}.done", arguments=text)]
         elif isinstance(item, CustomCallItem):
             text = input_of(text)
             whole = msgspec.structs.replace(item, status=status, input=text)
             told = [
-                self._of_item(DeltaEvent, f"{_kind(item)}.delta", delta=text),
-                self._of_item(DoneEvent, f"{_kind(item)}.done", input=text),
+                self._of_item(DeltaEvent, f"{name}.delta", delta=text),
+                self._of_item(DoneEvent, f"{name}.done", input=text),
             ]
         else:
-            part = self._part(item, text)
-            whole = msgspec.structs.replace(item, status=status, content=[part])
+            assert parts is not None, "it is no call"
+            logprobs = _told(item, self._logprobs)
+            part = parts.part(text=text, **logprobs)
+            whole = msgspec.structs.replace(item, status=status, **{parts.field: [part]})
             told = [
-                self._of_item(
-                    DoneEvent, f"{_kind(item)}.done", text=text, **_told(item, self._logprobs)
-                ),
-                self._of_item(PartEvent, "content_part.done", part=part),
+                self._of_item(DoneEvent, f"{name}.done", text=text, **logprobs),
+                self._of_item(PartEvent, f"{parts.events}.done", part=part),
             ]
         told.append(self._item_event("done", whole))
         self._open = None
@@ -164,13 +169,8 @@ class ItemWriter:
     def _delta(self, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> Numbered:
         assert self._open is not None, "a call comes before its arguments"
         self._pieces.append(text)
-        name = f"{_kind(self._open)}.delta"
+        name = f"{text_of(self._open).events}.delta"
         return self._of_item(DeltaEvent, name, delta=text, **_told(self._open, logprobs))
-
-    def _part(self, item: OutputMessage | ReasoningItem, text: str) -> OutputText | ReasoningText:
-        if isinstance(item, OutputMessage):
-            return OutputText(text=text, logprobs=list(self._logprobs))
-        return ReasoningText(text=text)
 
     def _item_event(self, name: str, item: OutputItem) -> Numbered:
         return self.event(
@@ -179,24 +179,11 @@ class ItemWriter:
 
     def _of_item(self, kind: type[OfItem], name: str, **fields: Any) -> Numbered:
         assert self._open is not None, "only of what is open"
-        if not isinstance(self._open, CallItem):
-            fields["content_index"] = 0
+        if parts := text_of(self._open).parts:
+            fields[parts.index_field] = 0
         return self.event(
             kind, f"response.{name}", item_id=self._open.id, output_index=len(self.items), **fields
         )
-
-
-def _kind(item: OutputItem) -> str:
-    """The name that events have for the text of an item."""
-    match item:
-        case OutputMessage():
-            return "output_text"
-        case ReasoningItem():
-            return "reasoning_text"
-        case FunctionCallItem():
-            return "function_call_arguments"
-        case CustomCallItem():
-            return "custom_tool_call_input"
 
 
 def _told(item: OutputItem, logprobs: Sequence[ChatTokenLogprob]) -> dict[str, Any]:
@@ -228,7 +215,7 @@ class ResponseAnswer(Answer):
         self._input = items if body.store is not False else ()
         self._created = int(time.time())
         self._reader: ReplyReader | None = None
-        self._writer = ItemWriter(offered)
+        self._writer = ItemWriter(offered, reasoning_kind(body))
         self._last: RequestOutput | None = None
         self._kept: Kept | None = None
 

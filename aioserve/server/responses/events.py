@@ -14,6 +14,7 @@ from aioserve.server.responses.response import (
     OutputText,
     ReasoningText,
     Response,
+    SummaryText,
 )
 
 
@@ -47,13 +48,19 @@ class OfItem(Numbered, kw_only=True):
     item_id: str
     output_index: int
     content_index: int | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET  # of reasoning that is told as a summary
 
 
 class PartEvent(OfItem, kw_only=True):
     """The event with which the text of an item begins or ends."""
 
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    part: OutputText | ReasoningText
+    type: Literal[
+        "response.content_part.added",
+        "response.content_part.done",
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_part.done",
+    ]
+    part: OutputText | ReasoningText | SummaryText
 
 
 class DeltaEvent(OfItem, kw_only=True):
@@ -62,6 +69,7 @@ class DeltaEvent(OfItem, kw_only=True):
     type: Literal[
         "response.output_text.delta",
         "response.reasoning_text.delta",
+        "response.reasoning_summary_text.delta",
         "response.function_call_arguments.delta",
         "response.custom_tool_call_input.delta",
     ]
@@ -75,6 +83,7 @@ class DoneEvent(OfItem, kw_only=True):
     type: Literal[
         "response.output_text.done",
         "response.reasoning_text.done",
+        "response.reasoning_summary_text.done",
         "response.function_call_arguments.done",
         "response.custom_tool_call_input.done",
     ]

@@ -148,12 +148,12 @@ class TextConfig(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class ReasoningConfig(RequestPart, kw_only=True, omit_defaults=True):
-    """How much the model thinks; there are no summaries of it, for all of it is told."""
+    """How much the model thinks, and whether that is told as a summary; all of it is told."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    # Hints: all reasoning is told, and the template has the say which of it the model sees again.
-    summary: Any = None
-    generate_summary: Any = None
+    summary: Any = None  # any but null: told as a summary
+    generate_summary: Any = None  # its older name
+    # Hints: the template has the say which reasoning the model sees again.
     context: Any = None
     mode: Any = None
     max_tokens: Int | None = None  # extension, as at OpenRouter: the thinking budget

@@ -32,6 +32,12 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
     text: str = ""
 
 
+class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_text"):
+    """The text of reasoning, as a part of its summary."""
+
+    text: str = ""
+
+
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -45,12 +51,16 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """An output item with the reasoning of the model."""
+    """An output item with the reasoning of the model: as content, or as a summary."""
 
     id: str
     status: Status = "in_progress"
-    summary: list[Any] = []
+    summary: list[SummaryText] = []
     content: list[ReasoningText] = []
+
+
+class SummarizedItem(ReasoningItem, kw_only=True, tag_field="type", tag="reasoning"):
+    """Reasoning that is told as a summary."""
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):

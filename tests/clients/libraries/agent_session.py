@@ -11,6 +11,7 @@ from contextlib import aclosing
 INSTRUCTIONS = "You know the weather."
 FIRST = "How is it in Paris and in Rome, and what is 2 + 3?"
 SECOND = "And in Oslo?"
+THOUGHT = "The tool will know."
 ANSWER = "Rain in both, and 5."
 LATER = "Rain there too."
 
@@ -40,7 +41,8 @@ TOOLS = (weather, add)
 class Driver(ABC):
     """An agent that asks the server at `url`, with a history of its own."""
 
-    thought = "Let me see.\n"  # said before a call, where the reply may begin with text
+    words = "Let me see.\n"  # said before a call, where the reply may begin with text
+    hands_back_reasoning = True
 
     @abstractmethod
     def __init__(self, url: str, model: str = "embedded") -> None: ...
@@ -82,9 +84,9 @@ def call(name: str, **arguments: object) -> str:
 
 
 def first_script(driver: Driver) -> tuple[str, ...]:
-    """A call, two calls at once, the answer."""
+    """A thought and a call, two calls at once, the answer."""
     return (
-        driver.thought + call("weather", city="Paris"),
+        f"<think>\n{THOUGHT}\n</think>\n\n" + driver.words + call("weather", city="Paris"),
         call("weather", city="Rome") + "\n" + call("add", a=2, b=3),
         driver.says(ANSWER),
     )

@@ -10,7 +10,7 @@ THREAD = {"configurable": {"thread_id": "1"}}
 
 
 class OverChat(Driver):
-    uses_responses = is_stored = False
+    uses_responses = is_stored = hands_back_reasoning = False
 
     def __init__(self, url, model="embedded", saved=None):
         self.url, self.saved = url, saved or InMemorySaver()
@@ -29,6 +29,7 @@ class OverChat(Driver):
             max_retries=0,
             use_responses_api=self.uses_responses,
             use_previous_response_id=self.is_stored,
+            reasoning={"summary": "auto"} if self.uses_responses else None,  # else it drops it
         )
 
     async def ask(self, prompt):
@@ -47,7 +48,7 @@ class OverChat(Driver):
 
 
 class OverResponses(OverChat):
-    uses_responses = True
+    uses_responses = hands_back_reasoning = True
 
 
 class OverStoredResponses(OverResponses):
@@ -57,6 +58,9 @@ class OverStoredResponses(OverResponses):
 
 
 class OverMessages(OverChat):
+    hands_back_reasoning = True
+
     def model_of(self, url, model):
         where = {"base_url": url, "api_key": "none", "max_retries": 0}
-        return ChatAnthropic(model=model, max_tokens=4096, **where)
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        return ChatAnthropic(model=model, max_tokens=4096, thinking=thinking, **where)

@@ -17,6 +17,7 @@ QUIET = RunConfig(tracing_disabled=True)
 
 
 class OverChat(Driver):
+    hands_back_reasoning = False
     model_class = OpenAIChatCompletionsModel
 
     def __init__(self, url, model="embedded"):
@@ -59,6 +60,7 @@ class OverChat(Driver):
 
 
 class OverResponses(OverChat):
+    hands_back_reasoning = True
     model_class = OpenAIResponsesModel
 
 

@@ -3,7 +3,7 @@
 from agent_session import INSTRUCTIONS, TOOLS, Driver
 from pydantic_ai import Agent, AgentRunResultEvent, ModelMessagesTypeAdapter
 from pydantic_ai.messages import PartDeltaEvent, PartStartEvent, TextPart, TextPartDelta
-from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.anthropic import AnthropicModel, AnthropicModelSettings
 from pydantic_ai.models.openai import (
     OpenAIChatModel,
     OpenAIResponsesModel,
@@ -65,5 +65,7 @@ class OverStoredResponses(OverResponses):
 
 
 class OverMessages(OverChat):
+    settings = AnthropicModelSettings(anthropic_thinking={"type": "adaptive"})
+
     def model_of(self, url, model):
         return AnthropicModel(model, provider=AnthropicProvider(base_url=url, api_key="none"))

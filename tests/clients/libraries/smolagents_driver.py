@@ -13,7 +13,8 @@ END = object()
 class OverChat(Driver):
     """Every reply must call a tool, the last one `final_answer`."""
 
-    thought = ""
+    words = ""
+    hands_back_reasoning = False
 
     def __init__(self, url, model="embedded", memory=None):
         self.url = url

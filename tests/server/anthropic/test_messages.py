@@ -448,15 +448,16 @@ async def test_a_reply_goes_on_with_an_assistants_last_message(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_reasoning_is_told_to_those_who_ask_for_it(tmp_path, stream):
+async def test_reasoning_is_told_and_signed_for_clients_that_ask_for_it(tmp_path, stream):
     async with saying("I wonder.</think>So be it.", tmp_path, THINKING) as server:
 
         async def blocks(**fields):
             answer = await ask(server, max_tokens=99, **fields, stream=stream)
             if not stream:
                 told = answer.json()["content"]
+                assert all(block.get("signature") for block in told if block["type"] == "thinking")
                 return [(block["type"], block.get("thinking", block.get("text"))) for block in told]
-            found = []
+            found, signed = [], []
             for name, data in answer.named_events():
                 if name == "content_block_start":
                     found.append((data["content_block"]["type"], ""))
@@ -464,6 +465,9 @@ async def test_reasoning_is_told_to_those_who_ask_for_it(tmp_path, stream):
                     assert data["index"] == len(found) - 1
                     kind, text = found[-1]
                     found[-1] = (kind, text + data["delta"].get(kind, ""))
+                    if data["delta"]["type"] == "signature_delta":
+                        signed.append(data["index"])
+            assert signed == [i for i, (kind, _) in enumerate(found) if kind == "thinking"]
             return found
 
         said = [("text", "So be it.")]

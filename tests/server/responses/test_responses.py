@@ -190,13 +190,16 @@ ONE_CALL = TWO_CALLS.removeprefix("Let me see.\n").partition('\n<tool_call>\n{"n
 SAY_AND_CALL = f"<think>Hm.</think>Well.{ONE_CALL}And so."
 
 
+def text_of(item):
+    """The part that holds what it says; of a call, the call."""
+    [part] = item.get("content") or item.get("summary") or [item]
+    return part
+
+
 def said(items):
     """What items say, without their ids."""
     kinds = {"message": "text", "reasoning": "text", "function_call": "arguments"}
-    return [
-        (item["type"], item["status"], (item.get("content") or [item])[0][kinds[item["type"]]])
-        for item in items
-    ]
+    return [(item["type"], item["status"], text_of(item)[kinds[item["type"]]]) for item in items]
 
 
 CASES = [
@@ -221,6 +224,22 @@ async def test_whole_and_streamed_are_one_and_as_openais_models_have_them(tmp_pa
             assert [item["type"] for item in whole["output"]] == kinds
             body = {"max_output_tokens": 999, **fields, "stream": True}
             check_stream(await ask_for(server, **body), whole)
+
+
+@pytest.mark.parametrize("field", ["summary", "generate_summary"])
+async def test_reasoning_is_told_as_a_summary_to_a_client_that_asks_for_one(tmp_path, field):
+    ask = {"tools": TOOLS, "max_output_tokens": 999}
+    async with saying(SAY_AND_CALL, tmp_path, HERMES, reasoning_parser="qwen3") as server:
+        for asked, place, other in (("auto", "summary", "content"), (None, "content", "summary")):
+            body = {**ask, "reasoning": {field: asked}}
+            whole = (await ask_for(server, **body)).json()
+            thought, *_, call, _ = whole["output"]
+            assert [thought[place][0]["text"], thought[other]] == ["Hm.", []]
+            check_stream(await ask_for(server, **body, stream=True), whole)
+            answered = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+            before = {"previous_response_id": whole["id"]}
+            await ask_for(server, **ask, **before, input=[answered])
+            assert "Hm." in server.prompts()[-1]
 
 
 def check_stream(streamed, whole):
