@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from aioserve.lab.bench.exchange import WORDS, Exchange
+from aioserve.lab.bench.exchange import WORDS, Exchange, ServerError
 from aioserve.lab.simulation.clients import Clients, Progress
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest, text_tokens
 
@@ -27,7 +27,7 @@ class OpenAIClients(Clients):
         super().__init__(workload, time.perf_counter, progress)
         self.exchanges = [Exchange() for _ in workload.requests]
         self.texts: dict[int, str] = {}  # replies, by the place of their request
-        self._model = model
+        self.url, self.model = url, model
         self._client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
         )
@@ -47,24 +47,26 @@ class OpenAIClients(Clients):
         exchange.lateness = exchange.arrival + self.start - due
         try:
             await self.send(i, self.workload.requests[i], exchange)
-        except openai.OpenAIError as error:
+        except (openai.OpenAIError, ServerError) as error:
             exchange.error = type(error).__name__, str(error)
         exchange.end = self.clock() - self.start
         return []
 
     async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
-        """Read the reply to a request as it streams. Raises `openai.OpenAIError`."""
+        """Read the reply to a request as it streams. Raises `openai.OpenAIError`, or `ServerError`
+        where another client asks.
+        """
         raise NotImplementedError
 
     def messages(self, request: WorkloadRequest) -> Any:
-        """The prompt of a request: a system prompt if its texts begin with one, then turns."""
+        """The prompt of a request: a system prompt if two texts begin it, then turns."""
         found: list[dict[str, str]] = []
         for number, piece in enumerate(request.pieces):
             if piece.reply_of >= 0:
                 found.append({"role": "assistant", "content": self.texts.get(piece.reply_of, "")})
                 continue
             tokens = text_tokens(piece.text, piece.length, 1 << 16)
-            is_system = number == 0 and len(request.pieces) > 1
+            is_system = number == 0 and [piece.reply_of for piece in request.pieces[1:2]] == [-1]
             role = "system" if is_system else "user"
             content = " ".join(WORDS[token % len(WORDS)] for token in tokens)
             found.append({"role": role, "content": content})
@@ -83,7 +85,7 @@ class ResponsesClients(OpenAIClients):
     async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
         text = ""
         stream: Any = await self._client.responses.create(
-            model=self._model,
+            model=self.model,
             input=self.messages(request),
             stream=True,
             store=False,
@@ -111,7 +113,7 @@ class ChatClients(OpenAIClients):
     async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
         text = ""
         stream: Any = await self._client.chat.completions.create(
-            model=self._model,
+            model=self.model,
             messages=self.messages(request),
             stream=True,
             stream_options={"include_usage": True},
@@ -131,6 +133,3 @@ class ChatClients(OpenAIClients):
                 exchange.num_cached_tokens = (details and details.cached_tokens) or 0
                 exchange.finish_reason = "length"
         self.texts[i] = text
-
-
-CLIENTS = {"responses": ResponsesClients, "chat": ChatClients}

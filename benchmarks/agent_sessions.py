@@ -1,19 +1,21 @@
 """What leases are worth to agents of ten turns, by a real client, and what they cost the others.
 
-    python benchmarks/agent_sessions.py [--rounds 3] [--client responses|chat] [--time-scale 1]
-        [--blocks 220] [--model smollm2] [--workload agent_sessions] [SERVER ...]
+    python benchmarks/agent_sessions.py [--rounds 3] [--client responses|chat|codex]
+        [--blocks 180] [--model smollm2] [--workload agent_sessions] [--time-scale 1] [SERVER ...]
 
 A SERVER is a policy, and settings behind commas: zoo.continuum,scheduler.max_leased_share=0. Each
 is a real `python -m aioserve` with a KV cache that the load is too large for. Agents pause for a
 tool between their turns, single requests fill the cache meanwhile; all are sent by the Python
-client of OpenAI, and what names a conversation is its `prompt_cache_key`. In each round the servers
-take turns with the same texts. Told are medians of the rounds, ratios to the first server within a
-round, and the same ratios on the virtual clock, with step times that are fitted to the first
-server's decision log. The last line is JSON.
+client of OpenAI, and what names a conversation is its `prompt_cache_key`. With --client codex each
+agent is a session of the real Codex. In each round the servers take turns with the same texts. Told
+are medians of the rounds, ratios to the first server within a round, and the same ratios on the
+virtual clock, with step times fitted to the first server's decision log. The last line is JSON.
 
 `computed again` are prompt tokens of later turns that the turn before had computed or generated.
 The load is one for a machine that computes 400 prompt tokens a second. For others --time-scale
-stretches all times, pauses included: 0.25 for 1,600 tokens a second.
+stretches all times, pauses included: 0.25 for 1,600 tokens a second. Where others use the machine
+as well, --flags "--runner simulated --step-prefill-token-us 2500 --step-base-ms 12 --step-decode-us
+3000" has the servers wait for modelled steps instead of computing: all else is the same.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -34,7 +37,8 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from agent_clients import CLIENTS
+from agent_clients import ChatClients, OpenAIClients, ResponsesClients
+from agent_processes import CodexClients
 from neighbour import is_ready
 
 from aioserve.config import EngineConfig
@@ -48,6 +52,11 @@ from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 
 SERVERS = ("zoo.continuum,scheduler.max_leased_share=0", "zoo.continuum", "chunked_prefill")
+CLIENTS: dict[str, type[OpenAIClients]] = {
+    "responses": ResponsesClients,
+    "chat": ChatClients,
+    "codex": CodexClients,
+}
 BACKGROUND = "background"  # the class of single requests; all others are turns of agents
 CACHE = re.compile(r"^aioserve_prefix_cache_(queried|hit)_tokens_total\S* (\S+)$", re.MULTILINE)
 STEP_TIMES = (
@@ -81,7 +90,7 @@ def settings_of(spec: str, given: argparse.Namespace) -> list[tuple[str, str]]:
 def serving(spec: str, log: Path, given: argparse.Namespace) -> Iterator[Server]:
     """A server that is ready. Raises `RuntimeError` with its log if it does not start."""
     words = [sys.executable, "-m", "aioserve", "--model", given.model, "--port", "0"]
-    words += ["--threads", str(given.threads), "--decision-log", str(log), *given.flags]
+    words += ["--decision-log", str(log), *shlex.split(given.flags)]
     for name, value in settings_of(spec, given):
         words += ["--set", f"{name}={value}"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
@@ -193,31 +202,29 @@ def run_simulated(
     return row | {"all: found in the cache, %": 100 * found / sum(lengths)}, times.error
 
 
-def ratios(rounds: list[dict[str, Row]], spec: str, name: str) -> float:
-    """The median over rounds of this server's value over the first one's; NaN beside a zero."""
-    found = [
-        round_[spec][name] / base
-        for round_ in rounds
-        if (base := next(iter(round_.values()))[name])
-    ]
-    return statistics.median(found) if found else float("nan")
+def ratio(rounds: list[dict[str, Row]], spec: str, name: str) -> float | None:
+    """The median over rounds of a server's value over the first server's; None: there is none."""
+    first = next(iter(rounds[0])) if rounds else ""
+    found = [run[spec][name] / run[first][name] for run in rounds if run[first][name]]
+    return statistics.median(found) if found else None
 
 
 def table(live: list[dict[str, Row]], virtual: list[dict[str, Row]], specs: list[str]) -> None:
     """Print medians, and ratios to the first server: live, and on the virtual clock."""
-    for number, spec in enumerate(specs):
-        print(f"{'first' if number == 0 else chr(ord('a') + number - 1)}: {spec}")
-    heads = ["first"] + [
-        word for k in range(1, len(specs)) for word in (f"{'abcdefgh'[k - 1]}", "live", "virtual")
-    ]
+    names = ["first", *"abcdefgh"[: len(specs) - 1]]
+    for name, spec in zip(names, specs, strict=True):
+        print(f"{name}: {spec}")
+    heads = ["first", *(word for name in names[1:] for word in (name, "live", "virtual"))]
     print(f"{'':34}" + "".join(f"{head:>10}" for head in heads))
     for name in live[0][specs[0]]:
-        cells = [f"{statistics.median(r[specs[0]][name] for r in live):10.4g}"]
-        for spec in specs[1:]:
-            cells.append(f"{statistics.median(r[spec][name] for r in live):10.4g}")
-            cells.append(f"{ratios(live, spec, name):9.2f}x")
-            cells.append(f"{ratios(virtual, spec, name):9.2f}x")
-        print(f"{name:34}" + "".join(cells))
+        values = [f"{statistics.median(run[spec][name] for run in live):.4g}" for spec in specs]
+        cells = values[:1]
+        for spec, value in zip(specs[1:], values[1:], strict=True):
+            cells.append(value)
+            for rounds in (live, virtual):
+                found = ratio(rounds, spec, name)
+                cells.append("-" if found is None else f"{found:.2f}x")
+        print(f"{name:34}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 def main(given: argparse.Namespace) -> None:
@@ -241,7 +248,8 @@ def main(given: argparse.Namespace) -> None:
         stack.pop_all().close()  # so that the logs are whole
         log = logs[given.servers[0]]
         virtual = []
-        for workload in workloads:
+        error = "not simulated: the prompts of Codex are not those of the workload"
+        for workload in workloads if given.client != "codex" else ():
             rows = {spec: run_simulated(spec, workload, log, given) for spec in given.servers}
             virtual.append({spec: row for spec, (row, _) in rows.items()})
             error = next(iter(rows.values()))[1]
@@ -259,9 +267,8 @@ if __name__ == "__main__":
     parser.add_argument("--workload", default="agent_sessions", help="a file, or a shipped name")
     parser.add_argument("--time-scale", type=float, default=1.0)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--blocks", type=int, default=220, help="of the KV cache, 16 tokens each")
+    parser.add_argument("--blocks", type=int, default=180, help="of the KV cache, 16 tokens each")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--step-tokens", type=int, default=256, help="the token budget of a step")
-    parser.add_argument("--threads", type=int, default=1, help="of each server")
-    parser.add_argument("--flags", nargs="*", default=[], help="more flags of every server")
+    parser.add_argument("--flags", default="--threads 1", help="more flags of every server")
     main(parser.parse_args())
