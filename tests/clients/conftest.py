@@ -104,8 +104,15 @@ def scripted() -> Iterator[Said]:
 
 @pytest.fixture(scope="session")
 def scripted_for_agents() -> Iterator[Said]:
-    """The same, with a chat template and a context length for command-line agents."""
+    """The same, with a chat template and a context length for agents."""
     with saying("agents") as said:
+        yield said
+
+
+@pytest.fixture(scope="session")
+def scripted_that_sees() -> Iterator[Said]:
+    """The same of a model that reads images."""
+    with saying("seeing") as said:
         yield said
 
 

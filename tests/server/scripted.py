@@ -13,6 +13,7 @@ from aioserve.config import EngineConfig, ModelConfig, ServerConfig
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulation.simulated import SimulatedRunner
+from tests.seeing_models import make_seeing_model
 from tests.server.serving import SIMULATED, running
 
 EMBEDDED = Path(aioserve.__file__).parent / "embedded"
@@ -46,6 +47,13 @@ SYSTEM_FIRST = (
     {{- raise_exception("System message must be at the beginning.") }}{% endif %}"""
     + CHATML
 )
+#: The same of a model that sees.
+SEEING = SYSTEM_FIRST.replace(
+    "{{- message.content }}",
+    """{%- if message.content is string %}{{ message.content }}{% else %}
+        {%- for part in message.content %}
+            {{- part.text if part.type == 'text' else '<image>' }}{% endfor %}{% endif %}""",
+)
 THINKING = HERMES + "{{ '<think>\n' }}"
 TWO_CALLS = (
     'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
@@ -68,12 +76,21 @@ def make_model(path: Path, template: str, special: str = "<|pad|>") -> str:
     return str(path)
 
 
+def make_seeing_files(path: Path, template: str, special: str = "") -> str:
+    """The files of a model that sees, with this chat template."""
+    eos = json.loads((EMBEDDED / "config.json").read_text())["eos_token_id"]
+    make_seeing_model("idefics3", path, eos_token_id=eos, max_position_embeddings=4096)
+    (path / "chat_template.jinja").write_text(template)
+    return str(path)
+
+
 class ScriptedRunner(SimulatedRunner):
     """Says what it is told to, whatever it is asked; a step fails if a grammar forbids it."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         info = ModelInfo(model)
         super().__init__(config, info)
+        self.info = msgspec.structs.replace(self.info, supports_images=True)
         self._tokenizer = info.tokenizer
         self._scripts: list[list[int]] = []  # of the next requests; the last one stays
         self._said: dict[int, tuple[object, list[int]]] = {}  # by id of its row, which is kept
@@ -132,11 +149,18 @@ class ScriptedRunner(SimulatedRunner):
 
 @asynccontextmanager
 async def saying(
-    text, path, template, special="<|pad|>", name="embedded", max_model_len=None, **settings
+    text,
+    path,
+    template,
+    special="<|pad|>",
+    name="embedded",
+    max_model_len=None,
+    make=make_model,
+    **settings,
 ):
     """A server of a model of this name that says `text`, whatever it is asked; `server.say` it
-    another."""
-    files = make_model(path, template, special)
+    another. `make` makes its files."""
+    files = make(path, template, special)
     model = ModelConfig(model=files, served_model_name=name, max_model_len=max_model_len)
     config = msgspec.structs.replace(SIMULATED, model=model, server=ServerConfig(**settings))
     runner = ScriptedRunner(config, model)

@@ -3,10 +3,14 @@
 A driver is an agent of one library over one wire format. It keeps its history.
 """
 
+import base64
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from typing import Literal
+
+import pydantic
 
 INSTRUCTIONS = "You know the weather."
 FIRST = "How is it in Paris and in Rome, and what is 2 + 3?"
@@ -36,16 +40,33 @@ def add(a: int, b: int) -> str:
 
 
 TOOLS = (weather, add)
+#: A red pixel.
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+class Place(pydantic.BaseModel, extra="forbid"):
+    """Where it is warm."""
+
+    city: Literal["Paris", "Rome"]
+    is_warm: bool
 
 
 class Driver(ABC):
-    """An agent that asks the server at `url`, with a history of its own."""
+    """An agent that asks the server at `url`, with a history of its own. With `output`, a type, it
+    has no tools, and its answers are of that type.
+    """
 
     words = "Let me see.\n"  # said before a call, where the reply may begin with text
     hands_back_reasoning = True
+    shows_images = True  # that tools return
+    has_outputs = True  # types of answers
 
     @abstractmethod
-    def __init__(self, url: str, model: str = "embedded") -> None: ...
+    def __init__(
+        self, url: str, model: str = "embedded", output: type[pydantic.BaseModel] | None = None
+    ) -> None: ...
 
     @abstractmethod
     async def ask(self, prompt: str) -> str:

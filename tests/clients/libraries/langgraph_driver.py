@@ -1,7 +1,10 @@
 """LangGraph's agent, as LangChain makes it, over each of its wire formats."""
 
-from agent_session import INSTRUCTIONS, TOOLS, Driver
+import base64
+
+from agent_session import INSTRUCTIONS, PNG, TOOLS, Driver
 from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
@@ -9,15 +12,22 @@ from langgraph.checkpoint.memory import InMemorySaver
 THREAD = {"configurable": {"thread_id": "1"}}
 
 
+def look() -> list[dict[str, str]]:
+    """What the camera shows."""
+    image = {"base64": base64.b64encode(PNG).decode(), "mime_type": "image/png"}
+    return [{"type": "text", "text": "It shows:"}, {"type": "image", **image}]
+
+
 class OverChat(Driver):
     uses_responses = is_stored = hands_back_reasoning = False
 
-    def __init__(self, url, model="embedded", saved=None):
+    def __init__(self, url, model="embedded", output=None, saved=None):
         self.url, self.saved = url, saved or InMemorySaver()
         self.agent = create_agent(
             self.model_of(url, model),
-            list(TOOLS),
+            [] if output else [*TOOLS, look],
             system_prompt=INSTRUCTIONS,
+            response_format=ProviderStrategy(output) if output else None,
             checkpointer=self.saved,
         )
 
@@ -35,7 +45,7 @@ class OverChat(Driver):
     async def ask(self, prompt):
         asked = {"messages": [{"role": "user", "content": prompt}]}
         state = await self.agent.ainvoke(asked, THREAD)
-        return state["messages"][-1].text
+        return state.get("structured_response") or state["messages"][-1].text
 
     async def stream(self, prompt):
         asked = {"messages": [{"role": "user", "content": prompt}]}

@@ -1,33 +1,42 @@
 """The package openai-agents over both of its wire formats."""
 
+import base64
 import json
 
 import openai
-from agent_session import INSTRUCTIONS, TOOLS, Driver
+from agent_session import INSTRUCTIONS, PNG, TOOLS, Driver
 from agents import (
     Agent,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     RunConfig,
     Runner,
+    ToolOutputImage,
     function_tool,
 )
 
 QUIET = RunConfig(tracing_disabled=True)
 
 
+@function_tool
+def look() -> ToolOutputImage:
+    """What the camera shows."""
+    return ToolOutputImage(image_url=f"data:image/png;base64,{base64.b64encode(PNG).decode()}")
+
+
 class OverChat(Driver):
-    hands_back_reasoning = False
+    hands_back_reasoning = shows_images = False
     model_class = OpenAIChatCompletionsModel
 
-    def __init__(self, url, model="embedded"):
+    def __init__(self, url, model="embedded", output=None):
         self.url, self.history = url, []
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         self.agent = Agent(
             name="weather",
             instructions=INSTRUCTIONS,
             model=self.model_class(model=model, openai_client=client),
-            tools=[function_tool(tool) for tool in TOOLS],
+            tools=[] if output else [*(function_tool(tool) for tool in TOOLS), look],
+            output_type=output,
         )
 
     def asked(self, prompt):
@@ -60,7 +69,7 @@ class OverChat(Driver):
 
 
 class OverResponses(OverChat):
-    hands_back_reasoning = True
+    hands_back_reasoning = shows_images = True
     model_class = OpenAIResponsesModel
 
 

@@ -1,7 +1,14 @@
 """The package pydantic-ai over each of its three wire formats."""
 
-from agent_session import INSTRUCTIONS, TOOLS, Driver
-from pydantic_ai import Agent, AgentRunResultEvent, ModelMessagesTypeAdapter
+from agent_session import INSTRUCTIONS, PNG, TOOLS, Driver
+from pydantic_ai import (
+    Agent,
+    AgentRunResultEvent,
+    BinaryContent,
+    ModelMessagesTypeAdapter,
+    NativeOutput,
+    ToolOutput,
+)
 from pydantic_ai.messages import PartDeltaEvent, PartStartEvent, TextPart, TextPartDelta
 from pydantic_ai.models.anthropic import AnthropicModel, AnthropicModelSettings
 from pydantic_ai.models.openai import (
@@ -13,12 +20,25 @@ from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 
+def look() -> BinaryContent:
+    """What the camera shows."""
+    return BinaryContent(PNG, media_type="image/png")
+
+
 class OverChat(Driver):
     settings = None
+    output_kind = NativeOutput
 
-    def __init__(self, url, model="embedded"):
+    def __init__(self, url, model="embedded", output=None):
         self.url, self.history = url, []
-        self.agent = Agent(self.model_of(url, model), instructions=INSTRUCTIONS, tools=TOOLS)
+        self.agent = Agent(
+            self.model_of(url, model),
+            instructions=INSTRUCTIONS,
+            tools=() if output else (*TOOLS, look),
+            output_type=self.output_kind(output) if output else str,
+        )
+        if output:  # no call can be forced of a model that thinks
+            self.settings = None
 
     def model_of(self, url, model):
         provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
@@ -66,6 +86,7 @@ class OverStoredResponses(OverResponses):
 
 class OverMessages(OverChat):
     settings = AnthropicModelSettings(anthropic_thinking={"type": "adaptive"})
+    output_kind = ToolOutput
 
     def model_of(self, url, model):
         return AnthropicModel(model, provider=AnthropicProvider(base_url=url, api_key="none"))

@@ -14,9 +14,9 @@ class OverChat(Driver):
     """Every reply must call a tool, the last one `final_answer`."""
 
     words = ""
-    hands_back_reasoning = False
+    hands_back_reasoning = shows_images = has_outputs = False
 
-    def __init__(self, url, model="embedded", memory=None):
+    def __init__(self, url, model="embedded", output=None, memory=None):
         self.url = url
         self.agent = ToolCallingAgent(
             [tool(each) for each in TOOLS],

@@ -15,6 +15,8 @@ from agent_session import (
     LATER,
     SECOND,
     THOUGHT,
+    Place,
+    call,
     check_order,
     first_script,
     second_script,
@@ -74,3 +76,20 @@ async def test_a_stream_that_is_left_runs_no_longer_and_the_next_is_served(
     assert (await until_idle(url))[aborted] == before + 1
     say(agent.says(ANSWER))
     assert ANSWER in await agent.told(SECOND, is_streamed=True)
+
+
+async def test_an_image_that_a_tool_returns_reaches_the_model(scripted_that_sees, driver_of):
+    if not driver_of.shows_images:
+        pytest.skip("the library shows the model no images of tools")
+    url, say = scripted_that_sees
+    agent = driver_of(url)
+    say(call("look"), ANSWER)
+    assert await agent.ask(FIRST) == ANSWER
+    check_order([FIRST, "tool_call", "<image>"], say.prompts()[-1])
+
+
+async def test_an_answer_is_of_the_type_that_is_asked_for(model_url, driver_of):
+    if not driver_of.has_outputs:
+        pytest.skip("the library has no types of answers")
+    answer = await driver_of(model_url, "smollm2", Place).ask("Where is it warm?")
+    assert isinstance(answer, Place)
