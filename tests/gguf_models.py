@@ -41,7 +41,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, kind)
     writer.add_type("model")
     _add_shape(writer, config, fields)
-    _add_tokenizer(writer, config.vocab_size)
+    add_tokenizer(writer, config.vocab_size)
     tensors = _tensors(directory, config)
     if change is not None:
         change(writer, tensors)
@@ -87,7 +87,7 @@ def _add_shape(writer: gguf.GGUFWriter, config: Any, fields: Mapping[str, Any]) 
             writer.add_uint32(key, value)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
     """Bytes, one merged pair, and words that no text has."""
     tokens = [*bytes_to_unicode().values(), "th"]
     tokens += [f"<|{number}|>" for number in range(len(tokens), size)]

@@ -30,6 +30,7 @@ class Tensor(NamedTuple):
     type_id: int  # of `gguf.GGMLQuantizationType`
     offset: int  # bytes, from the start of the file
     num_bytes: int
+    path: Path  # of the file that holds it
 
     @property
     def num_elements(self) -> int:
@@ -40,7 +41,6 @@ class Header(NamedTuple):
     """All but the weights. Of an array of strings `metadata` has the length."""
 
     metadata: dict[str, Any]
-    raw: dict[str, bytes]  # every key but those of the vocabulary, with its value, as in the file
     tensors: tuple[Tensor, ...]
 
 
@@ -76,19 +76,15 @@ class _Reader:
             )
         num_tensors, num_keys = self._unpack("QQ")
         metadata: dict[str, Any] = {}
-        raw: dict[str, bytes] = {}
         for _ in range(num_keys):
-            start = self._at
             key = self._string()
             metadata[key] = self._value(*self._unpack("I"))
-            if not key.startswith("tokenizer."):
-                raw[key] = self._data[start : self._at]
         entries = [self._tensor_entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ConfigError(f"{self._path} is damaged: general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        return Header(metadata, raw, tuple(self._tensor(start, *entry) for entry in entries))
+        return Header(metadata, tuple(self._tensor(start, *entry) for entry in entries))
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
@@ -114,7 +110,7 @@ class _Reader:
             raise ConfigError(f"{self._path} is damaged: tensor {name!r} has the shape {shape}")
         num_bytes = num_elements // per_block * block_bytes
         self._check(start + offset, num_bytes)
-        return Tensor(name, shape, type_id, start + offset, num_bytes)
+        return Tensor(name, shape, type_id, start + offset, num_bytes, self._path)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

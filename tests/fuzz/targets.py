@@ -533,7 +533,7 @@ class Gguf(Target):
         _ = info.source.stated_sampling, info.source.stated_pooling
         info.source.num_bytes(4)
         if kind == "file":
-            _ = info.eos_token_ids, info.vocab_size, info.max_model_len
+            _ = info.eos_token_ids, info.vocab_size, info.max_model_len, info.whole_config
             info.tokenizer.encode("Hello")
 
 

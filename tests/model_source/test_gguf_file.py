@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioserve.cli import main
 from aioserve.config import ModelConfig
@@ -62,7 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
-    "gemma2": {"query_pre_attn_scalar": 256},  # no file says it: it is that of the small ones
+    "gemma2": {"query_pre_attn_scalar": 16},  # no file says it: it is the size of a head
     "qwen3_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -84,13 +85,6 @@ def test_a_file_computes_what_its_directory_computes(
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
 }
 
 
@@ -101,21 +95,83 @@ def test_scaled_rotary_embeddings_are_those_of_the_directory(tmp_path: Path, nam
     fields: dict[str, Any] = {"rope__scaling__type": name, "rope__scaling__factor": rope["factor"]}
     if name == "yarn":
         fields["rope__scaling__original_context_length"] = 64
-    if name != "llama3":
-        path = write_gguf(directory, tmp_path / "m.gguf", **fields)
-    else:
-        path = write_gguf(directory, tmp_path / "m.gguf", change=add_divisors)
-    assert_same_model(load(path), directory)
+    assert_same_model(load(write_gguf(directory, tmp_path / "m.gguf", **fields)), directory)
 
 
-def add_divisors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
-    """As llama.cpp's converter does for Llama 3.1."""
-    frequencies = 500_000.0 ** -(np.arange(0, 16, 2, dtype=np.float32) / 16)
-    waves = 2 * np.pi / frequencies
-    smooth = (8192 / waves - 1.0) / (4.0 - 1.0)
-    divisors = 1 / ((1 - smooth) / 8.0 + smooth)
-    divisors = np.where(waves < 8192 / 4.0, 1.0, np.where(waves > 8192 / 1.0, 8.0, divisors))
-    tensors["rope_freqs.weight"] = divisors.astype(np.float32)
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("original", "high"),
+    [(8192, 4.0), (4096, 4.0), (48, 4.0), (48, 7.5), (2_000_000, 4.0)],
+    ids=["Llama 3", "another length", "a short one", "another bound", "beyond all waves"],
+)
+def test_divisors_of_frequencies_are_read_whatever_they_come_from(
+    tmp_path: Path, original: int, high: float
+) -> None:
+    rope = LLAMA3 | {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+    directory = make_model("llama", tmp_path / "model", rope_parameters=rope)
+    frequencies = 500.0 ** -(np.arange(0, 16, 2) / 16)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(directory), None)
+    found = load(write_divided(directory, tmp_path, frequencies / scaled.numpy()))
+    assert torch.allclose(found.model.rotary_emb.inv_freq, scaled, rtol=1e-5)
+    expected = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    with torch.inference_mode():
+        assert torch.allclose(found(IDS).logits, expected(IDS).logits, atol=1e-3)
+
+
+def test_divisors_of_no_rule_are_taken_as_they_are(tmp_path: Path) -> None:
+    directory = make_model("llama", tmp_path / "model", rope_parameters={"rope_theta": 500.0})
+    divisors = np.linspace(1, 3, 8)
+    found = load(write_divided(directory, tmp_path, divisors)).model.rotary_emb.inv_freq
+    expected = torch.from_numpy(500.0 ** -(np.arange(0, 16, 2) / 16) / divisors).float()
+    assert torch.allclose(found, expected, rtol=1e-5)
+
+
+def write_divided(directory: Path, folder: Path, divisors: np.ndarray) -> Path:
+    def change(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        tensors["rope_freqs.weight"] = divisors.astype(np.float32)
+
+    return write_gguf(directory, folder / "m.gguf", change=change)
+
+
+def test_the_parts_of_a_split_file_are_one_model(llama: Path, tmp_path: Path) -> None:
+    parts = write_parts(llama, tmp_path)
+    assert_same_model(load(parts[0]), llama)
+    assert info_of(parts[0]).source.num_bytes(1) == info_of(llama).source.num_bytes(1)
+    with pytest.raises(ConfigError, match=f"is part 2 of 3: name the first, {parts[0]}"):
+        info_of(parts[1])
+    shutil.copy(parts[1], parts[2])
+    with pytest.raises(ConfigError, match=f"{parts[2]} says that it is part 1 of 3"):
+        info_of(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ConfigError, match=f"part 1 of 3, and beside it is no {parts[2].name}"):
+        info_of(parts[0])
+
+
+def write_parts(directory: Path, folder: Path) -> list[Path]:
+    """As llama-gguf-split does: metadata in the first, no more than numbers in the others."""
+    files = [folder / f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    for index, path in enumerate(files):
+
+        def change(
+            writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], index: int = index
+        ) -> None:
+            total, names = len(tensors), sorted(tensors)[index::3]
+            if index:
+                writer.kv_data[0].clear()
+            for key, value in (("no", index), ("count", 3), ("tensors.count", total)):
+                writer.add_uint16(f"split.{key}", value)
+            for name in set(tensors) - set(names):
+                del tensors[name]
+
+        write_gguf(directory, path, change=change)
+    return files
 
 
 def test_its_metadata_says_what_a_directory_says(llama: Path, whole: Path) -> None:
@@ -156,12 +212,9 @@ def test_weights_are_unpacked_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert peak < path.stat().st_size / 2
 
 
-def test_what_nobody_reads_is_said(
-    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    load(write_gguf(llama, tmp_path / "m.gguf", logit_scale=2.0, expert_count=0))
-    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
-    assert "m.gguf: aioserve ignores its logit_scale: " in record.getMessage()
+def test_what_is_not_read_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    path = write_gguf(llama, tmp_path / "m.gguf", logit_scale=2.0, expert_count=0)
+    assert refusal(path).startswith(f"{path}: aioserve does not read its logit_scale, without")
 
 
 def test_clients_know_it_by_the_name_of_its_file() -> None:
@@ -182,12 +235,6 @@ def edit(**fields: Any) -> Any:
     return change
 
 
-def second_part(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
-    """As llama-gguf-split writes it: without the metadata of the model."""
-    writer.kv_data[0].clear()
-    edit(split__count=2, split__no=1)(writer, tensors)
-
-
 def drop(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
     del tensors["blk.1.ffn_up.weight"]
 
@@ -204,29 +251,24 @@ def cut_rows(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
     tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"][:-1]
 
 
-def other_divisors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
-    tensors["rope_freqs.weight"] = np.linspace(1, 3, 8, dtype=np.float32)
-
-
-def long_factors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
-    tensors["rope_factors_long.weight"] = np.ones(8, dtype=np.float32)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (edit(general__type="mmproj"), "is the image part of a model (mmproj)"),
         (edit(general__architecture="clip"), "is the image part of a model (mmproj)"),
         (edit(general__type="adapter"), "is an adapter (LoRA)"),
-        (edit(split__count=2, split__no=0), "is part 1 of 2, which are not read: join them"),
-        (second_part, "is part 2 of 2, which are not read: join them"),
-        (edit(general__architecture="llama99"), "architecture llama99 is not supported"),
+        (edit(split__count=2, split__no=0), "is part 1 of 2 and not named so: its name has to"),
+        (
+            edit(general__architecture="llama99"),
+            "has the architecture 'llama99', which is not served as GGUF",
+        ),
         (drop_embedding, "there is no token_embd.weight in it"),
         (drop, "1 weights of LlamaForCausalLM are not in"),
         (add_bias, "have no place in LlamaForCausalLM of transformers, first blk.0.attn_q.bias"),
         (cut_rows, "tensor blk.0.ffn_up.weight has the shape (95, 64)"),
-        (other_divisors, "rope_freqs.weight is not what Llama 3 has"),
-        (long_factors, "scaled rotary embedding"),
+        (edit(llama__rope__scaling__type="odd"), "rope.scaling.type has 'odd'; served are none,"),
+        (edit(llama__block_count=60_000), "block_count has 60000 where a number from 1 to 16384"),
+        (edit(llama__attention__key_length="wide"), "m.gguf: "),
     ],
 )
 def test_what_would_answer_wrongly_is_refused_by_name(

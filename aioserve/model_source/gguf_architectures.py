@@ -1,0 +1,13 @@
+"""The architectures of GGUF files that are served, by llama.cpp's names.
+
+What a key means is what llama.cpp's converter wrote it from; what no key says, llama.cpp knows.
+"""
+
+from collections.abc import Mapping
+
+from aioserve.model_source.gguf_config import Architecture
+from aioserve.model_source.gguf_dense import DENSE
+from aioserve.model_source.gguf_experts import EXPERTS
+from aioserve.model_source.gguf_others import OTHERS
+
+ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **EXPERTS, **OTHERS}

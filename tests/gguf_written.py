@@ -1,0 +1,165 @@
+"""GGUF files of every architecture that is read, with metadata that llama.cpp's converter wrote.
+
+`model_source/gguf_written.json` holds what convert_hf_to_gguf.py of llama.cpp (as the package
+llama-cpp-python 0.3.36 brings it) wrote for tiny models with unusual values: rotary bases, scales,
+epsilons. What it does to the weights is written here once more, so that no test needs it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+
+from tests.architectures.tiny import Case, make_config, make_model
+from tests.gguf_models import add_tokenizer
+
+_FILE = Path(__file__).parent / "model_source" / "gguf_written.json"
+#: Ends of names that the package gguf does not map for these models, and GGUF's.
+_NAMES = {
+    ".e_score_correction_bias": "exp_probs_b.bias",
+    ".expert_bias": "exp_probs_b.bias",
+    ".router.weight": "ffn_gate_inp.weight",
+    ".experts.down_proj": "ffn_down_exps.weight",
+    ".experts.down_proj_bias": "ffn_down_exps.bias",
+    ".shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+    "mixer.dt_bias": "ssm_dt.bias",
+    "word_embeddings_layernorm.weight": "token_embd_norm.weight",
+    "word_embeddings_layernorm.bias": "token_embd_norm.bias",
+}
+_NAMES_OF = {
+    "bloom": {f"post_attention_layernorm.{end}": f"ffn_norm.{end}" for end in ("weight", "bias")},
+    "gpt-oss": {"post_attention_layernorm.weight": "post_attention_norm.weight"},
+}
+_PERMUTED = {"llama", "granite", "granitemoe", "smollm3", "olmo", "arcee"}
+_ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron"}
+
+
+class Written(NamedTuple):
+    """What the converter wrote for a model."""
+
+    architecture: str
+    model_type: str
+    fields: dict[str, Any]  # of the configuration
+    metadata: dict[str, Any]  # without the name of the architecture
+
+
+WRITTEN = {name: Written(**case) for name, case in json.loads(_FILE.read_text()).items()}
+
+
+def make_written(case: Written, folder: Path) -> tuple[Path, Path]:
+    """The model as a directory and as a file."""
+    from transformers import AutoModelForCausalLM
+
+    directory, path = folder / "model", folder / "m.gguf"
+    config = make_config(Case(case.model_type, "", tuple(case.fields.items())))
+    make_model(config, directory)
+    module = AutoModelForCausalLM.from_pretrained(directory)
+    writer = gguf.GGUFWriter(path, case.architecture)
+    add_metadata(writer, case.metadata)
+    add_tokenizer(writer, config.vocab_size)
+    for name, weights in _tensors(module, case):
+        writer.add_tensor(name, np.ascontiguousarray(weights, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return directory, path
+
+
+def add_metadata(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
+    """Keys under the name of the writer's architecture, in types as the converter takes."""
+    for name, value in metadata.items():
+        key = f"{writer.arch}.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+
+
+def _tensors(module: Any, case: Written) -> Iterator[tuple[str, np.ndarray]]:
+    config = module.config
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[case.architecture], config.num_hidden_layers)
+    for name, tensor in module.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        block = "".join(f"blk.{part}." for part in name.split(".") if part.isdecimal())
+        weights = tensor.numpy()
+        if name.endswith((".gate_up_proj", ".gate_up_proj_bias", ".input_linear.weight")):
+            for end, part in _halves(name, weights, case.architecture):
+                yield block + end, part
+            continue
+        known = {**_NAMES_OF.get(case.architecture, {}), **_NAMES}
+        found = next((block + ours for end, ours in known.items() if name.endswith(end)), None)
+        for theirs in (name, name.partition(".")[2]):
+            found = found or names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        if found.endswith("attn_sinks"):
+            found += ".weight"
+        yield found, _stored(found, weights, case.architecture, config)
+    yield from _rope(config)
+
+
+def _halves(name: str, weights: np.ndarray, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
+    kind = "shexp" if "shared_mlp" in name else "exps"
+    for number, which in enumerate(("gate", "up")):
+        if architecture == "gpt-oss":
+            part = weights[..., number::2]
+            is_bias = name.endswith("bias")
+            end = "bias" if is_bias else "weight"
+            yield f"ffn_{which}_exps.{end}", part if is_bias else part.swapaxes(1, 2)
+        else:
+            axis = weights.ndim - 2
+            yield f"ffn_{which}_{kind}.weight", np.split(weights, 2, axis)[number]
+
+
+def _stored(name: str, weights: np.ndarray, architecture: str, config: Any) -> np.ndarray:
+    heads = config.num_attention_heads if hasattr(config, "num_attention_heads") else 0
+    if architecture in _PERMUTED and (".attn_q." in name or ".attn_k." in name):
+        count = heads if ".attn_q." in name else config.num_key_value_heads
+        pairs = weights.reshape(count, 2, weights.shape[0] // count // 2, -1)
+        return pairs.swapaxes(1, 2).reshape(weights.shape)
+    if architecture in _ONE_MORE and name.endswith("norm.weight"):
+        return weights + 1
+    if architecture == "gpt-oss" and name.endswith("ffn_down_exps.weight"):
+        return weights.swapaxes(1, 2)
+    if architecture == "gpt2" and name.startswith("blk.") and weights.ndim == 2:
+        return weights.T
+    if architecture in ("bloom", "gptneox") and ".attn_qkv." in name:
+        parts = weights.reshape(heads, 3, -1, *weights.shape[1:])
+        return parts.swapaxes(0, 1).reshape(weights.shape)
+    if name.endswith("ssm_a"):
+        weights = -np.exp(weights)
+    if architecture == "mamba2":
+        if name.endswith(("ssm_a", "ssm_d")):
+            return weights[:, None]
+        if name.endswith("ssm_norm.weight"):
+            return weights.reshape(config.n_groups, -1)
+    if name.endswith(("conv1d.weight", "shortconv.conv.weight")):
+        return weights.squeeze(1)
+    return weights[0] if name.endswith("ffn_gate_inp_shexp.weight") else weights
+
+
+def _rope(config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of scaled rotary embeddings."""
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        for which in ("long", "short"):
+            yield f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"])
+    if rope.get("rope_type") == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        turned = 2 * len(scaled)
+        plain = rope["rope_theta"] ** -(np.arange(0, turned, 2) / turned)
+        yield "rope_freqs.weight", plain / scaled.numpy()
