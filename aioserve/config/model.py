@@ -1,5 +1,6 @@
 """Settings of the model: where it is, its types, and what it may be asked."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,6 +86,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     def served_names(self) -> tuple[str, ...]:
         """All names of the model for clients."""
         file, named = Path(self.model), self.served_model_name
-        stated = file.stem if file.suffix == ".gguf" else self.model
+        stem = re.sub(r"-00001-of-\d{5}$", "", file.stem)  # of the first of several files
+        stated = stem if file.suffix == ".gguf" else self.model
         names = (named,) if isinstance(named, str) else named or ()
         return tuple(filter(None, names)) or (stated,)

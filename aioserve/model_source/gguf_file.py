@@ -19,6 +19,7 @@ from aioserve.model_source.gguf_header import Header, read_header
 from aioserve.model_source.gguf_metadata import Metadata
 from aioserve.model_source.gguf_parts import read_parts
 from aioserve.model_source.gguf_rope import DIVISORS, LONG, SHORT, RopeTensors
+from aioserve.model_source.gguf_splits import split_as_stated
 from aioserve.model_source.gguf_weights import Filling, fill, unpack
 from aioserve.model_source.source import ModelSource, Rounding, not_loaded
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
@@ -138,7 +139,10 @@ class GgufFile(ModelSource):
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(
                     nowhere, gguf_file=str(self.path.absolute())
                 )
+            split_as_stated(self.path, self._header.metadata, tokenizer)
             return self._without_strangers(tokenizer)
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(
                 f"cannot read the tokenizer in {self.path}: {one_line(error)}"

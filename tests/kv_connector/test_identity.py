@@ -22,3 +22,14 @@ def test_a_changed_model_has_another_fingerprint(tmp_path: Path) -> None:
     changed = fingerprint(tmp_path)
     (tmp_path / "README.md").write_text("nor does this")
     assert fingerprint(tmp_path) == changed
+
+
+def test_a_changed_part_of_a_file_in_parts_changes_the_fingerprint(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"m[1]-0000{number}-of-00002.gguf" for number in (1, 2))
+    first.write_bytes(b"first")
+    second.write_bytes(b"second")
+    before = fingerprint(first)
+    (tmp_path / "m[1]-00001-of-00003.gguf").write_bytes(b"of another model")
+    assert fingerprint(first) == before
+    second.write_bytes(b"other!")
+    assert fingerprint(first) != before

@@ -219,6 +219,7 @@ def test_what_is_not_read_is_refused_by_name(llama: Path, tmp_path: Path) -> Non
 
 def test_clients_know_it_by_the_name_of_its_file() -> None:
     assert ModelConfig(model="a/SmolLM2.Q4_1.gguf").served_name == "SmolLM2.Q4_1"
+    assert ModelConfig(model="a/m-00001-of-00003.gguf").served_name == "m"
     assert ModelConfig(model="a/m.gguf", served_model_name="mine").served_name == "mine"
     assert ModelConfig(model="a/b.c").served_name == "a/b.c"
 
@@ -325,6 +326,33 @@ def test_a_directory_with_a_file_in_it_is_told_which_to_name(tmp_path: Path) -> 
     (tmp_path / "m.gguf").touch()
     with pytest.raises(ConfigError, match=f"a GGUF file is named itself: {tmp_path}/m.gguf"):
         info_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("way", "pieces"),
+    [
+        ("gpt-2", ["It", "'s", " 12345", " a", ",,!", "\n", "x"]),
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " a", ",,!", "\n", "x"]),
+        ("glm4", ["It", "'s", " ", "123", "45", " a", ",,!\n", "x"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " a", ",,!\n", "x"]),
+        ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", "5", " a", ",,!", "\n", "x"]),
+        ("hunyuan-dense", ["It", "'s", " ", "123", "45", " a", ",,!\n", "x"]),
+        ("falcon", ["It", "'", "s", " ", "123", "45", " a", ",,!", "\n", "x"]),
+    ],
+)
+def test_text_is_split_as_the_file_states(
+    llama: Path, tmp_path: Path, way: str, pieces: list[str]
+) -> None:
+    path = write_gguf(llama, tmp_path / "m.gguf", change=edit(tokenizer__ggml__pre=way))
+    splitter = info_of(path).tokenizer.backend_tokenizer.pre_tokenizer
+    found = [piece for piece, _ in splitter.pre_tokenize_str("It's 12345 a,,!\nx")]
+    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in found] == pieces
+
+
+def test_an_unknown_way_to_split_text_is_refused(llama: Path, tmp_path: Path) -> None:
+    path = write_gguf(llama, tmp_path / "m.gguf", change=edit(tokenizer__ggml__pre="of-mine"))
+    with pytest.raises(ConfigError, match=r"m\.gguf: tokenizer.ggml.pre is 'of-mine', a way to"):
+        _ = info_of(path).tokenizer
 
 
 def test_the_sampling_that_a_file_recommends_is_read(llama: Path, tmp_path: Path) -> None:
