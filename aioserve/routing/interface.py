@@ -7,9 +7,10 @@ connection and waits for nothing.
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from aioserve.option_struct import convert_options
 from aioserve.routing.answers import Refuse, Wait
@@ -19,6 +20,11 @@ from aioserve.routing.views import ReplicaView, RoutedRequest
 #: One of the replicas that were shown, a refusal or a wait.
 Answer: TypeAlias = ReplicaView | Refuse | Wait
 Replicas: TypeAlias = tuple[ReplicaView, ...]
+
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
 class RouterOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -90,6 +90,13 @@ class ReplicaView(msgspec.Struct, frozen=True, gc=False):
     num_free_kv_tokens: int = 0
     step_seconds: float = 0.0
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that are there: as the replica reported, and at least those that were sent and
+        have not ended.
+        """
+        return max(self.num_sent, self.num_running + self.num_waiting)
+
 
 #: Names of the fields of `ReplicaView` that a replica has to report.
 REPORTED = frozenset(ReplicaReport.__struct_fields__) | {"known_at"}
