@@ -9,16 +9,18 @@ Says: predict the time to first token and the time per token of the request at e
 replicas that meet both levels the one with the least headroom gets it, so that others stay free for
 tighter requests; if none does, or no level is stated, the one with the least time to first token.
 
-Simplified: the model is one number for each replica, seconds per prompt token that lies before the
-first token, learned from first tokens; the time per token is that of the newest steps. llm-d trains
-gradient-boosted trees on more features.
+Simplified: a prediction may take up half of a level (an option). The model is one number for each
+replica, seconds per prompt token that lies before the first token, learned from first tokens; the
+time per token is that of the newest steps. llm-d trains gradient-boosted trees on more features.
 
 Cost: O(blocks + n) of n replicas.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
-from aioserve.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest
+from msgspec import Meta
+
+from aioserve.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest, RouterOptions
 
 KEPT = 0.9  # weight of what is known beside a new first token
 
@@ -28,6 +30,11 @@ class PredictedLatency(BaseRouter):
 
     uses_prefixes = True
     uses_reports = True
+
+    class Options(RouterOptions):
+        most_used: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of a level, by what is predicted
+
+    options: Options
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,16 +58,16 @@ class PredictedLatency(BaseRouter):
         self.tokens[chosen.name, request.request_id] = tokens[chosen.name]
         return chosen
 
-    @staticmethod
-    def meets(request: RoutedRequest, replica: ReplicaView, ttft: float) -> bool:
+    def meets(self, request: RoutedRequest, replica: ReplicaView, ttft: float) -> bool:
         """Whether the request states a time to first token and is predicted to get it, and its time
         per token.
         """
-        if request.slo_ttft is None or ttft > request.slo_ttft:
+        share = self.options.most_used
+        if request.slo_ttft is None or ttft > share * request.slo_ttft:
             return False
         has_seat = not replica.max_num_seqs or replica.num_requests < replica.max_num_seqs
         tpot = request.slo_tpot
-        return has_seat and (tpot is None or replica.step_seconds <= tpot)
+        return has_seat and (tpot is None or replica.step_seconds <= share * tpot)
 
     def on_first_token(self, request: RoutedRequest, name: str, seconds: float) -> None:
         tokens = self.tokens.pop((name, request.request_id), 0)

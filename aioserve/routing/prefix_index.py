@@ -4,6 +4,7 @@ Knows hashes of blocks and names of replicas. Does not know tokens, nor which re
 """
 
 from collections.abc import Sequence
+from itertools import compress
 
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
@@ -99,7 +100,7 @@ class PrefixIndex:
 
     def _names_of(self, mask: int) -> list[str]:
         bits = bin(mask)[:1:-1]  # the first is that of place 0
-        return [name for name, bit in zip(self._names, bits, strict=False) if bit == "1"]
+        return list(compress(self._names, map("1".__eq__, bits)))
 
     def num_blocks(self, name: str, block_hashes: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, this replica can find."""

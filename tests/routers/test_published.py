@@ -173,8 +173,8 @@ def test_a_level_is_met_with_the_least_headroom() -> None:
     sent = fleet.dispatcher.assign(request, str(fleet.dispatcher.choose(request)))
     sent.has_started(0.128)  # a millisecond a token
     fleet.dispatcher.assign(asking(), "r0")
-    assert fleet.choose(hints={"slo_ttft": 1.0}) == "r0"  # 256 ms there, 128 at r1
-    assert fleet.choose(hints={"slo_ttft": 0.2}) == "r1"
+    assert fleet.choose(hints={"slo_ttft": 2.0}) == "r0"  # 256 ms there, 128 at r1
+    assert fleet.choose(hints={"slo_ttft": 0.4}) == "r1"  # of which half may be taken up
     assert fleet.choose() == "r1"
     fleet.report("r0", step_seconds=0.3)
     assert fleet.choose(hints={"slo_ttft": 1.0, "slo_tpot": 0.1}) == "r1"

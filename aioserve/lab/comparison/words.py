@@ -10,6 +10,7 @@ from aioserve.lab.comparison.bootstrap import MIN_BLOCKS, MIN_SEEDS
 from aioserve.lab.comparison.document import Document
 from aioserve.lab.comparison.group_words import render_groups
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
+from aioserve.lab.comparison.overview import overview
 from aioserve.lab.comparison.rows import (
     NOISE,
     ROWS,
@@ -211,6 +212,7 @@ def render_table(document: Document) -> str:
     first, *others = document["results"]
     slo = slo_in_words(document)
     lines = [headline(document), *([] if slo is None else [slo]), *other_differences(document), ""]
+    lines += overview(document)
     if not others:
         lines += _single(first)
     for number_of, other in enumerate(others):
