@@ -18,7 +18,7 @@ CORE_LIMIT = 25_655
 #: `policies/composed`.
 PARTS = (
     *("child", "console", "decision_log", "kv_connector", "lab", "multimodal", "ray", "routing"),
-    *("routers", "option_struct.py"),
+    *("autoscalers", "routers", "option_struct.py"),
     *("config/batches.py", "server/batches"),
     *("config/adapters.py", "config/images.py", "config/shadow.py", "config/simulation.py"),
     *(

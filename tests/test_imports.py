@@ -93,6 +93,7 @@ ALLOWED = {
         "aioserve.option_struct",
     },
     "aioserve.routers": {"aioserve.routing"},
+    "aioserve.autoscalers": {"aioserve.routing"},
     "aioserve.kv_connector": {"aioserve.errors", "aioserve.kv_cache", "aioserve.request"},
     "aioserve.scheduler": {
         "aioserve.row_values",

@@ -1,12 +1,13 @@
-"""All that the author of a router imports, and what asks routers.
+"""All that the author of a router or autoscaler imports, and what asks routers.
 
 Knows no transport: it serves live and simulated senders.
 """
 
 from aioserve.routing.accounts import Assignment
 from aioserve.routing.answers import MAX_WAIT_SECONDS, MIN_WAIT_SECONDS, Refuse, Wait
+from aioserve.routing.autoscaler import AutoscalerInterface, AutoscalerOptions, FleetView
 from aioserve.routing.dispatcher import Dispatcher
-from aioserve.routing.errors import RouterError
+from aioserve.routing.errors import RouterError, blamed
 from aioserve.routing.interface import (
     Answer,
     BaseRouter,
@@ -20,7 +21,9 @@ from aioserve.routing.interface import (
 from aioserve.routing.prefix_index import PrefixIndex
 from aioserve.routing.prefixes import Prefixes
 from aioserve.routing.registry import (
+    available_autoscalers,
     available_routers,
+    load_autoscaler,
     load_router,
     make_dispatcher,
     short_name,
@@ -33,8 +36,11 @@ __all__ = [
     "REPORTED",
     "Answer",
     "Assignment",
+    "AutoscalerInterface",
+    "AutoscalerOptions",
     "BaseRouter",
     "Dispatcher",
+    "FleetView",
     "NonNegativeFloat",
     "PositiveFloat",
     "PositiveInt",
@@ -49,7 +55,10 @@ __all__ = [
     "RouterInterface",
     "RouterOptions",
     "Wait",
+    "available_autoscalers",
     "available_routers",
+    "blamed",
+    "load_autoscaler",
     "load_router",
     "make_dispatcher",
     "short_name",

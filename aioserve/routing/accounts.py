@@ -40,10 +40,14 @@ class Account:
         """What a router sees of it now."""
         if self.make_report is not None:
             self.reported, self.make_report = self.make_report(), None
+        return self.view_with(self.reported)
+
+    def view_with(self, reported: Reported | None) -> ReplicaView:
+        """The account beside a report."""
         own = self.name, self.work, self.num_sent, self.num_unstarted_tokens
-        if self.reported is None:
+        if reported is None:
             return ReplicaView(*own)
-        report, known_at = self.reported
+        report, known_at = reported
         return ReplicaView(
             *own,
             known_at,
@@ -90,6 +94,11 @@ class Assignment:
     def name(self) -> str:
         """The name of the replica."""
         return self._account.name
+
+    @property
+    def is_started(self) -> bool:
+        """Whether its first token has come."""
+        return self._is_started
 
     def has_started(self, now: float) -> None:
         """Its first token is here. Told again it changes nothing."""

@@ -91,6 +91,10 @@ class Dispatcher:
             account.make_report = make_report
             self._changed.add(account)
 
+    def view_with(self, name: str, reported: Reported) -> ReplicaView:
+        """What is known of a replica, beside a report that the router need not have."""
+        return self._accounts[name].view_with(reported)
+
     def work_of(self, name: str) -> float:
         """The work of a replica, in tokens, by this sender's account."""
         return self._accounts[name].work

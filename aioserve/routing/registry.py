@@ -1,7 +1,7 @@
-"""Finds a router class by name, by `package.module:Class`, or by `file.py`.
+"""Finds a router or autoscaler class by name, by `package.module:Class`, or by `file.py`.
 
-Those that ship are the files of `aioserve.routers`; nothing else registers them. Imports nothing
-but the one router that is asked for.
+Those that ship are the files of `aioserve.routers` and `aioserve.autoscalers`; nothing else
+registers them. Imports nothing but the one class that is asked for.
 """
 
 import pkgutil
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.named_class import Kind, installed
+from aioserve.routing.autoscaler import AutoscalerInterface
 from aioserve.routing.dispatcher import Dispatcher
 from aioserve.routing.interface import BaseRouter
 
 GROUP = "aioserve.routers"  # of entry points, by which other packages register routers
 PACKAGE = "aioserve.routers"
+AUTOSCALER_GROUP = AUTOSCALER_PACKAGE = "aioserve.autoscalers"
 
 
 def shipped(package: str, group: str) -> list[EntryPoint]:
@@ -61,8 +63,28 @@ def make_dispatcher(
     return Dispatcher(load_router(spec), options, seed=seed, clock=clock)
 
 
+def available_autoscalers() -> dict[str, EntryPoint]:
+    """Autoscalers by name; `ConfigError` if two packages claim one name."""
+    found = shipped(AUTOSCALER_PACKAGE, AUTOSCALER_GROUP)
+    return installed(AUTOSCALER_GROUP, "autoscaler", found)
+
+
+_AUTOSCALER = Kind(
+    word="autoscaler",
+    words="autoscalers",
+    interface=AutoscalerInterface,  # type: ignore[type-abstract]
+    base="AutoscalerInterface",
+    available=available_autoscalers,
+)
+
+
+def load_autoscaler(spec: str) -> type[AutoscalerInterface]:
+    """The autoscaler class that `spec` names, as `load_router` finds a router."""
+    return _AUTOSCALER.load(spec)
+
+
 def short_name(spec: str) -> str:
-    """The name of a router, or the class or file that `spec` names, as tables have it."""
+    """The name of a router or autoscaler, or the class or file that `spec` names, for tables."""
     if ":" in spec:
         return spec.rpartition(":")[2]
     return Path(spec).stem if spec.endswith(".py") else spec

@@ -4,6 +4,7 @@ Knows files, policies and settings. Runs nothing.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,17 @@ def _stem(path: str) -> str:
 
 
 def in_fleet(candidates: list[Candidate], spec: FleetSpec) -> list[Candidate]:
-    """Each configuration behind each router, under the names of what differs."""
+    """Each configuration behind each router, with each autoscaler, under the names of what
+    differs.
+    """
     found = []
     for candidate in candidates:
-        for choice in spec.choices:
-            words = [candidate.name] if len(candidates) > 1 or len(spec.routers) == 1 else []
+        for choice, scaler in product(spec.choices, spec.scalers):
+            is_one = len(spec.routers) == len(spec.scalers) == 1
+            words = [candidate.name] if len(candidates) > 1 or is_one else []
             words += [choice.shown] if len(spec.routers) > 1 else []
-            found.append(Candidate(" ".join(words), candidate.config, spec.behind(choice)))
+            words += [scaler.shown] if scaler is not None and len(spec.scalers) > 1 else []
+            found.append(Candidate(" ".join(words), candidate.config, spec.behind(choice, scaler)))
     return found
 
 

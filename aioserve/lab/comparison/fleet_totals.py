@@ -15,13 +15,16 @@ def fleet_totals(outcome: FleetOutcome, fleet: Fleet, totals: dict[str, float]) 
     seconds = max(outcome.end, 1e-9)
     busy = outcome.busy_seconds
     mean = sum(busy) / len(busy)
+    paid = outcome.replica_seconds
     found = {
-        "busy_share": mean / seconds,
+        "busy_share": sum(busy) / max(paid, 1e-9),
         "busiest_to_mean": max(busy) / max(mean, 1e-9),
         "resent": float(outcome.num_resent),
     }
+    if fleet.autoscaling is not None:
+        found["replicas"] = paid / seconds
     if fleet.price_per_hour is not None:
-        price = fleet.price_per_hour * fleet.num_replicas / SECONDS_PER_HOUR  # of a second
+        price = fleet.price_per_hour * paid / seconds / SECONDS_PER_HOUR  # of a second
         for name in ("output", "total"):
             rate = max(totals[f"{name}_tokens_per_second"], 1e-9)
             found[f"price_per_million_{name}"] = MILLION * price / rate

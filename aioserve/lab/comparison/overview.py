@@ -20,6 +20,7 @@ COLUMNS = (
     ("totals", "worst_class_share"),
     ("totals", "prefix_hit_share"),
     ("totals", "busy_share"),
+    ("totals", "replicas"),
     ("totals", "busiest_to_mean"),
     ("totals", "unfinished"),
     ("totals", "resent"),

@@ -61,6 +61,7 @@ ROWS = [
     Row("preemptions", "totals", "preemptions", "", 1, 1, -1),
     Row("unfinished requests", "totals", "unfinished", "", 1, 1, -1),
     Row("busy, %", "totals", "busy_share", "points", 100, 1, 0),
+    Row("replicas", "totals", "replicas", "", 1, 2, -1),
     Row("busiest to mean", "totals", "busiest_to_mean", "", 1, 2, -1),
     Row("sent again", "totals", "resent", "", 1, 1, -1),
     Row("price, 1M output", "totals", "price_per_million_output", "", 1, 3, -1),
@@ -100,6 +101,7 @@ MEANINGS = {
     "preemptions": "How often a running request had to give its memory back.",
     "unfinished requests": "Ended before their last token: timed out, refused, failed.",
     "busy": "The share of the time in which steps ran, over all replicas of the fleet.",
+    "replicas": "Replicas that were paid for, on average; one that starts is paid for.",
     "busiest to mean": "The time in which steps ran at the busiest replica, over the mean of all.",
     "sent again": "Requests whose replica died before it had streamed anything of the reply.",
     "price": (

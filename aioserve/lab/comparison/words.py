@@ -42,6 +42,9 @@ def headline(document: Document) -> str:
         when = "at once"
     fleet = document["results"][0]["fleet"]
     where = "" if fleet is None else f" on {fleet['num_replicas']} replicas"
+    if fleet is not None and fleet["autoscaling"] is not None:
+        least = fleet["autoscaling"]["min_replicas"]
+        where = f" on {least} to {fleet['num_replicas']} replicas"
     least, most = workload["max_tokens"]
     limits = f"{most:,}" if least == most else f"{least:,} to {most:,}"
     return (

@@ -19,6 +19,7 @@ from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.fleet_request import RoutedRequests, Sent
 from aioserve.lab.simulation.knowledge import DelayLine
 from aioserve.lab.simulation.outcome import RunObserver, RunOutcome
+from aioserve.lab.simulation.scaling import Scaling
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
 from aioserve.lab.workloads.workload import Workload, followers, replied_to
 from aioserve.outputs import FinishReason
@@ -63,6 +64,7 @@ class FleetOutcome(RunOutcome):
         self.num_resent = 0  # their replica died before it had streamed anything
         self.replica_of = array("l", [-1]) * num_requests  # that had it last; -1: none
         self.busy_seconds = [0.0] * num_replicas
+        self.replica_seconds = 0.0  # that are paid for, of all replicas
 
 
 class _Clock:
@@ -89,6 +91,8 @@ class _Seat:
         self.num_turns = 0  # made or planned: a turn that is planned anew makes the old one void
         self.due = math.inf  # the deadline for which deadlines will be looked at, and when
         self.expiry = math.inf
+        self.has_failed = False  # and has not come back
+        self.paid_since: float | None = None  # None: it is not paid for
 
     @property
     def slowdown(self) -> float:
@@ -131,15 +135,26 @@ class _Run:
         self._named = {seat.name: seat for seat in self._seats}
         self._parked: list[Sent] = []  # no replica is known to be up, and one will be
         self._num_returns = 0  # of replicas, to be heard of
+        self._num_left = len(workload.requests)
+        self._scaling: Scaling | None = None
+        if fleet.autoscaling is not None:
+            plan, seed = fleet.autoscaling, workload.seed
+            self._scaling = Scaling(plan, fleet.num_replicas, seed=seed, clock=self._clock)
         self._plan_incidents(fleet)
         self._interval = max(workload.duration, 1.0) / NUM_STATES
         self._next_state = 0.0
 
     def run(self) -> FleetOutcome:
         """Run until the last request has ended."""
-        for seat in self._seats:
+        first = self._seats
+        if self._scaling is not None:
+            first = self._seats[: self._scaling.plan.min_replicas]
+            self._at(self._scaling.plan.interval, INCIDENT, partial(self._scale, self._scaling))
+        for seat in first:
+            seat.paid_since = 0.0
             self._start(seat)
             self._dispatcher.join(seat.name, seat.place)
+            self._report(seat)
         clock, heap = self._clock, self._heap
         arrivals = self._arrivals()
         next_arrival = next(arrivals, None)
@@ -154,6 +169,7 @@ class _Run:
         for seat in self._seats:
             if seat.engine is not None:
                 self._stop(seat, seat.engine)
+            self._stop_paying(seat, self._outcome.end)
         self._outcome.close()
         return self._outcome
 
@@ -177,7 +193,10 @@ class _Run:
 
     def _send(self, i: int) -> None:
         """Send a request to the replica that the router names."""
-        self._route(self._requests.make(i, self._outcome.requests[i].arrival))
+        sent = self._requests.make(i, self._outcome.requests[i].arrival)
+        if self._scaling is not None:
+            self._scaling.has_arrived(sent.routed)
+        self._route(sent)
 
     def _send_again(self, i: int, lost: Assignment) -> None:
         """Send a request that a replica has lost to another."""
@@ -200,10 +219,17 @@ class _Run:
             self._let_wait(sent, answer.seconds)
         elif isinstance(answer, Refuse):
             self._end(sent.number, "refused")
-        elif self._num_returns:
+        elif self._may_come():
             self._parked.append(sent)
         else:
             self._end(sent.number, FinishReason.ERROR)
+
+    def _may_come(self) -> bool:
+        """Whether a replica will be there that is not there now."""
+        scaling = self._scaling
+        if self._num_returns or scaling is None:
+            return self._num_returns > 0
+        return bool(scaling.starting) or any(self._is_free(seat, scaling) for seat in self._seats)
 
     def _choose(self, sent: Sent) -> "_Seat | Refuse | Wait | None":
         """The answer of the router; a replica that it does not know to be dead fails at once."""
@@ -260,6 +286,7 @@ class _Run:
             if i in self._is_replied_to:
                 self._requests.replies[i] = request.output_token_ids
         self._progress(1)
+        self._num_left -= 1
         for follower in self._followers.get(i, ()):
             self._num_missing[follower] -= 1
             if self._num_missing[follower]:
@@ -294,6 +321,8 @@ class _Run:
         seat.load = None
         for output in outputs:
             i, request, assignment = seat.live[output.request_id]
+            if self._scaling is not None and not assignment.is_started:
+                self._scaling.has_started(assignment.request, self._clock.now)
             assignment.has_started(self._clock.now)
             if output.finish_reason is not None:
                 del seat.live[output.request_id]
@@ -310,6 +339,7 @@ class _Run:
         self._report(seat)
         if next_turn is not None:
             self._plan_turn(seat, next_turn)
+        self._stop_if_drained(seat)
 
     def _report(self, seat: _Seat) -> None:
         """The router hears of a replica's state, if it listens."""
@@ -346,6 +376,7 @@ class _Run:
         if seat.engine.is_idle:
             self._plan_turn(seat, self._clock.now)
         self._watch_expiry(seat)
+        self._stop_if_drained(seat)
 
     def _note_state(self) -> None:
         """Queue and memory of the whole fleet, thinned to a grid of times."""
@@ -417,7 +448,9 @@ class _Run:
     def _fail(self, seat: _Seat) -> None:
         """Fail a replica: send elsewhere what it had not streamed, and tell the rest an error."""
         now, engine = self._clock.now, seat.engine
-        assert engine is not None
+        if engine is None:
+            return  # it was not there: the fleet is scaled
+        seat.has_failed = True
         engine.catch_up()
         self._stop(seat, engine)
         seat.due = seat.expiry = math.inf
@@ -432,14 +465,25 @@ class _Run:
                 self._send_again(i, assignment)
             else:
                 self._end(i, FinishReason.ERROR, request)
+        self._stop_if_drained(seat)
 
     def _return(self, seat: _Seat) -> None:
+        if not seat.has_failed:
+            self._num_returns -= 1
+            return
+        seat.has_failed = False
+        if seat.paid_since is None:
+            seat.paid_since = self._clock.now
         self._start(seat)
         self._notice(partial(self._has_returned, seat))
 
     def _has_returned(self, seat: _Seat) -> None:
-        """The router knows of the replica from now on; what waited for one is sent."""
+        """The router knows of a replica that had died."""
         self._num_returns -= 1
+        self._take_in(seat)
+
+    def _take_in(self, seat: _Seat) -> None:
+        """The router knows of the replica from now on; what waited for one is sent."""
         self._dispatcher.join(seat.name, seat.place)
         self._report(seat)
         parked, self._parked = self._parked, []
@@ -453,3 +497,49 @@ class _Run:
         if self._knowledge.delay:
             when = self._clock.now + self._knowledge.delay
             self._at(when, INCIDENT, self._knowledge.catch_up)
+
+    # Replicas that an autoscaler starts and stops.
+
+    def _scale(self, scaling: Scaling) -> None:
+        """Ask the autoscaler, do what it says, and plan to ask again while requests are left."""
+        if not self._num_left:
+            return
+        serving = [self._named[name] for name in self._dispatcher.names]
+        views = [self._dispatcher.view_with(seat.name, seat.reported()) for seat in serving]
+        missing = scaling.num_wanted(tuple(views)) - len(serving) - len(scaling.starting)
+        free = [seat for seat in self._seats if self._is_free(seat, scaling)]
+        for seat in free[: max(missing, 0)]:
+            seat.paid_since = self._clock.now
+            scaling.starting.add(seat.place)
+            when = self._clock.now + scaling.plan.startup_seconds
+            self._at(when, INCIDENT, partial(self._has_started_up, seat, scaling))
+        by_work = sorted(serving, key=lambda seat: self._dispatcher.work_of(seat.name))
+        for seat in by_work[: max(-missing, 0)]:
+            scaling.draining.add(seat.place)
+            self._dispatcher.leave(seat.name)
+            self._stop_if_drained(seat)
+        self._at(self._clock.now + scaling.plan.interval, INCIDENT, partial(self._scale, scaling))
+
+    def _is_free(self, seat: _Seat, scaling: Scaling) -> bool:
+        return seat.engine is None and not seat.has_failed and seat.place not in scaling.starting
+
+    def _has_started_up(self, seat: _Seat, scaling: Scaling) -> None:
+        scaling.starting.discard(seat.place)
+        self._start(seat)
+        self._take_in(seat)
+
+    def _stop_if_drained(self, seat: _Seat) -> None:
+        """Stop a replica that is to go, once the last of its requests has ended."""
+        scaling = self._scaling
+        if scaling is None or seat.place not in scaling.draining or seat.live:
+            return
+        scaling.draining.discard(seat.place)
+        if seat.engine is not None:
+            self._stop(seat, seat.engine)
+            seat.due = seat.expiry = math.inf
+        self._stop_paying(seat, self._clock.now)
+
+    def _stop_paying(self, seat: _Seat, when: float) -> None:
+        if seat.paid_since is not None:
+            self._outcome.replica_seconds += max(when - seat.paid_since, 0.0)
+            seat.paid_since = None

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.lab.simulation.scaling import AutoscalerChoice, Autoscaling
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload
 from aioserve.routing import load_router, short_name
@@ -44,11 +45,12 @@ class RouterChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of a fleet file."""
 
-    replicas: Count
+    replicas: Count  # the most, where they are scaled
     routers: Annotated[tuple[str | RouterChoice, ...], Meta(min_length=1)] = ("least_work",)
     price_per_hour: Price | None = None  # of a replica, in any currency
     incidents: Incidents = Incidents()  # beside those of the workload
     knowledge_delay: Seconds = 0.0  # after which the sender hears of a replica, in seconds
+    autoscaling: Autoscaling | None = None
 
     @classmethod
     def load(
@@ -73,6 +75,8 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         shown = [choice.shown for choice in spec.choices]
         if len(set(shown)) < len(shown):
             raise ConfigError(f"a router is named twice: {', '.join(shown)}")
+        if spec.autoscaling is not None:
+            spec.autoscaling.check(spec.replicas)
         return spec
 
     @property
@@ -82,8 +86,16 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             RouterChoice(router=each) if isinstance(each, str) else each for each in self.routers
         )
 
-    def behind(self, choice: RouterChoice) -> "Fleet":
-        """The fleet with one of its routers."""
+    @property
+    def scalers(self) -> tuple[AutoscalerChoice | None, ...]:
+        """The autoscalers, each with its options; one None for a fleet that is not scaled."""
+        return (None,) if self.autoscaling is None else self.autoscaling.choices
+
+    def behind(self, choice: RouterChoice, scaler: AutoscalerChoice | None = None) -> "Fleet":
+        """The fleet with one of its routers, and one of its autoscalers."""
+        scaling = self.autoscaling
+        if scaling is not None and scaler is not None:
+            scaling = msgspec.structs.replace(scaling, autoscalers=(scaler,))
         return Fleet(
             self.replicas,
             choice.router,
@@ -91,16 +103,17 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             self.incidents,
             choice.options,
             self.knowledge_delay,
+            scaling,
         )
 
 
 def _beside(spec: FleetSpec, path: Path) -> FleetSpec:
-    """The fleet; routers that are files of Python beside `path` with their paths."""
+    """The fleet; routers and autoscalers that are files beside `path` with their paths."""
 
-    def found(router: str) -> str:
-        file, colon, name = router.partition(":")
+    def found(given: str) -> str:
+        file, colon, name = given.partition(":")
         beside = path.parent / file
-        return f"{beside}{colon}{name}" if file.endswith(".py") and beside.is_file() else router
+        return f"{beside}{colon}{name}" if file.endswith(".py") and beside.is_file() else given
 
     routers = tuple(
         found(each)
@@ -108,7 +121,16 @@ def _beside(spec: FleetSpec, path: Path) -> FleetSpec:
         else msgspec.structs.replace(each, router=found(each.router))
         for each in spec.routers
     )
-    return msgspec.structs.replace(spec, routers=routers)
+    scaling = spec.autoscaling
+    if scaling is not None:
+        scalers = tuple(
+            found(each)
+            if isinstance(each, str)
+            else msgspec.structs.replace(each, autoscaler=found(each.autoscaler))
+            for each in scaling.autoscalers
+        )
+        scaling = msgspec.structs.replace(scaling, autoscalers=scalers)
+    return msgspec.structs.replace(spec, routers=routers, autoscaling=scaling)
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -120,6 +142,7 @@ class Fleet(msgspec.Struct, frozen=True):
     incidents: Incidents = Incidents()
     router_options: dict[str, Any] = {}
     knowledge_delay: float = 0.0  # seconds after which the sender hears of a replica
+    autoscaling: Autoscaling | None = None  # with one autoscaler
 
     def check(self, config: EngineConfig, workload: Workload) -> None:
         """Raises `ConfigError` for incidents of replicas that there are not, and for settings that
