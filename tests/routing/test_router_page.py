@@ -1,4 +1,4 @@
-"""The page on routers is true: its router runs, its fleet file loads, no field is missing."""
+"""The page on routers is true: its files run and load, and no field is missing."""
 
 import re
 import sys
@@ -10,7 +10,15 @@ import yaml
 from aioserve.cli import main
 from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.ray.settings import RaySettings
-from aioserve.routing import ReplicaView, RoutedRequest, available_routers, load_router
+from aioserve.routing import (
+    FleetView,
+    ReplicaView,
+    RoutedRequest,
+    available_autoscalers,
+    available_routers,
+    load_autoscaler,
+    load_router,
+)
 from tests import processes
 
 PAGE = (Path(__file__).parents[2] / "docs/writing-a-router.md").read_text()
@@ -26,6 +34,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "batch_aside.py").write_text(blocks("python")[0])
     (tmp_path / "fleet.yaml").write_text(blocks("yaml")[0])
+    (tmp_path / "per_request.py").write_text(blocks("python")[2])
+    (tmp_path / "scaled.yaml").write_text(blocks("yaml")[1])
     return tmp_path
 
 
@@ -44,7 +54,9 @@ def test_the_router_of_the_page_is_compared_as_the_page_says(
 def test_the_fleet_file_and_the_ray_settings_of_the_page_are_taken(folder: Path) -> None:
     spec = FleetSpec.load("fleet.yaml")
     assert [choice.shown for choice in spec.choices] == ["least_work", "eight"]
-    settings = yaml.safe_load(blocks("yaml")[1].replace("/srv/", ""))
+    scaled = FleetSpec.load("scaled.yaml")
+    assert [scaler.shown for scaler in scaled.scalers if scaler] == ["target_utilization", "eight"]
+    settings = yaml.safe_load(blocks("yaml")[2].replace("/srv/", ""))
     (model,) = RaySettings.of(settings).models
     assert model.router_class is not None
     assert model.router_class.__name__ == "BatchAside"
@@ -54,7 +66,8 @@ def test_the_page_names_every_field_that_a_router_sees_and_every_router() -> Non
     words = set(re.findall(r"`(\w+)`", PAGE))
     assert set(RoutedRequest.__struct_fields__) <= words
     assert set(ReplicaView.__struct_fields__) <= words
-    assert set(available_routers()) <= words
+    assert set(FleetView.__struct_fields__) <= words
+    assert set(available_routers()) | set(available_autoscalers()) <= words
 
 
 def test_the_router_of_the_page_keeps_batch_requests_aside(folder: Path) -> None:
@@ -71,3 +84,18 @@ def test_the_router_of_the_page_keeps_the_contract(folder: Path) -> None:
     result = processes.run(sys.executable, "-m", *command, "-p", "no:cacheprovider", cwd=folder)
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout
+
+
+def test_the_autoscaler_of_the_page_scales_by_requests(folder: Path) -> None:
+    scaler = load_autoscaler("per_request.py")({"requests": 4})
+    fleet = FleetView(
+        replicas=(ReplicaView("a", num_sent=7), ReplicaView("b", num_running=3)),
+        num_starting=0,
+        min_replicas=1,
+        max_replicas=9,
+        startup_seconds=1.0,
+        interval=1.0,
+        num_arrived=0,
+        num_arrived_tokens=0,
+    )
+    assert scaler.decide(fleet) == 3

@@ -177,10 +177,10 @@ def test_every_request_of_a_fleet_ends_and_the_same_way_again(router: str) -> No
         assert one.token_times == other.token_times
         assert one.is_finished or one.finish_reason == "timeout"
         assert not one.is_finished or len(one.token_times) == wanted.output_tokens
-    # These two fill a replica, or keep a prefix at one, as long as it has time.
-    assert set(first.replica_of) == {0, 1, 2} or router in ("polyserve", "scorers")
+    if router not in ("polyserve", "scorers"):  # which stay at a replica as long as it has time
+        assert set(first.replica_of) == {0, 1, 2}
+        assert first.num_steps > len(first.steps.start)
     assert first.busy_seconds[0] == pytest.approx(sum(first.steps.seconds))
-    assert first.num_steps > len(first.steps.start)
 
 
 def test_when_a_replica_dies_what_had_not_streamed_is_served_elsewhere() -> None:
