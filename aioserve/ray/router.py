@@ -14,11 +14,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from aioserve.ray.kv_feed import Ticket, follow
 from aioserve.ray.route import ROUTE, Route
 from aioserve.routing import (
-    Refuse,
     ReplicaReport,
     RoutedRequest,
     RouterError,
-    Wait,
     make_dispatcher,
 )
 
@@ -107,7 +105,9 @@ class AioserveRouter(RequestRouter):
             return min(names.keys() - avoid, key=self._dispatcher.work_of)
         if isinstance(answer, str):
             return answer
-        if isinstance(answer, Refuse | Wait) and route is not None:
+        if route is None:  # such as a health check: its caller hears no refusal
+            return min(names.keys() - avoid, key=self._dispatcher.work_of)
+        if answer is not None:
             route.answered(answer)
         return None
 
@@ -115,10 +115,10 @@ class AioserveRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """It is there now: work, until its caller says that it has ended. Ray tells of an end, too,
-        but of a quick one before this.
+        but of a quick one before this. An order for one replica, such as an abort, is no work.
         """
         name, route = self._known.get(replica_id), _route_of(pending_request)
-        if name is not None and route is not None:
+        if name is not None and route is not None and route.only is None:
             route.assign(self._dispatcher.assign(route.request, name))
 
     def _forget(self, replica_id: ReplicaID) -> None:

@@ -235,8 +235,8 @@ async def test_a_router_of_a_file_refuses_lets_wait_and_hears_what_replicas_repo
         "    class Options(RouterOptions):\n"
         "        seconds: float\n"
         "    def choose(self, request, replicas):\n"
-        "        if request.user == 'refused':\n"
-        "            return Refuse('not today', 7.0)\n"
+        "        if request.user == 'refused' or not request.num_tokens:\n"
+        "            return Refuse('not today', 7.0)\n"  # also what asks how a replica is
         "        if request.user == 'late':\n"
         "            return Wait(self.options.seconds)\n"
         "        if request.user == 'broken':\n"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from aioserve.lab.reproduce.claims import (
     continuum,
     hrrn,
+    lmetric,
     mc_sf,
     qoserve,
     sarathi,
@@ -25,5 +26,6 @@ CLAIMS: Mapping[str, Claim] = {
         victims,
         qoserve,
         continuum,
+        lmetric,
     )
 }

@@ -12,6 +12,8 @@ from aioserve.config import EngineConfig
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.measures import RunMeasures
 from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.fleet import simulate_fleet
+from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.run import simulate, simulated
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
@@ -63,3 +65,13 @@ def measure(
 ) -> RunMeasures:
     """Run the configuration on the workload, in virtual time."""
     return RunMeasures(simulate(config, workload, progress), workload, slo)
+
+
+def measure_fleet(
+    config: EngineConfig,
+    workload: Workload,
+    fleet: Fleet,
+    progress: Progress = lambda count: None,
+) -> RunMeasures:
+    """Run a fleet of such engines on the workload, in virtual time."""
+    return RunMeasures(simulate_fleet(config, workload, fleet, progress), workload, None)
