@@ -18,11 +18,18 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from aioserve.config import (
+    AdapterConfig,
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from aioserve.errors import ConfigError
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from aioserve.runner.spec_decode.head_drafter import HeadDrafter
+from tests.adapters import make_adapter
 from tests.kit import greedy, stats_of, tokens_of
 from tests.models import make_model
 from tests.mtp_models import DEEPSEEK_NAMES, QWEN_NAMES, MtpReference, make_mtp_model
@@ -184,6 +191,47 @@ async def test_a_layer_of_few_bits_drafts_as_its_numbers_do(
     assert all(own == expected for own, expected in compared)
 
 
+async def test_of_several_layers_the_first_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_mtp_model("qwen3_5_text", tmp_path / "several")
+    compared = compare(MtpReference(path), monkeypatch)
+    weights = load_file(path / "model.safetensors")
+    for name, weight in [*weights.items()]:
+        if name.startswith("mtp.layers.0."):
+            weights[name.replace("layers.0.", "layers.1.")] = weight + 1
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert await say(path, "mtp") == await say(path, "none")
+    assert len(compared) > 60
+    assert all(own == expected for own, expected in compared)
+
+
+@pytest.mark.parametrize("kind", mostly_slow(["llama", "qwen3_5_text"], but=["qwen3_5_text"]))
+async def test_a_request_with_an_adapter_gets_its_tokens(kind: str, tmp_path: Path) -> None:
+    model = make_mtp_model(kind, tmp_path / "model", eos_token_id=None)
+    targets = ("model.layers.0.mlp.down_proj", "model.layers.2.mlp.gate_proj")
+    own = make_adapter(model, tmp_path / "mine", targets=targets)
+    adapters = AdapterConfig(lora=(f"mine={own}",))
+    params = msgspec.structs.replace(greedy(30), allowed_token_ids=list(FEW))
+    said = []
+    for method in ("none", "mtp"):
+        async with AsyncEngine(make_config(model, method, adapters=adapters)) as engine:
+
+            async def one(prompt: list[int], engine: AsyncEngine = engine) -> list[list[int]]:
+                found: dict[str, list[int]] = {"": [], "mine": []}
+                for name, own in found.items():
+                    fields = {"adapter": name} if name else {}
+                    async for output in engine.generate(prompt, params, **fields):
+                        own += output.token_ids
+                return [*found.values()]
+
+            said.append(await asyncio.gather(*(one([7, 8, 9 + n]) for n in range(4))))
+            stats = stats_of(engine)
+    assert said[0] == said[1]
+    assert any(plain != adapted for plain, adapted in said[0])
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 10
+
+
 @pytest.mark.slow
 async def test_the_layer_of_a_model_that_sees_drafts_for_its_text(tmp_path: Path) -> None:
     """As Qwen3.5 is published: the text model has other names, the MTP layer the same."""
@@ -306,6 +354,11 @@ async def test_a_checkpoint_without_a_layer_that_can_draft_is_refused_in_one_lin
     assert "model.layers.0.input_layernorm.weight is missing" in await refusal(bare)
     odd = damaged("odd", oddity=torch.zeros(3))
     assert "model.layers.0.oddity.weight is not known" in await refusal(odd)
+    qwen = make_mtp_model("qwen3_5_text", tmp_path / "qwen")
+    stored = load_file(qwen / "model.safetensors")
+    stored["mtp.embed_tokens.weight"] = torch.zeros(256, 64)
+    save_file(stored, qwen / "model.safetensors", {"format": "pt"})
+    assert "embed_tokens.weight is not known" in await refusal(qwen)
     indexed = make_mtp_model("deepseek_v32", tmp_path / "indexed")
     assert "does not tell of its hidden states" in await refusal(indexed)
     right = tmp_path / "whole"

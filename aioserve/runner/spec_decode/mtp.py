@@ -53,7 +53,8 @@ class MtpLayout(NamedTuple):
                 found[own] = name
             elif own == self.norm:
                 found["model.norm.weight"] = name
-            elif own.startswith(self.layer):
+            elif own.startswith(self.layer) or not own.startswith("layers."):
+                # what is of no further MTP layer, and unknown, is refused as a part of this one
                 found["model.layers.0." + own.removeprefix(self.layer)] = name
         return found if self.projection in found else {}
 

@@ -6,6 +6,7 @@ Knows names of weights and settings; what the layer computes is known to `mtp`.
 import logging
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
@@ -42,6 +43,11 @@ class MtpSource(DraftSource):
             raise ConfigError(
                 f"speculation.speculative_method is {config.speculation.speculative_method}, but "
                 f"{info.source.path} has no MTP layer (no {names}): take ngram, or a draft model"
+            )
+        if type(info.hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(
+                f"{info.source.path} has an MTP layer of a family that is not in transformers: "
+                "take ngram, or a draft model"
             )
         self._hf_config = one_layer_config(info.hf_config)
 
