@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from aioserve import AsyncEngine
+from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import (
     CacheConfig,
     SchedulerConfig,
@@ -21,6 +21,7 @@ from aioserve.config import (
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.states import choose_num_state_slots
 from aioserve.runner.spec_decode.draft_length import DraftLength
 from tests.kit import expected_tokens, greedy, make_prompts, small_config, stats_of, tokens_of
 from tests.models import edit_config, make_model
@@ -211,3 +212,20 @@ def test_sizes_that_make_no_sense_are_named(
     config = small_config(edit_config(make_model(kind, tmp_path, **MODELS[kind]), **{field: value}))
     with pytest.raises(ConfigError, match=f"makes no sense: {field} is {value}, not a number"):
         load_on_cpu(config, ModelInfo(config.model))
+
+
+@pytest.mark.parametrize(
+    ("method", "max_num_seqs", "num_slots"), [("none", 2, 6), ("ngram", 2, 6), ("ngram", 64, 5)]
+)
+def test_memory_is_set_aside_for_the_states_before_drafts(
+    method: Any, max_num_seqs: int, num_slots: int
+) -> None:
+    """Of memory for ten states: three slots for each request that may run, and a second state for
+    each that may have drafts in a step.
+    """
+    config = EngineConfig(
+        cache=CacheConfig(kv_cache_gib=10 / 1024),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        speculation=SpeculationConfig(speculative_method=method),
+    )
+    assert choose_num_state_slots(config, 1 << 20, is_shared=False) == num_slots
