@@ -1,4 +1,4 @@
-"""The replica with the fewest requests, running or waiting, whoever sent them.
+"""The replica with the fewest requests, running or waiting, those of other senders included.
 
 Says: what a load balancer calls least requests, with the true queues of replicas. Knows nothing of
 how long requests are, nor of prefixes.

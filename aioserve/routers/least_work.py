@@ -1,7 +1,7 @@
 """The replica with the least work, in tokens, by the sender's own account.
 
 Work is what was sent and has not ended: prompts until their first token, and half of what is held
-while a reply is made. Needs no word of the replicas. Cost: O(n) of n replicas.
+while a reply is made. Needs nothing that replicas report. Cost: O(n) of n replicas.
 """
 
 from aioserve.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest

@@ -3,7 +3,7 @@
 Source: llm-d, "Predicted latency based scheduling" (llm-d.ai): a latency model that learns online,
 and headroom, the time that a service level leaves.
 
-Aim: service levels of requests, without weights that somebody has to tune.
+Aim: service levels of requests, without weights that have to be tuned.
 
 Says: predict the time to first token and the time per token of the request at each replica. Of the
 replicas that meet both levels the one with the least headroom gets it, so that others stay free for

@@ -2,7 +2,7 @@
 
 Paper: Karger et al., "Consistent Hashing and Random Trees", STOC'97. When a replica goes, only its
 own conversations move, and when it is back, they come back. A request without a session goes to the
-replica with the least work. Cost: O(n) of n replicas; O(n log n) after one came or went.
+replica with the least work. Cost: O(log n) of n replicas; O(n log n) after one came or went.
 """
 
 from bisect import bisect
@@ -25,19 +25,29 @@ class SessionSticky(BaseRouter):
         super().__init__(*args, **kwargs)
         self.points: dict[str, list[int]] = {}  # by replica
         self.ring: list[tuple[int, str]] = []  # sorted; empty: to be made
+        self.places: dict[str, int] = {}  # where each replica stood the last time
 
     def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
         if not request.session:
             return min(replicas, key=lambda replica: replica.work)
         if not self.ring:
             self.ring = sorted((p, name) for name, own in self.points.items() for p in own)
-        shown = {replica.name: replica for replica in replicas}
         place = bisect(self.ring, (_point(request.session), "\U0010ffff"))
         for i in range(len(self.ring)):
-            replica = shown.get(self.ring[(place + i) % len(self.ring)][1])
+            replica = self.shown(self.ring[(place + i) % len(self.ring)][1], replicas)
             if replica is not None:
                 return replica
         raise AssertionError("no replica that is shown has joined")
+
+    def shown(self, name: str, replicas: Replicas) -> ReplicaView | None:
+        """The replica of this name, if it is among those that are shown. Where it stood the last
+        time it stands again, unless a replica came or went.
+        """
+        place = self.places.get(name, -1)
+        if not 0 <= place < len(replicas) or replicas[place].name != name:
+            self.places = {replica.name: place for place, replica in enumerate(replicas)}
+            place = self.places.get(name, -1)
+        return replicas[place] if place >= 0 else None
 
     def on_join(self, name: str) -> None:
         self.points[name] = [_point(f"{name} {number}") for number in range(POINTS)]
