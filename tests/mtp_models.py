@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from tests.architectures.tiny import Case, make_config, make_model
 
@@ -52,7 +54,7 @@ def _mtp_weights(kind: str, config: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
     for name in (tokens, hidden, norm):  # one is added to the weights of Qwen's norms
         noise = 0.3 * torch.randn(size, generator=generator)
-        found[f"{prefix}{name}.weight"] = noise + (1 if is_deepseek else 0)
+        found[f"{prefix}{name}.weight"] = noise + (0 if kind.startswith("qwen") else 1)
     found[f"{prefix}{projection}.weight"] = 0.2 * torch.randn(size, 2 * size, generator=generator)
     if is_deepseek:  # published checkpoints have these copies
         found[f"{prefix}embed_tokens.weight"] = own["model.embed_tokens.weight"]
@@ -69,6 +71,31 @@ def _of_one_layer(config: Any) -> Any:
     if "first_k_dense_replace" in fields:
         fields["first_k_dense_replace"] = 0
     return type(config)(**fields)
+
+
+class LibraryReference:
+    """The first draft of whole texts, by `transformers`' own MTP layer, loaded by the library."""
+
+    def __init__(self, path: Path, names: str | None = None) -> None:
+        """`names`: pattern of the layer's weights, if the library knows published sizes alone."""
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        if names is not None:
+            self._model._keys_to_ignore_on_load_unexpected = [names]
+        self._layer = MtpModel.from_pretrained(self._model).eval()
+
+    @torch.inference_mode()
+    def draft(self, text: Sequence[int], count: int, among: Sequence[int]) -> list[int]:
+        """The most likely of the tokens `among` these after `text`; no more than one."""
+        states = self._model.model(torch.tensor([text[:-1]])).last_hidden_state
+        out = self._layer.forward_layer(
+            0,
+            states,
+            torch.arange(1, len(text))[None],
+            MtpCache(config=self._model.config.get_mtp_config()),
+            input_ids=torch.tensor([text[1:]]),
+        )
+        logits = self._model.lm_head(out[0, -1]).tolist()
+        return [max(among, key=logits.__getitem__)][:count]
 
 
 class MtpReference:

@@ -81,10 +81,9 @@ def one_layer_config(config: Any) -> Any:
     vars(own).pop("quantization_config", None)
     own.num_hidden_layers = 1
     own.vocab_size, own.pad_token_id, own.tie_word_embeddings = _TINY, None, False
-    if getattr(own, "layer_types", None) is not None:
-        own.layer_types = ["full_attention"]
-    if getattr(own, "mlp_layer_types", None) is not None:
-        own.mlp_layer_types = ["sparse"]
+    for name, usual in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if getattr(own, name, None) is not None:
+            setattr(own, name, (getattr(own, f"mtp_{name}", None) or [usual])[:1])
     if hasattr(own, "first_k_dense_replace"):  # layers below have no experts
         own.first_k_dense_replace = 0
     return own
