@@ -51,7 +51,7 @@ test-formats: .venv/test  ## round trips over public chat templates; writes docs
 
 # Of pytest, 5: there is no test of that name.
 CLIENTS := -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients
-test-clients: .venv/clients/done .venv/libraries/done .venv/agents/done model  ## LangChain, LiteLLM, instructor, openai-agents, pydantic-ai, LangGraph, smolagents, Codex and Claude Code against a server (ARGS="-k litellm")
+test-clients: .venv/clients/done .venv/libraries/done .venv/agents/done model  ## LangChain, LiteLLM and its proxy, instructor, openai-agents, pydantic-ai, LangGraph, smolagents, Codex and Claude Code against a server (ARGS="-k litellm")
 	.venv/clients/bin/python $(CLIENTS) tests/clients --ignore tests/clients/libraries $(ARGS) || [ $$? = 5 ]
 	.venv/libraries/bin/python $(CLIENTS) tests/clients/libraries $(ARGS) || [ $$? = 5 ]
 
@@ -163,13 +163,13 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@touch $@
 
 .venv/clients/done: requirements/clients.txt .venv/test
-	@echo "requirements/clients.txt: 75 MB"
+	@echo "requirements/clients.txt: 180 MB"
 	@$(BIN)/python -m venv .venv/clients
 	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q -r requirements/clients.txt
 	@touch $@
 
 .venv/libraries/done: requirements/libraries.txt .venv/test
-	@echo "requirements/libraries.txt: 75 MB"
+	@echo "requirements/libraries.txt: 50 MB"
 	@$(BIN)/python -m venv .venv/libraries
 	@.venv/libraries/bin/python -m pip --disable-pip-version-check install -q -r requirements/libraries.txt
 	@touch $@
