@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import (
     AdapterConfig,
@@ -28,6 +30,7 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from aioserve.runner.spec_decode.head_drafter import HeadDrafter
 from tests.adapters import make_adapter
+from tests.engine.test_speculation import check_equal, generate
 from tests.gguf_models import write_gguf
 from tests.kit import greedy, stats_of, tokens_of
 from tests.models import make_model
@@ -199,6 +202,7 @@ async def test_a_layer_of_few_bits_drafts_as_its_numbers_do(
     assert all(own == expected for own, expected in compared)
 
 
+@pytest.mark.slow
 async def test_of_several_layers_the_first_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +289,24 @@ def make_seeing(text: Path, path: Path) -> Path:
         weights[name.replace("model.", "model.language_model.")] = weight
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+async def test_no_kind_of_request_gets_other_tokens(tmp_path: Path) -> None:
+    """Grammars, several samples, log probabilities, stop strings and penalties, beside each other,
+    on a model whose layers have states.
+    """
+    embedded = Path(aioserve.__file__).parent / "embedded"
+    eos = json.loads((embedded / "config.json").read_text())["eos_token_id"]
+    fields = {"vocab_size": 2048, "max_position_embeddings": 256, "eos_token_id": eos}
+    model = make_mtp_model("qwen3_5_text", tmp_path / "model", **fields)
+    for file in embedded.glob("token*.json"):
+        shutil.copy(file, model)
+    mtp = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=3)
+    plain, _ = await generate(SpeculationConfig(), model=str(model))
+    drafted, stats = await generate(mtp, model=str(model))
+    check_equal(drafted, plain)
+    assert stats.num_draft_tokens > 1000
+    assert stats.num_accepted_tokens > 10
 
 
 async def test_aborted_requests_change_no_token_of_others(model: Path) -> None:
