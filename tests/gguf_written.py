@@ -24,6 +24,8 @@ _NAMES = {
     ".router.weight": "ffn_gate_inp.weight",
     ".experts.down_proj": "ffn_down_exps.weight",
     ".experts.down_proj_bias": "ffn_down_exps.bias",
+    ".router.per_expert_scale": "ffn_down_exps.scale",
+    ".router.scale": "ffn_gate_inp.scale",
     ".shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
     "mixer.dt_bias": "ssm_dt.bias",
     "word_embeddings_layernorm.weight": "token_embd_norm.weight",
@@ -31,6 +33,7 @@ _NAMES = {
 }
 _NAMES_OF = {
     "bloom": {f"post_attention_layernorm.{end}": f"ffn_norm.{end}" for end in ("weight", "bias")},
+    "gemma4": {".experts.gate_up_proj": "ffn_gate_up_exps.weight"},
     "gpt-oss": {"post_attention_layernorm.weight": "post_attention_norm.weight"},
 }
 _PERMUTED = {"llama", "granite", "granitemoe", "smollm3", "olmo", "arcee"}
@@ -94,16 +97,17 @@ def _tensors(module: Any, case: Written) -> Iterator[tuple[str, np.ndarray]]:
             continue
         block = "".join(f"blk.{part}." for part in name.split(".") if part.isdecimal())
         weights = tensor.numpy()
-        if name.endswith((".gate_up_proj", ".gate_up_proj_bias", ".input_linear.weight")):
+        known = {**_NAMES_OF.get(case.architecture, {}), **_NAMES}
+        found = next((block + ours for end, ours in known.items() if name.endswith(end)), None)
+        is_two = name.endswith((".gate_up_proj", ".gate_up_proj_bias", ".input_linear.weight"))
+        if is_two and found is None:
             for end, part in _halves(name, weights, case.architecture):
                 yield block + end, part
             continue
-        known = {**_NAMES_OF.get(case.architecture, {}), **_NAMES}
-        found = next((block + ours for end, ours in known.items() if name.endswith(end)), None)
         for theirs in (name, name.partition(".")[2]):
             found = found or names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
-        if found.endswith("attn_sinks"):
+        if found.endswith(("attn_sinks", "layer_output_scale")):
             found += ".weight"
         yield found, _stored(found, weights, case.architecture, config)
     yield from _rope(config)
@@ -155,6 +159,11 @@ def _rope(config: Any) -> Iterator[tuple[str, np.ndarray]]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = getattr(config, "rope_parameters", None) or {}
+    full = rope.get("full_attention", {})
+    if full.get("rope_type") == "proportional":  # Gemma 4's: dimensions that do not turn
+        half = config.per_layer_config[config.layer_types.index("full_attention")].head_dim // 2
+        turned = int(half * full["partial_rotary_factor"])
+        yield "rope_freqs.weight", np.array([1.0] * turned + [1e30] * (half - turned))
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
             yield f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"])

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from aioserve.model_source.gguf_config import Architecture
 from aioserve.model_source.gguf_dense import DENSE
 from aioserve.model_source.gguf_experts import EXPERTS
+from aioserve.model_source.gguf_gemma4 import GEMMA4
 from aioserve.model_source.gguf_others import OTHERS
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **EXPERTS, **OTHERS}
+ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **EXPERTS, **OTHERS, **GEMMA4}

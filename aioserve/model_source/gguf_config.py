@@ -92,7 +92,8 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # keys without effect, besides those of all
     more: Callable[[Facts], None] = nothing
-    #: Whether the size of a head may be stated, or is always that of the model by their number.
+    #: Whether the size of a head may be stated, is always that of the model by their number, or is
+    #: read by `more` on its own.
     heads: str = "stated"
     #: How many dimensions of a head turn: all, any number, or none.
     turned: str = "all"
@@ -127,7 +128,7 @@ def read_fields(architecture: Architecture, facts: Facts) -> dict[str, Any]:
         metadata.get(key)
     kind = architecture.model_type
     model_type = kind if isinstance(kind, str) else kind(facts)
-    if _HEADS in fields:
+    if _HEADS in fields and architecture.heads != "own":
         _read_heads(architecture, facts)
     if architecture.turned != "none":
         _read_rope(architecture, facts)

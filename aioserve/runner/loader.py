@@ -351,7 +351,8 @@ def num_weight_bytes(config: ModelConfig, info: ModelInfo, place: Place) -> int:
     is_packed = rounding is not None or (keeps_blocks and source.packs_embedding)
     is_tied = getattr(info.hf_config, "tie_word_embeddings", False)
     if config.fused and is_tied and not is_packed:
-        num_bytes += info.vocab_size * info.hf_config.hidden_size * itemsize
+        # what has no such size is refused later, by its name
+        num_bytes += info.vocab_size * getattr(info.hf_config, "hidden_size", 0) * itemsize
     return int(num_bytes)
 
 

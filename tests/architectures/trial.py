@@ -43,18 +43,18 @@ def try_case(case: Case, path: Path) -> Outcome:
     """Raises `AssertionError` if a token is wrong, and whatever else is no refusal in one line."""
     config = make_config(case)
     config.save_pretrained(path)
-    refused = asyncio.run(_serve(path, []))
+    refused = asyncio.run(serve(path, []))
     if isinstance(refused, str) and "no *.safetensors weights" not in refused:
         return Outcome(REFUSED, _reason(refused, path))
     make_model(config, path)
-    served = asyncio.run(_serve(path, waves()))
+    served = asyncio.run(serve(path, waves()))
     if isinstance(served, str):
         return Outcome(REFUSED, _reason(served, path))
-    expected = _reference(path)
+    expected = reference_tokens(path)
     assert served.tokens == expected, f"{case.name}: wrong tokens"
     if served.has_windows:  # who shares memory between two pools lets fewer run than would be many
-        again = asyncio.run(_serve(path, waves(), num_window_blocks=WINDOW_BLOCKS))
-        assert isinstance(again, _Served), again
+        again = asyncio.run(serve(path, waves(), num_window_blocks=WINDOW_BLOCKS))
+        assert isinstance(again, Served), again
         assert again.tokens == expected, f"{case.name}: wrong tokens with room for windows"
         served = again
     assert len({token for tokens in expected for token in tokens}) > 8, "it says always the same"
@@ -68,7 +68,7 @@ def try_case(case: Case, path: Path) -> Outcome:
     return Outcome({"": AS_WRITTEN, "fused": FUSED}[how])
 
 
-class _Served(NamedTuple):
+class Served(NamedTuple):
     name: str
     tokens: list[list[int]]
     num_preemptions: int
@@ -78,9 +78,9 @@ class _Served(NamedTuple):
     reasons: list[str]  # why it is served one request at a time
 
 
-async def _serve(
+async def serve(
     path: Path, prompts: list[list[list[int]]], num_window_blocks: int | None = None
-) -> _Served | str:
+) -> Served | str:
     """The tokens of each prompt, or why the engine does not start."""
     config = EngineConfig(
         model=ModelConfig(model=str(path), dtype="float32", skip_tokenizer_init=True),
@@ -116,7 +116,7 @@ async def _serve(
             stats = engine.get_stats()
             assert stats is not None
             model = engine._runner._executor._model  # type: ignore[union-attr]
-            return _Served(
+            return Served(
                 model.name,
                 tokens,
                 stats.num_preemptions,
@@ -152,7 +152,7 @@ def _reason(message: str, path: Path) -> str:
     return message.removeprefix(begin).replace(str(path), "PATH")
 
 
-def _reference(path: Path) -> list[list[int]]:
+def reference_tokens(path: Path) -> list[list[int]]:
     import torch
 
     from tests.greedy import GreedyReference
