@@ -36,7 +36,7 @@ _NAMES_OF = {
     "gemma4": {".experts.gate_up_proj": "ffn_gate_up_exps.weight"},
     "gpt-oss": {"post_attention_layernorm.weight": "post_attention_norm.weight"},
 }
-_PERMUTED = {"llama", "granite", "granitemoe", "smollm3", "olmo", "arcee"}
+_PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "smollm3", "olmo", "arcee"}
 _ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron"}
 
 

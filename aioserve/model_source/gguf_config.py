@@ -87,8 +87,9 @@ class Architecture:
     """How files of one architecture, by llama.cpp's name, become a model of `transformers`."""
 
     model_type: str | Callable[[Facts], str]
-    keys: Mapping[str, str] = field(default_factory=lambda: RMS)  # and the field for each
-    #: Fields of which no key tells, and those that an absent key means.
+    #: Keys, and the field for each: needed, but for those of which `fixed` has the field.
+    keys: Mapping[str, str] = field(default_factory=lambda: RMS)
+    #: Fields of which no key tells, and what an absent key means.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # keys without effect, besides those of all
     more: Callable[[Facts], None] = nothing
@@ -124,6 +125,8 @@ def read_fields(architecture: Architecture, facts: Facts) -> dict[str, Any]:
     for key, name in architecture.keys.items():
         if (value := metadata.one(key)) is not None:
             fields[name] = value
+        elif name not in fields:
+            metadata.need(key)
     for key in architecture.ignored:
         metadata.get(key)
     kind = architecture.model_type

@@ -12,7 +12,12 @@ GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-GRANITE_FIXED = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+GRANITE_FIXED = {
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 
 
 def _llama(facts: Facts) -> None:
@@ -63,7 +68,8 @@ def _scale_of_gemma(facts: Facts, num_layers_of_27b: int) -> None:
 
 
 def granite_facts(facts: Facts) -> None:
-    facts.fields.setdefault("attention_multiplier", facts.fields["head_dim"] ** -0.5)
+    if facts.fields["attention_multiplier"] is None:
+        facts.fields["attention_multiplier"] = facts.fields["head_dim"] ** -0.5
     facts.fields["attention_bias"] = facts.has("attn_q.bias")
     facts.fields["mlp_bias"] = facts.has("ffn_down.bias")
     facts.metadata.expect("rope.scaling.finetuned", bool, "true: a rotary embedding")
@@ -76,6 +82,18 @@ def _smollm3(facts: Facts) -> None:
         "attention_bias": facts.has("attn_q.bias"),
         "mlp_bias": facts.has("ffn_down.bias"),
     }
+
+
+def _mistral3(facts: Facts) -> None:
+    """Scores of later tokens are scaled, where the file says by how much; else this is a Llama."""
+    if beta := facts.metadata.get("attention.temperature_scale"):
+        rope = facts.fields["rope_parameters"]
+        if rope["rope_type"] != "yarn":  # whose original length is the unit of lateness
+            raise facts.metadata.refused("attention.temperature_scale", "a scale without YaRN")
+        rope["llama_4_scaling_beta"] = beta
+        facts.fields["sliding_window"] = None
+    else:
+        _llama(facts)
 
 
 def _olmo(facts: Facts) -> None:
@@ -105,6 +123,13 @@ DENSE: Mapping[str, Architecture] = {
     "llama": Architecture(
         lambda facts: "mixtral" if facts.metadata.get("expert_count") else "llama",
         more=_llama,
+        layout=layouts.permuted,
+    ),
+    "mistral3": Architecture(
+        lambda facts: (
+            "ministral3" if facts.metadata.get("attention.temperature_scale") else "llama"
+        ),
+        more=_mistral3,
         layout=layouts.permuted,
     ),
     "qwen2": Architecture("qwen2", fixed={"use_sliding_window": False}),
@@ -143,6 +168,7 @@ DENSE: Mapping[str, Architecture] = {
     "gemma3": Architecture(
         "gemma3_text",
         keys={**RMS, "final_logit_softcapping": "final_logit_softcapping"},
+        fixed={"final_logit_softcapping": None},
         more=_gemma3,
         layout=layouts.norms_less_one,
     ),

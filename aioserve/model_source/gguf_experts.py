@@ -169,6 +169,7 @@ EXPERTS: Mapping[str, Architecture] = {
             "interleave_moe_layer_step": "moe_layer_interval",
             "leading_dense_block_count": "moe_layer_start_index",
         },
+        fixed={"moe_layer_start_index": 0},
         # the shapes of the tensors say how wide shared experts are; the key says something else
         ignored=("expert_shared_feed_forward_length",),
         more=biases(use_bias="attn_q.bias"),

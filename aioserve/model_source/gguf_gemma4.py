@@ -97,6 +97,7 @@ GEMMA4: Mapping[str, Architecture] = {
     "gemma4": Architecture(
         "gemma4_text",
         keys={**RMS, "final_logit_softcapping": "final_logit_softcapping"},
+        fixed={"final_logit_softcapping": None},
         heads="own",
         turned="none",
         usual=_USUAL,

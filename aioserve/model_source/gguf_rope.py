@@ -49,7 +49,10 @@ def read_rope(metadata: Metadata, tensors: RopeTensors, num_turned: int) -> dict
         if (value := metadata.get(f"rope.scaling.yarn_{key}")) is not None
     }
     metadata.expect("rope.scaling.yarn_ext_factor", lambda value: value in (-1, 1), "1")
-    metadata.expect("rope.scaling.yarn_log_multiplier", lambda value: value == 0, "0")
+    if all_dims := metadata.get("rope.scaling.yarn_log_multiplier"):
+        if kind != "yarn" or amplitude is not None or "attention_factor" in yarn:
+            raise metadata.refused("rope.scaling.yarn_log_multiplier", "no place among the others")
+        yarn |= {"mscale": 1.0, "mscale_all_dim": all_dims}
     if (tensors.long or tensors.divisors) and kind != "none" and factor != 1:
         raise metadata.refused("rope.scaling.factor", f"{factor!r:.99} beside tensors of factors")
     if tensors.long is not None and tensors.short is not None:

@@ -20,7 +20,12 @@ whether its quantization is served, is another matter ([quantization.md](quantiz
 `python -m tests.architectures` writes this page; `make test-architectures` tries all of them again,
 and fails if one is not served as it says. What makes no text from text alone is left out: halves of
 encoder-decoders, encoders, models of images and sounds (the text decoder of such a model is here by
-a name of its own).
+a name of its own). Configurations varied at random are tried besides:
+`python -m tests.architectures --varied SEED NAME...`.
+
+A model with `longrope` or `dynamic` rotary embeddings is served up to its original length: beyond
+it the angles of all rows of a batch would depend on the longest request. The start asks for
+`--max-model-len` of at most that length.
 """
 _SECTIONS = {
     FUSED: (

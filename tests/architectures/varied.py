@@ -18,7 +18,17 @@ _NO_PART = (
     *("use_cache", "output", "return_dict", "dropout", "pdrop", "initializer", "pretraining_tp"),
     *("token", "vocab", "is_encoder", "is_decoder", "cross_attention", "chunk_size_feed", "jitter"),
     *("router_aux", "use_mambapy", "rescale_prenorm", "time_step", "mamba_dt", "z_loss"),
-    *("fused", "kernel", "num_mtp", "num_nextn", "_from_model", "transformers", "dtype"),
+    *(
+        "bidirectional",
+        "is_causal",
+        "fused",
+        "kernel",
+        "num_mtp",
+        "num_nextn",
+        "_from_model",
+        "transformers",
+        "dtype",
+    ),
 )
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _NUMBERS: dict[str, tuple[Any, ...]] = {

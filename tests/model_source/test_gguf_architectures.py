@@ -169,3 +169,18 @@ def test_a_key_that_is_not_read_is_refused_by_name() -> None:
         of.read({**WRITTEN["llama3"].metadata, "logit_scale": 2.0, "expert_count": 0})
     with pytest.raises(ConfigError, match=r"does not read its 'odd\\nkey', without"):
         of.read({**WRITTEN["llama3"].metadata, "odd\nkey": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("llama3", "attention.layer_norm_rms_epsilon"),
+        ("llama3", "block_count"),
+        ("gpt_oss", "expert_used_count"),
+        ("cohere2", "logit_scale"),
+    ],
+)
+def test_a_key_that_is_needed_has_no_default(name: str, key: str) -> None:
+    metadata = {other: value for other, value in WRITTEN[name].metadata.items() if other != key}
+    with pytest.raises(ConfigError, match=f"does not say {re.escape(key)}, which its arch"):
+        model(name).read(metadata)
