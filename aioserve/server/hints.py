@@ -22,7 +22,7 @@ from aioserve.hints import (
     check_hints,
 )
 from aioserve.server.access.keyring import Key
-from aioserve.server.keys import OWN_HINTS
+from aioserve.server.keys import CHAIN, OWN_HINTS
 
 #: Headers of routers, gateways and agents, by the hint that each one states; the first that a
 #: request has counts. Dynamo's, Claude Code's and Codex's are sessions; those of llm-d and of the
@@ -50,8 +50,8 @@ NVEXT_NAMES: Mapping[str, str] = {"osl": PREDICTED_OUTPUT_TOKENS}
 
 
 def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | None) -> Hints:
-    """All hints of a request. What the body states as hints goes before its labels, and those
-    before headers; a label that can be no hint stays a label.
+    """All hints of a request. What the body states as hints goes before its labels, those before
+    headers, and these before the chain of responses; a label that can be no hint stays a label.
 
     Raises `RequestError` for what the body states as hints and is none, `ForbiddenError` if `key`
     may not set it. Labels and headers that the key may not set, or for which there is no room,
@@ -72,13 +72,18 @@ def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | N
                     param=f"hints.{name}",
                 )
     if len(found) < MAX_HINTS:
-        for name, value in (_headers(request) | _labels(body)).items():
+        for name, value in _unstated(request, body).items():
             is_allowed = allowed is None or name in allowed
             if len(found) < MAX_HINTS and name not in found and is_allowed:
                 found[name] = value
     if (own := request.get(OWN_HINTS)) is not None:
         found |= own
     return found
+
+
+def _unstated(request: web.Request, body: Any) -> Hints:
+    """The hints of what a client says for another purpose."""
+    return _possible({SESSION: request.get(CHAIN)}) | _headers(request) | _labels(body)
 
 
 def _labels(body: Any) -> Hints:
@@ -90,6 +95,11 @@ def _labels(body: Any) -> Hints:
     metadata = getattr(body, "metadata", None)
     if isinstance(metadata, dict):
         labels = metadata | {name: value for name, value in labels.items() if value is not None}
+    return _possible(labels)
+
+
+def _possible(labels: Mapping[str, Any]) -> Hints:
+    """Those of the labels that can be hints."""
     found: Hints = {}
     for name, value in labels.items():
         if value is None:

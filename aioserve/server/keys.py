@@ -26,3 +26,4 @@ RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its 
 
 MADE_ID = web.RequestKey("MADE_ID", str)  # on one that has no such answer: made for it
 OWN_HINTS = web.RequestKey("OWN_HINTS", dict[str, bool])  # on one of the server's own: its hints
+CHAIN = web.RequestKey("CHAIN", str)  # on one that goes on with a response: the id of the first one

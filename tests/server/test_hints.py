@@ -78,6 +78,24 @@ async def test_what_says_the_same_to_others_is_a_hint(
     assert [request.hints for request in workload.requests] == [hints]
 
 
+async def test_a_chain_of_responses_is_a_session_unless_another_is_stated(
+    start_server: Any, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    policy = {"policy": noting(tmp_path), "options": {}, "decision_log": str(log)}
+    ids: list[str] = []
+    async with start_server(scheduler=policy) as server:
+        for labels in ({}, {}, {"prompt_cache_key": "k"}, {}):
+            before = {"previous_response_id": ids[-1]} if ids else {}
+            body = {"input": "a", "max_output_tokens": 2, **before, **labels}
+            reply = await server.request("POST", "/v1/responses", json=body)
+            assert reply.status == 200, reply.json()
+            ids.append(reply.json()["id"])
+    workload = make_workload(read_traffic(DecisionLog(str(log))), "log")
+    found = [request.hints for request in workload.requests]
+    assert found == [{}, {"session": ids[0]}, {"session": "k"}, {"session": ids[0]}]
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "param"),
     [

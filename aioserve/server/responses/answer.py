@@ -19,7 +19,7 @@ from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.thinking import tell_reasoning
 from aioserve.server.errors import to_wire
 from aioserve.server.generation import Answer
-from aioserve.server.keys import CHAT_FORMAT, RESPONSES, TOKEN_TEXTS
+from aioserve.server.keys import CHAIN, CHAT_FORMAT, RESPONSES, TOKEN_TEXTS
 from aioserve.server.logprob_structs import ChatTokenLogprob
 from aioserve.server.protocol import Usage
 from aioserve.server.responses.custom_tools import input_of
@@ -209,7 +209,7 @@ class ResponseAnswer(Answer):
         texts = request.app[TOKEN_TEXTS]
         self._pieces = texts.bytes
         self._queue = None if params.logprobs is None else TokenQueue(texts)
-        self._owner = owner_of(request)
+        self._owner, self._chain = owner_of(request), request.get(CHAIN)
         self._body, self._use, self._params = body, offered.use, params
         body.input = ""  # with images in it, it would stay as long as the stream
         self._input = items if body.store is not False else ()
@@ -278,7 +278,7 @@ class ResponseAnswer(Answer):
                 item.type = item.type or "message"
                 item.id = item.id or new_id("msg_" if item.type == "message" else "item_")
             encoded = _encoder.encode(self._input), _encoder.encode(response)
-            self._kept = Kept(*encoded, self._owner)
+            self._kept = Kept(*encoded, self._owner, self._chain or self.id)
         return response
 
     def _read(self, output: RequestOutput) -> list[Event]:

@@ -20,7 +20,7 @@ from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.generation import respond
 from aioserve.server.images import ImageParts
-from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES, RESPONSES
+from aioserve.server.keys import CHAIN, CHAT_FORMAT, ENGINE, IMAGES, RESPONSES
 from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.passed_over import pass_over_tools
 from aioserve.server.protocol import RequestPart
@@ -154,6 +154,7 @@ async def _before(request: web.Request, body: ResponsesRequest) -> list[InputIte
             "not to be, or is forgotten for newer ones",
             param="previous_response_id",
         )
+    request[CHAIN] = kept.chain
     return _items.decode(kept.items) + _said.decode(kept.response).output
 
 

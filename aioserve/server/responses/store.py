@@ -16,6 +16,7 @@ class Kept(NamedTuple):
     items: bytes  # all input items up to the response, without instructions
     response: bytes
     owner: str = ""  # the name of the key that it was asked for with
+    chain: str = ""  # the id of the response that its conversation began with
 
     def is_for(self, reach: str) -> bool:
         """Whether a client with the key named `reach` may see it; "" may see all."""
