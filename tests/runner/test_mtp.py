@@ -408,3 +408,24 @@ async def test_a_checkpoint_without_a_layer_that_can_draft_is_refused_in_one_lin
     assert "at scheduler.pipeline_depth 2" in await refusal(
         right, scheduler=SchedulerConfig(pipeline_depth=2)
     )
+
+
+@pytest.mark.parametrize("kind", mostly_slow(["glm4_moe", "qwen3_5_text"], but=["qwen3_5_text"]))
+async def test_the_layer_comes_back_with_the_weights(kind: str, tmp_path: Path) -> None:
+    """After `sleep`; and weights without such a layer are refused, and those before serve on."""
+    model = make_mtp_model(kind, tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    bare = make_mtp_model(kind, tmp_path / "bare")
+    kept = {name: w for name, w in stored.items() if "fc.weight" not in name and "eh_" not in name}
+    save_file(kept, bare / "model.safetensors", {"format": "pt"})
+    params = msgspec.structs.replace(greedy(30), allowed_token_ids=list(FEW))
+    async with AsyncEngine(make_config(model, "mtp")) as engine:
+        first = await tokens_of(engine, [5, 6, 7, 8, 9], params)
+        await engine.sleep(weights=True)
+        await engine.wake()
+        assert await tokens_of(engine, [5, 6, 7, 8, 9], params) == first
+        with pytest.raises(ConfigError, match="has no MTP layer"):
+            await engine.reload(str(bare))
+        before = stats_of(engine).num_accepted_tokens
+        assert await tokens_of(engine, [5, 6, 7, 8, 9], params) == first
+        assert stats_of(engine).num_accepted_tokens > before > 0
