@@ -56,7 +56,6 @@ def test_prompts_in_pieces_are_asked_about_and_embeddings_are_not() -> None:
     ("policy", "settings"),
     [
         (ByUser, {"max_draft_tokens": 0}),
-        (ByUser, {"num_state_slots": 4}),
         (ChunkedPrefillScheduler, {}),
     ],
 )

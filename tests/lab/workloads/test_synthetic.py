@@ -213,9 +213,10 @@ def test_a_duration_ends_the_arrivals() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_workloads_that_ship_fit_the_embedded_model(path: Path) -> None:
     workload = generate(read_spec(path))
-    if not path.stem.startswith("zoo-"):  # which are simulated on a larger machine
+    if not path.stem.startswith(("zoo-", "crowds")):  # which are simulated on larger machines
         workload.check_fits(4096)
-    assert len(workload.requests) >= 400
+    # That of agents runs live as well, for minutes.
+    assert len(workload.requests) >= (100 if path.stem == "agent_sessions" else 400)
 
 
 @pytest.mark.parametrize(
