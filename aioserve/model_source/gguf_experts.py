@@ -69,6 +69,12 @@ def _deep(facts: Facts) -> None:
     facts.metadata.expect("expert_gating_func", lambda kind: kind == _SIGMOID, "2, a sigmoid,")
 
 
+def _exaone_moe(facts: Facts) -> None:
+    _deep(facts)
+    facts.windows(4, 128)
+    facts.same_theta()
+
+
 def _minimax(facts: Facts) -> None:
     facts.metadata.expect("expert_gating_func", lambda kind: kind == _SIGMOID, "2, a sigmoid,")
     width = facts.fields["intermediate_size"]
@@ -174,6 +180,19 @@ EXPERTS: Mapping[str, Architecture] = {
         ignored=("expert_shared_feed_forward_length",),
         more=biases(use_bias="attn_q.bias"),
         names={"moe_statics.e_score_correction_bias": "exp_probs_b.bias"},
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        keys={
+            **RMS,
+            **_DEEP_EXPERTS,
+            "expert_count": "num_experts",
+            "expert_shared_count": "num_shared_experts",
+        },
+        ignored=("expert_shared_feed_forward_length",),  # that of all shared experts together
+        fixed=_DEEP_FIXED,
+        more=_exaone_moe,
+        names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
     ),
     "minimax-m2": Architecture(
         "minimax_m2",
