@@ -1,4 +1,4 @@
-"""The table of routers on the page about scaling is what its command prints today."""
+"""The tables of fleets on the page about scaling are what their commands print today."""
 
 import re
 from pathlib import Path
@@ -6,16 +6,23 @@ from pathlib import Path
 import pytest
 
 from aioserve.cli import main
+from aioserve.lab.simulation.fleet_plan import FleetSpec
 
 PAGE = (Path(__file__).parents[3] / "docs/scaling.md").read_text()
 
 
-@pytest.mark.slow  # half a minute of CPU
-def test_the_table_of_routers_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.slow  # half a minute of CPU each
+@pytest.mark.parametrize("heading", ["Twelve routers", "Three autoscalers"])
+def test_the_table_of_a_fleet_is_what_its_command_prints(
+    heading: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, _, section = PAGE.partition("### Twelve routers in one report\n")
+    _, _, section = PAGE.partition(f"### {heading} in one report\n")
     (command,) = re.findall(r"```bash\npython -m aioserve (.*?)\n```", section)[:1]
     (table,) = re.findall(r"```text\n(.*?)\n```", section, re.DOTALL)[:1]
     assert main(command.split()) == 0
     assert table in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["eight", "scaled", "sixteen"])
+def test_a_shipped_fleet_is_a_fleet(name: str) -> None:
+    assert FleetSpec.load(name).choices
