@@ -16,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("AIOSERVE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+# LiteLLM asks the internet for prices, and where it cannot, its import fails at times.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
 
 

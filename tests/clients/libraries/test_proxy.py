@@ -1,6 +1,5 @@
 """Sessions through LiteLLM's proxy, which asks the server over chat completions and responses."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -45,12 +44,10 @@ def proxied(scripted_for_agents, tmp_path_factory):
         port = str(free.getsockname()[1])
     where = ("--host", "127.0.0.1", "--port", port)
     command = [str(LITELLM), "--config", str(config), *where, "--telemetry", "False"]
-    # Prices of models are not fetched.
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     log = config.with_suffix(".log")
     with (
         log.open("w") as output,
-        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,
+        subprocess.Popen(command, stdout=output, stderr=output) as process,
     ):
         try:
             while not is_up(f"http://127.0.0.1:{port}/health/liveliness"):
