@@ -100,14 +100,13 @@ class ScriptedRunner(SimulatedRunner):
         self._matchers: dict[int, tuple[object, LLMatcher]] = {}  # as `_said`
 
     def say(self, *texts: str, slowdown: float = 1) -> None:
-        """The next request is answered by the first text, those after it by the others. A step
-        takes `slowdown` times its time.
+        """The next request is answered by the first text, those after it by the others; what runs
+        says its own to the end. A step takes `slowdown` times its time.
         """
         self.slowdown = slowdown
         encode = self._tokenizer.encode
         scripts = [encode(text, add_special_tokens=False) for text in texts]
         self._scripts = [[*script, self._tokenizer.eos_token_id] for script in scripts]
-        self._said.clear()
         self._prompts.clear()
         self._matchers.clear()
 
