@@ -18,6 +18,9 @@ import pytest
 
 from tests.test_imports import MODULES
 
+# Of what a dependency warns when it is imported, nothing is judged here: Ray does, of pydantic.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 #: Names that are documented although they begin with an underscore.
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace", "_current_frames", "_getframe"}
 
