@@ -7,6 +7,7 @@ import signal
 import termios
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pyte
 
@@ -63,7 +64,7 @@ class Terminal:
 
 @contextmanager
 def terminal(command, folder, **environment):
-    """Run a command in a terminal, and kill it at the end."""
+    """Run a command in a terminal, and kill it and its daemons at the end."""
     size = {"COLUMNS": str(COLUMNS), "LINES": str(LINES), "TERM": "xterm-256color"}
     environment |= {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **size}
     process, descriptor = pty.fork()
@@ -77,3 +78,14 @@ def terminal(command, folder, **environment):
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         os.close(descriptor)
+        end_daemons(folder)
+
+
+def end_daemons(folder):
+    """Kill what the program has installed in its home, below the folder, and left running."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if file.read_bytes().startswith(os.fsencode(f"{folder}/")):
+                os.kill(int(file.parent.name), signal.SIGKILL)
+        except OSError:  # it has ended meanwhile
+            pass
