@@ -124,3 +124,10 @@ def calling(scripted: tuple[str, Callable[[str], None]]) -> str:
     url, say = scripted
     say(f"Let me see.\n<tool_call>\n{WEATHER}\n</tool_call>")
     return url
+
+
+@pytest.fixture
+def scripted_alone() -> Iterator[Said]:
+    """A server of its own for a test: an agent that is killed leaves requests behind."""
+    with saying("agents") as said:
+        yield said

@@ -8,19 +8,13 @@ import json
 import re
 
 import pytest
-from conftest import saying
-from terminal import terminal
-from test_command_line_agents import CLAUDE_CODE, CODEX, call, command_of
+
+# The folder is on the path where the clients are installed, and nowhere else.
+terminal = pytest.importorskip("terminal", reason="make test-clients installs it").terminal
+agents = pytest.importorskip("test_command_line_agents")
 
 ASKED = "What is the secret word in note.txt?"
 ANSWER = "The secret word is plover."
-
-
-@pytest.fixture
-def scripted_alone():
-    """A server of its own for a test: an agent that is killed leaves requests behind."""
-    with saying("agents") as said:
-        yield said
 
 
 @pytest.fixture
@@ -31,7 +25,7 @@ def folder(tmp_path):
 
 
 def test_codex_shows_its_tool_calls_and_the_answer_and_goes_on(scripted_alone, folder):
-    codex, (url, say) = command_of(CODEX), scripted_alone
+    codex, (url, say) = agents.command_of(agents.CODEX), scripted_alone
     (folder / "home" / "config.toml").write_text(
         f"""
         model = "embedded"
@@ -48,7 +42,7 @@ def test_codex_shows_its_tool_calls_and_the_answer_and_goes_on(scripted_alone, f
         trust_level = "trusted"
         """
     )
-    say("I look.\n" + call("exec_command", cmd="wc -c note.txt"), slowdown=10)
+    say("I look.\n" + agents.call("exec_command", cmd="wc -c note.txt"), slowdown=10)
     home = str(folder / "home")
     command = (*codex, "--dangerously-bypass-approvals-and-sandbox", ASKED)
     with terminal(command, folder, HOME=home, CODEX_HOME=home, LOCAL_KEY="none") as screen:
@@ -62,7 +56,7 @@ def test_codex_shows_its_tool_calls_and_the_answer_and_goes_on(scripted_alone, f
 
 
 def test_claude_code_shows_its_tool_calls_and_the_answer_and_goes_on(scripted_alone, folder):
-    claude, (url, say) = command_of(CLAUDE_CODE), scripted_alone
+    claude, (url, say) = agents.command_of(agents.CLAUDE_CODE), scripted_alone
     known = {"hasTrustDialogAccepted": True, "hasCompletedProjectOnboarding": True}
     (folder / "home" / ".claude.json").write_text(
         json.dumps(
@@ -74,7 +68,7 @@ def test_claude_code_shows_its_tool_calls_and_the_answer_and_goes_on(scripted_al
             }
         )
     )
-    say("I read.\n" + call("Read", file_path=str(folder / "note.txt")), slowdown=10)
+    say("I read.\n" + agents.call("Read", file_path=str(folder / "note.txt")), slowdown=10)
     command = (*claude, "--model", "embedded", "--allowedTools", "Read", "Bash", "--", ASKED)
     with terminal(
         command,
