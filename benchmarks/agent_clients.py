@@ -108,7 +108,7 @@ class ResponsesClients(OpenAIClients):
 
 
 class ChatClients(OpenAIClients):
-    """By `/v1/chat/completions`."""
+    """Sends each turn to `/v1/chat/completions`, by the package `openai`."""
 
     async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
         text = ""

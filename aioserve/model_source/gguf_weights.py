@@ -28,7 +28,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 class Target(NamedTuple):
-    """Where a tensor goes."""
+    """The parameter, or the part of one, that takes the weights of a tensor of the file."""
 
     parameter: str
     part: Callable[[Any], Any] | None = None  # a view of the parameter; None: all of it

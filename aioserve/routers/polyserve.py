@@ -81,7 +81,7 @@ class PolyServe(BaseRouter):
         self.sums = [KEPT * old + each for old, each in zip(self.sums, new, strict=True)]
 
     def seconds(self, batch: int) -> float:
-        """What a step of so many requests takes, by the line; 0 before anything is known."""
+        """Seconds that a step of `batch` requests takes, by the line; 0 before any report."""
         count, x, y, xx, xy = self.sums
         if not count:
             return 0.0

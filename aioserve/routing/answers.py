@@ -30,7 +30,7 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """The request stays with the sender, which asks again after so many seconds; in all at most
+    """The request stays with the sender, which asks again after `seconds`; in all it waits at most
     `MAX_WAIT_SECONDS`. Its deadline ends it meanwhile.
     """
 

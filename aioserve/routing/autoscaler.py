@@ -69,7 +69,7 @@ class AutoscalerInterface(ABC):
 
     def steady(self, wanted: int, fleet: FleetView, seconds: float) -> int:
         """The number that is wanted; fewer than there are only as far as that would have been
-        enough for so many seconds. For the end of `decide`.
+        enough for the last `seconds`. For the end of `decide`.
         """
         now = self.clock()
         kept = [(when, number) for when, number in self._wanted if when >= now - seconds]

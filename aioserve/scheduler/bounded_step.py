@@ -32,9 +32,8 @@ class BoundedStep(Step):
                 prefills.append(request)
             else:
                 self.run(request)
-        return [
-            r for r in prefills if r.status is RequestStatus.RUNNING
-        ]  # victims of the others are not
+        # The victims of those that ran above do not run any more.
+        return [r for r in prefills if r.status is RequestStatus.RUNNING]
 
     def run(self, request: Request, max_tokens: int | None = None) -> int:
         return 0 if len(self.tokens) >= self._max_requests else super().run(request, max_tokens)

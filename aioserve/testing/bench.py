@@ -80,8 +80,8 @@ class Bench:
         breaks the contract; under a debugger none is.
 
         `kv_connector` is as in `CacheConfig`, with `num_host_slots` blocks in host memory. Given
-        `num_state_slots`, it is a model with states. Given `window`, it has layers that see so many
-        tokens, with blocks for one request and `num_spare_window_blocks`.
+        `num_state_slots`, it is a model with states. Given `window`, it has layers that see that
+        many tokens, with blocks for one request and `num_spare_window_blocks`.
 
         With `forbids_waste`, a preemption from which no request gains breaks the contract, and so
         does a prompt that sits half-way on its blocks while no other is computed.

@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=_mapping,
         default={},
         metavar="JSON",
-        help="options of these routers, as a JSON object",
+        help="options of the routers that --aioserve-router names, as a JSON object",
     )
 
 

@@ -28,7 +28,7 @@ class Subject:
 
     @property
     def kind(self) -> type:
-        """The class under test."""
+        """The class that a violation blames."""
         return self.policy
 
     @contextmanager

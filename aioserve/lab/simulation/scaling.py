@@ -79,7 +79,7 @@ class Scaling:
     def __init__(
         self, plan: Autoscaling, num_seats: int, *, seed: int, clock: Callable[[], float]
     ) -> None:
-        """`plan` has one autoscaler."""
+        """`plan` names exactly one autoscaler. Raises `RouterError` if it cannot be made."""
         (choice,) = plan.choices
         self.plan = plan
         self.starting: set[int] = set()  # places of replicas that do not serve yet
@@ -93,7 +93,7 @@ class Scaling:
             )
 
     def has_arrived(self, request: RoutedRequest) -> None:
-        """A request has come."""
+        """Count a request that has reached the fleet, for the view of the next decision."""
         self._num_arrived += 1
         self._num_arrived_tokens += request.num_tokens
 

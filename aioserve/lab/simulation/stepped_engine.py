@@ -230,7 +230,7 @@ class SteppedEngine:
         return expired
 
     def _note_seconds(self, seconds: float, count: int) -> None:
-        """`count` steps took so many seconds each."""
+        """Take `count` steps, each of which took `seconds`, into the mean."""
         kept = KEPT**count if self.step_seconds else 0.0
         self.step_seconds = kept * self.step_seconds + (1.0 - kept) * seconds
 

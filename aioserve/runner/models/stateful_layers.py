@@ -245,8 +245,8 @@ class StatefulLayers:
             self._step = None
 
     def take_back(self, num_wrong: Mapping[int, int]) -> None:
-        """Drafts at the ends of pieces of the newest step were wrong: so many of each, by its slot.
-        The states become those of the tokens before.
+        """Drafts at the ends of pieces of the newest step were wrong; `num_wrong` has their number
+        by the slot of its states. The states become those of the tokens before.
         """
         for layer in self._layers:
             for held, piece in zip(layer.held, self._with_drafts, strict=True):

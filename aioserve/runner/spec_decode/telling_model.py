@@ -15,7 +15,7 @@ class TellingModel(ServedModel, Halves):
     """The same model: `taps` are told what its head is given, for all tokens of each step."""
 
     def __init__(self, model: ServedModel, halves: Halves, taps: Taps) -> None:
-        """`halves`: those of `model`."""
+        """`halves` are the two parts of `model`, between which `taps` are told."""
         self._halves, self.taps = halves, taps
         self.name, self.num_parameters = model.name, model.num_parameters
         self.kv_cache_spec, self.attention_calls = model.kv_cache_spec, model.attention_calls

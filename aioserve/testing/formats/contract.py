@@ -69,7 +69,7 @@ class FormatSubject:
 
     @property
     def kind(self) -> type:
-        """The class under test."""
+        """The class that a violation blames."""
         return self.format
 
     def for_all(

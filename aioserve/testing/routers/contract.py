@@ -37,61 +37,61 @@ class RouterContract:
         return RouterSubject(self.router, self.options)
 
     def test_it_asks_for_what_it_reads(self, subject: RouterSubject) -> None:
-        """By `uses_reports` and `uses_prefixes`."""
+        """What its code reads of replicas and prefixes, `uses_reports` and `uses_prefixes` say."""
         reads.check_reads(subject)
 
     def test_time_and_chance_are_its_own(self, subject: RouterSubject) -> None:
-        """No clock, no dice of the process, no sleep."""
+        """Its code calls no clock and no dice of the process, and does not sleep."""
         reads.check_foreign_calls(subject)
 
     def test_equal_calls_give_equal_answers(self, subject: RouterSubject) -> None:
-        """While replicas come and go."""
+        """The same calls are made twice, while replicas come and go."""
         rules.check_same_again(subject)
 
     def test_answers_do_not_depend_on_hashes_of_strings(self, subject: RouterSubject) -> None:
-        """In two processes with other seeds of hashes."""
+        """The same calls are made in two processes with different seeds of hashes."""
         reads.check_hash_order(subject)
 
     def test_it_leaves_requests_as_they_are(self, subject: RouterSubject) -> None:
-        """Their hints too."""
+        """A request and its hints are the same before and after the router has seen them."""
         rules.check_hints(subject)
 
     def test_no_replica_is_starved_or_flooded(self, subject: RouterSubject) -> None:
-        """By equal requests to a full fleet."""
+        """Equal requests go to a full fleet, and each replica gets a share within the bound."""
         rules.check_shares(subject)
 
     def test_one_beginning_floods_no_replica(self, subject: RouterSubject) -> None:
-        """That the prompts of all requests have."""
+        """The prompts of all requests begin alike, which sends no crowd to one replica."""
         rules.check_one_beginning(subject)
 
     def test_old_knowledge_floods_no_replica(self, subject: RouterSubject) -> None:
-        """Half a second old."""
+        """What the router knows of its replicas is half a second old."""
         rules.check_old_knowledge(subject)
 
     def test_replicas_that_report_nothing_are_neither_starved_nor_flooded(
         self, subject: RouterSubject
     ) -> None:
-        """Two of ten, and all of them."""
+        """Two of ten replicas report nothing; then none reports anything."""
         rules.check_missing_knowledge(subject)
 
     def test_nothing_is_lost_when_replicas_die_and_come_back(self, subject: RouterSubject) -> None:
-        """Noticed at once, and a second later."""
+        """The sender notices the deaths at once; then, a second later."""
         rules.check_churn(subject)
 
     def test_an_idle_fleet_serves(self, subject: RouterSubject) -> None:
-        """After all that was."""
+        """When replicas have died and come back, a fleet without load still serves a request."""
         rules.check_idle(subject)
 
     def test_sessions_stay_if_that_is_promised(self, subject: RouterSubject) -> None:
-        """While their replica lives and others come and go."""
+        """A session stays at its replica while that lives and others come and go."""
         rules.check_sessions(subject)
 
     def test_a_decision_costs_in_proportion(self, subject: RouterSubject) -> None:
-        """To the number of replicas, up to 1,000."""
+        """The lines that a decision runs grow with the number of replicas at most, up to 1,000."""
         cost.check_cost(subject)
 
     def test_memory_does_not_grow(self, subject: RouterSubject) -> None:
-        """With requests and sessions that have ended."""
+        """Requests and sessions that have ended leave nothing behind in the router."""
         cost.check_memory(subject)
 
 

@@ -13,19 +13,19 @@ from aioserve.testing.routers.toy_fleet import ToyFleet
 
 @dataclass(frozen=True)
 class RouterSubject:
-    """A router under test."""
+    """A router that the contract runs on, with its options."""
 
     router: type[BaseRouter]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> type[BaseRouter]:
-        """The class under test."""
+        """The class that a violation blames."""
         return self.router
 
     @property
     def name(self) -> str:
-        """By which messages have it."""
+        """The name by which messages call the router."""
         return self.router.__name__
 
     def fleet(

@@ -93,7 +93,7 @@ class ToyFleet:
                 self._send(again, frozenset({name}), None)
 
     def run(self) -> None:
-        """Until nothing more happens."""
+        """Let the clock go on until no request waits, runs or arrives any more."""
         while self._heap:
             self.now, _, happens = heappop(self._heap)
             happens()
