@@ -302,7 +302,8 @@ def _widen_head(module: nn.Module, ops: Ops | None = None) -> None:
         wide = WideLinear(weight, bias)
 
     def forward(hidden: Tensor) -> Tensor:
-        return wide(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+        logits = wide(hidden.reshape(-1, hidden.shape[-1]))
+        return logits.view(*hidden.shape[:-1], logits.shape[-1])  # of no rows, too
 
     head.forward = forward  # type: ignore[method-assign, assignment]
 

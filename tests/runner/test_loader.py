@@ -167,8 +167,9 @@ def test_rope_that_depends_on_neighbours_is_refused_beyond_its_original_length(
     assert load(llama, max_model_len=256)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_window_that_is_only_in_the_mask_is_served_by_the_models_own_code_where_it_matters(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -188,9 +189,9 @@ def test_a_window_that_is_only_in_the_mask_is_served_by_the_models_own_code_wher
         eos_token_id=None,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert load(tmp_path).reads_rows
+    assert load(tmp_path, dtype=dtype).reads_rows
     assert "max_model_len of at most 32" in caplog.text
-    assert not load(tmp_path, max_model_len=32).reads_rows
+    assert not load(tmp_path, dtype=dtype, max_model_len=32).reads_rows
 
 
 def test_what_is_kept_beside_the_cache_keeps_a_model_from_being_served(

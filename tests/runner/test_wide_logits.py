@@ -102,3 +102,4 @@ def test_logits_are_the_sums_of_the_head(
     found = model.halves.logits(hidden)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, hidden.float() @ head.float().T, rtol=1e-5, atol=1e-5)
+    assert model.halves.logits(hidden[:0]).shape == (0, len(head))  # no request samples

@@ -118,8 +118,9 @@ class RowByRowModel(ServedModel):
             difference = (torch.cat(parts).double() - whole.double()).norm(dim=1)
             errors.append(difference / whole.double().norm(dim=1))
         error = torch.cat(errors)
-        worst = float(error.max() if whole.dtype is torch.float32 else error.median())
-        if not worst <= _TOLERANCE[whole.dtype]:
+        dtype = self.kv_cache_spec.dtype  # that of the model: logits are float32 in any type
+        worst = float(error.max() if dtype is torch.float32 else error.median())
+        if not worst <= _TOLERANCE[dtype]:
             raise UnsupportedModelError(
                 f"a prompt in pieces gives it other logits: they differ by {worst:.1%}"
             )
