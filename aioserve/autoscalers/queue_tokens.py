@@ -3,7 +3,9 @@
 Source: the autoscaling policy of `aioserve.ray`, which Ray Serve asks; its delays are here as
 `stable_seconds`. A queue in tokens tells a long document from a short question.
 
-Simplified: nothing. Cost: O(n) of n replicas.
+Simplified: while a replica has not said how full its KV cache is, none is stopped.
+
+Cost: O(n) of n replicas.
 """
 
 import math
@@ -38,4 +40,6 @@ class QueueTokens(AutoscalerInterface):
             if replica.num_kv_tokens
         )
         wanted = max(tokens / self.options.queued_tokens, used / self.options.kv_cache)
+        if not all(replica.num_kv_tokens for replica in fleet.replicas):
+            wanted = max(wanted, fleet.num_replicas)
         return self.steady(math.ceil(wanted), fleet, self.options.stable_seconds)

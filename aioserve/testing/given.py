@@ -74,6 +74,20 @@ def _router_subject(config: pytest.Config, kind: type) -> Any:
     return RouterSubject(kind, config.getoption("--aioserve-router-options"))
 
 
+def _load_autoscaler(config: pytest.Config, spec: str) -> type:
+    from aioserve.routing import load_autoscaler
+
+    autoscaler = load_autoscaler(spec)
+    autoscaler.parse_options(config.getoption("--aioserve-autoscaler-options"))
+    return autoscaler
+
+
+def _autoscaler_subject(config: pytest.Config, kind: type) -> Any:
+    from aioserve.testing.autoscalers.contract import AutoscalerSubject
+
+    return AutoscalerSubject(kind, config.getoption("--aioserve-autoscaler-options"))
+
+
 POLICY = Contract(
     "--aioserve-policy", "aioserve.testing.contract", _load_policy, _policy_subject,
     pytest.StashKey[dict[str, type]](),
@@ -86,4 +100,8 @@ ROUTER = Contract(
     "--aioserve-router", "aioserve.testing.routers.contract", _load_router, _router_subject,
     pytest.StashKey[dict[str, type]](),
 )  # fmt: skip
-CONTRACTS = (POLICY, FORMAT, ROUTER)
+AUTOSCALER = Contract(
+    "--aioserve-autoscaler", "aioserve.testing.autoscalers.contract", _load_autoscaler,
+    _autoscaler_subject, pytest.StashKey[dict[str, type]](),
+)  # fmt: skip
+CONTRACTS = (POLICY, FORMAT, ROUTER, AUTOSCALER)

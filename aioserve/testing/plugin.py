@@ -1,10 +1,10 @@
 """A pytest plugin: `pytest --aioserve-policy mypkg.mod:MyScheduler` runs the contract on it.
 
 Loaded in every pytest run where aioserve is installed, so it imports nothing before it is asked.
-`--aioserve-format` does the same for formats of replies, `--aioserve-router` for routers of fleets.
-The tests are those of `aioserve.testing.contract`, `aioserve.testing.formats.contract` and
-`aioserve.testing.routers.contract`; the first broken rule is told on a screen, wherever the
-contract runs.
+`--aioserve-format` does the same for formats of replies, `--aioserve-router` for routers of fleets,
+`--aioserve-autoscaler` for autoscalers. The tests are those of the modules `contract` in
+`aioserve.testing` and its packages `formats`, `routers` and `autoscalers`; the first broken rule is
+told on a screen, wherever the contract runs.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ BROKEN = pytest.StashKey[set[type]]()  # classes that have broken a rule
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("aioserve", "contracts of policies, of reply formats and of routers")
+    group = parser.getgroup("aioserve", "contracts: policies, formats, routers, autoscalers")
     group.addoption(
         "--aioserve-policy",
         action="append",
@@ -71,6 +71,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default={},
         metavar="JSON",
         help="options of the routers that --aioserve-router names, as a JSON object",
+    )
+    group.addoption(
+        "--aioserve-autoscaler",
+        action="append",
+        default=[],
+        metavar="AUTOSCALER",
+        help="run the contract on this autoscaler of a fleet, as --aioserve-policy does for a "
+        "policy: a name, package.module:Class or path/to/file.py:Class; repeatable",
+    )
+    group.addoption(
+        "--aioserve-autoscaler-options",
+        type=_mapping,
+        default={},
+        metavar="JSON",
+        help="options of the autoscalers that --aioserve-autoscaler names, as a JSON object",
     )
 
 

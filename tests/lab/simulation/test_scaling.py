@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from aioserve.cli import main
@@ -199,22 +200,44 @@ def test_queued_tokens_and_kv_cache_are_kept_below_their_targets() -> None:
     used = [view(i, num_kv_tokens=100, num_free_kv_tokens=4) for i in range(5)]
     assert scaler.decide(fleet_view(*used)) == 6
     now[0] = 61.0
-    assert scaler.decide(fleet_view(*(view(i) for i in range(6)))) == 0
+    idle = [view(i, num_kv_tokens=100, num_free_kv_tokens=100) for i in range(6)]
+    assert scaler.decide(fleet_view(*idle)) == 0
+    assert scaler.decide(fleet_view(*idle, view(6))) == 7  # which has said nothing
 
 
 def test_levels_are_predicted_from_what_first_tokens_used_of_them() -> None:
     now = [0.0]
     scaler = load_autoscaler("slo_attainment")({"ttft": 2.0}, clock=lambda: now[0])
-    four = fleet_view(*(view(i) for i in range(4)))
+
+    def heard(count: int, seconds: float, at: float, **hints: float) -> None:
+        request = RoutedRequest(num_tokens=1, arrival_time=at, hints=hints)
+        for _ in range(count):
+            scaler.on_first_token(request, seconds)
+
+    four = fleet_view(*(view(i, num_sent=1) for i in range(4)))
     assert scaler.decide(four) == 4  # nothing is known yet
-    for i in range(100):
-        scaler.on_first_token(RoutedRequest(num_tokens=1), 3.0 if i % 5 == 0 else 0.1)
+    heard(80, 0.1, at=1.0)
+    heard(20, 3.0, at=1.0)
     assert scaler.decide(four) == 6  # one in five takes one and a half of its time
-    for _ in range(500):
-        scaler.on_first_token(RoutedRequest(num_tokens=1, hints={"slo_ttft": 0.2}), 0.01)
+    assert scaler.decide(msgspec.structs.replace(four, num_starting=2)) == 6  # not a third more
+    heard(500, 0.01, at=2.0, slo_ttft=0.2)
     assert scaler.decide(four) == 4
-    now[0] = 61.0
+    now[0] = 71.0
+    heard(1, 0.01, at=70.0)
     assert scaler.decide(four) == 3  # one at a time
+    eight = fleet_view(*(view(i, num_sent=1) for i in range(8)))
+    heard(100, 9.0, at=70.0)
+    assert scaler.decide(eight) == 8  # those came before the newest replica served
+
+
+def test_an_idle_fleet_comes_down_after_an_overload() -> None:
+    now = [100.0]
+    scaler = load_autoscaler("slo_attainment")(clock=lambda: now[0])
+    scaler.on_first_token(RoutedRequest(num_tokens=1, arrival_time=100.0), 50.0)
+    four = fleet_view(*(view(i) for i in range(4)))
+    assert scaler.decide(four) == 8
+    now[0] = 200.0
+    assert scaler.decide(four) == 3
 
 
 def test_autoscalers_of_a_fleet_file_are_compared_crosswise_with_routers(

@@ -1,0 +1,173 @@
+"""The rules of the contract that a scaled toy fleet shows: growth, bounds, flapping, price.
+
+Each raises `RouterViolation`. The bounds are those that docs/writing-a-router.md states.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from aioserve.routing import load_autoscaler
+from aioserve.testing import seam_hashes
+from aioserve.testing.autoscalers.subject import AutoscalerSubject
+from aioserve.testing.autoscalers.toy_fleet import Answer, ScaledToyFleet, ToyPlan
+from aioserve.testing.foreign_calls import watched_calls
+from aioserve.testing.violation import RouterViolation
+
+#: A request is late whose first token comes after this many seconds.
+LATE = 10.0
+#: Share of requests that may be late once a fleet has had time to grow.
+MOST_LATE = 0.05
+#: Changes of direction, from more replicas to fewer or back, in an hour of steady load.
+MOST_TURNS = 90
+#: Share of what a fleet costs that never shrinks, where two thirds of the time it has little to do.
+MOST_PAID = 0.6
+HOUR = 3600
+
+
+def check_answers(subject: AutoscalerSubject) -> None:
+    """Each answer is a whole number of at least 0, also where no replica serves."""
+    deaths = tuple(range(300, 320))
+    run = subject.fleet(_wave, ToyPlan(deaths=deaths)).run(1200)
+    run.answers += subject.fleet(lambda now: 2.0, ToyPlan(max_replicas=1)).run(60).answers
+    for answer in run.answers:
+        if not isinstance(answer.said, int) or isinstance(answer.said, bool) or answer.said < 0:
+            raise RouterViolation(
+                f"{subject.name}: decide() must return a whole number of replicas, at least 0; at "
+                f"{answer.when:g} s it returned {answer.said!r:.100}"
+            )
+
+
+def check_same_again(subject: AutoscalerSubject) -> None:
+    """Equal calls in equal order give equal answers."""
+    one, other = (_unruly(subject) for _ in range(2))
+    for first, second in zip(one.answers, other.answers, strict=True):
+        if first != second:
+            raise RouterViolation(
+                f"{subject.name}: the same events gave another answer at {first.when:g} s: "
+                f"{second.said} instead of {first.said}; chance is self.rng, time is self.clock()"
+            )
+
+
+def check_foreign_calls(subject: AutoscalerSubject) -> None:
+    """No clock, dice or sleep but the autoscaler's own."""
+    with watched_calls(subject.kind, lambda: subject.name, "autoscaler"):
+        _unruly(subject)
+
+
+def check_hash_order(subject: AutoscalerSubject) -> None:
+    """The same events give the same answers where strings have other hashes."""
+    seam_hashes.check_hash_order(subject.kind, subject.options, "autoscaler", __name__)
+
+
+def answers_of(spec: str, options: dict[str, Any]) -> list[Any]:
+    """What the autoscaler that `spec` names answers, while replicas die and come."""
+    return _unruly(AutoscalerSubject(load_autoscaler(spec), options)).said()
+
+
+def check_growth(subject: AutoscalerSubject) -> None:
+    """A fleet whose load grows fourfold serves it in time, a few minutes later."""
+    plan = ToyPlan(max_replicas=12)
+    run = subject.fleet(lambda now: 1.0 if now < 300 else 4.0, plan).run(1500)
+    _check_late(subject, run, 600, "five minutes after the load has grown from 1 replica's to 4's")
+
+
+def check_bounds(subject: AutoscalerSubject) -> None:
+    """An overloaded fleet stands at its most, and one without load at its least."""
+    plan = ToyPlan(max_replicas=6, min_replicas=2)
+    run = subject.fleet(lambda now: 8.0 if 60 <= now < 660 else 0.0, plan).run(2400)
+    for answer in run.answers:
+        if 360 <= answer.when < 660 and answer.wanted < 6:
+            raise _at(subject, answer, "with 8 replicas' load on at most 6, it must want 6")
+    last = run.answers[-1]
+    if last.wanted > 2:
+        raise _at(subject, last, "the load ended at 660 s, and the least is 2")
+
+
+def check_steady(subject: AutoscalerSubject) -> None:
+    """A steady load does not make the number of replicas go up and down."""
+    run = subject.fleet(lambda now: 4.5, ToyPlan(max_replicas=20)).run(600 + HOUR)
+    _check_turns(subject, run, "of a steady load of 4.5 replicas")
+    _check_late(subject, run, 600, "under a steady load of 4.5 replicas")
+
+
+def check_old_knowledge(subject: AutoscalerSubject) -> None:
+    """What replicas report is 15 s old when the autoscaler is asked."""
+    run = subject.fleet(lambda now: 4.5, ToyPlan(max_replicas=20, delay=15)).run(600 + HOUR)
+    _check_turns(subject, run, "of a steady load, with reports that are 15 s old")
+    _check_late(subject, run, 600, "with reports that are 15 s old")
+
+
+def check_missing_knowledge(subject: AutoscalerSubject) -> None:
+    """Replicas that report nothing are no reason to stop them."""
+    run = subject.fleet(lambda now: 4.5, ToyPlan(max_replicas=20, is_silent=True)).run(600 + HOUR)
+    _check_turns(subject, run, "of a steady load, with replicas that report nothing")
+    _check_late(subject, run, 600, "with replicas that report nothing")
+
+
+def check_deaths(subject: AutoscalerSubject) -> None:
+    """The fullest replica dies three times under load, and is replaced."""
+    plan = ToyPlan(max_replicas=12, deaths=(600, 700, 800))
+    run = subject.fleet(lambda now: 3.5, plan).run(1500)
+    _check_late(subject, run, 600, "where replicas died at 600, 700 and 800 s")
+
+
+def check_price(subject: AutoscalerSubject) -> None:
+    """A fleet that has little to do for two thirds of the time is not paid for as if it had."""
+    plan, seconds = ToyPlan(max_replicas=12), 2 * HOUR
+    run = subject.fleet(_wave, plan).run(seconds)
+    share = run.replica_seconds / (plan.max_replicas * seconds)
+    if share > MOST_PAID:
+        raise RouterViolation(
+            f"{subject.name}: {run.replica_seconds / HOUR:.1f} replica-hours are paid for in "
+            f"{seconds / HOUR:g} hours, of which two thirds have the load of a replica: that is "
+            f"{share:.0%} of {plan.max_replicas} replicas all the time, and {MOST_PAID:.0%} may be"
+        )
+
+
+def _wave(now: float) -> float:
+    return 6.0 if now % 1800 < 600 else 0.8
+
+
+def _unruly(subject: AutoscalerSubject) -> ScaledToyFleet:
+    plan = ToyPlan(max_replicas=12, delay=5, deaths=(400, 401, 405, 700))
+    return subject.fleet(_wave, plan).run(1000)
+
+
+def _check_late(subject: AutoscalerSubject, run: ScaledToyFleet, since: float, where: str) -> None:
+    waits = [seconds for arrival, seconds in run.waits if arrival >= since]
+    waits += [run.now - arrival for arrival in run.waiting_since() if arrival >= since]
+    late = sum(seconds > LATE for seconds in waits)
+    if late > MOST_LATE * max(len(waits), 1):
+        fewest = min((answer for answer in run.answers if answer.when >= since), key=_wanted)
+        raise RouterViolation(
+            f"{subject.name}: {late} of {len(waits)} requests have their first token after more "
+            f"than {LATE:g} s, {where}; {MOST_LATE:.0%} may be late. At {fewest.when:g} s it wants "
+            f"{fewest.wanted} replicas, with {fewest.num_queued} requests in queues"
+        )
+
+
+def _check_turns(subject: AutoscalerSubject, run: ScaledToyFleet, where: str) -> None:
+    steps = [
+        (later.when, later.wanted - earlier.wanted)
+        for earlier, later in pairwise(run.answers)
+        if later.when >= 600 and later.wanted != earlier.wanted
+    ]
+    turns = [when for (_, one), (when, other) in pairwise(steps) if (one > 0) != (other > 0)]
+    if len(turns) > MOST_TURNS:
+        raise RouterViolation(
+            f"{subject.name}: the number of replicas changes its direction {len(turns)} times in "
+            f"an hour {where}, first at {turns[0]:g} and {turns[1]:g} s; {MOST_TURNS} times are "
+            "allowed: self.steady() keeps replicas that were wanted a short time ago"
+        )
+
+
+def _wanted(answer: Answer) -> int:
+    return answer.wanted
+
+
+def _at(subject: AutoscalerSubject, answer: Answer, what: str) -> RouterViolation:
+    return RouterViolation(
+        f"{subject.name}: at {answer.when:g} s it wants {answer.wanted} replicas, with "
+        f"{answer.num_serving} that serve, {answer.num_starting} that start and "
+        f"{answer.num_queued} requests in queues: {what}"
+    )

@@ -1,0 +1,214 @@
+"""A fleet that an autoscaler scales, on a clock of its own: starts take time and are paid for.
+
+Notes every answer. Knows no rule. Times are in seconds, and whole.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from aioserve.routing import (
+    AutoscalerInterface,
+    FleetView,
+    ReplicaReport,
+    ReplicaView,
+    RoutedRequest,
+    blamed,
+)
+from aioserve.testing.autoscalers.toy_replica import (
+    NUM_SEATS,
+    PROMPT_TOKENS,
+    SERVICE_SECONDS,
+    ScaledReplica,
+)
+
+#: Requests per second that keep all seats of a replica taken.
+FULL = NUM_SEATS / SERVICE_SECONDS
+
+
+class ToyPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fleet is like in which the autoscaler is tried."""
+
+    max_replicas: int = 10
+    min_replicas: int = 1
+    startup_seconds: int = 20
+    interval: int = 5  # from one question to the next
+    delay: int = 0  # seconds after which reports are known
+    is_silent: bool = False  # nothing is reported
+    deaths: tuple[int, ...] = ()  # times at which the fullest replica dies
+    seed: int = 0
+
+
+class Answer(NamedTuple):
+    """What the autoscaler answered, and what there was."""
+
+    when: float
+    num_serving: int
+    num_starting: int
+    said: Any
+    wanted: int  # what was said, within the least and the most
+    num_queued: int
+
+
+class ScaledToyFleet:
+    """Replicas behind a router that sends each request where the fewest are."""
+
+    def __init__(
+        self,
+        kind: type[AutoscalerInterface],
+        options: Mapping[str, Any],
+        load: Callable[[float], float],
+        plan: ToyPlan,
+    ) -> None:
+        self.now = 0.0
+        self.plan = plan
+        self.answers: list[Answer] = []
+        self.waits: list[tuple[float, float]] = []  # arrival and seconds to the first token
+        self.replica_seconds = 0.0  # that are paid for
+        self._load = load
+        self._rng = random.Random(f"{plan.seed} scaled")
+        self._next = self._rng.expovariate(1.0)  # arrivals are counted until this
+        self._counted = 0.0
+        self._num_made = self._num_requests = self._num_arrived = 0
+        self._serving: list[ScaledReplica] = []
+        self._starting: list[float] = []  # times at which they serve
+        self._parked: list[RoutedRequest] = []  # no replica serves
+        self._reports: dict[str, deque[tuple[ReplicaReport, float]]] = {}
+        with blamed(kind, "__init__()"):
+            self._autoscaler = kind(dict(options), seed=plan.seed, clock=lambda: self.now)
+        self._kind = kind
+        for _ in range(plan.min_replicas):
+            self._serve()
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that take requests, or start."""
+        return len(self._taking()) + len(self._starting)
+
+    def run(self, seconds: int) -> "ScaledToyFleet":
+        """Let `seconds` go by."""
+        for _ in range(seconds):
+            self._tick()
+            self.now += 1.0
+        return self
+
+    def waiting_since(self) -> list[float]:
+        """Times at which the requests arrived that have no first token."""
+        queued = [request for replica in self._serving for request in replica.queue]
+        return [request.arrival_time for request in [*self._parked, *queued]]
+
+    def said(self) -> list[Any]:
+        """The answers in order."""
+        return [answer.said for answer in self.answers]
+
+    def _taking(self) -> list[ScaledReplica]:
+        return [replica for replica in self._serving if not replica.is_leaving]
+
+    def _tick(self) -> None:
+        plan = self.plan
+        for when in [when for when in self._starting if when <= self.now]:
+            self._starting.remove(when)
+            self._serve()
+        if self.now in plan.deaths and self._taking():
+            self._die(max(self._taking(), key=lambda replica: replica.num_requests))
+        parked, self._parked = self._parked, []
+        for request in [*parked, *self._arrivals()]:
+            self._send(request)
+        for replica in self._serving:
+            for request, seconds in replica.tick(self.now):
+                self.waits.append((request.arrival_time, seconds))
+                with blamed(self._kind, "on_first_token()"):
+                    self._autoscaler.on_first_token(request, seconds)
+            self._reports[replica.name].append((replica.report(), self.now))
+        self._serving = [r for r in self._serving if not r.is_leaving or r.num_requests]
+        self.replica_seconds += len(self._serving) + len(self._starting)
+        if self.now and self.now % plan.interval == 0:
+            self._ask()
+
+    def _arrivals(self) -> list[RoutedRequest]:
+        self._counted += FULL * self._load(self.now)
+        arrived = []
+        while self._next <= self._counted:
+            self._next += self._rng.expovariate(1.0)
+            self._num_requests += 1
+            arrived.append(
+                RoutedRequest(
+                    request_id=f"q{self._num_requests}",
+                    num_tokens=PROMPT_TOKENS,
+                    max_tokens=256,
+                    arrival_time=self.now,
+                )
+            )
+        self._num_arrived += len(arrived)
+        return arrived
+
+    def _send(self, request: RoutedRequest) -> None:
+        taking = self._taking()
+        if taking:
+            min(taking, key=lambda replica: replica.num_requests).queue.append(request)
+        else:
+            self._parked.append(request)
+
+    def _serve(self) -> None:
+        replica = ScaledReplica(f"r{self._num_made}")
+        self._num_made += 1
+        self._serving.append(replica)
+        self._reports[replica.name] = deque(maxlen=self.plan.delay + 1)
+
+    def _die(self, replica: ScaledReplica) -> None:
+        """Its requests are sent again."""
+        self._serving.remove(replica)
+        for request in [*(held.request for held in replica.running), *replica.queue]:
+            self._send(request)
+
+    def _ask(self) -> None:
+        taking, plan = self._taking(), self.plan
+        fleet = FleetView(
+            replicas=tuple(self._view(replica) for replica in taking),
+            num_starting=len(self._starting),
+            min_replicas=plan.min_replicas,
+            max_replicas=plan.max_replicas,
+            startup_seconds=plan.startup_seconds,
+            interval=plan.interval,
+            num_arrived=self._num_arrived,
+            num_arrived_tokens=PROMPT_TOKENS * self._num_arrived,
+        )
+        self._num_arrived = 0
+        with blamed(self._kind, "decide()"):
+            said = self._autoscaler.decide(fleet)
+        is_number = isinstance(said, int)
+        wanted = min(max(said, plan.min_replicas), plan.max_replicas) if is_number else -1
+        num_queued = sum(len(replica.queue) for replica in taking) + len(self._parked)
+        self.answers.append(
+            Answer(self.now, len(taking), len(self._starting), said, wanted, num_queued)
+        )
+        if is_number:
+            self._scale(wanted - fleet.num_replicas, taking)
+
+    def _scale(self, missing: int, taking: list[ScaledReplica]) -> None:
+        self._starting += [self.now + self.plan.startup_seconds] * max(missing, 0)
+        by_work = sorted(taking, key=lambda replica: replica.num_requests)
+        for replica in by_work[: max(-missing, 0)]:
+            replica.is_leaving = True
+
+    def _view(self, replica: ScaledReplica) -> ReplicaView:
+        queued, running = len(replica.queue), len(replica.running)
+        work = PROMPT_TOKENS * (1.5 * queued + 0.5 * running)
+        own = replica.name, work, queued + running, PROMPT_TOKENS * queued
+        if self.plan.is_silent or not self._reports[replica.name]:
+            return ReplicaView(*own)
+        report, known_at = self._reports[replica.name][0]
+        return ReplicaView(
+            *own,
+            known_at=known_at,
+            num_running=report.num_running,
+            num_waiting=report.num_waiting,
+            num_waiting_tokens=report.num_waiting_tokens,
+            max_num_seqs=report.max_num_seqs,
+            num_kv_tokens=report.num_kv_tokens,
+            num_free_kv_tokens=report.num_free_kv_tokens,
+            step_seconds=report.step_seconds,
+        )
