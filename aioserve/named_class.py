@@ -4,9 +4,9 @@ What ships and what strangers write come through the same door. Imports nothing 
 that is asked for. Knows no kind of class.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any, Generic, TypeGuard, TypeVar
 
@@ -15,21 +15,6 @@ from aioserve.named_module import import_named
 from aioserve.nearest import did_you_mean
 
 T = TypeVar("T")
-
-
-def installed(group: str, word: str, more: Iterable[EntryPoint] = ()) -> dict[str, EntryPoint]:
-    """Entry points of a group, and `more`, by name; `ConfigError` if two packages claim one name.
-    `word` says in that message what they are, as `policy`.
-    """
-    found: dict[str, EntryPoint] = {}
-    for entry_point in sorted([*entry_points(group=group), *more], key=lambda e: e.name):
-        other = found.setdefault(entry_point.name, entry_point)
-        if other.value != entry_point.value:
-            raise ConfigError(
-                f"two installed packages offer a {word} {entry_point.name!r}: "
-                f"{other.value} and {entry_point.value}"
-            )
-    return found
 
 
 def has_no_dot(spec: str) -> bool:

@@ -4,10 +4,10 @@ The file `policies/zoo/srpt.py` is the policy `zoo.srpt`, and `configs/zoo/srpt.
 configuration; nothing else registers them. Knows where they lie. Imports none of them.
 """
 
-import pkgutil
 import re
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
+
+from aioserve.installed import shipped
 
 PACKAGE = "aioserve.policies.zoo"
 PREFIX = "zoo."
@@ -26,7 +26,4 @@ def zoo_entry_points() -> list[EntryPoint]:
     """An entry point for each policy of the zoo, sorted by name. Its value names a module, which
     defines one policy.
     """
-    package = find_spec(PACKAGE)
-    paths = package.submodule_search_locations if package is not None else None
-    names = sorted(found.name for found in pkgutil.iter_modules(paths or []))
-    return [EntryPoint(PREFIX + name, f"{PACKAGE}.{name}", GROUP) for name in names]
+    return shipped(PACKAGE, GROUP, PREFIX)

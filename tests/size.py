@@ -12,13 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 25_655
+CORE_LIMIT = 25_646
 
 #: Folders and files that a feature owns, below `aioserve`; so are `policies/zoo` and
 #: `policies/composed`.
 PARTS = (
     *("child", "console", "decision_log", "kv_connector", "lab", "multimodal", "ray", "routing"),
-    *("autoscalers", "routers", "option_struct.py"),
+    *("autoscalers", "routers", "option_struct.py", "installed.py"),
     *("config/batches.py", "server/batches"),
     *("config/adapters.py", "config/images.py", "config/shadow.py", "config/simulation.py"),
     *(

@@ -6,11 +6,12 @@ for.
 
 import logging
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from aioserve.errors import ConfigError
 from aioserve.formats.reply_format import ReplyFormat
-from aioserve.named_class import Kind, installed
+from aioserve.installed import installed, installed_entry_points
+from aioserve.named_class import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def asked_formats() -> Iterator[tuple[str, type[ReplyFormat]]]:
     """Names and formats in the order in which a chat template is asked for each: those of other
     packages first, since they were installed for a reason.
     """
-    for entry_point in sorted(entry_points(group=GROUP), key=lambda e: e.name):
+    for entry_point in sorted(installed_entry_points(GROUP), key=lambda e: e.name):
         name = entry_point.name
         try:
             yield name, load_format(entry_point.value)

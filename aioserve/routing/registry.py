@@ -4,14 +4,13 @@ Those that ship are the files of `aioserve.routers` and `aioserve.autoscalers`; 
 registers them. Imports nothing but the one class that is asked for.
 """
 
-import pkgutil
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from aioserve.named_class import Kind, installed
+from aioserve.installed import installed, shipped
+from aioserve.named_class import Kind
 from aioserve.routing.autoscaler import AutoscalerInterface
 from aioserve.routing.dispatcher import Dispatcher
 from aioserve.routing.interface import BaseRouter
@@ -19,14 +18,6 @@ from aioserve.routing.interface import BaseRouter
 GROUP = "aioserve.routers"  # of entry points, by which other packages register routers
 PACKAGE = "aioserve.routers"
 AUTOSCALER_GROUP = AUTOSCALER_PACKAGE = "aioserve.autoscalers"
-
-
-def shipped(package: str, group: str) -> list[EntryPoint]:
-    """An entry point for each module of a package, sorted by name."""
-    spec = find_spec(package)
-    paths = spec.submodule_search_locations if spec is not None else None
-    names = sorted(found.name for found in pkgutil.iter_modules(paths or []))
-    return [EntryPoint(name, f"{package}.{name}", group) for name in names]
 
 
 def available_routers() -> dict[str, EntryPoint]:

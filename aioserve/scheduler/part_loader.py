@@ -3,11 +3,11 @@
 Reads what a configuration says of a part: its name and its options, with errors that name the part.
 """
 
-from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, TypeVar
 
 from aioserve.errors import ConfigError, UnknownPolicyError
+from aioserve.installed import installed_entry_points
 from aioserve.named_module import import_named
 from aioserve.nearest import did_you_mean
 from aioserve.scheduler.options import PolicyOptions, make_options
@@ -85,7 +85,7 @@ def _only_part(module: ModuleType, kind: type[P], spec: str) -> type[P]:
 def _value(name: str, kind: type[Part]) -> str:
     """Where the part of that name stands: a module, maybe with `:Class`."""
     policies = {n: entry.value.partition(":")[0] for n, entry in available_policies().items()}
-    named = policies | STANDARD | {e.name: e.value for e in entry_points(group=GROUP)}
+    named = policies | STANDARD | {e.name: e.value for e in installed_entry_points(GROUP)}
     if name not in named:
         known = sorted(n for n, value in named.items() if _offers(value, kind))
         raise ConfigError(

@@ -7,7 +7,8 @@ policy that is asked for.
 from importlib.metadata import EntryPoint
 
 from aioserve.errors import ConfigError, UnknownPolicyError
-from aioserve.named_class import Kind, has_no_dot, installed
+from aioserve.installed import installed
+from aioserve.named_class import Kind, has_no_dot
 from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
 from aioserve.zoo import GROUP, is_zoo_name, zoo_entry_points
 

@@ -1,0 +1,55 @@
+"""Finds what registers itself by name: entry points of other packages, files of packages here.
+
+Knows where names are listed. Imports none of what they name.
+"""
+
+import pkgutil
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from aioserve.errors import ConfigError
+
+
+def installed_entry_points(group: str) -> EntryPoints:
+    """The entry points of a group that installed packages have; packages are read anew where a
+    folder of `sys.path` has changed, as every installation changes one.
+    """
+    folders = [Path(name or ".") for name in sys.path]
+    return _read_all(tuple((f, f.stat().st_mtime_ns) for f in folders if f.exists())).select(
+        group=group
+    )
+
+
+@lru_cache(maxsize=1)
+def _read_all(folders: tuple[tuple[Path, int], ...]) -> EntryPoints:
+    """The entry points of all groups, as these folders with their times of change hold them."""
+    return entry_points()
+
+
+def shipped(package: str, group: str, prefix: str = "") -> list[EntryPoint]:
+    """An entry point for each module of a package, sorted by name. Its value names the module, its
+    name begins with `prefix`.
+    """
+    spec = find_spec(package)
+    paths = spec.submodule_search_locations if spec is not None else None
+    names = sorted(found.name for found in pkgutil.iter_modules(paths or []))
+    return [EntryPoint(prefix + name, f"{package}.{name}", group) for name in names]
+
+
+def installed(group: str, word: str, more: Iterable[EntryPoint] = ()) -> dict[str, EntryPoint]:
+    """Entry points of a group, and `more`, by name; `ConfigError` if two packages claim one name.
+    `word` says in that message what they are, as `policy`.
+    """
+    found: dict[str, EntryPoint] = {}
+    for entry_point in sorted([*installed_entry_points(group), *more], key=lambda e: e.name):
+        other = found.setdefault(entry_point.name, entry_point)
+        if other.value != entry_point.value:
+            raise ConfigError(
+                f"two installed packages offer a {word} {entry_point.name!r}: "
+                f"{other.value} and {entry_point.value}"
+            )
+    return found
