@@ -6,7 +6,7 @@ streams.
 
 import random
 from codecs import getincrementaldecoder
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,10 +33,12 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
 class TokenPieces(dict[int, str | bytes]):
     """By token id: its text, or its bytes if they are not whole characters. Filled as asked."""
 
-    def __init__(self, backend: Any, skipped: Collection[int]) -> None:
+    def __init__(
+        self, id_to_token: Callable[[int], str | None], skipped: Collection[int] = ()
+    ) -> None:
         """Tokens that are `skipped` have no text."""
         super().__init__()
-        self._id_to_token = backend.id_to_token
+        self._id_to_token = id_to_token
         self._skipped = skipped
 
     def __missing__(self, token_id: int) -> str | bytes:
@@ -50,13 +52,19 @@ class TokenPieces(dict[int, str | bytes]):
         self[token_id] = piece
         return piece
 
+    def without(self, skipped: Collection[int]) -> "TokenPieces":
+        """The table of the same tokenizer in which the `skipped` tokens have no text."""
+        pieces = TokenPieces(self._id_to_token, skipped)
+        pieces.update((i, piece) for i, piece in self.items() if i not in skipped)
+        return pieces
+
     def join(self, token_ids: Iterable[int]) -> bytes:
         """The bytes of these tokens."""
         pieces = (self[token_id] for token_id in token_ids)
         return b"".join(p.encode() if isinstance(p, str) else p for p in pieces)
 
 
-def prove_token_pieces(tokenizer: Any, skipped: Collection[int]) -> TokenPieces | None:
+def prove_token_pieces(tokenizer: Any) -> TokenPieces | None:
     """The table of a byte-level tokenizer of `transformers`; None for any other.
 
     Its decoder has to say that it is one, and to agree on every added token and random ones.
@@ -64,7 +72,7 @@ def prove_token_pieces(tokenizer: Any, skipped: Collection[int]) -> TokenPieces 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return None
-    pieces = TokenPieces(backend, skipped)
+    pieces = TokenPieces(backend.id_to_token)
     rng, vocab_size = random.Random(0), backend.get_vocab_size()
     samples = [
         [rng.randrange(vocab_size) for _ in range(SAMPLE_TOKENS)] for _ in range(NUM_SAMPLES)
@@ -72,8 +80,7 @@ def prove_token_pieces(tokenizer: Any, skipped: Collection[int]) -> TokenPieces 
     samples.append(list(backend.get_added_tokens_decoder()))
     for sample in samples:
         text = ByteLevelDetokenizer(pieces, ())
-        shown = [token_id for token_id in sample if token_id not in skipped]
-        if text.append(sample) + text.flush() != backend.decode(shown, False):
+        if text.append(sample) + text.flush() != backend.decode(sample, False):
             return None
     return pieces
 

@@ -26,19 +26,20 @@ WINDOW_TOKENS = 24
 MakeDetokenizer = Callable[[Sequence[int]], "Detokenizer | ByteLevelDetokenizer"]
 
 
-def choose_detokenizer(
-    tokenizer: Any, *, skip_special_tokens: bool, kept: Collection[int] = ()
-) -> MakeDetokenizer:
-    """The quickest that is exact.
+class DetokenizerChoice:
+    """The quickest detokenizer of a tokenizer that is exact, which is proven once."""
 
-    Special tokens that are `kept` are not skipped.
-    """
-    special = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
-    skipped = special.difference(kept)
-    pieces = prove_token_pieces(tokenizer, skipped)
-    if pieces is not None:
-        return partial(ByteLevelDetokenizer, pieces)
-    return partial(Detokenizer, _make_decode(tokenizer, skipped))
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = prove_token_pieces(tokenizer)
+
+    def choose(self, *, skip_special_tokens: bool, kept: Collection[int] = ()) -> MakeDetokenizer:
+        """What shows special tokens or skips them, but for those that are `kept`."""
+        special = special_token_ids(self._tokenizer) if skip_special_tokens else frozenset()
+        skipped = special.difference(kept)
+        if self._pieces is not None:
+            return partial(ByteLevelDetokenizer, self._pieces.without(skipped))
+        return partial(Detokenizer, _make_decode(self._tokenizer, skipped))
 
 
 def _make_decode(tokenizer: Any, skipped: Collection[int]) -> Callable[[list[int]], str]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from aioserve.engine.delivery.byte_level import ByteLevelDetokenizer
 from aioserve.engine.delivery.detokenizer import (
     Detokenizer,
+    DetokenizerChoice,
     MakeDetokenizer,
     StopStringMatcher,
-    choose_detokenizer,
 )
 from aioserve.engine.delivery.request_lines import log_request
 from aioserve.engine.delivery.request_log import RequestLog
@@ -156,13 +156,13 @@ class OutputProcessor(StepObserver):
         self._may_wait = may_wait
         self._states: dict[str, SampleState] = {}
         self.claims = Claims()
-        self._tokenizer = tokenizer
         # By which special tokens are shown; the usual ones are made before the first request.
-        self._make_detokenizer: dict[tuple[bool, tuple[int, ...]], MakeDetokenizer] = {
-            (skip, ()): choose_detokenizer(tokenizer, skip_special_tokens=skip)
-            for skip in (False, True)
-            if tokenizer is not None
-        }
+        self._make_detokenizer: dict[tuple[bool, tuple[int, ...]], MakeDetokenizer] = {}
+        if tokenizer is not None:
+            self._detokenizers = DetokenizerChoice(tokenizer)
+            for skip in (False, True):
+                make = self._detokenizers.choose(skip_special_tokens=skip)
+                self._make_detokenizer[skip, ()] = make
 
     def __len__(self) -> int:
         return len(self._states)
@@ -181,7 +181,7 @@ class OutputProcessor(StepObserver):
             make = self._make_detokenizer.get(shown)
             if make is None:
                 skip, kept = shown
-                make = choose_detokenizer(self._tokenizer, skip_special_tokens=skip, kept=kept)
+                make = self._detokenizers.choose(skip_special_tokens=skip, kept=kept)
                 self._make_detokenizer[shown] = make
             detokenizer = make(request.token_ids)
         waits = self._may_wait and wants_only_end(params)
