@@ -6,6 +6,7 @@ short. (Andes, Liu et al., 2024, and TokenFlow, Chen et al., 2025, pause request
 their readers.) Knows what a step has given to which request; when to pause, the policy knows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -44,7 +45,7 @@ def drop_paused(book: RequestTable, request: Request) -> None:
     book.take_back(request)
 
 
-class PausingStep(OpenStep):
+class PausingStep(OpenStep, ABC):
     """A step that can take back what it gave, and let requests wait which keep their blocks."""
 
     __slots__ = ("token_budget",)
@@ -60,14 +61,17 @@ class PausingStep(OpenStep):
     _preempted: set[Request]
     token_budget: int
 
+    @abstractmethod
     def preempt(self, request: Request) -> None:
-        """Preempt a running or paused request, as `Step.preempt` says."""
-        raise NotImplementedError
+        """Preempt a running or paused request: it loses its place, and its KV blocks are freed."""
 
+    @abstractmethod
     def _find_place(
         self, request: Request, max_tokens: int | None, whole: bool, gone: Vacancy | None = None
     ) -> Place:
-        raise NotImplementedError
+        """What a waiting request gets in this step, or the reason why it has to wait. With `gone`:
+        as if the requests there had lost what they hold.
+        """
 
     def pause(self, request: Request) -> bool:
         """Let a running request step aside: it gives up its seat, keeps its KV blocks, and goes on

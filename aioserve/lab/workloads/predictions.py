@@ -10,7 +10,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -28,14 +28,17 @@ class _Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of the kinds of predictions: unknown names are refused."""
 
 
-class _OneByOne(_Kind, frozen=True, kw_only=True):
-    """Base of the kinds that predict each reply from its own length alone."""
+class _Predictor(Protocol):
+    """A kind that predicts a reply from its own length alone."""
 
     def predict(self, num_tokens: int, rng: random.Random) -> int:
         """The predicted length in tokens of a reply of `num_tokens`."""
-        raise NotImplementedError
 
-    def predict_all(self, lengths: Sequence[int], rng: random.Random) -> list[int]:
+
+class _OneByOne(_Kind, frozen=True, kw_only=True):
+    """Base of the kinds that predict each reply from its own length alone, by their `predict`."""
+
+    def predict_all(self: _Predictor, lengths: Sequence[int], rng: random.Random) -> list[int]:
         """The predicted lengths of replies that have these lengths, in tokens."""
         return [self.predict(num_tokens, rng) for num_tokens in lengths]
 
