@@ -5,7 +5,6 @@ Most bodies are good but for one field: of several faults all but one would neve
 """
 
 import asyncio
-import copy
 import itertools
 import json
 from collections import Counter
@@ -68,13 +67,18 @@ def must_have_body(document: dict[str, Any], path: str) -> bool:
 
 def of_one_field(document: dict[str, Any], path: str, field: str) -> Iterator[Case]:
     """What the edges of this field's schema suggest; the other fields stay as they are."""
-    narrow = copy.deepcopy(document)
-    narrow["paths"] = {path: narrow["paths"][path]}
-    narrow["paths"][path]["post"].pop("parameters", None)  # headers would vary with every field
-    schema = body_schema(narrow, path)
+    schema, schemas = body_schema(document, path), document["components"]["schemas"]
+    name = next(name for name, each in schemas.items() if each is schema)
     held = {name: {"enum": [value]} for name, value in GOOD[path].items()}
-    schema["properties"] = {**held, field: schema["properties"][field]}
-    schema["required"] = list(schema["properties"])
+    properties = {**held, field: schema["properties"][field]}
+    schema = {**schema, "properties": properties, "required": list(properties)}
+    post = {**document["paths"][path]["post"]}
+    post.pop("parameters", None)  # headers would vary with every field
+    narrow = {
+        **document,
+        "paths": {path: {"post": post}},
+        "components": {**document["components"], "schemas": {**schemas, name: schema}},
+    }
     api = schemathesis.openapi.from_dict(narrow)
     return api.iter_coverage_cases(
         api[path]["POST"],

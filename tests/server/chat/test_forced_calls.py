@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -137,6 +137,11 @@ def compilers(tmp_path_factory):
     return made
 
 
+@lru_cache(maxsize=2)  # what renders the template of one is a process
+def chat_format_of(info, parser, reasoning):
+    return ChatFormat(info.tokenizer, parser, reasoning)
+
+
 @pytest.fixture
 def takes(compilers):
     """Whether a reply may be all of a text."""
@@ -145,7 +150,7 @@ def takes(compilers):
         text, parser, reasoning, *, template="x", special="<|pad|>", use=ADD, ask=ASK, **wanted
     ):
         info, compiler = compilers(template, special)
-        chat_format = ChatFormat(info.tokenizer, parser, reasoning)
+        chat_format = chat_format_of(info, parser, reasoning)
         params = SamplingParams(structured_outputs=StructuredOutputs(**wanted) if wanted else None)
         bound = bind(params, use, chat_format, ask).structured_outputs
         await compiler.check(bound)
