@@ -19,15 +19,13 @@ def installed_entry_points(group: str) -> EntryPoints:
     folder of `sys.path` has changed, as every installation changes one.
     """
     folders = [Path(name or ".") for name in sys.path]
-    return _read_all(tuple((f, f.stat().st_mtime_ns) for f in folders if f.exists())).select(
-        group=group
-    )
+    return _read(group, tuple((f, f.stat().st_mtime_ns) for f in folders if f.exists()))
 
 
-@lru_cache(maxsize=1)
-def _read_all(folders: tuple[tuple[Path, int], ...]) -> EntryPoints:
-    """The entry points of all groups, as these folders with their times of change hold them."""
-    return entry_points()
+@lru_cache
+def _read(group: str, folders: tuple[tuple[Path, int], ...]) -> EntryPoints:
+    """The entry points of a group, as these folders with their times of change hold them."""
+    return entry_points(group=group)
 
 
 def shipped(package: str, group: str, prefix: str = "") -> list[EntryPoint]:
