@@ -7,6 +7,7 @@ from aioserve.lab.reproduce.claims import (
     hrrn,
     lmetric,
     mc_sf,
+    preble,
     qoserve,
     sarathi,
     shortest_prefill,
@@ -27,5 +28,6 @@ CLAIMS: Mapping[str, Claim] = {
         qoserve,
         continuum,
         lmetric,
+        preble,
     )
 }
