@@ -49,7 +49,12 @@ class EngineReplica:
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Raises what `AsyncEngine.start` does: Ray tells it and tries again."""
-        reporter = Reporter(config, lambda: self._engine.get_stats(), time.monotonic)
+        reporter = Reporter(
+            config,
+            lambda: self._engine.get_stats(),
+            time.monotonic,
+            lambda: self._engine.adapters.ids,
+        )
         self._feed = KVFeed(ray.util.get_node_ip_address(), reporter.make)
         self._engine = AsyncEngine(config, on_kv_event=self._feed.note)
         try:

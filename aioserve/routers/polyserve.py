@@ -9,8 +9,8 @@ load on which it, and all that run there, still get their tokens in time; if the
 the replica with the fewest.
 
 Simplified: one fleet for all classes: there are no bins of replicas by class. The time per token is
-the hint `slo_tpot`, else an option. Step times are fitted to what replicas report, as a line over
-the batch, where the paper has profiles; prompts count as tokens that a replica may have to compute.
+the hint `slo_tpot`, else an option. Step times are the line over the batch that each replica has
+learned, where the paper has profiles; prompts count as tokens that a replica may have to compute.
 
 Cost: O(n) of n replicas.
 """
@@ -27,8 +27,6 @@ from aioserve.routing import (
     RouterOptions,
 )
 
-KEPT = 0.999  # weight of a report beside the next one
-
 
 class PolyServe(BaseRouter):
     """Packs requests onto full replicas, as far as their times per token allow."""
@@ -44,14 +42,8 @@ class PolyServe(BaseRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tightest: dict[str, dict[float, int]] = {}  # requests by time per token, by replica
-        self.sums = [0.0] * 5  # of 1, x, y, x * x, x * y: batch and seconds of reports
-        self.learned_at: dict[str, float] = {}
 
     def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
-        for replica in replicas:
-            if replica.step_seconds and replica.known_at > self.learned_at.get(replica.name, -1.0):
-                self.learned_at[replica.name] = replica.known_at
-                self.learn(replica.num_running, replica.step_seconds)
         wanted = self.tpot_of(request)
         meeting = [replica for replica in replicas if self.meets(replica, request, wanted)]
         if meeting:
@@ -73,21 +65,7 @@ class PolyServe(BaseRouter):
         if replica.max_num_seqs and count > replica.max_num_seqs:
             return False
         tightest = min(self.tightest.get(replica.name, ()), default=wanted)
-        return self.seconds(count) <= min(tightest, wanted)
-
-    def learn(self, batch: int, seconds: float) -> None:
-        """One report, for the line of step times over the batch."""
-        new = (1.0, batch, seconds, batch * batch, batch * seconds)
-        self.sums = [KEPT * old + each for old, each in zip(self.sums, new, strict=True)]
-
-    def seconds(self, batch: int) -> float:
-        """Seconds that a step of `batch` requests takes, by the line; 0 before any report."""
-        count, x, y, xx, xy = self.sums
-        if not count:
-            return 0.0
-        spread = count * xx - x * x
-        slope = max((count * xy - x * y) / spread, 0.0) if spread > 1e-9 else 0.0
-        return (y - slope * x) / count + slope * batch
+        return replica.step_seconds_with(count) <= min(tightest, wanted)
 
     def on_first_token(self, request: RoutedRequest, name: str, seconds: float) -> None:
         held = self.tightest.setdefault(name, {})
@@ -102,4 +80,3 @@ class PolyServe(BaseRouter):
 
     def on_leave(self, name: str) -> None:
         self.tightest.pop(name, None)
-        self.learned_at.pop(name, None)

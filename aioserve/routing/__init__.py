@@ -28,12 +28,14 @@ from aioserve.routing.registry import (
     make_dispatcher,
     short_name,
 )
-from aioserve.routing.views import REPORTED, ReplicaReport, ReplicaView, RoutedRequest
+from aioserve.routing.step_times import StepTimes
+from aioserve.routing.views import REPORTED, ROLES, ReplicaReport, ReplicaView, RoutedRequest
 
 __all__ = [
     "MAX_WAIT_SECONDS",
     "MIN_WAIT_SECONDS",
     "REPORTED",
+    "ROLES",
     "Answer",
     "Assignment",
     "AutoscalerInterface",
@@ -54,6 +56,7 @@ __all__ = [
     "RouterError",
     "RouterInterface",
     "RouterOptions",
+    "StepTimes",
     "Wait",
     "available_autoscalers",
     "available_routers",

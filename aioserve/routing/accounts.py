@@ -22,11 +22,12 @@ class Account:
     """One replica, as its sender keeps account of it; a replica that comes back has a new one."""
 
     __slots__ = ("changed", "make_report", "name", "num_sent", "num_unstarted_tokens", "order",
-                 "place", "reported", "work")  # fmt: skip
+                 "place", "reported", "role", "work")  # fmt: skip
 
-    def __init__(self, name: str, order: int, changed: "set[Account]") -> None:
+    def __init__(self, name: str, order: int, changed: "set[Account]", role: str = "") -> None:
         """`changed` takes in the account when its view is no longer what the router should see."""
         self.name = name
+        self.role = role
         self.order = order  # by which replicas are sorted
         self.place = 0  # among those that there are
         self.changed = changed
@@ -46,7 +47,7 @@ class Account:
         """The account beside a report."""
         own = self.name, self.work, self.num_sent, self.num_unstarted_tokens
         if reported is None:
-            return ReplicaView(*own)
+            return ReplicaView(*own, role=self.role)
         report, known_at = reported
         return ReplicaView(
             *own,
@@ -58,6 +59,11 @@ class Account:
             report.num_kv_tokens,
             report.num_free_kv_tokens,
             report.step_seconds,
+            report.step_base_seconds,
+            report.step_request_seconds,
+            report.num_evictable_kv_tokens,
+            report.adapters,
+            self.role,
         )
 
 

@@ -49,12 +49,13 @@ class Dispatcher:
         """Names of the replicas that are known, in order."""
         return [name for _, name in self._ordered]
 
-    def join(self, name: str, order: int | None = None) -> None:
+    def join(self, name: str, order: int | None = None, role: str = "") -> None:
         """A replica is there from now on; `order` is its place among the others, the last one if
-        it is None.
+        it is None, and `role` one of `ROLES`.
         """
         self._num_joined += 1
-        account = Account(name, self._num_joined if order is None else order, self._changed)
+        place = self._num_joined if order is None else order
+        account = Account(name, place, self._changed, role)
         self._accounts[name] = account
         insort(self._ordered, (account.order, name))
         self._views = None

@@ -66,6 +66,14 @@ class ReplicaReport(msgspec.Struct, frozen=True, gc=False):
     num_kv_tokens: int = 0  # tokens that its KV cache can hold
     num_free_kv_tokens: int = 0  # of these, held by no request: cached prefixes may be in them
     step_seconds: float = 0.0  # mean of the newest steps, the last ten about; 0: no step yet
+    step_base_seconds: float = 0.0  # of a step by the learned line over the batch, without requests
+    step_request_seconds: float = 0.0  # that each request of the batch adds, by that line
+    num_evictable_kv_tokens: int | None = None  # of the free ones, cached prefixes; None: not known
+    adapters: tuple[str, ...] | None = None  # names of those that are loaded; None: not known
+
+
+#: What a replica of a fleet does; empty: all.
+ROLES = ("", "prefill", "decode")
 
 
 class ReplicaView(msgspec.Struct, frozen=True, gc=False):
@@ -89,6 +97,22 @@ class ReplicaView(msgspec.Struct, frozen=True, gc=False):
     num_kv_tokens: int = 0
     num_free_kv_tokens: int = 0
     step_seconds: float = 0.0
+    step_base_seconds: float = 0.0
+    step_request_seconds: float = 0.0
+    num_evictable_kv_tokens: int | None = None
+    adapters: tuple[str, ...] | None = None
+    role: str = ""  # one of `ROLES`, by the fleet's settings; always known
+
+    def age(self, now: float) -> float:
+        """Seconds since what is reported was so; infinite before the replica has said anything."""
+        return now - self.known_at
+
+    def step_seconds_with(self, batch: int) -> float:
+        """Seconds that a step of `batch` requests takes by the learned line; the mean of the newest
+        steps where the replica reports none; 0 before any step.
+        """
+        line = self.step_base_seconds + self.step_request_seconds * batch
+        return line or self.step_seconds
 
     @property
     def num_requests(self) -> int:

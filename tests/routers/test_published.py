@@ -92,6 +92,27 @@ def test_a_session_goes_back_to_its_replica_if_that_has_a_weight() -> None:
         Fleet("scorers", 2, session=-1.0)
 
 
+def test_scorers_look_for_adapters_short_steps_and_room_beside_cached_prefixes() -> None:
+    plain = {"prefix": 0.0, "queue": 0.0, "kv_cache": 0.0}
+    fleet = Fleet("scorers", 3, **plain)
+    fleet.report("r0", adapters=("a",))
+    fleet.report("r1", adapters=("b",))
+    fleet.report("r2")  # which does not say
+    for name in ("r0", "r1", "r2"):
+        fleet.dispatcher.assign(asking(), "r0" if name != "r1" else "r2")
+    chosen = [fleet.choose(adapter=name) for name in ("a", "b", "c", "")]
+    assert chosen == ["r0", "r1", "r2", "r1"]
+    fleet = Fleet("scorers", 2, latency=1.0, **plain)
+    fleet.report("r0", 2, step_base_seconds=0.01, step_request_seconds=0.010)
+    fleet.report("r1", 4, step_base_seconds=0.01, step_request_seconds=0.001)
+    assert fleet.choose() == "r1"
+    fleet = Fleet("scorers", 2, eviction=1.0, **plain)
+    full = {"num_kv_tokens": 900, "num_free_kv_tokens": 800}
+    fleet.report("r0", num_evictable_kv_tokens=790, **full)
+    fleet.report("r1", num_evictable_kv_tokens=100, **full)
+    assert fleet.choose() == "r1"
+
+
 def test_preble_exploits_what_is_mostly_cached_and_explores_for_the_rest() -> None:
     fleet = Fleet("preble", 2, window=10.0)
     fleet.hold("r0", 5)
@@ -119,14 +140,20 @@ def test_preble_remembers_what_it_has_sent_for_its_window() -> None:
 def reporting_polyserve() -> Fleet:
     """Replicas whose steps take 10 ms and 1 ms more for each request, and have said so."""
     fleet = Fleet("polyserve", 3)
-    for batch in range(1, 12):
-        fleet.now += 1.0
-        fleet.report("r0", running=batch, step_seconds=0.010 + 0.001 * batch)
-        fleet.choose()
+    line = {"step_base_seconds": 0.010, "step_request_seconds": 0.001}
     for name, batch in (("r0", 11), ("r1", 3), ("r2", 1)):
-        fleet.now += 1.0
-        fleet.report(name, running=batch, step_seconds=0.010 + 0.001 * batch)
+        fleet.report(name, running=batch, step_seconds=0.010 + 0.001 * batch, **line)
     return fleet
+
+
+def test_polyserve_knows_the_step_times_of_each_replica() -> None:
+    fleet = Fleet("polyserve", 2)
+    slow = {"step_base_seconds": 0.010, "step_request_seconds": 0.010}
+    quick = {"step_base_seconds": 0.010, "step_request_seconds": 0.001}
+    fleet.report("r0", running=5, step_seconds=0.060, **slow)
+    fleet.report("r1", running=3, step_seconds=0.013, **quick)
+    assert fleet.choose(hints={"slo_tpot": 0.05}) == "r1"
+    assert fleet.choose(hints={"slo_tpot": 0.08}) == "r0"
 
 
 def test_polyserve_fills_the_fullest_replica_that_keeps_the_time_per_token() -> None:

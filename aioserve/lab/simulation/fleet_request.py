@@ -70,6 +70,7 @@ class RoutedRequests:
             hints=asked.all_hints,
             encoder_inputs=build_images(asked),
             deadline=None if asked.timeout is None else arrival + asked.timeout,
+            adapter_id=asked.adapter,
         )
         request = Request(spec)
         if self._with_hashes:
@@ -83,6 +84,7 @@ class RoutedRequests:
             user=spec.user,
             priority=spec.priority,
             session=f"{asked.session} {asked.crowd}" if asked.session >= 0 else "",
+            adapter=asked.adapter,
             hints=spec.hints,
             block_hashes=request.block_hashes,
             block_size=self._hasher.block_size,

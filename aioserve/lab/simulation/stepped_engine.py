@@ -15,7 +15,7 @@ from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request
-from aioserve.routing import ReplicaReport
+from aioserve.routing import ReplicaReport, StepTimes
 from aioserve.runner.simulation.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
@@ -101,6 +101,7 @@ class SteppedEngine:
         self.observer = observer
         self.busy_seconds = 0.0
         self.step_seconds = 0.0  # mean of the newest steps
+        self._step_times = StepTimes()
         #: Ids of requests of which nothing has come back yet.
         self.unstarted: set[str] = set()
         #: Ids of requests that the policy has rejected, until the caller takes them.
@@ -145,6 +146,9 @@ class SteppedEngine:
         stats, pool = self._scheduler.make_stats(), self._kv_cache.pool
         num_running, num_waiting = self._scheduler.get_request_counts()
         size = self._kv_cache.block_size
+        base, each = self._step_times.line()
+        scheduler = self._scheduler
+        adapters = scheduler.running_adapters if isinstance(scheduler, BaseScheduler) else ()
         return ReplicaReport(
             num_running,
             num_waiting,
@@ -153,6 +157,10 @@ class SteppedEngine:
             pool.num_blocks * size,
             pool.num_free_blocks * size,
             self.step_seconds,
+            base,
+            each,
+            (pool.num_free_blocks - pool.num_unused_blocks) * size,
+            tuple(sorted(adapters)),
         )
 
     def catch_up(self) -> float | None:
@@ -179,7 +187,7 @@ class SteppedEngine:
             self.runner.be_busy_until(ends[count])
             self.observer.note_decodes(ends[: count + 1], len(tokens))
             self.busy_seconds += ends[count] - ends[0]
-            self._note_seconds((ends[count] - ends[0]) / count, count)
+            self._note_seconds(len(tokens), (ends[count] - ends[0]) / count, count)
             self._last_end = ends[count]
         return ends[count]
 
@@ -202,7 +210,7 @@ class SteppedEngine:
             step.handle = _Result(*self.runner.run_step(step.told, now))
             seconds = step.handle.end - max(now, self._last_end)
             self.busy_seconds += seconds
-            self._note_seconds(seconds, 1)
+            self._note_seconds(len(step.handle.output.req_ids), seconds, 1)
             self._last_end = step.handle.end
         while loop.failed:  # rejected: other failures are raised
             rejected, _ = loop.failed.pop()
@@ -229,8 +237,9 @@ class SteppedEngine:
         self.unstarted.difference_update(expired)
         return expired
 
-    def _note_seconds(self, seconds: float, count: int) -> None:
-        """Take `count` steps, each of which took `seconds`, into the mean."""
+    def _note_seconds(self, batch: int, seconds: float, count: int) -> None:
+        """Take `count` steps of `batch` requests, each of which took `seconds`, into the mean."""
+        self._step_times.learn(batch, seconds, count)
         kept = KEPT**count if self.step_seconds else 0.0
         self.step_seconds = kept * self.step_seconds + (1.0 - kept) * seconds
 

@@ -199,6 +199,7 @@ class ClientClass(Spec, frozen=True, kw_only=True):
     session: Session | None = None
     program: Program | None = None  # instead of a session
     images: Images | None = None
+    adapter: str = ""  # name of the LoRA adapter that its requests are for
     slo: Slo | None = None  # what its requests must not exceed to count as good
 
     def __post_init__(self) -> None:
@@ -372,6 +373,7 @@ class _Maker:
                     session=place if kind.session is not None else -1,
                     max_tokens=kind.max_tokens,
                     hints=self._hints(num_output),
+                    adapter=kind.adapter,
                 )
             )
             said.append(Piece(self._text(), num_output, reply_of=place + turn))
@@ -420,6 +422,7 @@ class _Maker:
                         program=place,
                         max_tokens=stage.max_tokens or kind.max_tokens,
                         hints=self._hints(num_output),
+                        adapter=kind.adapter,
                     )
                 )
                 stage_of.append(number)

@@ -64,6 +64,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     max_tokens: int | None = None  # what the client allows for the reply, if it is stated
     hints: Hints = {}  # what the client tells the policy
     after: tuple[int, ...] = ()  # places of the others that it waits for beside the one it follows
+    adapter: str = ""  # name of the LoRA adapter that it is for; empty: none
     program: int = -1  # that it is a part of, by a number of its own; -1: none
     aborts: bool = False  # its client leaves after the last of the output tokens, and its program
 

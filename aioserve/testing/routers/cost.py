@@ -68,7 +68,17 @@ def _count(subject: RouterSubject, num_replicas: int) -> Lines:
         name = f"r{number}"
         dispatcher.join(name)
         report = ReplicaReport(
-            number % 7, number % 3, number % 50, 8, 6400, 3200, 0.01 + number / 1e5
+            number % 7,
+            number % 3,
+            number % 50,
+            8,
+            6400,
+            3200,
+            0.01 + number / 1e5,
+            0.01,
+            1e-4,
+            800,
+            ("a",),
         )
         dispatcher.on_report(name, lambda report=report: (report, 0.5))  # type: ignore[misc]
         dispatcher.on_kv_event(name, BlockStored(common[0], None, []))

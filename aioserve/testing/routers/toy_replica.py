@@ -67,6 +67,10 @@ class ToyReplica:
             num_kv_tokens=16 * NUM_BLOCKS,
             num_free_kv_tokens=max(16 * NUM_BLOCKS - num_tokens, 0),
             step_seconds=0.01 + 0.002 * len(self.running),
+            step_base_seconds=0.01,
+            step_request_seconds=0.002,
+            num_evictable_kv_tokens=max(16 * len(self.blocks) - num_tokens, 0),
+            adapters=tuple(sorted({served.request.adapter for served in self.running} - {""})),
         )
 
     def _hold(self, hashes: Sequence[bytes]) -> Iterator[KVEvent]:

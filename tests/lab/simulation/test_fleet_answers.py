@@ -197,3 +197,25 @@ def test_routers_of_a_fleet_file_are_refused_at_the_door(tmp_path: Path) -> None
     file.write_text("replicas: 2\nknowledge_delay: -1\n")
     with pytest.raises(ConfigError, match="knowledge_delay"):
         FleetSpec.load(str(file))
+
+
+def test_a_replica_reports_its_adapters_its_step_times_and_what_it_could_evict(
+    tmp_path: Path,
+) -> None:
+    body = """
+if self.num_asked == 4:
+    first, second = replicas
+    assert first.adapters == ("a",) and second.adapters == (), replicas
+    assert 0 < first.step_base_seconds <= first.step_seconds_with(4) < 1, first
+    assert first.num_evictable_kv_tokens == 0 and second.num_evictable_kv_tokens == 0, replicas
+    assert 0.0 <= first.age(self.clock()) < 0.2 and first.role == ""
+if self.num_asked == 5:
+    assert replicas[0].num_evictable_kv_tokens >= 300, replicas
+return replicas[0]
+"""
+    requests = tuple(
+        WorkloadRequest(at, (Piece(i, 100),), 400 if i < 4 else 4, adapter="a")
+        for i, at in enumerate((1.0, 1.2, 1.3, 1.4, 90.0))
+    )
+    outcome = run(Workload("test", requests), Fleet(2, written(tmp_path, body)))
+    assert [r.finish_reason for r in outcome.requests] == ["stop"] * 5

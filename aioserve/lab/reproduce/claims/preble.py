@@ -89,8 +89,8 @@ CLAIM = Claim(
     title="Exploiting cached prefixes and exploring for others cuts latency",
     source="Preble, ICLR'25, arXiv 2407.00023, abstract",
     setting="Tools, programs, virtual agents, videos and long documents on two to eight GPUs, "
-    "Mistral-7B and Llama-3-70B: 1.5 to 14.5 times lower on average latency and 2 to 10 times lower "
-    "p99 than SGLang, which shares requests out in turn.",
+    "Mistral-7B and Llama-3-70B: 1.5 to 14.5 times lower on average latency and 2 to 10 times "
+    "lower p99 than SGLang, which shares requests out in turn.",
     here="Two of the workloads on four replicas with step times computed for Mistral-7B on an "
     "A6000. Requests for tools draw one of 800 beginnings of 1,500 tokens (median) by Zipf 1.1, "
     "questions one of 60 documents of 20,000. Lengths, numbers of beginnings and rates are chosen "
