@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures test-isa test-arm test-schemas test-formats test-clients test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -39,6 +39,9 @@ test-dist: .venv/dist  ## several processes, and what becomes of them when one d
 
 test-architectures: .venv/test  ## all text decoders that transformers has: served as docs/architectures.md says?
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/architectures $(ARGS)
+
+matrix: .venv/test  ## every feature beside every other; writes docs/compatibility.md, ten minutes (ARGS=workers)
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 test-isa: .venv/test  ## runner, kernels, reference on every variant and type; lesser CPUs emulated
 	$(BIN)/python -m tests.isa

@@ -22,12 +22,14 @@ def make_adapter(
     rank: int = 4,
     targets: Sequence[str] = ALL_LINEAR,
     strength: float = 0.5,
+    but: Sequence[str] = (),
     **config: Any,
 ) -> Path:
     """Write an adapter for the model directory `model` to `path` and return `path`.
 
-    `targets` are ends of modules' names. Every product changes by about `strength` times itself.
-    `config` are further fields of adapter_config.json; ranks follow its `rank_pattern`.
+    `targets` are ends of modules' names, `but` beginnings of those that have none. Every product
+    changes by about `strength` times itself. `config` are further fields of adapter_config.json;
+    ranks follow its `rank_pattern`.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -36,7 +38,7 @@ def make_adapter(
     tensors = {}
     for key, weight in load_file(model / "model.safetensors").items():
         module = key.removesuffix(".weight")
-        if not module.endswith(tuple(targets)):
+        if not module.endswith(tuple(targets)) or module.startswith(tuple(but)):
             continue
         own = next((r for k, r in config.get("rank_pattern", {}).items() if k in module), rank)
         is_table = module.endswith("embed_tokens")

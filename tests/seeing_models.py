@@ -4,11 +4,18 @@ The text parts are those of `tests.models`. Needs Pillow; knows no engine.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from aioserve.config import ModelConfig
+from aioserve.model_info import ModelInfo
+from aioserve.multimodal.families import FAMILIES
+from aioserve.multimodal.processing import load_processor
+
+NUM_TOKENS = 12
 EMBEDDED = Path(__file__).parents[1] / "aioserve" / "embedded"
 _VOCAB_SIZE = 2112  # that of the embedded tokenizer, and room for marks
 
@@ -315,3 +322,69 @@ def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:
     own = {name: processor[name] for name in _OWN_FIELDS if name in processor}
     (path / "processor_config.json").write_text(json.dumps(own))
     return path
+
+
+class Seeing:
+    """A tiny model, and what `generate` makes of prompts."""
+
+    def __init__(self, kind: str, path: Path, **overrides: Any) -> None:
+        """`overrides` are fields of the configuration of its text model."""
+        from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+        self.kind, self.mark = kind, PLACEHOLDERS[kind]
+        self.path = make_seeing_model(kind, path, **overrides)
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(path).eval()
+        info = ModelInfo(ModelConfig(model=str(path)))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        self.processor: Any = load_processor(FAMILIES[kind], info, tokenizer)
+
+    def tokens(self, text: str, images: Sequence[Any], num_tokens: int = NUM_TOKENS) -> list[int]:
+        """All images in one call, as they come."""
+        given = self.processor(
+            text=[text], images=[list(images)] if images else None, return_tensors="pt"
+        )
+        output = self.model.generate(
+            **given, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+        )
+        found: list[int] = output[0, given["input_ids"].shape[1] :].tolist()
+        return found
+
+    def given(self, text: str, images: Sequence[Any], tokens: Sequence[int]) -> dict[str, Any]:
+        """What a module is given of a prompt, and of `tokens` behind it."""
+        import torch
+
+        images_or_none = [list(images)] if images else None
+        given = dict(self.processor(text=[text], images=images_or_none, return_tensors="pt"))
+        tail = torch.tensor([list(tokens)], dtype=torch.long)
+        for name, more in (
+            ("input_ids", tail),
+            ("attention_mask", torch.ones_like(tail)),
+            ("mm_token_type_ids", torch.zeros_like(tail)),
+            ("token_type_ids", torch.zeros_like(tail)),
+        ):
+            if name in given:
+                given[name] = torch.cat((given[name], more), dim=1)
+        return given
+
+    def logits(self, text: str, images: Sequence[Any], tokens: list[int], module: Any) -> Any:
+        """Of each of `tokens` after a prompt, [n, V], by `module`."""
+        import torch
+
+        given = self.given(text, images, tokens[:-1])
+        begin = given["input_ids"].shape[1] - len(tokens)
+        module.model.rope_deltas = None  # of a prompt before
+        with torch.inference_mode():
+            return module(**given, use_cache=False).logits[0, begin:].float()
+
+    def prompts(self) -> list[tuple[str, list[Any]]]:
+        """None to four images each, two of them in more than one prompt."""
+        mark, sizes = self.mark, [(70, 40), (30, 30), (25, 90), (64, 64)]
+        a, b, c, d = (picture(i, *size) for i, size in enumerate(sizes))
+        return [
+            (f"{mark} What is this?", [a]),
+            (f"Say: {mark} and {mark}, what?", [b, c]),
+            (f"{mark}{mark} to be {mark} or not {mark} to be", [d, a, b, c]),
+            ("No picture at all, my lord", []),
+            (f"The same again {mark}", [a]),
+            (f"Who's there? {mark}", [a]),
+        ]

@@ -20,10 +20,9 @@ from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
 from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
-from aioserve.model_info import ModelInfo
 from aioserve.multimodal.decoding import EncodedImage
 from aioserve.multimodal.families import FAMILIES
-from aioserve.multimodal.processing import ImageProcessor, load_processor
+from aioserve.multimodal.processing import ImageProcessor
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
@@ -33,69 +32,17 @@ from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
 from tests.multimodal.pictures import bomb
 from tests.processes import PATIENCE
-from tests.seeing_models import PLACEHOLDERS, SEEING_KINDS, make_seeing_model, picture
+from tests.seeing_models import (
+    NUM_TOKENS,
+    SEEING_KINDS,
+    Seeing,
+    picture,
+)
 from tests.slow import mostly_slow
 
 pytest.importorskip("PIL")
 
-NUM_TOKENS = 12
 ONE = "idefics3"  # where any of them will do
-
-
-class Seeing:
-    """A tiny model, and what `generate` makes of prompts."""
-
-    def __init__(self, kind: str, path: Path) -> None:
-        from transformers import AutoModelForImageTextToText, AutoTokenizer
-
-        self.kind, self.mark, self.path = kind, PLACEHOLDERS[kind], make_seeing_model(kind, path)
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(path).eval()
-        info = ModelInfo(ModelConfig(model=str(path)))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        self.processor: Any = load_processor(FAMILIES[kind], info, tokenizer)
-
-    def tokens(self, text: str, images: Sequence[Any], num_tokens: int = NUM_TOKENS) -> list[int]:
-        """All images in one call, as they come."""
-        given = self.processor(
-            text=[text], images=[list(images)] if images else None, return_tensors="pt"
-        )
-        output = self.model.generate(
-            **given, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
-        )
-        found: list[int] = output[0, given["input_ids"].shape[1] :].tolist()
-        return found
-
-    def logits(self, text: str, images: Sequence[Any], tokens: list[int], module: Any) -> Any:
-        """Of each of `tokens` after a prompt, [n, V], by `module`."""
-        import torch
-
-        images_or_none = [list(images)] if images else None
-        given = dict(self.processor(text=[text], images=images_or_none, return_tensors="pt"))
-        begin, tail = given["input_ids"].shape[1] - 1, torch.tensor([tokens[:-1]])
-        for name, more in (
-            ("input_ids", tail),
-            ("attention_mask", torch.ones_like(tail)),
-            ("mm_token_type_ids", torch.zeros_like(tail)),
-            ("token_type_ids", torch.zeros_like(tail)),
-        ):
-            if name in given:
-                given[name] = torch.cat((given[name], more), dim=1)
-        module.model.rope_deltas = None  # of a prompt before
-        with torch.inference_mode():
-            return module(**given, use_cache=False).logits[0, begin:].float()
-
-    def prompts(self) -> list[tuple[str, list[Any]]]:
-        """None to four images each, two of them in more than one prompt."""
-        mark, sizes = self.mark, [(70, 40), (30, 30), (25, 90), (64, 64)]
-        a, b, c, d = (picture(i, *size) for i, size in enumerate(sizes))
-        return [
-            (f"{mark} What is this?", [a]),
-            (f"Say: {mark} and {mark}, what?", [b, c]),
-            (f"{mark}{mark} to be {mark} or not {mark} to be", [d, a, b, c]),
-            ("No picture at all, my lord", []),
-            (f"The same again {mark}", [a]),
-            (f"Who's there? {mark}", [a]),
-        ]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ said does not change.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +24,7 @@ from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from aioserve.runner.spec_decode.head_drafter import HeadDrafter
+from tests.eagle_models import DIM, EPS, LAYERS, THETA, make_head
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
 from tests.runner.cuda.on_device import make_device_runner
@@ -33,60 +32,6 @@ from tests.runner.cuda.on_device import make_device_runner
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 EMBEDDED = Path(aioserve.__file__).parent / "embedded"
-TARGET, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 192, 192, 96, 4, 2, 32
-VOCAB, KNOWN = 2048, 700
-LAYERS = (1, 3, 4)
-EPS, THETA = 1e-5, 10_000.0
-
-
-def make_head(path: Path, **changes: Any) -> Path:
-    """A checkpoint as they are published; `changes` are fields of its config.json."""
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
-
-    weights = {
-        "fc.weight": weight(HIDDEN, 3 * TARGET),
-        "norm.weight": 1 + 0.1 * weight(HIDDEN),
-        "lm_head.weight": 3 * weight(KNOWN, HIDDEN),
-        "midlayer.self_attn.q_proj.weight": 2 * weight(HEADS * DIM, 2 * HIDDEN),
-        "midlayer.self_attn.k_proj.weight": 2 * weight(KV_HEADS * DIM, 2 * HIDDEN),
-        "midlayer.self_attn.v_proj.weight": weight(KV_HEADS * DIM, 2 * HIDDEN),
-        "midlayer.self_attn.o_proj.weight": weight(HIDDEN, HEADS * DIM),
-        "midlayer.mlp.gate_proj.weight": weight(INNER, HIDDEN),
-        "midlayer.mlp.up_proj.weight": weight(INNER, HIDDEN),
-        "midlayer.mlp.down_proj.weight": weight(HIDDEN, INNER),
-        "midlayer.input_layernorm.weight": 1 + weight(HIDDEN),
-        "midlayer.hidden_norm.weight": 1 + weight(HIDDEN),
-        "midlayer.post_attention_layernorm.weight": 1 + weight(HIDDEN),
-        "d2t": torch.arange(KNOWN) * 2,  # token n of the head is token 3 n
-        "t2d": torch.zeros(VOCAB, dtype=torch.bool),
-    }
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
-        "num_hidden_layers": 1,
-        "vocab_size": VOCAB,
-        "draft_vocab_size": KNOWN - 20,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": EPS,
-        "rope_theta": THETA,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS},
-        **changes,
-    }
-    known = int(config["draft_vocab_size"])
-    for name in ("lm_head.weight", "d2t"):
-        weights[name] = weights[name][:known].clone()
-    path.mkdir()
-    save_file(weights, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return path
 
 
 class Reference:

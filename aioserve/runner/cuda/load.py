@@ -86,6 +86,19 @@ def load_on_cuda(
         )
     device = CudaDevice()
     card = device.card()
+    check_served(config, info)
+    has_triton = find_spec("triton") is not None
+    place = CudaPlace(device.torch_device, has_triton=has_triton, ranks=ranks)
+    source = find_draft(config, info)
+    parts = [info] if source is None or not source.has_files else [info, source.info]
+    needed = sum(num_weight_bytes(CUDA_TYPES.resolve(part.config), part, place) for part in parts)
+    check_weights_fit(card, config, needed if ranks is None else needed // ranks.size)
+    model, draft = load_models(info, source, place)
+    return make_executor(config, info, model, device, card, grammars, draft, ranks)
+
+
+def check_served(config: EngineConfig, info: ModelInfo) -> None:
+    """Raises `ConfigError` for what no CUDA device serves, before anything is loaded."""
     if config.cache.num_window_blocks is not None:
         raise ConfigError(
             f"cache.num_window_blocks is {config.cache.num_window_blocks}, but on a CUDA device "
@@ -96,14 +109,6 @@ def load_on_cuda(
             "layers with states (state-space, linear attention, convolutions) are not served on "
             "CUDA: set runner.device to cpu"
         )
-    has_triton = find_spec("triton") is not None
-    place = CudaPlace(device.torch_device, has_triton=has_triton, ranks=ranks)
-    source = find_draft(config, info)
-    parts = [info] if source is None or not source.has_files else [info, source.info]
-    needed = sum(num_weight_bytes(CUDA_TYPES.resolve(part.config), part, place) for part in parts)
-    check_weights_fit(card, config, needed if ranks is None else needed // ranks.size)
-    model, draft = load_models(info, source, place)
-    return make_executor(config, info, model, device, card, grammars, draft, ranks)
 
 
 def load_models(

@@ -23,7 +23,7 @@ class EagleSource(DraftSource):
         self.num_states = NUM_TAPS * target_info.hidden_size
 
     def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
-        path, num_layers = self.info.source.path, len(target.attention_calls)
+        path, num_layers = self.info.source.path, target_info.hf_config.num_hidden_layers
         layers = tapped_layers(self.info.source.known_config, num_layers)
         if len(layers) != NUM_TAPS or not all(0 <= layer < num_layers for layer in layers):
             raise ConfigError(

@@ -33,6 +33,7 @@ def make_device_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRu
     grammars = None if config.model.skip_tokenizer_init else GrammarCompiler(info)
 
     def build() -> StepExecutor:
+        load.check_served(config, info)
         place = CudaPlace(torch.device("cpu"), has_triton=False)
         model, draft = load.load_models(info, find_draft(config, info), place)
         return load.make_executor(config, info, model, device, device.card(), grammars, draft)

@@ -1,0 +1,1 @@
+"""The matrix of features: every pair run beside random arrivals, aborts and preemptions."""

@@ -1,0 +1,129 @@
+"""docs/compatibility.md: written from the outcomes of all cells."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.matrix.built import names_of_models
+from tests.matrix.features import FEATURES, cells
+from tests.matrix.outcomes import NEVER, REFUSED, WORKS, WRONG, Outcome, Outcomes
+from tests.matrix.settings import CARD, PLACES
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+_BEGIN = """\
+# Which features go together
+
+`make matrix` runs every feature of this page beside every other one, writes what becomes of each
+pair on this page, and fails if one is served and wrong. Each cell of the tables is an engine with a
+tiny model with random weights, in float32, on a CPU: some ten requests arrive at random, more than
+the KV cache has blocks for, so that some are preempted; three more are aborted half-way. A cell
+**works** if
+
+- every token of every reply is the most likely one after those before it, by the logits of
+  `transformers` on the same weights (merged with the adapter, with penalties, and among the tokens
+  that the grammar allows), and log probabilities and vectors are the library's; with few-bit
+  weights and with a quantized cache, if every reply is that of the request alone in an engine
+  without the other features;
+- the feature came about: drafts were made, prefixes found, requests preempted;
+- no request, block, slot or lease is left.
+
+It is **refused** if the start, the request or the operator's command is refused in one line, which
+stands below word for word. A pair that means nothing together **does not apply**.
+
+The second rank is a thread here, and the worker's half of the server shares the process: processes
+are tested beside the code. A smaller set of runs, in which every pair that works comes together, is
+part of `make test`; triples at random are in `make test-all` (`tests/matrix`).
+
+{counts}
+"""
+_TABLE = """
+## One process, two ranks, workers
+
+`✓`: works in one process, on two ranks (`--tensor-parallel-size 2`) and behind API workers
+(`--api-workers`). Else the letters say where: `1` in one process, `2` on two ranks, `w` behind
+workers; `✗` nowhere; `-` does not apply. The diagonal is the feature alone.
+
+"""
+_LETTERS = dict(zip(PLACES, "12w", strict=False))
+
+
+def render(outcomes: Outcomes) -> str:
+    """The page."""
+    parts = [_BEGIN.format(counts=_counts(outcomes)), _TABLE, *_table(outcomes)]
+    parts.append("\n| | feature | in a run |\n|---|---|---|\n")
+    parts += [f"| {i} | {name} | {what} |\n" for i, (name, what) in enumerate(FEATURES.items(), 1)]
+    parts.append(f"\nOf two kinds of models together: {names_of_models()}.\n")
+    first, *_ = PLACES
+    for place in PLACES:
+        own = outcomes[place]
+        if place == CARD:
+            parts.append(
+                "\n## On a CUDA device, by stand-ins\n\nNothing here has run on a card: the CUDA "
+                "side computed on a stand-in of a device,\nwhich is as late as a card may be "
+                "([gpu.md](gpu.md)).\n"
+            )
+        else:
+            parts.append(f"\n## Refused: {place}\n")
+        parts += _refused(own, {} if place in (first, CARD) else outcomes[first])
+    parts.append("\n## Does not apply\n\n| features | why |\n|---|---|\n")
+    parts += _reasons(outcomes[first], NEVER)
+    return "".join(parts)
+
+
+def _counts(outcomes: Outcomes) -> str:
+    rows = ["| | works | refused | does not apply |", "|---|---|---|---|"]
+    for place, own in outcomes.items():
+        count = Counter(outcome.kind for outcome in own.values())
+        assert not count[WRONG], "a cell is wrong"
+        rows.append(f"| {place} | {count[WORKS]} | {count[REFUSED]} | {count[NEVER]} |")
+    return "\n".join(rows)
+
+
+def _table(outcomes: Outcomes) -> Iterator[str]:
+    names = list(FEATURES)
+    yield "| | " + " | ".join(str(i + 1) for i in range(len(names))) + " |\n"
+    yield "|---" * (len(names) + 1) + "|\n"
+    for i, name in enumerate(names):
+        marks = [_mark(outcomes, (names[j], name)) for j in range(i)] + [_mark(outcomes, (name,))]
+        yield f"| {i + 1} {name} | " + " | ".join(marks + [""] * (len(names) - i - 1)) + " |\n"
+
+
+def _mark(outcomes: Outcomes, cell: tuple[str, ...]) -> str:
+    kinds = {place: outcomes[place][cell].kind for place in _LETTERS}
+    if NEVER in kinds.values():
+        return "-"
+    works = "".join(letter for place, letter in _LETTERS.items() if kinds[place] == WORKS)
+    return {"12w": "✓", "": "✗"}.get(works, works)
+
+
+def _refused(
+    own: Mapping[tuple[str, ...], Outcome], known: Mapping[tuple[str, ...], Outcome]
+) -> Iterator[str]:
+    """A table of what is refused here, and not in `known`."""
+    news = {
+        cell: outcome
+        for cell, outcome in own.items()
+        if outcome.kind == REFUSED and known.get(cell) != outcome
+    }
+    if known:
+        yield "\nBesides what one process refuses:\n" if news else "\nWhat one process refuses.\n"
+    if news:
+        yield "\n| the line | features |\n|---|---|\n"
+        yield from _reasons(news, REFUSED, line_first=True)
+
+
+def _reasons(
+    own: Mapping[tuple[str, ...], Outcome], kind: str, *, line_first: bool = False
+) -> Iterator[str]:
+    alone = {cell[0] for cell in own if len(cell) == 1 and own[cell].kind == kind}
+    found: dict[str, list[str]] = {}
+    for cell in cells():
+        if (outcome := own.get(cell)) is None or outcome.kind != kind:
+            continue
+        if len(cell) > 1 and alone & set(cell):  # whatever it is with
+            continue
+        found.setdefault(outcome.why, []).append(" + ".join(cell))
+    for why, names in found.items():
+        line, features = f"`{why.replace('`', chr(39))}`" if line_first else why, "; ".join(names)
+        yield f"| {line} | {features} |\n" if line_first else f"| {features} | {line} |\n"

@@ -1,0 +1,127 @@
+"""Where a run of the matrix computes: in one process, on two ranks, behind a worker, on a stand-in.
+
+The second rank is a thread here, and so is the worker a half on the same loop, with real sockets:
+what processes add is tested beside the code. The stand-in of a card computes on the CPU.
+"""
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import mkdtemp
+from typing import Any
+
+from aioserve import AsyncEngine, EngineConfig
+from aioserve.engine import EngineClient
+from aioserve.errors import RunnerDeadError
+from aioserve.model_info import ModelInfo
+from aioserve.model_source.directory import Directory
+from aioserve.runner.cpu import rank
+from aioserve.runner.cpu.runner import ThreadedRunner
+from aioserve.runner.cpu.sharded_runner import ShardedRunner
+from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.tensor_parallel.messages import Answer, Message, Start, Step, decode, encode
+from aioserve.runner.tensor_parallel.plan import check_model
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.cuda.on_device import make_device_runner
+from tests.workers.joined import connected
+
+# `from_pretrained` changes functions of torch while it reads.
+_reading = threading.Lock()
+_load_module = Directory.load_module
+
+
+def load_one_at_a_time(*arguments: Any, **options: Any) -> Any:
+    """`Directory.load_module`, for ranks that are threads."""
+    with _reading:
+        return _load_module(*arguments, **options)
+
+
+class RankThread:
+    """What `OtherRanks` is to the first rank, with a second one that is a thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.meeting = Path(mkdtemp(prefix="aioserve-ranks-")) / "store"
+        self._told: SimpleQueue[bytes] = SimpleQueue()
+        self._is_here, self._has_loaded = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._start = Start(config, 1, str(self.meeting))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait_here(self) -> None:
+        self._wait(self._is_here)
+
+    def wait_loaded(self) -> None:
+        self._wait(self._has_loaded)
+
+    def _wait(self, event: threading.Event) -> None:
+        event.wait()
+        if self._error is not None:
+            raise RunnerDeadError(f"rank 1 of 2: {self._error}")
+
+    def tell(self, message: Message) -> None:
+        self._told.put(encode(message))
+
+    def why(self, error: Exception) -> Exception:
+        self._thread.join(0.5)
+        return error if self._error is None else RunnerDeadError(f"rank 1 of 2: {self._error}")
+
+    def close(self) -> None:
+        self._told.put(b"")
+        self._thread.join()
+
+    # The other end, as `FirstRank` has it.
+
+    def hear(self, decode: Callable[[bytes], Message]) -> Message:
+        if not (data := self._told.get()):
+            raise EOFError
+        return decode(data)
+
+    def answer(self, answer: Answer) -> None:
+        (self._has_loaded if answer.has_loaded else self._is_here).set()
+
+    def _run(self) -> None:
+        try:
+            info = ModelInfo(self._start.config.model)
+            check_model(self._start.config, info)
+            execute = rank._load(self, self._start, info)  # type: ignore[arg-type]
+            self._has_loaded.set()
+            while isinstance(message := self.hear(decode), Step):
+                execute(message.step)
+        except EOFError:
+            pass
+        except Exception as error:
+            self._error = error
+        finally:
+            self._is_here.set()
+            self._has_loaded.set()
+
+
+class RunnerOfThreads(ShardedRunner):
+    """The runner of two ranks, one of them a thread."""
+
+    async def load(self) -> RunnerInfo:
+        self._other_ranks = RankThread(self._config)  # type: ignore[assignment]
+        return await ThreadedRunner.load(self)
+
+
+@asynccontextmanager
+async def serving(
+    config: EngineConfig, place: str, seed: int
+) -> AsyncIterator[tuple[AsyncEngine, EngineClient]]:
+    """An engine that has started, and what requests are asked of. Raises `ConfigError`."""
+    config.check_effects()
+    runner: RunnerInterface | None = None
+    if place == "2 ranks":
+        runner = RunnerOfThreads(config, ModelInfo(config.model))
+    elif place == "CUDA stand-ins":
+        runner = make_device_runner(config, FakeDevice(seed, eagerness=0.5))
+    async with AsyncEngine(config, runner=runner) as engine:
+        if place != "workers":
+            yield engine, engine
+            return
+        async with connected(engine, 1) as (_, remotes, _):
+            yield engine, remotes[0]
