@@ -15,9 +15,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     kv_cache_gib: Annotated[
         PositiveFloat | None,
         doc(
-            "KV cache limit in GiB; memory is taken as the cache fills (default: a quarter of what "
-            "is free, at most 4; never more than max_num_seqs requests of max_model_len tokens "
-            "need, plus a quarter for cached prefixes)"
+            "KV cache limit in GiB; memory is taken as the cache fills (default on a CPU: twice "
+            "the weights in --dtype, but 0.25 and one request of max_model_len at least, and at "
+            "most 4, a quarter of what is free, and what max_num_seqs requests can use)"
         ),
     ] = None
     kv_cache_dtype: Annotated[

@@ -3,6 +3,7 @@
 Asks what the server asks when it starts. Knows no package but torch.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -25,6 +26,7 @@ from aioserve.runner.cpu import machine
 from aioserve.runner.devices import num_cuda_devices
 
 GIB = 2**30
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 FEW_FILES, ENOUGH_FILES = 4096, 65536  # some thousand streams need more than the first
 
 INSTALL_TORCH = "pip install --force-reinstall torch"
@@ -108,7 +110,12 @@ def look_at_compiler() -> Finding:
 
 def look_at_memory() -> Finding:
     """What is free for weights and KV blocks."""
-    total, free = machine.total_memory(), machine.available_memory()
+    total, free = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        machine.available_memory(),
+    )
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        total = min(total, int(_CONTAINER_LIMIT.read_text(encoding="utf-8")))
     return ok("memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB available")
 
 

@@ -46,13 +46,6 @@ def available_memory() -> int:
     return max(0, available)
 
 
-def total_memory() -> int:
-    """Bytes of this machine, or of the container if that may have fewer."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(_CGROUP / "memory.max")
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
 def has_native_bf16() -> bool:
     """Whether the CPU multiplies bfloat16; where it does not, torch is faster in float32."""
     return not _NATIVE_BF16.isdisjoint(cpu_flags())

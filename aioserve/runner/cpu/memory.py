@@ -82,12 +82,17 @@ def _bytes_of_layer(config: Any, itemsize: int, scale_bytes: int) -> int | None:
 
 
 def choose_num_kv_blocks(
-    config: EngineConfig, bytes_per_token: int, max_model_len: int, num_other_bytes: int = 0
+    config: EngineConfig,
+    bytes_per_token: int,
+    max_model_len: int,
+    num_other_bytes: int = 0,
+    weight_bytes: int = 0,
 ) -> int:
     """Blocks of the KV pool: the setting, else what fits into the memory meant for it, of which
     states and windows take a part.
 
-    Never more than `max_useful_blocks`, unless set. Raises `ConfigError` if not even one fits.
+    Unless set, never more than `max_useful_blocks`, nor than twice `weight_bytes`, 256 MiB and
+    `max_model_len` tokens, whichever is most. Raises `ConfigError` if not even one block fits.
     """
     cache = config.cache
     if cache.num_kv_blocks is not None:
@@ -104,7 +109,8 @@ def choose_num_kv_blocks(
         )
     if cache.kv_cache_gib is not None:
         return num_blocks
-    return min(num_blocks, max_useful_blocks(config, max_model_len))
+    most = -(-max(2 * weight_bytes, 256 * MIB, max_model_len * bytes_per_token) // bytes_per_block)
+    return min(num_blocks, max_useful_blocks(config, max_model_len), most)
 
 
 def memory_for_requests(config: EngineConfig) -> int:

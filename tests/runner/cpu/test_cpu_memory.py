@@ -30,6 +30,21 @@ def test_kv_pool_by_default_takes_a_quarter_of_what_is_free(
     assert number == 64
 
 
+@pytest.mark.parametrize(
+    ("weight_bytes", "max_model_len", "num_bytes"),
+    [(400 << 20, 4096, 800 << 20), (1 << 20, 4096, 256 << 20), (1 << 20, 40960, 640 << 20)],
+)
+def test_kv_pool_by_default_is_in_proportion_to_the_weights_and_holds_one_longest_request(
+    monkeypatch: pytest.MonkeyPatch, weight_bytes: int, max_model_len: int, num_bytes: int
+) -> None:
+    monkeypatch.setattr(machine, "available_memory", lambda: 16 << 30)
+    size = 16 << 10  # bytes of a token
+    number = choose_num_kv_blocks(
+        EngineConfig(), size, max_model_len=max_model_len, weight_bytes=weight_bytes
+    )
+    assert number * 16 * size == num_bytes
+
+
 @pytest.mark.parametrize("cache", [{"num_kv_blocks": 5000}, {"kv_cache_gib": 5000 / 1024 / 4}])
 def test_kv_pool_that_is_set_is_taken_as_it_is(cache: dict[str, Any]) -> None:
     config = EngineConfig(
