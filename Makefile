@@ -116,8 +116,14 @@ docs: .venv/docs/done  ## the site of docs/ in site/; a broken link is an error 
 bench-cpu: .venv/runtime  ## steps against their floors (MODEL=135m, 0.6b, 2m or a directory)
 	@$(BIN)/python benchmarks/cpu.py $(or $(MODEL),135m) $(ARGS)
 
-bench-peers: .venv/runtime  ## the same loads on servers (PEERS="ours=URL other=URL" LOADS="W1 W5")
+bench-peers: .venv/runtime  ## aioserve beside llama.cpp, vLLM and others, which it builds (ARGS=--write: tables into the pages; PEERS="ours=URL other=URL" LOADS="W1 W5": servers that run)
+ifdef PEERS
 	@$(BIN)/python benchmarks/peers.py $(PEERS) $(if $(LOADS),--loads $(LOADS)) $(ARGS)
+else
+	@[ -e models/smollm2.gguf ] || $(BIN)/python -m aioserve fetch smollm2
+	@$(BIN)/python benchmarks/build_peers.py || echo "going on without what is missing"
+	@$(BIN)/python benchmarks/bench_peers.py $(if $(LOADS),--loads $(LOADS)) $(ARGS)
+endif
 
 clean:  ## remove .venv, what was built, and caches
 	rm -rf .venv build dist site *.egg-info aioserve/kernels/*.so .mypy_cache .ruff_cache .hypothesis
