@@ -13,17 +13,24 @@ from pathlib import Path
 
 from aioserve.errors import ConfigError
 
+Folders = tuple[tuple[Path, int], ...]  # each with the time of its last change, in nanoseconds
+
 
 def installed_entry_points(group: str) -> EntryPoints:
     """The entry points of a group that installed packages have; packages are read anew where a
     folder of `sys.path` has changed, as every installation changes one.
     """
-    folders = [Path(name or ".") for name in sys.path]
-    return _read(group, tuple((f, f.stat().st_mtime_ns) for f in folders if f.exists()))
+    return _read(group, _changed(sys.path))
+
+
+def _changed(paths: Iterable[str]) -> Folders:
+    """The folders that there are, each with the time of its last change."""
+    folders = [Path(path or ".") for path in paths]
+    return tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists())
 
 
 @lru_cache
-def _read(group: str, folders: tuple[tuple[Path, int], ...]) -> EntryPoints:
+def _read(group: str, folders: Folders) -> EntryPoints:
     """The entry points of a group, as these folders with their times of change hold them."""
     return entry_points(group=group)
 
@@ -34,8 +41,14 @@ def shipped(package: str, group: str, prefix: str = "") -> list[EntryPoint]:
     """
     spec = find_spec(package)
     paths = spec.submodule_search_locations if spec is not None else None
-    names = sorted(found.name for found in pkgutil.iter_modules(paths or []))
+    names = _modules(_changed(paths or ()))
     return [EntryPoint(prefix + name, f"{package}.{name}", group) for name in names]
+
+
+@lru_cache
+def _modules(folders: Folders) -> list[str]:
+    """The names of the modules that these folders with their times of change hold, sorted."""
+    return sorted(found.name for found in pkgutil.iter_modules([str(f) for f, _ in folders]))
 
 
 def installed(group: str, word: str, more: Iterable[EntryPoint] = ()) -> dict[str, EntryPoint]:

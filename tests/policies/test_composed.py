@@ -19,6 +19,7 @@ from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract, Subject
 from aioserve.testing.violation import ContractViolation
 from policies.composed import ComposedScheduler
+from tests.slow import mostly_slow
 
 ROOT = Path(__file__).parents[2]
 COMPOSED = "aioserve.policies.composed:ComposedScheduler"
@@ -49,15 +50,10 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-USUAL = (
-    "fair order, latency budget, deadlines at the door",
-    "urgent ones displace, two seats each",
-)
+USUAL = "urgent ones displace, two seats each"  # parts of every kind
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in USUAL)) for n in COMPOSITIONS]
-)
+@pytest.mark.parametrize("name", mostly_slow(COMPOSITIONS, but=[USUAL]))
 class TestContract(PolicyContract):
     @pytest.fixture
     def subject(self, name: str) -> Subject:
