@@ -4,6 +4,7 @@ its name; torch starts with one thread.
 
 import asyncio
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -38,6 +39,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No example is too slow: the machine may be busy.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: to look at them again takes a full collection half a
+    second, and runners that give their models back make one each.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_asyncio_loop_factories(
