@@ -133,6 +133,7 @@ ALLOWED = {
         "aioserve.model_info",
         "aioserve.model_source.adapter",
         "aioserve.model_source.quantized",
+        "aioserve.model_source.quantized_modules",
         "aioserve.model_source.source",
         "aioserve.multimodal.families",
         "aioserve.nearest",

@@ -9,6 +9,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,12 @@ class HostBlocks(HostMemoryWorker):
                 f"the system does not give {num_bytes >> 20:,} MiB for KV blocks: {error} "
                 "(cache.kv_connector_gib)"
             ) from error
+        self._pairs: list[tuple[Any, Any]] = []
+        self.attach(caches)
+
+    def attach(self, caches: Sequence[Tensor]) -> None:
+        """From now on copy between the slots and `caches`, whose blocks have the same sizes."""
+        sizes = sizes_of(caches)
         memory = np.frombuffer(self._memory, np.uint8)
         slots = memory.reshape(self.num_slots, self.block_bytes)
         # numpy, on one thread: torch would wake its threads for each of these small copies.

@@ -87,6 +87,19 @@ class LoadPlan:
     num_blocks: int = 0  # of the KV pool
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks share the model: 1 if it is whole here."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    def chosen_by_first(self, choose: Callable[[], int]) -> int:
+        """What `choose` returns; of several ranks, that of the first, which alone looks how much
+        memory there is.
+        """
+        if self.ranks is None:
+            return choose()
+        return int(self.ranks.told_by_first([choose() if self.ranks.is_first else 0])[0])
+
+    @property
     def description(self) -> str:
         """The type in which the model computes, and its size."""
         dtype = str(self.model.kv_cache_spec.dtype).removeprefix("torch.")

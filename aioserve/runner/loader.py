@@ -18,6 +18,7 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import attached, unpack_all
+from aioserve.model_source.quantized_modules import quantize_experts, told_of_weights
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
 from aioserve.multimodal.families import family_of
 from aioserve.progress import as_stage
@@ -48,8 +49,9 @@ from aioserve.runner.models.hooked_adapters import HookedAdapters
 from aioserve.runner.models.row_by_row import RowByRowModel
 from aioserve.runner.models.stateful_layers import StatefulLayers
 from aioserve.runner.models.weights_check import warn_of_unsound
-from aioserve.runner.multimodal.image_encoder import ImageEncoder, num_deep_rows
-from aioserve.runner.multimodal.vision_language import TextPart, take_text_part
+from aioserve.runner.multimodal.image_encoder import ImageEncoder
+from aioserve.runner.multimodal.load_parts import load_parts
+from aioserve.runner.multimodal.vision_language import TextPart
 from aioserve.runner.served_model import Halves, ServedModel
 from aioserve.runner.tensor_parallel.shard import shard
 
@@ -167,13 +169,18 @@ def load_model(
             "CPU and model.fused"
         )
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
+    rounding = _rounding(config)
     if num_seen:
-        return _load_seeing(config, info, place, num_seen)
+        with quiet_transformers():
+            text, encoder = load_parts(info, named_dtype(config.dtype), place.device, rounding)
+        num_mrope = num_seen if encoder.has_axes else 0
+        model = prepare_model(text, config, info, place, encoder, num_mrope)
+        _check_quantized(config, model, is_quantized=True)
+        return model
     if type(info.whole_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and family_of(info) is not None:
         raise ConfigError(
-            f"{info.config.model} is a model that sees, which is served on a CPU, in one process, "
-            "without a draft model and with weights as they are: runner.device, "
-            "runner.tensor_parallel_size, speculation.speculative_method, model.quantization"
+            f"{info.config.model} is a model that sees, which is served on a CPU, in one process "
+            "and from unquantized files: runner.device, runner.tensor_parallel_size"
         )
     load = partial(
         info.source.load_module,
@@ -182,7 +189,7 @@ def load_model(
         named_dtype(config.dtype) if place.ranks is None else "auto",
         place.device if place.ranks is None else torch.device("cpu"),
         keeps_blocks=keeps_blocks,
-        rounding=_rounding(config),
+        rounding=rounding,
     )
     with quiet_transformers():
         try:
@@ -192,22 +199,11 @@ def load_model(
     if place.ranks is not None:
         shard(module, place.ranks, named_dtype(config.dtype))
         module.to(place.device)
-    experts = any(".experts." in name and p.dim() > 2 for name, p in module.named_parameters())
-    if config.quantization is not None and experts:
-        raise ConfigError(
-            f"model.quantization is {config.quantization!r}, which the experts of "
-            f"{type(module).__name__} do not take, as they are no matrices: leave it out"
-        )
-    stored = {id(p): weight for p in module.parameters() if (weight := attached(p)) is not None}
-    kinds = ", ".join(sorted({weight.kind for weight in stored.values()}))
-    num_bytes = sum(weight.data.numel() for weight in stored.values())
-    del stored  # each is let go once it lies as the kernels want it
+    if rounding is not None:
+        quantize_experts(module, rounding.inner)
+    kinds, num_bytes = told_of_weights(module)
     model = prepare_model(module, config, info, place)
-    if config.quantization is not None and not (kinds and model.is_compiled):
-        raise ConfigError(
-            f"model.quantization is {config.quantization!r}, but the compiled kernels do not serve "
-            f"{model.name} whole: leave it out"
-        )
+    _check_quantized(config, model, bool(kinds))
     if kinds:
         logger.info(
             "%s: %.0f MB of weights, %s, %s",
@@ -219,23 +215,13 @@ def load_model(
     return model
 
 
-def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place, num_seen: int) -> ServedModel:
-    """Load a vision-language model in two parts: a text model as any other, and an encoder."""
-    family = family_of(info)
-    assert family is not None, "the model sees"
-    with quiet_transformers():
-        whole = info.source.load_seeing_module(
-            named_dtype(config.dtype), place.device, ATTN_IMPLEMENTATION
-        )
-        text = take_text_part(whole)
-    num_deep = num_deep_rows(info.whole_config)
-    if num_deep >= info.hf_config.num_hidden_layers:
+def _check_quantized(config: ModelConfig, model: ServedModel, is_quantized: bool) -> None:
+    """Raises `ConfigError` where weights were to be quantized, and are not multiplied so."""
+    if config.quantization is not None and not (is_quantized and model.is_compiled):
         raise ConfigError(
-            f"{info.config.model} adds rows of images behind {num_deep} layers, and has "
-            f"{info.hf_config.num_hidden_layers}"
+            f"model.quantization is {config.quantization!r}, but the compiled kernels do not serve "
+            f"{model.name} whole: leave it out"
         )
-    encoder = ImageEncoder(whole, family, info.whole_config.image_token_id)
-    return prepare_model(text, config, info, place, encoder, num_seen if family.axes else 0)
 
 
 def _rounding(config: ModelConfig) -> Rounding | None:
@@ -346,7 +332,9 @@ def num_weight_bytes(config: ModelConfig, info: ModelInfo, place: Place) -> int:
 
     Includes the copy of a tied embedding that the fast tier makes for its head.
     """
-    itemsize, source, rounding = named_dtype(config.dtype).itemsize, info.source, _rounding(config)
+    itemsize, source = named_dtype(config.dtype).itemsize, info.source
+    # A model that sees is quantized once it lies in memory.
+    rounding = _rounding(config) if family_of(info) is None else None
     keeps_blocks = config.fused and place.multiplies_blocks
     num_bytes = source.num_bytes(itemsize, keeps_blocks=keeps_blocks, rounding=rounding)
     is_packed = rounding is not None or (keeps_blocks and source.packs_embedding)

@@ -1,10 +1,12 @@
 """Adapters by name: brought into memory for requests, kept for them, gone after them."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import (
@@ -17,12 +19,12 @@ from aioserve.config import (
 )
 from aioserve.errors import (
     ConfigError,
+    EngineDeadError,
     RequestError,
     RequestFailedError,
     RequestTimeoutError,
     UnknownModelError,
 )
-from aioserve.outputs import FinishReason
 from tests.adapters import make_adapter, merge
 from tests.greedy import GreedyReference
 from tests.models import make_model
@@ -280,34 +282,73 @@ async def test_files_that_are_gone_fail_the_request_alone(
         assert await say(engine, "kept") == expected["two"]
 
 
-async def test_weights_do_not_change_under_an_adapter_that_a_request_has(
+async def test_adapters_outlive_a_sleep_and_go_onto_other_weights(
+    base: Path, paths: dict[str, Path], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of requests that are kept, too, though the adapter of one was unloaded meanwhile."""
+    import torch
+
+    other = shutil.copytree(base, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    rolled = {n: w.roll(1, 0).contiguous() if "embed" in n else w for n, w in weights.items()}
+    save_file(rolled, other / "model.safetensors", metadata={"format": "pt"})
+    merged = merge(other, paths["two"], tmp_path / "merged")
+    of_other = GreedyReference(merged, torch.float32).tokens(PROMPT, 12)
+    async with AsyncEngine(make_config(base, {n: paths[n] for n in ("one", "two")})) as engine:
+        with_it = await engine.add_request(PROMPT, PARAMS, adapter="one")
+        found = (await anext(with_it)).token_ids
+        engine.adapters.unload("one")
+        await engine.sleep(weights=True)
+        with pytest.raises(ConfigError, match="asleep: wake it first"):
+            await engine.adapters.load("three", str(paths["three"]))
+        await engine.wake()
+        async for output in with_it:
+            found += output.token_ids
+        assert found == expected["one"]
+        assert await say(engine, "two") == expected["two"]
+        results = await asyncio.gather(
+            engine.adapters.load("one", str(paths["one"])),
+            engine.reload(str(other)),
+            return_exceptions=True,
+        )
+        assert None in results
+        assert await say(engine, "two") == of_other != expected["two"]
+        await engine.reload(str(base))
+        assert await say(engine, "two") == expected["two"]
+
+
+async def test_an_adapter_that_was_evicted_is_read_after_the_sleep(
     base: Path, paths: dict[str, Path], expected: dict[str, Any]
 ) -> None:
-    one = str(paths["one"])
-    async with AsyncEngine(make_config(base, {"one": paths["one"]})) as engine:
-        with_it = await engine.add_request(PROMPT, PARAMS, adapter="one")
-        without = asyncio.create_task(say(engine, ""))
-        await anext(with_it)
-        engine.adapters.unload("one")
-        for changing in (engine.reload(str(base)), engine.sleep(weights=True)):
-            with pytest.raises(ConfigError, match=r"let their requests end \(one\)"):
-                await changing
-        assert [output async for output in with_it][-1].finish_reason is FinishReason.LENGTH
-        assert await without == expected[""]
-        results = await asyncio.gather(
-            engine.adapters.load("one", one), engine.reload(str(base)), return_exceptions=True
-        )
-        assert [type(result) for result in results] == [type(None), ConfigError]
-        assert await say(engine, "one") == expected["one"]
-        with_it = await engine.add_request(PROMPT, PARAMS, adapter="one")
-        await anext(with_it)
-        engine.adapters.unload("one")
-        reloading = asyncio.create_task(engine.reload(str(base), running="abort"))
-        while engine.state == "running":  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        with pytest.raises(ConfigError, match="weights are about to change"):
-            await engine.adapters.load("one", one)
-        await reloading
-        assert [output async for output in with_it][-1].finish_reason is FinishReason.ABORT
-        await engine.adapters.load("one", one)
-        assert await say(engine, "one") == expected["one"]
+    async with AsyncEngine(make_config(base, paths, max_cpu_loras=1)) as engine:
+        await engine.sleep(weights=True)
+        asked = asyncio.gather(*(say(engine, name) for name in ADAPTERS))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not asked.done()
+        await engine.wake()
+        assert await asked == [expected[name] for name in ADAPTERS]
+        await engine.sleep(weights=True)
+        waiting = asyncio.create_task(say(engine, ADAPTERS[0]))
+        await asyncio.sleep(0.01)
+        await engine.shutdown()
+        with pytest.raises(EngineDeadError):
+            await waiting
+
+
+async def test_an_adapter_with_weights_of_the_model_is_for_no_others(
+    base: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    own = make_adapter(base, tmp_path / "own", seed=0)
+    tensors = load_file(own / "adapter_model.safetensors")
+    head = load_file(base / "model.safetensors")["lm_head.weight"]
+    tensors["base_model.model.lm_head.base_layer.weight"] = head
+    save_file(tensors, own / "adapter_model.safetensors")
+    async with AsyncEngine(make_config(base, {"own": own})) as engine:
+        with pytest.raises(ConfigError, match=r"let their requests end \(own\)"):
+            await engine.reload(str(base))
+        await engine.sleep(weights=True)
+        await engine.wake()
+        assert await say(engine, "own") == expected["one"]
+        engine.adapters.unload("own")
+        await engine.reload(str(base))

@@ -65,8 +65,14 @@ _NEVER: dict[frozenset[str], str] = {
 
 
 #: Three of which each pair works, on other models.
-_NOT_FUSED = "MiMo-V2-Flash, the model of these three, is not fused: few bits need the kernels"
-_NEVER[frozenset(("windows", "MTP", "few-bit weights"))] = _NOT_FUSED
+_NOT_FUSED = "{}, the model of these three, is not fused, which {} needs"
+for _three, _model, _what in (
+    (("windows", "MTP", "few-bit weights"), "MiMo-V2-Flash", "quantization"),
+    (("experts", "MTP", "few-bit weights"), "GLM-4.5", "quantization"),
+    (("images", "windows", "few-bit weights"), "Gemma 3", "quantization"),
+    (("images", "windows", "EAGLE"), "Gemma 3", "an EAGLE-3 head"),
+):
+    _NEVER[frozenset(_three)] = _NOT_FUSED.format(_model, _what)
 
 
 def why_not(features: Collection[str]) -> str | None:

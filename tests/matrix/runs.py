@@ -32,11 +32,11 @@ from tests.matrix.settings import (
     make_params,
     policy_options,
 )
+from tests.processes import COMPUTING_SECONDS
 from tests.seeing_models import picture
 from tests.workers.joined import read
 
 NUM_ABORTED = 3
-SECONDS = 60.0  # after which a run counts as hung
 
 
 class WrongError(AssertionError):
@@ -60,7 +60,10 @@ class Matrix:
         asks = asks_of(features, len(reference.prompts))
         config = make_config(features, self.builds, place)
         before = MatrixPolicy.num_pauses, MatrixPolicy.num_pins
-        async with asyncio.timeout(SECONDS), serving(config, place, seed) as (engine, front):
+        async with (
+            asyncio.timeout(COMPUTING_SECONDS),
+            serving(config, place, seed) as (engine, front),
+        ):
             run = _Run(features, engine, front, reference, self.builds, rng)
             found = await run.drive(asks)
             if {"prefix cache", "n-gram drafts"} & set(features):

@@ -18,6 +18,7 @@ from tests.matrix import reference
 from tests.matrix.built import Builds, BuiltModel, model_key
 from tests.matrix.policy import MatrixPolicy
 from tests.matrix.reference import GRAMMAR, NUM_LOGPROBS, NUM_PROMPT_LOGPROBS, TOOLS, Ask
+from tests.processes import COMPUTING_SECONDS
 
 BLOCK = 8  # tokens
 MAX_LEN = 240
@@ -58,6 +59,7 @@ def make_config(
         runner=RunnerConfig(
             threads=None if on_card else 2 if is_shared else 1,
             tensor_parallel_size=2 if is_shared else 1,
+            rank_timeout=COMPUTING_SECONDS if is_shared else RunnerConfig().rank_timeout,
         ),
         scheduler=SchedulerConfig(
             policy=POLICY,

@@ -34,6 +34,7 @@ class _Adapter:
     def __init__(self, name: str, path: str) -> None:
         self.name = name
         self.path = Path(path).expanduser().absolute()
+        self.is_bound = False  # to the weights of the model: it brings some of them
         self.adapter_id = ""  # its name and its weights' digest; known while it is in memory
         self.num_users = 0  # those that have it or wait for its reading, and that itself
         self.last_used = 0  # a number that rises with every use of any
@@ -67,6 +68,7 @@ class Adapters:
         self._uses = itertools.count(1)
         self._is_closed = False
         self._keeps_out = False  # those that are not loaded yet: the weights change
+        self._stands_still = False  # holds `_disk`: there are no weights to put one on
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -84,10 +86,13 @@ class Adapters:
         return list(dict.fromkeys((*self._named, *self._arriving)))
 
     @property
-    def needed(self) -> list[str]:
-        """Those, and of adapters that were unloaded and requests still have."""
-        users = (adapter.name for adapter in self._resident if adapter.num_users)
-        return list(dict.fromkeys((*self.served, *users)))
+    def bound(self) -> list[str]:
+        """Of these and of those that requests still have, the names of adapters that bring weights
+        of the model itself: they are for no others.
+        """
+        users = (adapter for adapter in self._resident if adapter.num_users)
+        known = (*self._named.values(), *users)
+        return list(dict.fromkeys(adapter.name for adapter in known if adapter.is_bound))
 
     @contextmanager
     def keeping_out(self, keeps_out: bool = True) -> Iterator[None]:
@@ -97,6 +102,18 @@ class Adapters:
             yield
         finally:
             self._keeps_out = False
+
+    async def stand_still(self) -> None:
+        """Finish what is being read, and read nothing until `go_on`: requests wait for it."""
+        if not self._stands_still:
+            await self._disk.acquire()
+            self._stands_still = True
+
+    def go_on(self) -> None:
+        """Read again after `stand_still`. Idempotent."""
+        if self._stands_still:
+            self._stands_still = False
+            self._disk.release()
 
     async def load_configured(self) -> None:
         """Those of the settings. Raises `ConfigError`."""
@@ -117,6 +134,8 @@ class Adapters:
             raise ConfigError(f"adapter name {name!r} is the model's own")
         if self._keeps_out:
             raise ConfigError(f"adapter {name!r}: the weights are about to change: try again later")
+        if self._stands_still:
+            raise ConfigError(f"adapter {name!r}: the engine is asleep: wake it first")
         if name in self._named or name in self._arriving:
             raise ConfigError(f"adapter name {name!r} is in use: unload it first")
         adapter = _Adapter(name, path)
@@ -148,6 +167,7 @@ class Adapters:
         """
         self._is_closed = True
         self._freed.set()
+        self.go_on()
         if readings := [adapter.reading for adapter in self._resident if adapter.reading]:
             await asyncio.wait(readings)
 
@@ -231,6 +251,7 @@ class Adapters:
                 self._check_open()
                 max_rank = self._config.adapters.max_lora_rank
                 files = await asyncio.to_thread(read_adapter, adapter.path, max_rank)
+                adapter.is_bound = bool(files.base_weights)
                 adapter.adapter_id = f"{adapter.name}@{files.digest}"
                 await self._runner.load_adapter(adapter.adapter_id, files)
             self._metrics.num_loads += 1

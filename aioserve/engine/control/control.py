@@ -71,16 +71,19 @@ class Control:
         async with self._turn():
             if self.state == "asleep":
                 raise ConfigError("the engine is asleep already: wake it first")
-            self._check("sleep", running, replaces_weights=frees_weights)
+            self._check("sleep", running)
             self._runner.check_sleep(frees_weights=frees_weights)
             before = self.state
             with self._adapters.keeping_out(frees_weights):
                 await self._pause(running, arrivals)
                 try:
-                    self._check_kept("sleep", running, replaces_weights=frees_weights)
+                    if frees_weights:
+                        await self._adapters.stand_still()
+                    self._check_kept("sleep", running)
                     await self._vacate()
                     await self._runner.sleep(frees_weights=frees_weights)
                 except BaseException:
+                    self._adapters.go_on()
                     if before == "running":
                         self._resume()
                     raise
@@ -95,6 +98,7 @@ class Control:
             if self.state != "asleep":
                 raise ConfigError(f"the engine is {self.state}, not asleep")
             await self._runner.wake()
+            self._adapters.go_on()
             self._resume()
 
     async def reload(self, path: str, running: Running) -> None:
@@ -106,13 +110,14 @@ class Control:
         A pause stays a pause; an engine that sleeps is woken.
         """
         async with self._turn():
-            self._check("reload", running, replaces_weights=True)
+            self._check("reload", running)
             before = self.state
             with self._adapters.keeping_out():
                 await self._runner.check_weights(path)
                 await self._pause(running, "wait" if before == "running" else self.arrivals)
                 try:
-                    self._check_kept("reload", running, replaces_weights=True)
+                    self._check_kept("reload", running)
+                    await self._adapters.stand_still()
                     if before != "asleep":
                         await self._vacate()
                     await self._runner.load_weights(path)
@@ -122,6 +127,8 @@ class Control:
                     self.state = before
                     raise
                 finally:
+                    if self.state != "asleep":
+                        self._adapters.go_on()
                     if self.state == "running":
                         self._core.resume()
 
@@ -167,33 +174,31 @@ class Control:
         if not self._core.loop.scheduler.reset_prefix_cache():
             raise InvariantError("a request has kept its blocks")
 
-    def _check(self, what: str, running: Running, *, replaces_weights: bool) -> None:
+    def _check(self, what: str, running: Running) -> None:
         """Raises `ConfigError` where blocks, or weights, cannot be given up."""
         config = self._config
         if not isinstance(innermost(self._core.loop.scheduler), BaseScheduler):
             raise ConfigError(f"{what}: only policies that derive from BaseScheduler give way")
-        if config.cache.kv_connector != "none":
+        if what == "reload" and config.cache.kv_connector == "disk":
             raise ConfigError(
-                f"{what}: cache.kv_connector is {config.cache.kv_connector}, which keeps blocks "
-                "elsewhere: it is not served together"
+                "reload: cache.kv_connector is disk, and the files in its directory are of the "
+                "weights that go: start anew with the others, or keep blocks in memory"
             )
         if running == "keep" and config.scheduler.decision_log is not None:
             raise ConfigError(
                 f"{what}: a decision log does not tell that requests lose their blocks: abort "
                 "them (running: abort), or serve without scheduler.decision_log"
             )
-        if replaces_weights:
-            adapters = self._adapters
-            # Requests to abort have not left yet; looked at again when they have.
-            _check_adapters(what, adapters.needed if running == "keep" else adapters.served)
+        if what == "reload":
+            _check_adapters(self._adapters.bound)
         if running == "keep":
             self._check_trial(what)
 
-    def _check_kept(self, what: str, running: Running, *, replaces_weights: bool) -> None:
+    def _check_kept(self, what: str, running: Running) -> None:
         """In a pause, when nothing comes between any more: what may have begun meanwhile."""
         self._check_open()
-        if replaces_weights:
-            _check_adapters(what, self._adapters.needed)
+        if what == "reload":
+            _check_adapters(self._adapters.bound)
         if running == "keep":
             self._check_trial(what)
 
@@ -207,9 +212,9 @@ class Control:
             )
 
 
-def _check_adapters(what: str, names: list[str]) -> None:
+def _check_adapters(names: list[str]) -> None:
     if names:
         raise ConfigError(
-            f"{what}: adapters are of weights that go: unload them first, and let their requests "
-            f"end ({', '.join(names)})"
+            "reload: adapters that bring weights of the model itself are of those that go: unload "
+            f"them first, and let their requests end ({', '.join(names)})"
         )

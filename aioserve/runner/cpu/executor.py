@@ -26,7 +26,6 @@ from aioserve.runner.cpu.prompts import Looked, forward_and_look
 from aioserve.runner.cpu.row_values import RowValueStep
 from aioserve.runner.cpu.sampler import SampledTokens
 from aioserve.runner.cpu.step_memory import StepMemory
-from aioserve.runner.host_blocks import HostBlocks
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.load_plan import LoadPlan
 from aioserve.runner.lora.adapter_rows import AdapterRows, LoadedAdapters
@@ -89,7 +88,7 @@ class StepExecutor:
         model = self._model = plan.model
         self._backend, self._threads = backend, threads
         self._block_size = parts.sizes[-1]
-        self._memory = StepMemory(backend, self._block_size)
+        self.memory = StepMemory(backend, self._block_size, model)
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all)
         # States cannot be taken back; ranks would have to run a step again together.
         is_possible = plan.ranks is None and model.states is None
@@ -125,7 +124,7 @@ class StepExecutor:
         """
         self._batch.apply(scheduler_output)
         if (transfers := scheduler_output.kv_connector_metadata) is not None:
-            self._memory.transfer(transfers)
+            self.memory.transfer(transfers)
         if self._encoder is not None:
             self._encoder.run(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -147,7 +146,7 @@ class StepExecutor:
         if grammars.rows:
             masks = grammars.begin(inputs.rows[inputs.sampling], inputs.drafts)
         try:
-            self._memory.commit(inputs, step)
+            self.memory.commit(inputs, step)
             self._threads.begin_step()
             self._backend.prepare(inputs)
             owners = inputs.parts.get(AdapterRows.name)
@@ -171,11 +170,7 @@ class StepExecutor:
 
     def release_kv(self) -> None:
         """Give back the KV cache's memory; no request has blocks. It comes back as steps write."""
-        self._memory.release()
-
-    def make_host_blocks(self, num_bytes: int) -> HostBlocks:
-        """Make room for blocks in host memory, of at most `num_bytes`. Raises `ConfigError`."""
-        return self._memory.make_host_blocks(self._model, num_bytes)
+        self.memory.release()
 
     def close(self) -> None:
         """Give back weights, KV cache and threads. Idempotent."""
@@ -184,8 +179,8 @@ class StepExecutor:
         self._threads.close()
         if hasattr(self, "_batch"):
             self._batch.close()
-            self._memory.close()
+            self.memory.close()
             if self._model.states is not None:
                 self._model.states.close()
-        for name in ("_model", "_encoder", "_backend", "_batch", "parts", "_memory", "adapters"):
+        for name in ("_model", "_encoder", "_backend", "_batch", "parts", "memory", "adapters"):
             self.__dict__.pop(name, None)

@@ -5,12 +5,15 @@ Knows how the kernels want them; knows nothing about models.
 
 import ctypes
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import ACTIVATIONS, ExpertsStruct, PackedWeight
+from aioserve.model_source.quantized import QuantizedWeight
+from aioserve.runner.cpu.blocks import BlockLinear
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused.ops import (
     ExpertActivation,
@@ -20,9 +23,11 @@ from aioserve.runner.fused.ops import (
     Routes,
 )
 
+_Linear: TypeAlias = PanelLinear | BlockLinear
+
 
 class CompiledExperts(Experts):
-    """Each weight in the layout of `PanelLinear`."""
+    """Each weight in the layout of `PanelLinear`, or of `BlockLinear` if it is quantized."""
 
     def __init__(
         self,
@@ -34,11 +39,12 @@ class CompiledExperts(Experts):
         """`serves` must be true of the activation; hidden and inner sizes are multiples of 16."""
         self._kernels, self._top_k = kernels, router.top_k
         self._router = PanelLinear.of(kernels, router.weight, router.bias)
-        self._gate_up: list[PanelLinear] = []
-        self._down: list[PanelLinear] = []
+        self._gate_up: list[_Linear] = []
+        self._down: list[_Linear] = []
+        dtype = router.weight.dtype
         for own in weights:
-            self._gate_up.append(PanelLinear.of(kernels, own.gate_up, own.gate_up_bias))
-            self._down.append(PanelLinear.of(kernels, own.down, own.down_bias))
+            self._gate_up.append(_linear(kernels, own.gate_up, own.gate_up_bias, dtype))
+            self._down.append(_linear(kernels, own.down, own.down_bias, dtype))
         self.struct = ExpertsStruct(
             router=self._router.packed,
             gate_up=_array(self._gate_up),
@@ -66,5 +72,13 @@ class CompiledExperts(Experts):
         return out
 
 
-def _array(linears: list[PanelLinear]) -> "ctypes.Array[PackedWeight]":
+def _linear(
+    kernels: Kernels, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> _Linear:
+    if isinstance(weight, QuantizedWeight):
+        return BlockLinear.of(kernels, [weight], bias, dtype)
+    return PanelLinear.of(kernels, weight, bias)
+
+
+def _array(linears: list[_Linear]) -> "ctypes.Array[PackedWeight]":
     return (PackedWeight * len(linears))(*(linear.packed for linear in linears))

@@ -100,14 +100,12 @@ def _make_draft_runner(plan: LoadPlan) -> CpuDraftRunner:
 
 def _with_blocks(plan: LoadPlan) -> LoadPlan:
     """The plan with as many KV blocks as fit. Raises `ConfigError` if not one does."""
-    ranks, num_blocks = plan.ranks, 0
-    if ranks is None or ranks.is_first:  # one pool, and each has its heads of every block
-        in_all = plan.bytes_per_token * (1 if ranks is None else ranks.size)
-        others, max_model_len = plan.num_other_bytes, plan.info.max_model_len
-        weights = plan.model.num_parameters * plan.model.kv_cache_spec.dtype.itemsize
-        num_blocks = choose_num_kv_blocks(plan.config, in_all, max_model_len, others, weights)
-    if ranks is not None:
-        num_blocks = int(ranks.told_by_first([num_blocks])[0])
+    in_all = plan.bytes_per_token * plan.num_ranks  # one pool: each has its heads of every block
+    others, max_model_len = plan.num_other_bytes, plan.info.max_model_len
+    weights = plan.model.num_parameters * plan.model.kv_cache_spec.dtype.itemsize
+    num_blocks = plan.chosen_by_first(
+        lambda: choose_num_kv_blocks(plan.config, in_all, max_model_len, others, weights)
+    )
     return replace(plan, num_blocks=num_blocks)
 
 

@@ -39,11 +39,11 @@ def load_models(
     """
     check_architecture(info)
     source = find_draft(config, info)
-    sees = ranks is None and source is None and sees_images(info)
+    sees = ranks is None and sees_images(info)
     if ranks is None or ranks.is_first:
         _check_memory(config, info, source, 1 if ranks is None else ranks.size)
     if has_states(info):
-        check_states(config, ranks)
+        check_states(config)
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
     place = DraftPlace(
@@ -92,6 +92,6 @@ def _check_memory(
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
     dtype = named_dtype(CPU_TYPES.resolve(info.config).dtype)
-    sees = num_ranks == 1 and draft is None and sees_images(info)
+    sees = num_ranks == 1 and sees_images(info)
     num_image_bytes = encoder_cache_bytes(config, info, dtype, sees)
     check_memory(config, weights, all_known, info.max_model_len, num_image_bytes)

@@ -16,7 +16,9 @@ from aioserve.model_info import ModelInfo, read_same_model
 from aioserve.runner.cpu.runner import ThreadedRunner
 
 if TYPE_CHECKING:
+    from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
+    from aioserve.runner.low_rank import Adapter
 
 
 class SleepingRunner(ThreadedRunner):
@@ -25,6 +27,13 @@ class SleepingRunner(ThreadedRunner):
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
         super().__init__(config, model_info)
         self._made_cache = config.cache
+        # What outlives an executor: it is of the model's sizes, and of none of its weights.
+        self._adapters: dict[str, Adapter] = {}
+        self._host_blocks: KVConnectorWorker | None = None
+
+    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+        self._host_blocks = worker = super().make_kv_worker(num_bytes)
+        return worker
 
     def check_sleep(self, *, frees_weights: bool) -> None:
         pass  # it can
@@ -52,16 +61,26 @@ class SleepingRunner(ThreadedRunner):
             raise ConfigError("the engine is asleep: wake it first")
         await super().load_adapter(adapter_id, files)
 
+    def unload_adapter(self, adapter_id: str) -> None:
+        super().unload_adapter(adapter_id)
+        if self._thread is not None:  # also if it is unloaded in a sleep
+            self._submit(lambda: self._adapters.pop(adapter_id, None))
+
     # What follows runs on the runner's thread.
 
     def _load_again(self, info: ModelInfo) -> None:
         """Load the model with as many blocks and slots as before: the scheduler counts on them."""
         from aioserve.runner.cpu.load import load_on_cpu
         from aioserve.runner.cpu.machine import give_back_freed_memory
+        from aioserve.runner.host_blocks import HostBlocks
 
         config = msgspec.structs.replace(self._config, model=info.config, cache=self._geometry())
         made = load_on_cpu(config, info, self.grammars)
         self._free()
+        for adapter_id, adapter in self._adapters.items():
+            made.adapters.load(adapter_id, adapter)
+        if isinstance(self._host_blocks, HostBlocks):
+            made.memory.take_host_blocks(self._host_blocks)
         self._executor, self._model_info = made, info
         give_back_freed_memory()
 
@@ -83,6 +102,7 @@ class SleepingRunner(ThreadedRunner):
 
         if self._executor is not None:
             self._geometry()
+            self._adapters = dict(self._executor.adapters.loaded)
             self._executor.close()
             self._executor = None
             gc.collect()  # modules know each other

@@ -11,23 +11,17 @@ from aioserve.errors import ConfigError
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.memory import GIB, MIB, memory_for_requests
 from aioserve.runner.load_plan import LoadPlan
-from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
 
-def check_states(config: EngineConfig, ranks: Ranks | None) -> None:
+def check_states(config: EngineConfig) -> None:
     """Raises `ConfigError` for what is not served with states."""
-    refused = {
-        f"cache.kv_connector is {config.cache.kv_connector}": config.cache.kv_connector != "none",
-        "runner.tensor_parallel_size is more than 1": ranks is not None,
-    }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"{setting}, which is not served for a model whose layers have states "
-                "(state-space, linear attention, convolutions): leave it out"
-            )
+    if config.cache.kv_connector != "none":
+        raise ConfigError(
+            f"cache.kv_connector is {config.cache.kv_connector}, which is not served for a model "
+            "whose layers have states (state-space, linear attention, convolutions): leave it out"
+        )
 
 
 def with_states(plan: LoadPlan) -> LoadPlan:
@@ -42,8 +36,11 @@ def with_states(plan: LoadPlan) -> LoadPlan:
                 f"{model.name} has a state: leave it out"
             )
         return plan
-    size = model.states.bytes_per_slot
-    num_slots = choose_num_state_slots(config, size, is_shared=bool(plan.bytes_per_token))
+    # Ranks that share out a model's heads have its other layers, and their states, each whole.
+    size = model.states.bytes_per_slot * plan.num_ranks
+    num_slots = plan.chosen_by_first(
+        lambda: choose_num_state_slots(config, size, is_shared=bool(plan.bytes_per_token))
+    )
     model.states.allocate(num_slots)
     logger.info(
         "%s: states of %.2f MiB a request; %d slots for them, up to %.0f MiB as they fill",

@@ -15,10 +15,10 @@ from aioserve.scheduler.output import SchedulerOutput
 class StepMemory:
     """The memory of one backend. Used on the thread that computes."""
 
-    def __init__(self, backend: AttentionBackend, block_size: int) -> None:
+    def __init__(self, backend: AttentionBackend, block_size: int, model: ServedModel) -> None:
         self._memory, self._windows = backend.memory, backend.window_memory
         self._block_size = block_size
-        self._description = backend.description
+        self._computed = f"{model.name}, {model.kv_cache_spec.dtype}, {backend.description}"
         self._host_blocks: HostBlocks | None = None
         self._memory.commit(0)  # a first step finds its blocks in memory, too
         if self._windows is not None:
@@ -46,12 +46,16 @@ class StepMemory:
         if self._windows is not None:
             self._windows.release()
 
-    def make_host_blocks(self, model: ServedModel, num_bytes: int) -> HostBlocks:
+    def make_host_blocks(self, num_bytes: int) -> HostBlocks:
         """Make room for blocks in host memory, of at most `num_bytes`. Raises `ConfigError`."""
-        computed = f"{model.name}, {model.kv_cache_spec.dtype}, {self._description}"
         caches = [*self._memory.key_caches, *self._memory.value_caches]
-        self._host_blocks = HostBlocks(caches, num_bytes, computed)
+        self._host_blocks = HostBlocks(caches, num_bytes, self._computed)
         return self._host_blocks
+
+    def take_host_blocks(self, blocks: HostBlocks) -> None:
+        """Go on with blocks in host memory that were made beside caches of the same sizes."""
+        blocks.attach([*self._memory.key_caches, *self._memory.value_caches])
+        self._host_blocks = blocks
 
     def close(self) -> None:
         """Let go of blocks in host memory. Idempotent."""

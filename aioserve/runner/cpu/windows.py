@@ -14,7 +14,6 @@ from aioserve.runner.cpu.memory import MIB, memory_for_requests
 from aioserve.runner.kv_pool import TYPICAL_TOKENS, useful_window_blocks, window_spec
 from aioserve.runner.load_plan import LoadPlan
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -24,25 +23,31 @@ def with_windows(plan: LoadPlan) -> LoadPlan:
     Raises `ConfigError` if the settings want it where it does not go.
     """
     config, max_model_len = plan.config, plan.info.max_model_len
-    found = _find_window_layers(config, plan.model, max_model_len, plan.ranks)
+    found = _find_window_layers(config, plan.model, max_model_len)
     if not found:
         return plan
-    others = plan.bytes_per_token - plan.specs[0].part(found).bytes_per_token
-    made = make_window_spec(config, plan.specs[0], found, max_model_len, others)
-    if made is None:
+    spec, num_ranks = plan.specs[0], plan.num_ranks
+    bytes_per_token = spec.part(found).bytes_per_token
+    others = plan.bytes_per_token - bytes_per_token
+
+    def choose() -> int:
+        made = make_window_spec(config, spec, found, max_model_len, others, num_ranks=num_ranks)
+        return 0 if made is None else made.num_blocks
+
+    if not (num_blocks := plan.chosen_by_first(choose)):
         return plan
-    windows, layers, num_bytes = made
+    num_bytes = num_blocks * config.cache.block_size * bytes_per_token * num_ranks
     return replace(
         plan,
         bytes_per_token=others,
         num_other_bytes=plan.num_other_bytes + num_bytes,
-        windows=windows,
-        window_layers=layers,
+        windows=window_spec(config, max_model_len, max(found.values()), num_blocks),
+        window_layers=WindowLayers(frozenset(found), num_blocks),
     )
 
 
 def _find_window_layers(
-    config: EngineConfig, model: ServedModel, max_model_len: int, ranks: Ranks | None
+    config: EngineConfig, model: ServedModel, max_model_len: int
 ) -> dict[int, int]:
     """The layers that have a pool of their own, with their windows in tokens; none where that does
     not go or does not pay. Raises `ConfigError` if the settings want it nevertheless.
@@ -60,24 +65,19 @@ def _find_window_layers(
                 f"window shorter than max_model_len ({max_model_len}): leave it out"
             )
         return {}
-    obstacles = {
-        "runner.tensor_parallel_size is more than 1": ranks is not None,
-        f"cache.kv_connector is {config.cache.kv_connector}": config.cache.kv_connector != "none",
-        "it has layers with states": model.states is not None,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            if wanted is not None:
-                raise ConfigError(
-                    f"cache.num_window_blocks is {wanted}, but blocks of windows are not served "
-                    f"where {obstacle}: leave it out"
-                )
-            logger.info(
-                "%s: layers with a sliding window keep all blocks of a request, as %s",
-                model.name,
-                obstacle,
+    if config.cache.kv_connector != "none":
+        obstacle = f"cache.kv_connector is {config.cache.kv_connector}"
+        if wanted is not None:
+            raise ConfigError(
+                f"cache.num_window_blocks is {wanted}, but blocks of windows are not served "
+                f"where {obstacle}: leave it out"
             )
-            return {}
+        logger.info(
+            "%s: layers with a sliding window keep all blocks of a request, as %s",
+            model.name,
+            obstacle,
+        )
+        return {}
     return found
 
 
@@ -87,13 +87,16 @@ def make_window_spec(
     windows: dict[int, int],
     max_model_len: int,
     other_bytes_per_token: int,
-) -> tuple[WindowSpec, WindowLayers, int] | None:
-    """What those layers get, and its bytes: the setting, else what as many requests use as the
-    memory lasts for beside what others keep of them, each of `TYPICAL_TOKENS`. None if there is
-    too little for the steps of the longest request.
+    *,
+    num_ranks: int = 1,
+) -> WindowSpec | None:
+    """What those layers get on each of `num_ranks` ranks that share the memory: the setting, else
+    what as many requests use as the memory lasts for beside what others keep of them, each of
+    `TYPICAL_TOKENS`. None if there is too little for the steps of the longest request.
     """
     cache, size = config.cache, config.cache.block_size
-    bytes_per_block = spec.part(windows).bytes_per_token * size
+    bytes_per_block = spec.part(windows).bytes_per_token * size * num_ranks
+    other_bytes_per_token *= num_ranks
     own = window_spec(config, max_model_len, max(windows.values()), cache.num_window_blocks)
     if cache.num_window_blocks is None:
         least = own.num_request_blocks(max_model_len, max_model_len, size)
@@ -136,4 +139,4 @@ def make_window_spec(
         own.num_blocks // min(own.num_decode_blocks(size), -(-max_model_len // size)),
         num_bytes / MIB,
     )
-    return own, WindowLayers(frozenset(windows), own.num_blocks), num_bytes
+    return own

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aioserve.model_source.quantized import QuantizedWeight
+from aioserve.model_source.quantized_modules import quantized_experts
 from aioserve.runner.fused.ops import ExpertActivation, ExpertWeights, Router
 from aioserve.runner.fused.structure import NotFusedError, expect, find_activation
 
@@ -37,20 +39,29 @@ class ExpertParts:
         for number in range(len(self.router.weight)):
             bias = self._bias("gate_up_proj", number)
             yield ExpertWeights(
-                self._gates_first(self._weight("gate_up_proj", number)),
+                self._gate_up(number),
                 None if bias is None else self._gates_first(bias),
                 self._weight("down_proj", number),
                 self._bias("down_proj", number),
             )
 
-    def _weight(self, name: str, number: int) -> Tensor:
+    def _weight(self, name: str, number: int) -> Tensor | QuantizedWeight:
         """The weight `name` of expert `number`, [out, in]."""
-        weight: Tensor = getattr(self.experts, name).data[number]
+        parameter: Tensor = getattr(self.experts, name)
+        if (small := quantized_experts(parameter)) is not None:
+            return small[number]
+        weight = parameter.data[number]
         return weight.T if self.experts.is_transposed else weight
 
     def _bias(self, name: str, number: int) -> Tensor | None:
         biases = getattr(self.experts, f"{name}_bias", None)
         return None if biases is None else biases.data[number]
+
+    def _gate_up(self, number: int) -> Tensor | QuantizedWeight:
+        weight = self._weight("gate_up_proj", number)
+        if isinstance(weight, Tensor):
+            return self._gates_first(weight)
+        return weight.rows(self._gates_first(torch.arange(weight.shape[0])))
 
     def _gates_first(self, rows: Tensor) -> Tensor:
         return torch.cat((rows[::2], rows[1::2])) if self.is_interleaved else rows

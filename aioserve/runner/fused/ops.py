@@ -69,9 +69,9 @@ class AttentionLayer:
 class ExpertWeights(NamedTuple):
     """gate_up [2 * inner, hidden], gates first, and down [hidden, inner]; biases or None."""
 
-    gate_up: Tensor
+    gate_up: Tensor | QuantizedWeight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | QuantizedWeight
     down_bias: Tensor | None
 
 

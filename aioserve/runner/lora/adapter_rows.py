@@ -60,6 +60,11 @@ class LoadedAdapters:
         """Requests of this adapter id may come from now on."""
         self._rows.loaded[adapter_id] = adapter
 
+    @property
+    def loaded(self) -> dict[str, Adapter]:
+        """Those of which requests may come, by id."""
+        return self._rows.loaded
+
     def unload(self, adapter_id: str) -> None:
         """Forget an adapter: no request of its id comes any more."""
         self._rows.loaded.pop(adapter_id, None)

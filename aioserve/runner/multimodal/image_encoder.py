@@ -34,7 +34,7 @@ def num_deep_rows(config: Any) -> int:
 
 def sees_images(info: ModelInfo) -> bool:
     """Whether the model sees, and what sees of it is served."""
-    if family_of(info) is None or info.config.quantization is not None:
+    if family_of(info) is None:
         return False
     return not getattr(info.whole_config, "quantization_config", None)
 
@@ -54,6 +54,7 @@ class ImageEncoder(ImageRows):
 
     def __init__(self, module: Any, family: Family, token_id: int) -> None:
         """`module` is the whole model; `token_id` stands for a row in its prompts."""
+        self.has_axes = family.axes  # whether the text model turns image tokens by three axes
         merged = module.config.vision_config.spatial_merge_size if family.axes else None
         super().__init__(token_id, merged)
         self._module, self._family = module, family

@@ -5,11 +5,12 @@ that the first rank has sampled, as only that does. Free of torch.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.kv_cache import StatePool, StateSlots, WindowBlocks, WindowPool
 from aioserve.row_values import ROW_VALUES
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
@@ -44,6 +45,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 Message: TypeAlias = Start | Step | Sampled
 
+#: What resources of several kinds tell the runner of a step, by their names.
+_PLANS: dict[str, Any] = {
+    StatePool.name: dict[str, StateSlots],
+    WindowPool.name: dict[str, WindowBlocks],
+}
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
 
@@ -63,7 +70,12 @@ def encode(message: Message | Answer) -> bytes:
 
 def decode(data: bytes) -> Message:
     """The message that `encode` was given."""
-    return _decode(data)
+    message = _decode(data)
+    if isinstance(message, Step):
+        parts = message.step.parts
+        for name in parts.keys() & _PLANS:  # a message says fields of a struct, and not which
+            parts[name] = msgspec.convert(parts[name], _PLANS[name])
+    return message
 
 
 def decode_answer(data: bytes) -> Answer:

@@ -21,6 +21,7 @@ from aioserve.model_source import GgufFile
 from aioserve.model_source.quantized import FORMATS, quantize
 from aioserve.runner import fused
 from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.blocks import BlockLinear
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
@@ -199,6 +200,45 @@ def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
         load_on_cpu(config, ModelInfo(config.model))
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_are_quantized_as_they_are_loaded(
+    kind: str, quantization: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each expert's rows, whichever way they lie; tokens are those of the rounded weights."""
+    directory = make_model(kind, tmp_path / "float")
+    inner, outer = {"int8": ("Q8_0", "Q8_0"), "int4": ("Q4_0", "Q8_0")}[quantization]
+    module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 3 and "bias" not in name:
+            for numbers in parameter.data:
+                own = numbers.T if kind == "gpt_oss" else numbers
+                own.copy_(quantize(own.contiguous(), inner).dequantize(torch.float32))
+        elif parameter.dim() == 2 and "router" not in name and "gate.weight" not in name:
+            if "bias" not in name:
+                kept = outer if "embed" in name or "lm_head" in name else inner
+                parameter.data.copy_(quantize(parameter.data, kept).dequantize(torch.float32))
+    module.save_pretrained(tmp_path / "rounded")
+    expected = GreedyReference(tmp_path / "rounded", torch.float32)
+    config = make_config(directory, dtype="float32", quantization=quantization)
+    with caplog.at_level("INFO"):
+        runner = load_on_cpu(config, ModelInfo(config.model))
+    try:
+        assert "multiplied as they are stored" in caplog.text
+        experts = runner._model.decoder.layers[0].mlp  # type: ignore[attr-defined]
+        assert {type(part) for part in (*experts._gate_up, *experts._down)} == {BlockLinear}
+        driver = Driver(runner, 128, 8)
+        for name, prompt in PROMPTS.items():
+            driver.add(name, prompt)
+        for _ in range(9):
+            driver.step()
+        for name, prompt in PROMPTS.items():
+            output = driver.sequences[name].output
+            assert output == expected.tokens(prompt, len(output)), name
+    finally:
+        runner.close()
+
+
 def test_quantization_is_refused_where_nothing_multiplies_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,8 +251,6 @@ def test_quantization_is_refused_where_nothing_multiplies_so(
     llama = make_model("llama", tmp_path / "llama")
     assert "is a GGUF file" in refusal(write_gguf(llama, tmp_path / "m.gguf"))
     assert "needs the compiled kernels" in refusal(llama, fused=False)
-    experts = make_model("mixtral", tmp_path / "experts")
-    assert "experts of MixtralForCausalLM" in refusal(experts)
     gemma = make_model("gemma2", tmp_path / "gemma")
     assert "do not serve Gemma2ForCausalLM whole" in refusal(gemma)
     monkeypatch.setenv("AIOSERVE_KERNELS", "off")

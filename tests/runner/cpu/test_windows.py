@@ -26,10 +26,9 @@ def make_config(gib: float | None, num_seqs: int, *, step: int = 512, **cache: i
 
 def share(config: EngineConfig) -> tuple[WindowSpec, int, int]:
     """The windows, their bytes, and the blocks of the others."""
-    made = make_window_spec(config, SPEC, WINDOWS, MAX_MODEL_LEN, OTHERS)
-    assert made is not None
-    spec, layers, num_bytes = made
-    assert layers.num_blocks == spec.num_blocks
+    spec = make_window_spec(config, SPEC, WINDOWS, MAX_MODEL_LEN, OTHERS)
+    assert spec is not None
+    num_bytes = spec.num_blocks * 16 * SPEC.part(WINDOWS).bytes_per_token
     return spec, num_bytes, choose_num_kv_blocks(config, OTHERS, MAX_MODEL_LEN, num_bytes)
 
 

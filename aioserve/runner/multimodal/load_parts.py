@@ -1,0 +1,37 @@
+"""Loads a vision model as two parts: its text model, and what sees.
+
+Knows how `transformers` makes such a model; what serves the text model is decided by the loader.
+"""
+
+import torch
+
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.model_source.quantized_modules import quantize_experts, quantize_linears
+from aioserve.model_source.source import Rounding
+from aioserve.multimodal.families import family_of
+from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
+from aioserve.runner.multimodal.image_encoder import ImageEncoder, num_deep_rows
+from aioserve.runner.multimodal.vision_language import TextPart, take_text_part
+
+
+def load_parts(
+    info: ModelInfo, dtype: torch.dtype, device: torch.device, rounding: Rounding | None
+) -> tuple[TextPart, ImageEncoder]:
+    """The text model of the vision model of `info`, whose weights are quantized as `rounding` says,
+    and its image encoder, whose weights are not. Raises `ConfigError`.
+    """
+    family = family_of(info)
+    assert family is not None, "the model sees"
+    whole = info.source.load_seeing_module(dtype, device, ATTN_IMPLEMENTATION)
+    text = take_text_part(whole)
+    num_deep = num_deep_rows(info.whole_config)
+    if num_deep >= info.hf_config.num_hidden_layers:
+        raise ConfigError(
+            f"{info.config.model} adds rows of images behind {num_deep} layers, and has "
+            f"{info.hf_config.num_hidden_layers}"
+        )
+    if rounding is not None:
+        quantize_linears(text, rounding)
+        quantize_experts(text, rounding.inner)
+    return text, ImageEncoder(whole, family, info.whole_config.image_token_id)
