@@ -65,6 +65,9 @@ class ModelSettings(Section, frozen=True, kw_only=True):
         super().__post_init__()
         if (router := self.router_class) is not None:
             router.parse_options(self.router_options)
+            router.check_moves(
+                "replicas on Ray hand no KV blocks over; compare --fleet simulates it"
+            )
         elif self.router_options:
             raise ConfigError(
                 f"router_options are of aioserve's routers, and {self.router} is a class of Ray's"

@@ -4,7 +4,14 @@ Knows no transport: it serves live and simulated senders.
 """
 
 from aioserve.routing.accounts import Assignment
-from aioserve.routing.answers import MAX_WAIT_SECONDS, MIN_WAIT_SECONDS, Refuse, Wait
+from aioserve.routing.answers import (
+    MAX_WAIT_SECONDS,
+    MIN_WAIT_SECONDS,
+    Migrate,
+    Refuse,
+    Split,
+    Wait,
+)
 from aioserve.routing.autoscaler import AutoscalerInterface, AutoscalerOptions, FleetView
 from aioserve.routing.dispatcher import Dispatcher
 from aioserve.routing.errors import RouterError, blamed
@@ -43,6 +50,7 @@ __all__ = [
     "BaseRouter",
     "Dispatcher",
     "FleetView",
+    "Migrate",
     "NonNegativeFloat",
     "PositiveFloat",
     "PositiveInt",
@@ -56,6 +64,7 @@ __all__ = [
     "RouterError",
     "RouterInterface",
     "RouterOptions",
+    "Split",
     "StepTimes",
     "Wait",
     "available_autoscalers",

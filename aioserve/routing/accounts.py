@@ -130,6 +130,21 @@ class Assignment:
         with blamed(type(self._router), "on_end()"):
             self._router.on_end(self.request, account.name)
 
+    def has_moved(self, account: Account) -> None:
+        """The request, which has started, goes on at another replica."""
+        if self._is_over:
+            return
+        source, self._account = self._account, account
+        self._take_off(source)
+        source.work -= self._held
+        source.num_sent -= 1
+        account.work += self._held
+        account.num_sent += 1
+        account.changed.add(account)
+        self._is_started = True
+        with blamed(type(self._router), "on_move()"):
+            self._router.on_move(self.request, source.name, account.name)
+
     def _take_off(self, account: Account) -> None:
         account.work -= self._queued
         account.num_unstarted_tokens -= self._queued

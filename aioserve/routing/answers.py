@@ -1,4 +1,4 @@
-"""What a router answers in place of a replica: a refusal with its reason, or a wait.
+"""What a router answers in place of a replica: a refusal, a wait, two replicas, a migration.
 
 Data that checks itself. What becomes of an answer is the sender's part.
 """
@@ -6,6 +6,8 @@ Data that checks itself. What becomes of an answer is the sender's part.
 import math
 
 import msgspec
+
+from aioserve.routing.views import ReplicaView
 
 #: Seconds that a request may wait for its router in all; then it is refused.
 MAX_WAIT_SECONDS = 60.0
@@ -42,3 +44,22 @@ class Wait(msgspec.Struct, frozen=True):
             raise ValueError(
                 f"Wait takes seconds above 0 and up to {MAX_WAIT_SECONDS:g}, got {self.seconds!r}"
             )
+
+
+class Split(msgspec.Struct, frozen=True):
+    """The prompt is computed by `prefill` and the reply is made by `decode`, to which KV blocks are
+    handed over behind the first token. For a router that states `splits = True`.
+    """
+
+    prefill: ReplicaView
+    decode: ReplicaView
+
+
+class Migrate(msgspec.Struct, frozen=True):
+    """A running request moves to another replica with its KV blocks, while it decodes. An answer of
+    `rebalance`, for a router that states `rebalance_seconds`. A request that has ended meanwhile
+    stays ended, and one for which `to` has no room stays where it is.
+    """
+
+    request_id: str
+    to: ReplicaView

@@ -5,12 +5,12 @@ requests, its sender tells it.
 """
 
 from bisect import insort
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from aioserve.kv_cache.events import KVEvent
 from aioserve.routing.accounts import Account, Assignment, Reported
-from aioserve.routing.answers import Refuse, Wait
+from aioserve.routing.answers import Migrate, Refuse, Split, Wait
 from aioserve.routing.errors import RouterError, blamed
 from aioserve.routing.interface import BaseRouter
 from aioserve.routing.prefix_index import PrefixIndex
@@ -104,27 +104,62 @@ class Dispatcher:
         self, request: RoutedRequest, avoid: Set[str] = frozenset()
     ) -> str | Refuse | Wait | None:
         """The name of a replica, a refusal or a wait; None if there is none but those of `avoid`.
-        Raises `RouterError`.
+        Raises `RouterError`. For senders that hand no KV blocks over.
+        """
+        return self.choose_both(request, avoid)[0]
+
+    def choose_both(
+        self, request: RoutedRequest, avoid: Set[str] = frozenset()
+    ) -> tuple[str | Refuse | Wait | None, str | None]:
+        """As `choose`; behind it the name of the replica that makes the reply, if that is another
+        one (`Split`).
         """
         replicas = self._shown(avoid)
         if not replicas:
-            return None
+            return None, None
         with blamed(self.kind, "choose()"):
             answer = self._router.choose(request, replicas)
         if isinstance(answer, ReplicaView):
-            if answer.name in self._accounts and answer.name not in avoid:
-                return answer.name
+            if self._are_shown((answer,), avoid):
+                return answer.name, None
         elif isinstance(answer, Refuse | Wait):
-            return answer
+            return answer, None
+        elif isinstance(answer, Split) and self.kind.splits:
+            if self._are_shown((answer.prefill, answer.decode), avoid):
+                prefill, decode = answer.prefill.name, answer.decode.name
+                return prefill, None if decode == prefill else decode
+        allowed = "Refuse, Wait or Split" if self.kind.splits else "Refuse or Wait"
         raise RouterError(
             f"{self.kind.__name__}: choose() must return one of the replicas that it is shown, "
-            f"Refuse or Wait; got {answer!r:.100}"
+            f"{allowed}; got {answer!r:.100}"
+        )
+
+    def rebalance(self) -> list[Migrate]:
+        """Requests that are to move to other replicas. Raises `RouterError`."""
+        with blamed(self.kind, "rebalance()"):
+            answers = list(self._router.rebalance(self._shown(frozenset())))
+        for answer in answers:
+            if not (isinstance(answer, Migrate) and self._are_shown((answer.to,), frozenset())):
+                raise RouterError(
+                    f"{self.kind.__name__}: rebalance() must return Migrate to replicas that it is "
+                    f"shown; got {answer!r:.100}"
+                )
+        return answers
+
+    def _are_shown(self, views: Sequence[object], avoid: Set[str]) -> bool:
+        return all(
+            isinstance(view, ReplicaView) and view.name in self._accounts and view.name not in avoid
+            for view in views
         )
 
     def assign(self, request: RoutedRequest, name: str) -> Assignment:
         """The request was sent to the replica of this name. To be told when it starts and ends."""
         cached = self._prefixes.cached_tokens(request, name)
         return Assignment(self._accounts[name], request, cached, self._router, self._clock())
+
+    def move(self, assignment: Assignment, name: str) -> None:
+        """The request, which has started, goes on at the replica of this name."""
+        assignment.has_moved(self._accounts[name])
 
     def _shown(self, avoid: Set[str]) -> tuple[ReplicaView, ...]:
         """A view of each replica; those that have not changed are the same objects."""

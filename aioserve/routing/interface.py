@@ -6,19 +6,20 @@ connection and waits for nothing.
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from aioserve.errors import ConfigError
 from aioserve.option_struct import convert_options
-from aioserve.routing.answers import Refuse, Wait
+from aioserve.routing.answers import Migrate, Refuse, Split, Wait
 from aioserve.routing.prefixes import Prefixes
 from aioserve.routing.views import ReplicaView, RoutedRequest
 
-#: One of the replicas that were shown, a refusal or a wait.
-Answer: TypeAlias = ReplicaView | Refuse | Wait
+#: One of the replicas that were shown, a refusal, a wait, or two replicas that share the request.
+Answer: TypeAlias = ReplicaView | Refuse | Wait | Split
 Replicas: TypeAlias = tuple[ReplicaView, ...]
 
 
@@ -40,8 +41,17 @@ class RouterInterface(ABC):
     @abstractmethod
     def choose(self, request: RoutedRequest, replicas: Replicas) -> Answer:
         """One of `replicas`, which are at least one and in the same order each time; or `Refuse`,
-        or `Wait`. A request that waited is asked about again, and so is one whose replica has died
-        before its first token: that replica is not among those that are shown.
+        `Wait` or `Split`. A request that waited is asked about again, and so is one whose replica
+        has died before its first token: that replica is not among those that are shown.
+        """
+
+    def rebalance(self, replicas: Replicas) -> Sequence[Migrate]:
+        """Running requests that are to move to other replicas; asked every `rebalance_seconds`."""
+        return ()
+
+    def on_move(self, request: RoutedRequest, source: str, target: str) -> None:  # noqa: B027
+        """A running request has moved from one replica to another, by `Split` or `Migrate`; its end
+        is told of the target alone.
         """
 
     def on_join(self, name: str) -> None:  # noqa: B027 - most do not care
@@ -68,6 +78,11 @@ class BaseRouter(RouterInterface):
     #: A promise, which the contract checks: a session stays at its replica while that lives.
     keeps_sessions: ClassVar[bool] = False
 
+    #: Whether it answers `Split`. Refused at the start where blocks cannot be handed over.
+    splits: ClassVar[bool] = False
+    #: Seconds between two calls of `rebalance`; None: it moves no request. Refused as `splits` is.
+    rebalance_seconds: ClassVar[float | None] = None
+
     Options: type[RouterOptions] = RouterOptions
     options: Any
 
@@ -92,3 +107,12 @@ class BaseRouter(RouterInterface):
     def parse_options(cls, options: dict[str, Any]) -> RouterOptions:
         """The options as a struct. Raises `ConfigError` that names what is wrong."""
         return convert_options(options, cls.Options, RouterOptions, f"router {cls.__name__}")
+
+    @classmethod
+    def check_moves(cls, what_is_missing: str) -> None:
+        """Raises `ConfigError` if the router moves requests, for a sender that hands no KV blocks
+        over: `what_is_missing` says why, and what to do.
+        """
+        if cls.splits or cls.rebalance_seconds is not None:
+            how = "answers Split" if cls.splits else "answers Migrate"
+            raise ConfigError(f"router {cls.__name__} {how}: {what_is_missing}")

@@ -33,9 +33,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the files of the page."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "batch_aside.py").write_text(blocks("python")[0])
-    (tmp_path / "fleet.yaml").write_text(blocks("yaml")[0])
+    (tmp_path / "fleet.yaml").write_text(blocks("yaml")[1])
+    (tmp_path / "groups.yaml").write_text(blocks("yaml")[0])
     (tmp_path / "per_request.py").write_text(blocks("python")[2])
-    (tmp_path / "scaled.yaml").write_text(blocks("yaml")[1])
+    (tmp_path / "scaled.yaml").write_text(blocks("yaml")[2])
     return tmp_path
 
 
@@ -54,9 +55,12 @@ def test_the_router_of_the_page_is_compared_as_the_page_says(
 def test_the_fleet_file_and_the_ray_settings_of_the_page_are_taken(folder: Path) -> None:
     spec = FleetSpec.load("fleet.yaml")
     assert [choice.shown for choice in spec.choices] == ["least_work", "eight"]
+    groups = FleetSpec.load("groups.yaml")
+    assert [group.role for group in groups.groups] == ["prefill", "decode", "decode"]
+    assert len(groups.incidents.deploys) == 1
     scaled = FleetSpec.load("scaled.yaml")
     assert [scaler.shown for scaler in scaled.scalers if scaler] == ["target_utilization", "eight"]
-    settings = yaml.safe_load(blocks("yaml")[2].replace("/srv/", ""))
+    settings = yaml.safe_load(blocks("yaml")[3].replace("/srv/", ""))
     (model,) = RaySettings.of(settings).models
     assert model.router_class is not None
     assert model.router_class.__name__ == "BatchAside"

@@ -11,10 +11,12 @@ from aioserve.routers.session import SessionSticky
 from aioserve.routing import (
     Answer,
     BaseRouter,
+    Migrate,
     Refuse,
     Replicas,
     ReplicaView,
     RoutedRequest,
+    Split,
     Wait,
 )
 
@@ -274,3 +276,74 @@ class KeepsSessions(BaseRouter):
         chosen = least(replicas)
         self.homes[request.session] = chosen.name
         return chosen
+
+
+class KnowsWhere(BaseRouter):
+    """What the routers have in common that move requests: which request runs where."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.where: dict[str, str] = {}
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> Answer:
+        return least(replicas)
+
+    def on_first_token(self, request: RoutedRequest, name: str, seconds: float) -> None:
+        self.where[request.request_id] = name
+
+    def on_move(self, request: RoutedRequest, source: str, target: str) -> None:
+        self.where[request.request_id] = target
+
+    def on_end(self, request: RoutedRequest, name: str) -> None:
+        self.where.pop(request.request_id, None)
+
+
+@caught_by(r"MovesToAndFro: a request that runs for half a second has moved \d+ times")
+class MovesToAndFro(KnowsWhere):
+    """It moves every request at every turn."""
+
+    rebalance_seconds = 0.03
+
+    def rebalance(self, replicas: Replicas) -> list[Migrate]:
+        others = {r.name: replicas[i - 1] for i, r in enumerate(replicas)}
+        return [Migrate(i, others[name]) for i, name in self.where.items() if name in others]
+
+
+@caught_by(r"MovesAllToOne: .* holds \d+ requests .* flooded")
+class MovesAllToOne(KnowsWhere):
+    """It moves every request to the first replica."""
+
+    rebalance_seconds = 0.1
+
+    def rebalance(self, replicas: Replicas) -> list[Migrate]:
+        return [Migrate(i, replicas[0]) for i, name in self.where.items()]
+
+
+@caught_by(r"SplitsUnasked: choose\(\) must return .* Refuse or Wait; got Split")
+class SplitsUnasked(BaseRouter):
+    """It answers Split and does not state it."""
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> Answer:
+        return Split(least(replicas), replicas[-1])
+
+
+@caught_by(r"SplitsToTheDead: choose\(\) must return .*; got Split")
+class SplitsToTheDead(BaseRouter):
+    """It remembers the replica for replies, which may have died."""
+
+    splits = True
+    decode: ReplicaView | None = None
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> Answer:
+        self.decode = self.decode or replicas[-1]
+        return Split(least(replicas), self.decode)
+
+
+@caught_by(r"PromisesSplits: splits is stated, and none of \d+ requests")
+class PromisesSplits(BaseRouter):
+    """It states what it never does, and no live fleet takes it."""
+
+    splits = True
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> Answer:
+        return least(replicas)

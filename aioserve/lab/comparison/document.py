@@ -41,7 +41,7 @@ from aioserve.lab.comparison.quality import Reader
 from aioserve.lab.comparison.service import service_bound
 from aioserve.lab.comparison.timeline import distributions, timelines
 from aioserve.lab.simulation.clients import Progress
-from aioserve.lab.simulation.fleet import FleetOutcome
+from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.parallel import simulate_all
 from aioserve.lab.simulation.run import run_live

@@ -3,7 +3,7 @@
 Knows one run at a time, and the price that its plan states. Judges nothing.
 """
 
-from aioserve.lab.simulation.fleet import FleetOutcome
+from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet
 
 SECONDS_PER_HOUR = 3600.0
@@ -23,6 +23,8 @@ def fleet_totals(outcome: FleetOutcome, fleet: Fleet, totals: dict[str, float]) 
     }
     if fleet.autoscaling is not None:
         found["replicas"] = paid / seconds
+    if fleet.transfer_gb_per_second is not None:
+        found["moved"] = float(outcome.num_moved)
     if fleet.price_per_hour is not None:
         price = fleet.price_per_hour * paid / seconds / SECONDS_PER_HOUR  # of a second
         for name in ("output", "total"):

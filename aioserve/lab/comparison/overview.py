@@ -24,6 +24,7 @@ COLUMNS = (
     ("totals", "busiest_to_mean"),
     ("totals", "unfinished"),
     ("totals", "resent"),
+    ("totals", "moved"),
     ("totals", "price_per_million_output"),
 )
 MARKS = {"better": "+", "worse": "-"}
@@ -64,7 +65,8 @@ def overview_table(document: Document) -> list[list[str]]:
 
 def _is_told(result: dict[str, Any], row: Row) -> bool:
     value = value_of(result, row)
-    return not math.isnan(value) and (value != 0 or row.statistic not in ("resent", "unfinished"))
+    is_rare = row.statistic in ("resent", "moved", "unfinished")
+    return not math.isnan(value) and (value != 0 or not is_rare)
 
 
 def _cell(first: dict[str, Any], result: dict[str, Any], row: Row) -> str:

@@ -64,6 +64,7 @@ ROWS = [
     Row("replicas", "totals", "replicas", "", 1, 2, -1),
     Row("busiest to mean", "totals", "busiest_to_mean", "", 1, 2, -1),
     Row("sent again", "totals", "resent", "", 1, 1, -1),
+    Row("moved", "totals", "moved", "", 1, 0, 0),
     Row("price, 1M output", "totals", "price_per_million_output", "", 1, 3, -1),
     Row("price, 1M tokens", "totals", "price_per_million_total", "", 1, 3, -1),
 ]

@@ -15,10 +15,15 @@ from aioserve.config import EngineConfig
 from aioserve.engine.core import TIMER_SECONDS
 from aioserve.errors import EngineOverloadedError
 from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.deploys import Deploys
+from aioserve.lab.simulation.fleet_groups import group_of_places
+from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.fleet_request import RoutedRequests, Sent
+from aioserve.lab.simulation.fleet_seat import Seat
+from aioserve.lab.simulation.handovers import Handovers
 from aioserve.lab.simulation.knowledge import DelayLine
-from aioserve.lab.simulation.outcome import RunObserver, RunOutcome
+from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.lab.simulation.scaling import Scaling
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
 from aioserve.lab.workloads.workload import Workload, followers, replied_to
@@ -29,7 +34,6 @@ from aioserve.routing import (
     MIN_WAIT_SECONDS,
     Assignment,
     Refuse,
-    ReplicaReport,
     Wait,
     make_dispatcher,
 )
@@ -46,7 +50,7 @@ def simulate_fleet(
     workload: Workload,
     fleet: Fleet,
     progress: Progress = lambda count: None,
-) -> "FleetOutcome":
+) -> FleetOutcome:
     """Run in virtual time; byte for byte the same result every time.
 
     Raises `ConfigError` for a fleet that cannot be, `PolicyError` when the policy fails,
@@ -54,17 +58,6 @@ def simulate_fleet(
     """
     fleet.check(config, workload)
     return _Run(config, workload, fleet, progress).run()
-
-
-class FleetOutcome(RunOutcome):
-    """The outcome of a run of a fleet: the steps are those of its first replica."""
-
-    def __init__(self, num_requests: int, num_replicas: int) -> None:
-        super().__init__(num_requests)
-        self.num_resent = 0  # their replica died before it had streamed anything
-        self.replica_of = array("l", [-1]) * num_requests  # that had it last; -1: none
-        self.busy_seconds = [0.0] * num_replicas
-        self.replica_seconds = 0.0  # that are paid for, of all replicas
 
 
 class _Clock:
@@ -75,34 +68,6 @@ class _Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class _Seat:
-    """A place in the fleet: the engine that has it now, if it is up, and the requests it serves."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-        self.name = f"replica-{place}"
-        self.known_at = 0.0  # when the engine last took a request, a step or an expiry
-        self.engine: SteppedEngine | None = None
-        self.load: tuple[int, int, float] | None = None  # None: the engine has to be asked
-        self.slowdowns: list[float] = []  # that last now, each times the others
-        self.live: dict[str, tuple[int, Request, Assignment]] = {}  # by request id
-        self.num_turns = 0  # made or planned: a turn that is planned anew makes the old one void
-        self.due = math.inf  # the deadline for which deadlines will be looked at, and when
-        self.expiry = math.inf
-        self.has_failed = False  # and has not come back
-        self.paid_since: float | None = None  # None: it is not paid for
-
-    @property
-    def slowdown(self) -> float:
-        """The factor by which its steps are longer than the model says."""
-        return math.prod(self.slowdowns, start=1.0)
-
-    def reported(self) -> tuple[ReplicaReport, float]:
-        """What the replica says of itself, and when it was so."""
-        engine = self.engine
-        return ReplicaReport() if engine is None else engine.report(), self.known_at
 
 
 class _Run:
@@ -131,7 +96,10 @@ class _Run:
         self._is_replied_to = replied_to(workload.requests)
         self._followers = followers(workload.requests)
         self._num_missing = [len(request.waits_for) for request in workload.requests]
-        self._seats = [_Seat(place) for place in range(fleet.num_replicas)]
+        groups = group_of_places(fleet.groups, fleet.num_replicas)
+        blueprints = {group: Blueprint(group.config(config)) for group in set(groups)}
+        self._blueprints = [blueprints[group] for group in groups]  # by place
+        self._seats = [Seat(i, group.role, group.slowdown) for i, group in enumerate(groups)]
         self._named = {seat.name: seat for seat in self._seats}
         self._parked: list[Sent] = []  # no replica is known to be up, and one will be
         self._num_returns = 0  # of replicas, to be heard of
@@ -140,6 +108,13 @@ class _Run:
         if fleet.autoscaling is not None:
             plan, seed = fleet.autoscaling, workload.seed
             self._scaling = Scaling(plan, fleet.num_replicas, seed=seed, clock=self._clock)
+        self._split_to: dict[str, Seat] = {}  # by request id: where the reply is to be made
+        token_bytes = config.runner.simulated_kv_token_bytes
+        rate = 1e9 * (fleet.transfer_gb_per_second or math.inf)
+        self._handovers = Handovers(
+            self, self._dispatcher, self._outcome, self._clock, token_seconds=token_bytes / rate
+        )
+        self._deploys = Deploys(self, self._seats, self._clock)
         self._plan_incidents(fleet)
         self._interval = max(workload.duration, 1.0) / NUM_STATES
         self._next_state = 0.0
@@ -153,8 +128,10 @@ class _Run:
         for seat in first:
             seat.paid_since = 0.0
             self._start(seat)
-            self._dispatcher.join(seat.name, seat.place)
+            self._dispatcher.join(seat.name, seat.place, seat.role)
             self._report(seat)
+        if (seconds := self._dispatcher.kind.rebalance_seconds) is not None:
+            self._at(seconds, INCIDENT, partial(self._rebalance, seconds))
         clock, heap = self._clock, self._heap
         arrivals = self._arrivals()
         next_arrival = next(arrivals, None)
@@ -200,6 +177,7 @@ class _Run:
 
     def _send_again(self, i: int, lost: Assignment) -> None:
         """Send a request that a replica has lost to another."""
+        self._split_to.pop(str(i), None)
         self._outcome.num_resent += 1
         arrival, num_attempts = self._outcome.requests[i].arrival, lost.request.num_attempts
         sent = self._requests.make(i, arrival, num_attempts)
@@ -213,8 +191,12 @@ class _Run:
             return
         self._knowledge.catch_up()
         answer = self._choose(sent)
-        if isinstance(answer, _Seat):
+        if isinstance(answer, Seat):
+            self._split_to.pop(sent.routed.request_id, None)
             self._hand_over(sent, answer)
+        elif isinstance(answer, tuple):
+            self._split_to[sent.routed.request_id] = answer[1]
+            self._hand_over(sent, answer[0])
         elif isinstance(answer, Wait):
             self._let_wait(sent, answer.seconds)
         elif isinstance(answer, Refuse):
@@ -231,15 +213,15 @@ class _Run:
             return self._num_returns > 0
         return bool(scaling.starting) or any(self._is_free(seat, scaling) for seat in self._seats)
 
-    def _choose(self, sent: Sent) -> "_Seat | Refuse | Wait | None":
+    def _choose(self, sent: Sent) -> "Seat | tuple[Seat, Seat] | Refuse | Wait | None":
         """The answer of the router; a replica that it does not know to be dead fails at once."""
         while True:
-            answer = self._dispatcher.choose(sent.routed, sent.avoid)
+            answer, decode = self._dispatcher.choose_both(sent.routed, sent.avoid)
             if not isinstance(answer, str):
                 return answer
             seat = self._named[answer]
             if seat.engine is not None:
-                return seat
+                return seat if decode is None else (seat, self._named[decode])
             self._outcome.num_resent += 1
             sent.has_failed_at(answer)
 
@@ -258,7 +240,7 @@ class _Run:
         when = when if deadline is None else min(when, deadline)
         self._at(when, ARRIVAL, partial(self._route, sent))
 
-    def _hand_over(self, sent: Sent, seat: _Seat) -> None:
+    def _hand_over(self, sent: Sent, seat: Seat) -> None:
         i, request, engine = sent.number, sent.request, seat.engine
         assert engine is not None
         self._catch_up(seat, engine)
@@ -280,8 +262,10 @@ class _Run:
         now, outcome = self._clock.now, self._outcome.requests[i]
         outcome.end = self._outcome.end = now
         outcome.finish_reason = reason
+        self._split_to.pop(str(i), None)
         if request is not None:
-            outcome.num_cached_tokens = request.num_cached_tokens
+            cached = request.num_cached_tokens
+            outcome.num_cached_tokens = self._handovers.num_cached.get(i, cached)
             outcome.num_output_tokens = request.num_output_tokens
             if i in self._is_replied_to:
                 self._requests.replies[i] = request.output_token_ids
@@ -299,18 +283,18 @@ class _Run:
 
     # Engines.
 
-    def _plan_turn(self, seat: _Seat, when: float) -> None:
+    def _plan_turn(self, seat: Seat, when: float) -> None:
         seat.num_turns += 1
         self._at(when, TURN, partial(self._turn, seat, seat.num_turns))
 
-    def _catch_up(self, seat: _Seat, engine: SteppedEngine) -> None:
+    def _catch_up(self, seat: Seat, engine: SteppedEngine) -> None:
         """Account for steps that were booked in one go, before their results are read."""
         seat.load = None
         next_turn = engine.catch_up()
         if next_turn is not None:
             self._plan_turn(seat, next_turn)
 
-    def _turn(self, seat: _Seat, number: int) -> None:
+    def _turn(self, seat: Seat, number: int) -> None:
         """The engine takes a step back and hands the next over; readers hear of it."""
         engine = seat.engine
         if engine is None or number != seat.num_turns:
@@ -319,6 +303,7 @@ class _Run:
             self._note_state()
         outputs, next_turn = engine.turn()
         seat.load = None
+        split: list[str] = []  # whose replies are to be made elsewhere
         for output in outputs:
             i, request, assignment = seat.live[output.request_id]
             if self._scaling is not None and not assignment.is_started:
@@ -328,6 +313,8 @@ class _Run:
                 del seat.live[output.request_id]
                 assignment.has_ended()
                 self._end(i, output.finish_reason, request)
+            elif output.request_id in self._split_to:
+                split.append(output.request_id)
         while engine.rejected:
             i, request, assignment = seat.live.pop(engine.rejected.pop(0))
             assignment.has_ended()
@@ -339,9 +326,48 @@ class _Run:
         self._report(seat)
         if next_turn is not None:
             self._plan_turn(seat, next_turn)
+        for request_id in split:
+            self._handovers.hand_over(seat, request_id, self._split_to.pop(request_id))
         self._stop_if_drained(seat)
 
-    def _report(self, seat: _Seat) -> None:
+    def _rebalance(self, seconds: float) -> None:
+        """Ask the router which running requests are to move, and have them moved."""
+        if not self._num_left:
+            return
+        self._knowledge.catch_up()
+        if self._dispatcher.names:
+            by_id = {name: seat for seat in self._seats for name in seat.live}
+            for answer in self._dispatcher.rebalance():
+                source = by_id.get(answer.request_id)
+                if source is not None and source.live[answer.request_id][2].is_started:
+                    target = self._named[answer.to.name]
+                    self._handovers.migrate(source, answer.request_id, target)
+        self._at(self._clock.now + seconds, INCIDENT, partial(self._rebalance, seconds))
+
+    # What handovers ask of a run.
+
+    def at(self, when: float, happens: Happening) -> None:
+        """Have a copy end at a time."""
+        self._at(when, INCIDENT, happens)
+
+    def catch_up(self, seat: Seat, engine: SteppedEngine) -> None:
+        """Account for steps that have been booked ahead."""
+        self._catch_up(seat, engine)
+
+    def has_changed(self, seat: Seat) -> None:
+        """A request has come to the replica, or has left it."""
+        self._report(seat)
+        if seat.engine is not None and seat.engine.is_idle:
+            self._plan_turn(seat, self._clock.now)
+        if seat.engine is not None:
+            self._watch_expiry(seat)
+        self._stop_if_drained(seat)
+
+    def end_lost(self, number: int, request: Request) -> None:
+        """The replica that had the request's blocks has died while they were on the way."""
+        self._end(number, FinishReason.ERROR, request)
+
+    def _report(self, seat: Seat) -> None:
         """The router hears of a replica's state, if it listens."""
         if not self._uses_reports:
             return
@@ -355,7 +381,7 @@ class _Run:
         on_report = self._dispatcher.on_report
         self._knowledge.tell(lambda: on_report(seat.name, lambda: reported))
 
-    def _watch_expiry(self, seat: _Seat) -> None:
+    def _watch_expiry(self, seat: Seat) -> None:
         """Have deadlines looked at when the next one is due."""
         assert seat.engine is not None
         due, now = seat.engine.next_expiry(), self._clock.now
@@ -363,7 +389,7 @@ class _Run:
             seat.due, seat.expiry = due, now + max(due - now, TIMER_SECONDS)
             self._at(seat.expiry, EXPIRY, partial(self._expire, seat))
 
-    def _expire(self, seat: _Seat) -> None:
+    def _expire(self, seat: Seat) -> None:
         if seat.engine is None or self._clock.now != seat.expiry:
             return  # it has died since, or an earlier deadline came
         seat.due = seat.expiry = math.inf
@@ -411,7 +437,9 @@ class _Run:
                 end = at + straggler.duration
                 self._at(end, INCIDENT, partial(self._slow, seat, slowdowns.remove, slowdown))
 
-    def _slow(self, seat: _Seat, change: Callable[[float], None], slowdown: float) -> None:
+        self._deploys.plan(incidents.deploys)
+
+    def _slow(self, seat: Seat, change: Callable[[float], None], slowdown: float) -> None:
         """A slowdown begins to last, or ends."""
         if seat.engine is not None:
             self._catch_up(seat, seat.engine)
@@ -419,7 +447,7 @@ class _Run:
         if seat.engine is not None:
             seat.engine.runner.slowdown = seat.slowdown
 
-    def _start(self, seat: _Seat) -> None:
+    def _start(self, seat: Seat) -> None:
         observer = RunObserver(
             self._outcome,
             start=0.0,
@@ -430,7 +458,7 @@ class _Run:
             notes_steps=seat.place == 0,
         )
         seat.engine = SteppedEngine(
-            self._blueprint,
+            self._blueprints[seat.place],
             observer,
             self._clock,
             record_events=self._uses_prefixes,
@@ -439,22 +467,30 @@ class _Run:
         seat.engine.runner.draft_acceptance = self._draft_acceptance
         seat.engine.runner.output_tokens = self._output_tokens
 
-    def _stop(self, seat: _Seat, engine: SteppedEngine) -> None:
+    def _stop(self, seat: Seat, engine: SteppedEngine) -> None:
         seat.load = None
         engine.observer.end_series()
         self._outcome.busy_seconds[seat.place] += engine.busy_seconds
         seat.engine = None
 
-    def _fail(self, seat: _Seat) -> None:
+    def _fail(self, seat: Seat) -> None:
         """Fail a replica: send elsewhere what it had not streamed, and tell the rest an error."""
-        now, engine = self._clock.now, seat.engine
+        engine = seat.engine
         if engine is None:
             return  # it was not there: the fleet is scaled
         seat.has_failed = True
+        self._notice(partial(self._dispatcher.leave, seat.name))
+        self._lose_live(seat, engine)
+        if self._deploys.is_draining(seat):
+            self._deploys.has_died(seat)
+        self._stop_if_drained(seat)
+
+    def _lose_live(self, seat: Seat, engine: SteppedEngine) -> None:
+        """The replica ends now: what it had streamed is an error, and the rest is sent again."""
+        now = self._clock.now
         engine.catch_up()
         self._stop(seat, engine)
         seat.due = seat.expiry = math.inf
-        self._notice(partial(self._dispatcher.leave, seat.name))
         live, seat.live = seat.live, {}
         for request_id, (i, request, assignment) in live.items():
             assignment.has_ended()
@@ -465,9 +501,36 @@ class _Run:
                 self._send_again(i, assignment)
             else:
                 self._end(i, FinishReason.ERROR, request)
+
+    # What deploys ask of a run.
+
+    def drain(self, seat: Seat) -> None:
+        """The replica gets no new requests, and restarts when it has none."""
+        self._notice(partial(self._dispatcher.leave, seat.name))
         self._stop_if_drained(seat)
 
-    def _return(self, seat: _Seat) -> None:
+    def kill(self, seat: Seat) -> None:
+        """The replica restarts although it has requests."""
+        if seat.engine is not None:
+            self._lose_live(seat, seat.engine)
+            self._restart(seat)
+
+    def come_back(self, seat: Seat) -> None:
+        """A restarted replica serves again."""
+        seat.has_failed = False
+        self._start(seat)
+        self._notice(partial(self._has_returned, seat))
+
+    def _restart(self, seat: Seat) -> None:
+        """The replica is down, for a time that its deploy knows."""
+        if seat.engine is not None:
+            self._stop(seat, seat.engine)
+        seat.due = seat.expiry = math.inf
+        seat.has_failed = True  # an autoscaler does not start it meanwhile
+        self._num_returns += 1
+        self._deploys.has_drained(seat)
+
+    def _return(self, seat: Seat) -> None:
         if not seat.has_failed:
             self._num_returns -= 1
             return
@@ -477,14 +540,14 @@ class _Run:
         self._start(seat)
         self._notice(partial(self._has_returned, seat))
 
-    def _has_returned(self, seat: _Seat) -> None:
+    def _has_returned(self, seat: Seat) -> None:
         """The router knows of a replica that had died."""
         self._num_returns -= 1
         self._take_in(seat)
 
-    def _take_in(self, seat: _Seat) -> None:
+    def _take_in(self, seat: Seat) -> None:
         """The router knows of the replica from now on; what waited for one is sent."""
-        self._dispatcher.join(seat.name, seat.place)
+        self._dispatcher.join(seat.name, seat.place, seat.role)
         self._report(seat)
         parked, self._parked = self._parked, []
         for sent in parked:
@@ -520,18 +583,23 @@ class _Run:
             self._stop_if_drained(seat)
         self._at(self._clock.now + scaling.plan.interval, INCIDENT, partial(self._scale, scaling))
 
-    def _is_free(self, seat: _Seat, scaling: Scaling) -> bool:
+    def _is_free(self, seat: Seat, scaling: Scaling) -> bool:
         return seat.engine is None and not seat.has_failed and seat.place not in scaling.starting
 
-    def _has_started_up(self, seat: _Seat, scaling: Scaling) -> None:
+    def _has_started_up(self, seat: Seat, scaling: Scaling) -> None:
         scaling.starting.discard(seat.place)
         self._start(seat)
         self._take_in(seat)
 
-    def _stop_if_drained(self, seat: _Seat) -> None:
+    def _stop_if_drained(self, seat: Seat) -> None:
         """Stop a replica that is to go, once the last of its requests has ended."""
+        if seat.live or seat.num_leaving:
+            return
+        if self._deploys.is_draining(seat):
+            self._restart(seat)
+            return
         scaling = self._scaling
-        if scaling is None or seat.place not in scaling.draining or seat.live:
+        if scaling is None or seat.place not in scaling.draining:
             return
         scaling.draining.discard(seat.place)
         if seat.engine is not None:
@@ -539,7 +607,7 @@ class _Run:
             seat.due = seat.expiry = math.inf
         self._stop_paying(seat, self._clock.now)
 
-    def _stop_paying(self, seat: _Seat, when: float) -> None:
+    def _stop_paying(self, seat: Seat, when: float) -> None:
         if seat.paid_since is not None:
             self._outcome.replica_seconds += max(when - seat.paid_since, 0.0)
             seat.paid_since = None

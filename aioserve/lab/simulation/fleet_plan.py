@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.lab.simulation.fleet_groups import ReplicaGroup, check_groups
 from aioserve.lab.simulation.scaling import AutoscalerChoice, Autoscaling
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload
@@ -20,6 +21,7 @@ from aioserve.yaml_file import read_struct
 
 Count = Annotated[int, Meta(ge=1)]
 Price = Annotated[float, Meta(ge=0)]
+Rate = Annotated[float, Meta(gt=0)]
 
 
 Seconds = Annotated[float, Meta(ge=0, le=60)]
@@ -51,6 +53,8 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     incidents: Incidents = Incidents()  # beside those of the workload
     knowledge_delay: Seconds = 0.0  # after which the sender hears of a replica, in seconds
     autoscaling: Autoscaling | None = None
+    groups: tuple[ReplicaGroup, ...] = ()  # of replicas that are alike (default: all are)
+    transfer_gb_per_second: Rate | None = None  # of KV cache between replicas; None: none is copied
 
     @classmethod
     def load(
@@ -75,6 +79,7 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         shown = [choice.shown for choice in spec.choices]
         if len(set(shown)) < len(shown):
             raise ConfigError(f"a router is named twice: {', '.join(shown)}")
+        check_groups(spec.groups, spec.replicas)
         if spec.autoscaling is not None:
             spec.autoscaling.check(spec.replicas)
         return spec
@@ -104,6 +109,8 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             choice.options,
             self.knowledge_delay,
             scaling,
+            self.groups,
+            self.transfer_gb_per_second,
         )
 
 
@@ -134,7 +141,7 @@ def _beside(spec: FleetSpec, path: Path) -> FleetSpec:
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """Equal replicas behind one router."""
+    """Replicas behind one router."""
 
     num_replicas: int
     router: str
@@ -143,12 +150,26 @@ class Fleet(msgspec.Struct, frozen=True):
     router_options: dict[str, Any] = {}
     knowledge_delay: float = 0.0  # seconds after which the sender hears of a replica
     autoscaling: Autoscaling | None = None  # with one autoscaler
+    groups: tuple[ReplicaGroup, ...] = ()
+    transfer_gb_per_second: float | None = None  # of KV cache, in 1e9 bytes
 
     def check(self, config: EngineConfig, workload: Workload) -> None:
         """Raises `ConfigError` for incidents of replicas that there are not, and for settings that
         are of one engine.
         """
         (self.incidents + workload.incidents).check(self.num_replicas)
+        if self.transfer_gb_per_second is None:
+            load_router(self.router).check_moves(
+                "KV blocks are handed over only in a fleet file with transfer_gb_per_second"
+            )
+        for group in self.groups:
+            blocks = group.num_kv_blocks
+            if blocks is not None and blocks * config.cache.block_size < workload.longest:
+                raise ConfigError(
+                    f"a group of {group.replicas} replicas has {blocks} KV blocks of "
+                    f"{config.cache.block_size} tokens; the longest request of the workload has "
+                    f"{workload.longest} tokens"
+                )
         settings = {
             "scheduler.decision_log": config.scheduler.decision_log,
             "scheduler.request_log": config.scheduler.request_log,

@@ -14,7 +14,7 @@ from aioserve.kv_cache import KVCacheManager, KVEvent
 from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
-from aioserve.request import Request
+from aioserve.request import Request, RequestStatus
 from aioserve.routing import ReplicaReport, StepTimes
 from aioserve.runner.simulation.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
@@ -67,6 +67,14 @@ class Blueprint:
             return make_policy(
                 self.config.scheduler, kv_cache, max_model_len=self.max_model_len, clock=clock
             )
+
+
+def resumed(request: Request) -> Request:
+    """The request with the tokens that it has, before an engine has seen it."""
+    again = Request(request.spec)
+    again.token_ids = list(request.token_ids)
+    again.num_tokens = again.num_target_tokens = request.num_tokens
+    return again
 
 
 class _Stretch(NamedTuple):
@@ -195,6 +203,37 @@ class SteppedEngine:
         """Raises what the scheduler raises."""
         self._loop.add_request(request)
         self.unstarted.add(request.request_id)
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether its KV cache could take in the blocks of a request of another engine now."""
+        num_slots = (request.num_tokens - 1) // self._kv_cache.block_size
+        return num_slots < self._kv_cache.pool.num_free_blocks
+
+    def release(self, request_id: str) -> Request:
+        """Drop a request that goes on elsewhere; returns what is known of it, without blocks. A
+        token that a step in flight brings is computed again.
+        """
+        scheduler = self._scheduler
+        assert isinstance(scheduler, BaseScheduler)
+        kept = resumed(scheduler.book.requests[request_id])
+        self._loop.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+        self.unstarted.discard(request_id)
+        return kept
+
+    def take_in(self, request: Request) -> None:
+        """Go on with a request of another engine whose KV blocks have come: its full blocks are
+        cached here, if there is room, and the tokens behind them are computed. Raises what the
+        scheduler raises.
+        """
+        cache, carrier = self._kv_cache, resumed(request)
+        num_slots = (request.num_tokens - 1) // cache.block_size * cache.block_size
+        found = cache.get_computed_blocks(carrier)
+        if num_slots and cache.can_admit(found, num_slots, is_alone=False, gone=None):
+            cache.admit(carrier, found, num_slots)
+            carrier.num_computed_tokens = num_slots
+            cache.cache_full_blocks(carrier)
+            cache.free(carrier)
+        self._loop.add_request(request)
 
     def turn(self) -> tuple[list[EngineCoreOutput], float | None]:
         """Take the step that is back, if one was out, and hand over the next. Returns what came of

@@ -32,18 +32,34 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     duration: Duration | None = None  # seconds; None: to the end
 
 
+class Deploy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rolling restart: replica after replica takes nothing new, ends what it has, restarts with
+    an empty cache and serves again before the next one begins.
+    """
+
+    at: Seconds
+    down: Duration  # seconds from its end until it serves again
+    drain: Duration | None = (
+        None  # seconds after which it ends although it has requests; None: none
+    )
+    at_once: Annotated[int, Meta(ge=1)] = 1  # replicas that restart at the same time
+
+
 class Incidents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All incidents of a workload."""
 
     failures: tuple[Failure, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
+    deploys: tuple[Deploy, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.failures or self.stragglers)
+        return bool(self.failures or self.stragglers or self.deploys)
 
     def __add__(self, other: "Incidents") -> "Incidents":
         return Incidents(
-            failures=self.failures + other.failures, stragglers=self.stragglers + other.stragglers
+            failures=self.failures + other.failures,
+            stragglers=self.stragglers + other.stragglers,
+            deploys=self.deploys + other.deploys,
         )
 
     def moved(self, start: float, time_scale: float = 1.0) -> "Incidents":
@@ -62,6 +78,11 @@ class Incidents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 for straggler in self.stragglers
                 if straggler.duration is None or straggler.at >= start
             ),
+            deploys=tuple(
+                msgspec.structs.replace(deploy, at=(deploy.at - start) * time_scale)
+                for deploy in self.deploys
+                if deploy.at >= start
+            ),
         )
 
     def check(self, num_replicas: int) -> None:
@@ -73,6 +94,12 @@ class Incidents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                         f"a {kind} of replica {incident.replica}, but there are {num_replicas}: "
                         f"they are counted from 0 to {num_replicas - 1}"
                     )
+        for deploy in self.deploys:
+            if deploy.at_once >= num_replicas:
+                raise ConfigError(
+                    f"a deploy restarts {deploy.at_once} replicas at once, and there are "
+                    f"{num_replicas}: at least one has to serve meanwhile"
+                )
         for failure in self.failures:
             for other in self.failures:
                 if other is not failure and other.replica == failure.replica:

@@ -13,7 +13,7 @@ from aioserve.lab.comparison.fleet_totals import fleet_totals
 from aioserve.lab.comparison.measures import RunMeasures, quantile, statistics_of, tidy
 from aioserve.lab.comparison.rows import MEANINGS, ROWS, Row
 from aioserve.lab.simulation.clients import Progress
-from aioserve.lab.simulation.fleet import FleetOutcome
+from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.parallel import simulate_all

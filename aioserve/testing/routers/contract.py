@@ -78,6 +78,12 @@ class RouterContract:
         """The sender notices the deaths at once; then, a second later."""
         rules.check_churn(subject)
 
+    def test_requests_that_move_are_neither_lost_nor_moved_to_and_fro(
+        self, subject: RouterSubject
+    ) -> None:
+        """Of a router that splits or migrates requests, while replicas die and come back."""
+        rules.check_moves(subject)
+
     def test_an_idle_fleet_serves(self, subject: RouterSubject) -> None:
         """When replicas have died and come back, a fleet without load still serves a request."""
         rules.check_idle(subject)

@@ -4,7 +4,7 @@ Each raises `RouterViolation`. The bounds are those that docs/writing-a-router.m
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from aioserve.routing import Dispatcher, RoutedRequest, Wait
@@ -21,6 +21,10 @@ FLOOD = 4
 NUM_REPLICAS = 10
 #: Of sessions whose replica lives, the part that stays there when others come and go.
 MOST_MOVED = 0.25
+#: Times that a request may move from replica to replica while it runs; here it runs for 0.4 s, and
+#: behind a split once more.
+MOST_MOVES = 3
+ROLES = ("prefill", "prefill", "decode", "decode", "decode")
 
 Traffic = Iterable[tuple[float, RoutedRequest]]
 
@@ -66,13 +70,28 @@ def check_churn(subject: RouterSubject) -> None:
     """Replicas die and come back, unnoticed for a while: every request ends, once."""
     for seed, delay in enumerate((0.0, 0.0, 0.3, 1.0)):
         fleet = churned(subject, seed, delay)
-        asked = {decision.request_id for decision in fleet.decisions}
-        if lost := sorted(asked - fleet.ends.keys()):
-            raise RouterViolation(f"{subject.name}: {lost[0]} has not ended, of {len(asked)}")
-        if waited := [name for name, end in fleet.ends.items() if end == "waited"]:
-            raise RouterViolation(
-                f"{subject.name}: {waited[0]} waited for the router for a minute and got no replica"
-            )
+        _check_ends(subject, fleet)
+
+
+def check_moves(subject: RouterSubject) -> None:
+    """A router that splits or migrates requests loses none, and moves none to and fro."""
+    kind = subject.kind
+    if not kind.splits and kind.rebalance_seconds is None:
+        return
+    for roles in (ROLES, ()):
+        for seed, delay in enumerate((0.0, 0.3)):
+            _check_ends(subject, fleet := churned(subject, seed, delay, roles))
+            if fleet.most_moves > MOST_MOVES:
+                raise RouterViolation(
+                    f"{subject.name}: a request that runs for half a second has moved "
+                    f"{fleet.most_moves} times; {MOST_MOVES} times are allowed"
+                )
+    answers = churned(subject, 1, 0.0, ROLES).answers()
+    if kind.splits and not any(" " in answer for answer in answers):
+        raise RouterViolation(
+            f"{subject.name}: splits is stated, and none of {len(answers)} requests to replicas "
+            "for prompts and replicas for replies is split"
+        )
 
 
 def check_idle(subject: RouterSubject) -> None:
@@ -120,9 +139,11 @@ def check_hints(subject: RouterSubject) -> None:
             raise RouterViolation(f"{subject.name} has changed a request: {request!r}")
 
 
-def churned(subject: RouterSubject, seed: int, delay: float = 0.0) -> ToyFleet:
+def churned(
+    subject: RouterSubject, seed: int, delay: float = 0.0, roles: Sequence[str] = ()
+) -> ToyFleet:
     """Conversations on five replicas, of which some die and come back, all of them at once too."""
-    fleet = subject.fleet(5, delay=delay, seed=seed)
+    fleet = subject.fleet(5, delay=delay, seed=seed, roles=roles)
     for when, request in conversations(400, 4 * FULL, seed):
         fleet.arrive(when, request)
     rng = random.Random(f"{seed} churn")
@@ -133,6 +154,17 @@ def churned(subject: RouterSubject, seed: int, delay: float = 0.0) -> ToyFleet:
         fleet.at(5.0 + 0.01 * number, partial(_fall, fleet, f"r{number}", 0.5))
     fleet.run()
     return fleet
+
+
+def _check_ends(subject: RouterSubject, fleet: ToyFleet) -> None:
+    """Each request has ended, and none has waited for the router for a minute."""
+    asked = {decision.request_id for decision in fleet.decisions}
+    if lost := sorted(asked - fleet.ends.keys()):
+        raise RouterViolation(f"{subject.name}: {lost[0]} has not ended, of {len(asked)}")
+    if waited := [name for name, end in fleet.ends.items() if end == "waited"]:
+        raise RouterViolation(
+            f"{subject.name}: {waited[0]} waited for the router for a minute and got no replica"
+        )
 
 
 def _fall(fleet: ToyFleet, name: str, seconds: float) -> None:

@@ -3,7 +3,7 @@
 Knows how it is made. Knows no rule.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,15 @@ class RouterSubject:
         delay: float = 0.0,
         silent: frozenset[str] = frozenset(),
         seed: int = 0,
+        roles: Sequence[str] = (),
     ) -> ToyFleet:
         """A new fleet behind a new router."""
         return ToyFleet(
-            self.router, self.options, num_replicas, delay=delay, silent=silent, seed=seed
+            self.router,
+            self.options,
+            num_replicas,
+            delay=delay,
+            silent=silent,
+            seed=seed,
+            roles=roles,
         )

@@ -18,13 +18,15 @@ SECONDS_PER_REPLY = 0.4
 class Served:
     """A request at a replica."""
 
-    __slots__ = ("assignment", "ends_at", "request", "started_at")
+    __slots__ = ("assignment", "ends_at", "num_moves", "remaining", "request", "started_at")
 
     def __init__(self, request: RoutedRequest, assignment: Assignment) -> None:
         self.request = request
         self.assignment = assignment
         self.started_at = -1.0  # time of its first token, once it has a seat
         self.ends_at = -1.0
+        self.num_moves = 0  # to other replicas
+        self.remaining: float | None = None  # seconds of its reply, if it came from elsewhere
 
 
 class ToyReplica:
@@ -46,6 +48,11 @@ class ToyReplica:
         while self.queue and len(self.running) < NUM_SEATS:
             served = self.queue.popleft()
             request = served.request
+            if served.remaining is not None:
+                served.ends_at = now + served.remaining
+                self.running.append(served)
+                yield from self._hold(request.block_hashes)
+                continue
             hashes = request.block_hashes
             num_cached = next(
                 (i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes)

@@ -11,7 +11,8 @@ import pytest
 from aioserve.cli import main
 from aioserve.config import CacheConfig, EngineConfig
 from aioserve.errors import ConfigError, PolicyError
-from aioserve.lab.simulation.fleet import FleetOutcome, simulate_fleet
+from aioserve.lab.simulation.fleet import simulate_fleet
+from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.incidents import Failure, Incidents, Straggler
@@ -171,8 +172,12 @@ def test_nobody_is_taken_to_keep_decoding_who_need_not(policy: str, tmp_path: Pa
 @pytest.mark.parametrize("router", available_routers())
 def test_every_request_of_a_fleet_ends_and_the_same_way_again(router: str) -> None:
     asked = traffic()
-    first = simulate_fleet(config("chunked_prefill"), asked, Fleet(3, router))
-    again = simulate_fleet(config("chunked_prefill"), asked, Fleet(3, router))
+    first = simulate_fleet(
+        config("chunked_prefill"), asked, Fleet(3, router, transfer_gb_per_second=10)
+    )
+    again = simulate_fleet(
+        config("chunked_prefill"), asked, Fleet(3, router, transfer_gb_per_second=10)
+    )
     for one, other, wanted in zip(first.requests, again.requests, asked.requests, strict=True):
         assert one.token_times == other.token_times
         assert one.is_finished or one.finish_reason == "timeout"
@@ -206,7 +211,11 @@ def test_nothing_is_lost_while_replicas_die_and_come_back(router: str) -> None:
         Failure(replica=i % 3, at=0.05 + 0.1 * i, down=0.15 if i < 6 else None) for i in range(9)
     )
     asked = traffic(incidents=Incidents(failures=failures[:7] + failures[8:]))
-    outcome = simulate_fleet(config("chunked_prefill", max_num_seqs=4), asked, Fleet(3, router))
+    outcome = simulate_fleet(
+        config("chunked_prefill", max_num_seqs=4),
+        asked,
+        Fleet(3, router, transfer_gb_per_second=10),
+    )
     assert ends(outcome).total() == len(asked.requests)
     assert set(ends(outcome)) <= {"stop", "timeout", "error"}
     assert outcome.num_resent > 0

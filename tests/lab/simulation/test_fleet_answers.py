@@ -8,7 +8,8 @@ import pytest
 from aioserve.cli import main
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.simulation.fleet import FleetOutcome, simulate_fleet
+from aioserve.lab.simulation.fleet import simulate_fleet
+from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import simulated
 from aioserve.lab.workloads.incidents import Failure, Incidents

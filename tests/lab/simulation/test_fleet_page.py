@@ -23,6 +23,6 @@ def test_the_table_of_a_fleet_is_what_its_command_prints(
     assert table in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["eight", "scaled", "sixteen"])
+@pytest.mark.parametrize("name", ["eight", "rough", "scaled", "sixteen"])
 def test_a_shipped_fleet_is_a_fleet(name: str) -> None:
     assert FleetSpec.load(name).choices

@@ -9,7 +9,8 @@ from aioserve.cli import main
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.fleet_totals import fleet_totals
-from aioserve.lab.simulation.fleet import FleetOutcome, simulate_fleet
+from aioserve.lab.simulation.fleet import simulate_fleet
+from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import simulated
 from aioserve.lab.simulation.scaling import AutoscalerChoice, Autoscaling
