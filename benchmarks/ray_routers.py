@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import ray
 from ray import serve
@@ -26,6 +27,7 @@ from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload, build_prompt
 from aioserve.ray import build_app
 from aioserve.ray.front import RayFront
+from aioserve.ray.settings import ModelSettings
 from aioserve.sampling_params import SamplingParams
 
 SETTINGS = {
@@ -88,7 +90,7 @@ async def measure(router: str, workload: Workload) -> dict[str, float]:
     front = RayFront(
         EngineConfig.load(None, list(SETTINGS.items())),
         serve.get_deployment_handle("engine-embedded", "aioserve"),
-        hashes=router == "prefix",
+        msgspec.convert(model, ModelSettings),
         seed=0,
     )
     await front.start()
@@ -96,6 +98,7 @@ async def measure(router: str, workload: Workload) -> dict[str, float]:
     clients = FrontClients(front, workload)
     await clients.come()
     seconds = clients.clock() - clients.start
+    await front.close()
     await asyncio.to_thread(serve.delete, "aioserve")
     p50, p99 = np.percentile(clients.ttft, (50, 99))
     return {

@@ -82,13 +82,6 @@ TABLE = (
         lambda: new_loop_has("_scheduled"),
     ),
     Private(
-        "aioserve.ray.router",
-        "_event_loop",
-        "Ray calls the router from a thread, and hands its loop to the base class alone.",
-        "A router that follows KV events fails at its first replica, with an AttributeError.",
-        found_in("ray.serve._private.request_router.request_router:RequestRouter"),
-    ),
-    Private(
         "aioserve.runner.models.architecture",
         "_is_stateful",
         "transformers marks models that keep states in a way of their own so, and only so.",

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def make_app(args: dict[str, object]) -> Application:
     """The Serve application that `args`, a `RaySettings`, describes. Raises `ConfigError`."""
     settings = RaySettings.of(args)
-    models: dict[str, tuple[EngineConfig, bool, Application]] = {}
+    models: dict[str, tuple[EngineConfig, ModelSettings, Application]] = {}
     for model in settings.models:
         config = model.engine_config()
         _check(config)
@@ -32,9 +32,8 @@ def make_app(args: dict[str, object]) -> Application:
                 f"two models are served as {own!r}: give them a model.served_model_name each"
             )
         _warn_of_resources(name, model.ray_actor_options)
-        hashes = config.cache.enable_prefix_caching and model.wants_hashes
         try:
-            models[name] = config, hashes, _deployment(name, model).bind(config)
+            models[name] = config, model, _deployment(name, model).bind(config)
         except (TypeError, ValueError) as error:  # Ray's, of what it was given
             told = " ".join(str(error).split())
             raise ConfigError(f"the deployment of {name!r} cannot be: {told}") from error
@@ -43,7 +42,8 @@ def make_app(args: dict[str, object]) -> Application:
         ray_actor_options=settings.ingress_actor_options,
         max_ongoing_requests=max(model.max_ongoing_requests for model in settings.models),
     )
-    return ingress.bind(*(item for parts in models.values() for item in parts))
+    shares_load = settings.num_ingress_replicas > 1
+    return ingress.bind(shares_load, *(item for parts in models.values() for item in parts))
 
 
 def _deployment(name: str, model: ModelSettings) -> serve.Deployment:
@@ -63,10 +63,7 @@ def _deployment(name: str, model: ModelSettings) -> serve.Deployment:
 def _router(model: ModelSettings) -> RequestRouterConfig:
     if model.router_class is None:
         return RequestRouterConfig(request_router_class=model.router)
-    return RequestRouterConfig(
-        request_router_class="aioserve.ray.router:AioserveRouter",
-        request_router_kwargs={"router": model.router, "options": model.router_options},
-    )
+    return RequestRouterConfig(request_router_class="aioserve.ray.router:AioserveRouter")
 
 
 def _autoscaling(settings: Autoscaling) -> AutoscalingConfig:

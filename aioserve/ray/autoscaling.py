@@ -30,5 +30,5 @@ class TokensQueued:
         if not metrics and context.current_num_replicas:
             return context.target_num_replicas, {}  # no replica has reported yet
         wanted = max(tokens / self._tokens, usage / self._usage)
-        busy = context.total_num_requests > 0
+        busy = sum(metrics.get("num_requests", {}).values()) > 0
         return max(math.ceil(wanted), int(busy)), {}

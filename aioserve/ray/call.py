@@ -1,6 +1,6 @@
 """One request at a replica: sent, read, and sent elsewhere if that replica dies before it answers.
 
-Knows Ray's handles and errors. Knows no HTTP and no tokenizer.
+Knows seats and lines. Knows no HTTP and no tokenizer; which replica it is, a chooser says.
 """
 
 import asyncio
@@ -8,14 +8,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import ray.exceptions
-from ray import serve
 from ray.serve.exceptions import ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from aioserve.engine.clock import Clock
+from aioserve.engine.samples import Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import (
     AioserveError,
@@ -24,8 +23,11 @@ from aioserve.errors import (
     RequestFailedError,
 )
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.ray.route import ROUTE, Route
-from aioserve.routing import MAX_WAIT_SECONDS, MIN_WAIT_SECONDS, Refuse, RoutedRequest
+from aioserve.ray.chooser import NO_REPLICA, Chooser, Seat
+from aioserve.request import Request, RequestSpec
+from aioserve.routing import MAX_WAIT_SECONDS, MIN_WAIT_SECONDS, RoutedRequest, Wait
+from aioserve.workers.messages import Abort, Drop
+from aioserve.workers.remote_delivery import RemoteDelivery
 
 logger = logging.getLogger(__name__)
 
@@ -39,223 +41,263 @@ ABORT_SECONDS = 2.0
 _REPLICA_IS_GONE = (ray.exceptions.RayActorError, ReplicaUnavailableError, EngineDeadError)
 
 
-class TimeLeft:
-    """Until a time of `time.monotonic` of this process; pickled it is that number of seconds."""
-
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
-
-    @property
-    def seconds(self) -> float:
-        """Above 0, as a replica wants it."""
-        return max(self._deadline - time.monotonic(), 1e-3)
-
-    def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        """When a replica gets it: waiting for one is waiting, too."""
-        return float, (self.seconds,)
+class _LetGoError(Exception):
+    """The caller waits no more for a replica to accept the request."""
 
 
-class Call:
-    """`begin` raises all refusals; then the stream gets the outputs."""
+class Call(RequestStream):
+    """`begin` raises all refusals; then the reader's stream gets the outputs, by this one."""
 
     def __init__(
         self,
-        handle: DeploymentHandle,
-        arguments: dict[str, Any],
+        chooser: Chooser,
+        delivery: RemoteDelivery,
+        clock: Clock,
+        spec: RequestSpec,
+        samples: Samples,
+        adapter: str,
         request: RoutedRequest,
         stream: RequestStream,
-        n: int,
         on_end: Callable[[], object],
     ) -> None:
-        """`arguments` are those of `EngineReplica.submit`; `on_end` is called when nothing more
-        will come of it, unless it was dropped before it began.
-        """
-        self._handle = handle
-        self._arguments = arguments
+        """`on_end` is called when nothing more will come of it, unless it was dropped."""
+        super().__init__(spec.request_id, len(samples.ids), abort=self.drop)
+        self._chooser = chooser
+        self._delivery = delivery
+        self._clock = clock
+        self._spec = spec
+        self._samples = samples
+        self._adapter = adapter
         self._request = request
         self._stream = stream
-        self._n = n
         self._on_end = on_end
+        self._num_live = len(samples.ids)
         self._num_attempts = 0
         self._avoid: set[str] = set()  # names of replicas that have failed it
-        self._route = Route(request)
-        self._response: DeploymentResponseGenerator[Any] | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._aborting: asyncio.Task[None] | None = None
-        self._is_aborted = False
+        self._seat: Seat | None = None
+        self._has_readers = False  # of its samples, since a replica has accepted it
+        self._is_told = False  # something of it
+        self._is_aborted = self._is_over = False
         self._let_go = asyncio.Event()
+        self._replying: asyncio.Future[bytes] | None = None
+        self._sending: asyncio.Task[None] | None = None  # to another replica
+        self._giving_up: asyncio.TimerHandle | None = None
         self._waits_since: float | None = None  # time of the router's first answer to wait
-        self._last: dict[int, RequestOutput] = {}  # of each sample
 
     async def begin(self) -> None:
-        """Returns when a replica has accepted it, or it has ended before. Raises what
+        """Return when a replica has accepted it, or it has ended before. Raises what
         `AsyncEngine.add_request` does.
         """
-        if await self._send():
-            self._reading = asyncio.create_task(self._read())
-            self._reading.add_done_callback(self._end)
-        else:
-            self._route.has_ended()
-            self._on_end()
+        await self._send()
 
     def let_go(self) -> None:
         """End it before it has begun: `begin` returns."""
         self._is_aborted = True
         self._let_go.set()
-        self._cancel()
+        if self._replying is not None and not self._replying.done():
+            self._replying.set_exception(_LetGoError())
 
     def drop(self) -> None:
-        """Cancel the call, which has no reader any more."""
-        if self._reading is not None:
-            self._reading.cancel()
-        else:
-            self._cancel()
-            self._route.has_ended()
+        """Forget the call, which has no reader any more."""
+        if not self._is_over:
+            if self._sending is not None:
+                self._sending.cancel()
+            self._tell_replica_to_drop()
+            self._end()
 
     def abort(self) -> bool:
         """End it where it is: its reader gets what there is. Whether it really ends by this."""
-        if self._reading is None or self._reading.done() or self._is_aborted:
+        if self._is_over or self._is_aborted:
             return False
+        if self._sending is not None or self._seat is None:
+            self.let_go()
+            return True
         self._is_aborted = True
-        self._aborting = asyncio.create_task(self._abort(self._reading, self._route.replica))
+        self._seat.line.end.say(Abort(self.request_id))
+        loop = asyncio.get_running_loop()
+        self._giving_up = loop.call_later(ABORT_SECONDS, self._give_up)
         return True
 
-    async def _abort(self, reading: "asyncio.Task[None]", replica: str | None) -> None:
-        if replica is not None:  # else a router of Ray's has chosen, which takes no orders
-            abort = self._handle.options(method_name="abort")
-            route = {ROUTE: Route(RoutedRequest(num_tokens=0), only=replica)}
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(ABORT_SECONDS):
-                    await abort.remote(self._stream.request_id, **route)
-                    await asyncio.wait([reading])
-        if not reading.done():
-            reading.cancel()
-            self._tell_end(FinishReason.ABORT)
+    def lost(self, error: EngineDeadError) -> None:
+        """The replica that has accepted it is gone."""
+        self._leave_seat()
+        if self._is_told:
+            self._fail(EngineDeadError("the replica that served this request has died"))
+        elif self._is_aborted:
+            self._finish(FinishReason.ABORT)
+        else:
+            self._sending = asyncio.create_task(self._send_again(error))
 
-    async def _send(self) -> bool:
-        """To a replica that lives and accepts it. False if it has ended before."""
-        left: TimeLeft | None = self._arguments["timeout"]
-        submit = self._handle.options(method_name="submit", stream=True)
+    def stop(self, error: EngineDeadError) -> None:
+        """The front end ends: the reader gets the error, and no replica gets the call again."""
+        if not self._is_over:
+            if self._sending is not None:
+                self._sending.cancel()
+            self._tell_replica_to_drop()
+            self._fail(error)
+
+    # What the delivery tells, of each sample.
+
+    def put(self, output: RequestOutput) -> None:
+        """Pass an output on to the reader."""
+        if not self._is_told:
+            self._is_told = True
+            if self._seat is not None:
+                self._seat.has_started()
+        self._stream.put(output)
+        if output.finish_reason is not None:
+            self._has_lost_one()
+
+    def fail(self, error: BaseException) -> None:
+        """Pass the error of a sample on to the reader."""
+        self._stream.fail(error)
+        self._has_lost_one()
+
+    def _has_lost_one(self) -> None:
+        self._num_live -= 1
+        if not self._num_live:
+            self._end()
+
+    async def _send(self) -> None:
+        """To a replica that lives and accepts it, unless it ends before."""
+        deadline = self._spec.deadline
+        reason = FinishReason.ABORT
         try:
-            async with asyncio.timeout(None if left is None else left.seconds):
+            left = None if deadline is None else deadline - self._clock()
+            async with asyncio.timeout(left):
                 while not self._is_aborted:
-                    self._num_attempts += 1
-                    self._route.has_ended()
-                    self._route = self._make_route()
-                    self._response = submit.remote(**self._arguments, **{ROUTE: self._route})
-                    try:
-                        await anext(self._response)
-                        if not self._is_aborted:
-                            return True
-                    except Exception as error:
-                        answer = self._route.answer
-                        if isinstance(answer, Refuse):
-                            told = answer.reason, answer.retry_after
-                            raise EngineOverloadedError(*told) from error
-                        if answer is not None:
-                            self._num_attempts -= 1
-                            await self._wait(answer.seconds)
-                        elif not self._is_aborted:
-                            self._check_again(error)
-            reason = FinishReason.ABORT
+                    if await self._try_one():
+                        return
         except TimeoutError:
             reason = FinishReason.TIMEOUT
-        self._cancel()
-        self._tell_end(reason)
+            self._tell_replica_to_drop()
+        self._finish(reason)
+
+    async def _try_one(self) -> bool:
+        """Whether a replica has accepted it. Raises what the caller should hear."""
+        self._num_attempts += 1
+        request = self._request
+        if self._avoid:
+            request = msgspec.structs.replace(request, num_attempts=len(self._avoid))
+        try:
+            choice = await self._chooser.choose(request, self._avoid, self._spec)
+            if not isinstance(choice, Wait):
+                await self._submit(choice)
+                return True
+            self._num_attempts -= 1
+            await self._wait(choice)
+        except _LetGoError:
+            self._tell_replica_to_drop()
+        except Exception as error:
+            self._leave_seat()
+            self._check_again(error)
         return False
 
-    def _make_route(self) -> Route:
-        """The route of the next attempt."""
-        loop = asyncio.get_running_loop()
+    async def _submit(self, seat: Seat) -> None:
+        """Return when the replica has accepted it; raises its refusal."""
+        self._seat = seat
+        spec, samples, deadline = self._spec, self._samples, self._spec.deadline
+        requests = [Request(own) for own in samples.specs(spec.without_arrays())]
 
-        def take_back() -> None:
-            if self._route is route:
-                self._cancel()
+        def accept() -> None:
+            self._has_readers = True
+            for index, request in enumerate(requests):
+                self._delivery.processor.add_request(request, samples, index, self)
+            seat.line.calls[self.request_id] = self
 
-        route = Route(
-            msgspec.structs.replace(self._request, num_attempts=len(self._avoid)),
-            avoid=frozenset(self._avoid),
-            on_answer=lambda: loop.call_soon_threadsafe(take_back),
-        )
-        return route
+        seconds = None if deadline is None else max(deadline - self._clock(), 1e-3)
+        self._replying = seat.line.end.add(spec, self._adapter, seconds, samples.origin, accept)
+        try:
+            await self._replying
+        except EngineDeadError as error:
+            seat.line.lose(error)
+            raise
+        finally:
+            self._replying = None
 
-    async def _wait(self, seconds: float) -> None:
-        """The router is to be asked again after these seconds. Raises `EngineOverloadedError` for a
-        call that has waited too long in all.
+    async def _wait(self, answer: Wait) -> None:
+        """The router is to be asked again after a while. Raises `EngineOverloadedError` for a call
+        that has waited too long in all.
         """
-        now = time.monotonic()
-        if self._waits_since is None:
-            self._waits_since = now
-        left = self._waits_since + MAX_WAIT_SECONDS - now
-        if left <= 0:
-            raise EngineOverloadedError(f"no replica was chosen within {MAX_WAIT_SECONDS:g} s")
+        left = MAX_WAIT_SECONDS
+        if answer is not NO_REPLICA:
+            now = time.monotonic()
+            if self._waits_since is None:
+                self._waits_since = now
+            left = self._waits_since + MAX_WAIT_SECONDS - now
+            if left <= 0:
+                raise EngineOverloadedError(f"no replica was chosen within {MAX_WAIT_SECONDS:g} s")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(max(seconds, MIN_WAIT_SECONDS), left)):
+            async with asyncio.timeout(min(max(answer.seconds, MIN_WAIT_SECONDS), left)):
                 await self._let_go.wait()
 
-    async def _read(self) -> None:
+    async def _send_again(self, error: Exception) -> None:
         try:
-            while True:
-                try:
-                    await self._read_one_replica()
-                    return
-                except Exception as error:
-                    if self._is_aborted:
-                        return self._tell_end(FinishReason.ABORT)
-                    if self._last:
-                        raise
-                    self._check_again(error)
-                if not await self._send():
-                    return
-        except Exception as error:
-            self._stream.fail(_ours(error))
-
-    async def _read_one_replica(self) -> None:
-        assert self._response is not None
-        async for output in self._response:
-            if not self._last:
-                self._route.has_started()
-            self._last[output.index] = output
-            self._stream.put(output)
+            self._check_again(error)
+            await self._send()
+        except Exception as failure:
+            self._fail(failure)
+        finally:
+            self._sending = None
 
     def _check_again(self, error: Exception) -> None:
         """Raises what the caller should hear, unless another replica may do better."""
         cause = _cause(error)
         if not isinstance(cause, _REPLICA_IS_GONE) or self._num_attempts >= MAX_ATTEMPTS:
             raise _ours(error) from error
-        if (replica := self._route.replica) is not None:
-            self._avoid.add(replica)
-        logger.warning(
-            "%s is sent to another replica: %s", self._stream.request_id, type(cause).__name__
-        )
+        logger.warning("%s is sent to another replica: %s", self.request_id, type(cause).__name__)
 
-    def _tell_end(self, reason: FinishReason) -> None:
-        """To the reader, of what has not ended."""
-        for index in range(self._n):
-            last = self._last.get(index)
-            if last is None or last.finish_reason is None:
-                self._stream.put(
-                    RequestOutput(
-                        request_id=self._stream.request_id,
-                        index=index,
-                        finish_reason=reason,
-                        num_prompt_tokens=self._stream.num_prompt_tokens,
-                        num_output_tokens=0 if last is None else last.num_output_tokens,
-                        num_cached_tokens=0 if last is None else last.num_cached_tokens,
-                    )
+    def _leave_seat(self) -> None:
+        """The replica has failed it."""
+        if self._seat is not None:
+            self._avoid.add(self._seat.line.name)
+            self._seat.has_ended()
+            self._seat = None
+
+    def _tell_replica_to_drop(self) -> None:
+        """What it has of this request, or gets yet."""
+        if (seat := self._seat) is not None:
+            seat.line.calls.pop(self.request_id, None)
+            seat.line.end.say(Drop(self.request_id))
+
+    def _give_up(self) -> None:
+        """The replica has not said what became of an abort."""
+        if not self._is_over:
+            self._tell_replica_to_drop()
+            self._finish(FinishReason.ABORT)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._has_readers:
+            processor = self._delivery.processor
+            processor.fail_requests(self._samples.ids, error, self._clock())
+        else:
+            self._stream.fail(error)
+            self._end()
+
+    def _finish(self, reason: FinishReason) -> None:
+        """Tell the reader of an end that no replica tells, of each sample that has not ended."""
+        if self._has_readers:
+            self._delivery.processor.end_requests(self._samples.ids, reason, self._clock())
+            return
+        for index in range(self._num_live):
+            self.put(
+                RequestOutput(
+                    request_id=self.request_id,
+                    index=index,
+                    finish_reason=reason,
+                    num_prompt_tokens=self._stream.num_prompt_tokens,
                 )
+            )
+        self._delivery.processor.claims.release(self._samples)
 
-    def _end(self, reading: "asyncio.Task[None]") -> None:
-        """However it did, be it before the task had its first turn."""
-        if reading.cancelled():
-            self._cancel()
-        self._route.has_ended()
+    def _end(self) -> None:
+        self._is_over = True
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        if self._seat is not None:
+            self._seat.line.calls.pop(self.request_id, None)
+            self._seat.has_ended()
         self._on_end()
-
-    def _cancel(self) -> None:
-        if self._response is not None:
-            with contextlib.suppress(Exception):
-                self._response.cancel()
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -267,8 +309,8 @@ def _cause(error: BaseException) -> BaseException:
 def _ours(error: Exception) -> Exception:
     """As the engine would have raised it."""
     cause = _cause(error)
-    if isinstance(cause, AioserveError):
+    if isinstance(cause, AioserveError) and not isinstance(cause, EngineDeadError):
         return cause
-    if isinstance(cause, (*_REPLICA_IS_GONE, serve.exceptions.DeploymentUnavailableError)):
-        return EngineDeadError("the replica that served this request has died")
+    if isinstance(cause, _REPLICA_IS_GONE):
+        return EngineDeadError(f"the replica that served this request has died: {cause}")
     return RequestFailedError(f"the replica failed ({type(cause).__name__})")

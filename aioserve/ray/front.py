@@ -1,11 +1,12 @@
-"""The engine as the ingress sees it: any of the replicas of one model, behind Ray's router.
+"""The engine as the ingress sees it: any of the replicas of one model, behind a router.
 
-Tokenizes, so that the router can look for prefixes; text is made in the replica. Knows no HTTP.
+Tokenizes, looks for prefixes, and makes text of tokens; steps are the replicas'. Knows no HTTP.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -13,7 +14,6 @@ from ray.serve.handle import DeploymentHandle
 
 from aioserve.config import EngineConfig
 from aioserve.engine.admission.input_processor import InputProcessor
-from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.engine.admission.pooling_validator import PoolingValidator
 from aioserve.engine.client import KnownAdapters
 from aioserve.engine.client_base import EngineClientBase
@@ -27,11 +27,17 @@ from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck
 from aioserve.operations.answers import Health
 from aioserve.operations.command import Answer
-from aioserve.ray.call import Call, TimeLeft
+from aioserve.ray.call import Call
+from aioserve.ray.chooser import Chooser, OwnChooser, RayChooser
+from aioserve.ray.directory import subscribe, unsubscribe
+from aioserve.ray.fleet import Fleet
 from aioserve.ray.replica import ReplicaInfo
+from aioserve.ray.router import deployment_key
+from aioserve.ray.settings import ModelSettings
 from aioserve.request import Request, RequestSpec
-from aioserve.routing import RoutedRequest
+from aioserve.routing import Dispatcher, RoutedRequest, load_router
 from aioserve.version import __version__
+from aioserve.workers.remote_delivery import RemoteDelivery
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +56,41 @@ class RayParts(NamedTuple):
     input_processor: InputProcessor
     pooling: PoolingValidator
     clock: Clock
-    claims: Claims
+    delivery: RemoteDelivery
+    fleet: Fleet
+    chooser: Chooser
+
+    @property
+    def claims(self) -> Claims:
+        """The ids that requests of this front end have taken."""
+        return self.delivery.processor.claims
 
 
 class RayFront(EngineClientBase[RayParts]):
     """Serves requests from any number of tasks of one event loop."""
 
     def __init__(
-        self, config: EngineConfig, handle: DeploymentHandle, *, hashes: bool, seed: int
+        self,
+        config: EngineConfig,
+        handle: DeploymentHandle,
+        model: ModelSettings,
+        *,
+        seed: int,
+        shares_load: bool = False,
     ) -> None:
-        """`config` is that of the replicas; `handle` leads to them, by a router that wants `hashes`
-        or not. Of front ends with the same `seed`, all would draw the same. `start` comes first.
+        """`config` is that of the replicas, `handle` leads to them, and `model` says by which
+        router. Of front ends with the same `seed`, all would draw the same. With `shares_load`
+        others are told what this one sends, and it hears of theirs. `start` comes first.
         """
         self.config = config
         self.model_info = ModelInfo(config.model)
         self.max_model_len = 0
         self.started_at = 0
         self._handle = handle
-        self._hashes = hashes
+        self._model = model
+        self._hashes = config.cache.enable_prefix_caching and model.wants_hashes
         self._seed = seed
+        self._shares_load = shares_load
         self._parts: RayParts | None = None
         self._calls: dict[str, Call] = {}
 
@@ -76,8 +98,29 @@ class RayFront(EngineClientBase[RayParts]):
     def adapters(self) -> KnownAdapters:
         return self._alive().adapters
 
+    @property
+    def fleet(self) -> Fleet:
+        """The lines to replicas. Raises `EngineDeadError` before the start."""
+        return self._alive().fleet
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """What is known of replicas. Raises `EngineDeadError` before the start, and where a router
+        of Ray's chooses.
+        """
+        if (dispatcher := self.fleet.dispatcher) is None:
+            raise EngineDeadError("a router of Ray's chooses, which keeps account of its own")
+        return dispatcher
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids that requests of this front end, and their samples, have taken."""
+        return self._alive().claims.ids()
+
     async def start(self) -> None:
-        """Ask a replica what they all are. Raises `ConfigError` for one of another version."""
+        """Ask a replica what they all are, and return when one can be sent requests. Raises
+        `ConfigError` for one of another version.
+        """
         info = await self._ask_first()
         if info.version != __version__:
             raise ConfigError(
@@ -85,6 +128,18 @@ class RayFront(EngineClientBase[RayParts]):
                 "the same environment"
             )
         self.max_model_len, self.started_at = info.max_model_len, info.started_at
+        loop = asyncio.get_running_loop()
+        clock = clock_of(loop)
+        delivery = RemoteDelivery(self.model_info.tokenizer, clock)
+        chooser: Chooser
+        if self._model.router_class is None:
+            fleet = Fleet(delivery, clock, None)
+            chooser = RayChooser(self._handle, fleet)
+        else:
+            kind = load_router(self._model.router)
+            dispatcher = Dispatcher(kind, self._model.router_options, seed=self._seed, clock=clock)
+            fleet = Fleet(delivery, clock, dispatcher, shares_load=self._shares_load)
+            chooser = OwnChooser(dispatcher, fleet, self._model.max_ongoing_requests)
         self._parts = RayParts(
             info,
             KnownAdapters(self.config.model.served_names, info.adapters),
@@ -95,9 +150,38 @@ class RayFront(EngineClientBase[RayParts]):
                 runner_info=info.runner_info,
             ),
             PoolingValidator(self.model_info, info.runner_info),
-            clock_of(asyncio.get_running_loop()),
-            Claims(),
+            clock,
+            delivery,
+            fleet,
+            chooser,
         )
+        self._loop = loop
+        if self._model.router_class is not None:
+            subscribe(self._deployment, self._hear_of_replicas)
+            await fleet.first()
+
+    async def close(self) -> None:
+        """End all requests, and close the lines to all replicas. Idempotent."""
+        parts = self._parts
+        if parts is None:
+            return
+        if self._model.router_class is not None:
+            unsubscribe(self._deployment, self._hear_of_replicas)
+        for call in list(self._calls.values()):
+            call.stop(EngineDeadError("the ingress has ended"))
+        self._parts = None
+        await parts.fleet.close()
+        parts.input_processor.close()
+
+    @property
+    def _deployment(self) -> str:
+        return deployment_key(self._handle.deployment_name, self._handle.app_name)
+
+    def _hear_of_replicas(self, tickets: dict[str, str]) -> None:
+        """On the thread of Ray's router."""
+        if (parts := self._parts) is not None:
+            with suppress(RuntimeError):  # our loop has ended
+                self._loop.call_soon_threadsafe(parts.fleet.update, tickets)
 
     async def _ask_first(self) -> ReplicaInfo:
         asking = asyncio.ensure_future(self._handle.describe.remote())
@@ -144,27 +228,23 @@ class RayFront(EngineClientBase[RayParts]):
         seconds: float | None,
         parts: RayParts,
     ) -> None:
-        images, token_ids = spec.encoder_inputs, spec.prompt_token_ids
-        arguments = {
-            "prompt": Encoded(list(token_ids), images) if images else token_ids,
-            "params": spec.pooling_params or spec.sampling_params,
-            "request_id": spec.request_id,
-            "priority": spec.priority,
-            "user": spec.user,
-            "timeout": None if spec.deadline is None else TimeLeft(spec.deadline),
-            "cache_salt": spec.cache_salt,
-            "hints": spec.hints,
-            "adapter": adapter,
-            "client": samples.origin.client,
-            "trace_headers": samples.origin.trace_headers,
-        }
         routed = await self._routed(spec, adapter, parts)
 
         def on_end() -> None:
-            if parts.claims.release(samples):
+            if self._calls.get(spec.request_id) is call:
                 del self._calls[spec.request_id]
 
-        call = Call(self._handle, arguments, routed, stream, len(samples.ids), on_end)
+        call = Call(
+            parts.chooser,
+            parts.delivery,
+            parts.clock,
+            spec,
+            samples,
+            adapter,
+            routed,
+            stream,
+            on_end,
+        )
         self._calls[spec.request_id] = call
         if samples.is_aborted:
             call.let_go()
@@ -175,10 +255,11 @@ class RayFront(EngineClientBase[RayParts]):
             samples.let_go = None
 
     def _drop(self, samples: Samples, parts: RayParts) -> None:
-        if parts.claims.release(samples):
-            call = self._calls.pop(samples.request_id, None)
-            if call is not None:
-                call.drop()
+        if parts.claims.samples_of(samples.request_id) is not samples:
+            return  # it has ended
+        if (call := self._calls.get(samples.request_id)) is not None:
+            call.drop()
+        parts.delivery.processor.drop(samples, parts.clock())
 
     def _abort(self, samples: Samples, parts: RayParts) -> bool:
         call = self._calls.get(samples.request_id)

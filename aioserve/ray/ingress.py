@@ -20,10 +20,12 @@ from starlette.responses import Response, StreamingResponse
 
 from aioserve.config import EngineConfig
 from aioserve.ray.front import RayFront
+from aioserve.ray.pace import Pace
+from aioserve.ray.settings import ModelSettings
 from aioserve.server.access.access import Access
 from aioserve.server.access.accounts import Accounts
 from aioserve.server.access.keyring import Rights
-from aioserve.server.app import build_app, max_body_mib
+from aioserve.server.app import build_app, exempt_from_garbage_collection, max_body_mib
 from aioserve.server.responses.store import ResponseStore
 
 # Of one hop only (RFC 9110, 7.6.1).
@@ -48,9 +50,13 @@ class _Model:
         )
         self._session: ClientSession | None = None
 
-    async def start(self) -> None:
+    async def start(self, settings: ModelSettings) -> None:
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self._path)).start()
+        if settings.direct_port is not None:
+            # Several ingresses of one node share the port.
+            host, port = settings.direct_host, settings.direct_port
+            await web.TCPSite(self._runner, host, port, reuse_port=True).start()
         self._session = ClientSession(
             connector=UnixConnector(path=str(self._path), limit=0),
             timeout=ClientTimeout(total=None),
@@ -70,6 +76,7 @@ class _Model:
         if self._session is not None:
             await self._session.close()
         await self._runner.cleanup()
+        await self.front.close()
 
 
 def _anybody(config: EngineConfig) -> Access:
@@ -93,28 +100,30 @@ _decoder = msgspec.json.Decoder(_Named)
 class Ingress:
     """The deployment that Ray's proxies call."""
 
-    async def __init__(self, *models: Any) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Three for each model, one after the other: the settings of its replicas, whether their
-        router wants hashes, and their handle.
+    async def __init__(self, shares_load: bool, *models: Any) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Three for each model, one after the other: the settings of its replicas, what the
+        application says of it, and their handle. With `shares_load` there are other ingresses.
         """
+        self._pace = Pace()
         self._folder = tempfile.TemporaryDirectory(prefix="aioserve-")
         self._named: dict[str, _Model] = {}
         self._models: list[_Model] = []
         configs: tuple[EngineConfig, ...] = models[::3]
-        wishes: tuple[bool, ...] = models[1::3]
+        settings: tuple[ModelSettings, ...] = models[1::3]
         handles: tuple[DeploymentHandle, ...] = models[2::3]
         responses = ResponseStore()
         own = zlib.crc32(serve.get_replica_context().replica_id.unique_id.encode())
-        for i, (config, hashes, handle) in enumerate(zip(configs, wishes, handles, strict=True)):
-            front = RayFront(
-                config, handle, hashes=hashes, seed=config.runner.seed + (own << 32) + i
-            )
+        parts = zip(configs, settings, handles, strict=True)
+        for i, (config, model_settings, handle) in enumerate(parts):
+            seed = config.runner.seed + (own << 32) + i
+            front = RayFront(config, handle, model_settings, seed=seed, shares_load=shares_load)
             await front.start()
             model = _Model(front, Path(self._folder.name) / f"{i}.sock", responses)
-            await model.start()
+            await model.start(model_settings)
             self._models.append(model)
             for name in (*config.model.served_names, *front.adapters.paths):
                 self._named[name] = model
+        exempt_from_garbage_collection()
 
     async def __call__(self, request: Request) -> Response:
         """Pass it on, and its answer piece by piece. Cancelled, it closes the connection, which
@@ -126,8 +135,8 @@ class Ingress:
 
         async def chunks() -> AsyncIterator[bytes]:
             async with response:
-                async for chunk in response.content.iter_any():
-                    yield chunk
+                async for piece in self._pace.pieces(response):
+                    yield piece
 
         made = StreamingResponse(chunks(), status_code=response.status)
         made.raw_headers = [

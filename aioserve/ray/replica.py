@@ -12,17 +12,21 @@ from typing import Any
 
 import msgspec
 import ray
+from ray import serve
 
 from aioserve.config import EngineConfig, Section
 from aioserve.engine import AsyncEngine, Prompt
 from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.outputs import RequestOutput
 from aioserve.pooling_params import PoolingParams
+from aioserve.ray.door import Door
 from aioserve.ray.gauges import StatsGauges
 from aioserve.ray.kv_feed import KVFeed
 from aioserve.ray.report import Reporter
+from aioserve.ray.router import TICKET
 from aioserve.runner.info import RunnerInfo
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.app import exempt_from_garbage_collection
 from aioserve.version import __version__
 
 
@@ -55,16 +59,19 @@ class EngineReplica:
             time.monotonic,
             lambda: self._engine.adapters.ids,
         )
-        self._feed = KVFeed(ray.util.get_node_ip_address(), reporter.make)
+        host = ray.util.get_node_ip_address()
+        self._feed = KVFeed(host, reporter.make, lambda: self._door.open())
         self._engine = AsyncEngine(config, on_kv_event=self._feed.note)
         try:
             await self._engine.start()
         except BaseException:
             await self._feed.close()
             raise
+        self._door = Door(self._engine, host)
         self._feed.start()
         gauges = StatsGauges(self._engine.get_stats)
         self._reporting = asyncio.create_task(gauges.keep_reporting())
+        exempt_from_garbage_collection()
 
     async def generate(
         self,
@@ -73,30 +80,16 @@ class EngineReplica:
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """As `AsyncEngine.add_request`, and its stream. Cancelling the call aborts the request."""
-        async for output in self.submit(prompt, params, **options):
-            if isinstance(output, RequestOutput):
-                yield output
-
-    async def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams | None = None,
-        *,
-        route: Any = None,
-        **options: Any,
-    ) -> AsyncIterator[RequestOutput | int]:
-        """As `generate`, but first comes the number of prompt tokens, once the request is accepted.
-        `route` was for the router.
-        """
-        stream = await self._engine.add_request(prompt, params, **options)
-        async with stream:
-            yield stream.num_prompt_tokens
+        async with await self._engine.add_request(prompt, params, **options) as stream:
             async for output in stream:
                 yield output
 
-    async def abort(self, request_id: str, *, route: Any = None) -> bool:
-        """As `AsyncEngine.abort`. `route` was for the router, which found us by it."""
-        return self._engine.abort(request_id)
+    async def hold(self, prompt: list[int]) -> AsyncIterator[tuple[str, str]]:
+        """A place in Ray's books for a request that comes by a line: this replica's name and
+        ticket, then nothing until the call is cancelled. `prompt` was for the router.
+        """
+        yield serve.get_replica_context().replica_id.unique_id, self._feed.ticket.encode()
+        await asyncio.Event().wait()
 
     async def describe(self) -> ReplicaInfo:
         """What does not change while it lives."""
@@ -125,7 +118,7 @@ class EngineReplica:
 
     def record_replica_metadata(self) -> dict[str, str]:
         """The ticket of the feed of KV events, which Ray hands to each router."""
-        return {"kv_feed": self._feed.ticket.encode()}
+        return {TICKET: self._feed.ticket.encode()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The queue and KV cache usage that `autoscaling.TokensQueued` scales by."""
@@ -139,8 +132,11 @@ class EngineReplica:
         }
 
     async def __del__(self) -> None:
-        """Ray has waited for its requests, as long as `graceful_shutdown_timeout_s` says."""
+        """Ray waits for its requests, as long as `graceful_shutdown_timeout_s` says."""
         if hasattr(self, "_reporting"):  # else it never started
+            if self._engine.errored is None:
+                await self._door.leave()
             self._reporting.cancel()
+            self._door.close()
             await self._engine.shutdown()
             await self._feed.close()

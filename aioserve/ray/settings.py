@@ -60,6 +60,8 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     ray_actor_options: dict[str, Any] = field(default_factory=dict)  # num_cpus, num_gpus, ...
     max_ongoing_requests: PositiveInt = 10_000  # of a replica; its engine refuses what is too much
     graceful_shutdown_timeout_s: PositiveFloat = 600.0  # for a replica's requests, when it goes
+    direct_port: Annotated[int, Meta(ge=1, le=65535)] | None = None  # of each ingress, for HTTP
+    direct_host: str = "127.0.0.1"  # the address of that port
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -36,7 +36,14 @@ from aioserve.routing.registry import (
     short_name,
 )
 from aioserve.routing.step_times import StepTimes
-from aioserve.routing.views import REPORTED, ROLES, ReplicaReport, ReplicaView, RoutedRequest
+from aioserve.routing.views import (
+    REPORTED,
+    ROLES,
+    ReplicaReport,
+    ReplicaView,
+    RoutedRequest,
+    SentLoad,
+)
 
 __all__ = [
     "MAX_WAIT_SECONDS",
@@ -64,6 +71,7 @@ __all__ = [
     "RouterError",
     "RouterInterface",
     "RouterOptions",
+    "SentLoad",
     "Split",
     "StepTimes",
     "Wait",

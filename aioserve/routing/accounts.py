@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from aioserve.routing.errors import blamed
 from aioserve.routing.interface import RouterInterface
-from aioserve.routing.views import ReplicaReport, ReplicaView, RoutedRequest
+from aioserve.routing.views import ReplicaReport, ReplicaView, RoutedRequest, SentLoad
 
 # A token that is held while a reply is made, beside one that still has to be computed. A guess: by
 # the profile h200-llama-8b-roofline, 300 tokens of a reply read a token of context for 9 us, and
@@ -22,7 +22,7 @@ class Account:
     """One replica, as its sender keeps account of it; a replica that comes back has a new one."""
 
     __slots__ = ("changed", "make_report", "name", "num_sent", "num_unstarted_tokens", "order",
-                 "place", "reported", "role", "work")  # fmt: skip
+                 "others", "place", "reported", "role", "work")  # fmt: skip
 
     def __init__(self, name: str, order: int, changed: "set[Account]", role: str = "") -> None:
         """`changed` takes in the account when its view is no longer what the router should see."""
@@ -34,6 +34,7 @@ class Account:
         self.work = 0.0
         self.num_sent = 0
         self.num_unstarted_tokens = 0
+        self.others = SentLoad()  # of other senders
         self.reported: Reported | None = None
         self.make_report: Callable[[], Reported] | None = None  # one that is newer, if asked for
 
@@ -45,7 +46,13 @@ class Account:
 
     def view_with(self, reported: Reported | None) -> ReplicaView:
         """The account beside a report."""
-        own = self.name, self.work, self.num_sent, self.num_unstarted_tokens
+        others = self.others
+        own = (
+            self.name,
+            self.work + others.work,
+            self.num_sent + others.num_requests,
+            self.num_unstarted_tokens + others.num_unstarted_tokens,
+        )
         if reported is None:
             return ReplicaView(*own, role=self.role)
         report, known_at = reported

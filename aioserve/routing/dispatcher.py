@@ -15,7 +15,7 @@ from aioserve.routing.errors import RouterError, blamed
 from aioserve.routing.interface import BaseRouter
 from aioserve.routing.prefix_index import PrefixIndex
 from aioserve.routing.prefixes import Prefixes
-from aioserve.routing.views import ReplicaView, RoutedRequest
+from aioserve.routing.views import ReplicaView, RoutedRequest, SentLoad
 
 
 class Dispatcher:
@@ -96,9 +96,28 @@ class Dispatcher:
         """What is known of a replica, beside a report that the router need not have."""
         return self._accounts[name].view_with(reported)
 
+    def on_others(self, name: str, load: SentLoad) -> None:
+        """Other senders have sent this to a replica. Changes nothing if it is not known."""
+        if (account := self._accounts.get(name)) is not None:
+            account.others = load
+            self._changed.add(account)
+
+    def own_load(self, name: str) -> SentLoad:
+        """What this sender alone has sent to a replica; nothing to one that is not known."""
+        account = self._accounts.get(name)
+        if account is None:
+            return SentLoad()
+        return SentLoad(account.work, account.num_sent, account.num_unstarted_tokens)
+
     def work_of(self, name: str) -> float:
-        """The work of a replica, in tokens, by this sender's account."""
-        return self._accounts[name].work
+        """The work of a replica, in tokens, by the accounts of all senders."""
+        account = self._accounts[name]
+        return account.work + account.others.work
+
+    def num_requests_of(self, name: str) -> int:
+        """Requests that all senders have sent to a replica and have not ended."""
+        account = self._accounts[name]
+        return account.num_sent + account.others.num_requests
 
     def choose(
         self, request: RoutedRequest, avoid: Set[str] = frozenset()

@@ -76,12 +76,21 @@ class ReplicaReport(msgspec.Struct, frozen=True, gc=False):
 ROLES = ("", "prefill", "decode")
 
 
+class SentLoad(msgspec.Struct, frozen=True, gc=False):
+    """What one sender has sent to a replica and has not ended, or several senders together."""
+
+    work: float = 0.0  # tokens, as `ReplicaView` counts them
+    num_requests: int = 0
+    num_unstarted_tokens: int = 0  # of prompts without a first token; cached ones left out
+
+
 class ReplicaView(msgspec.Struct, frozen=True, gc=False):
     """A replica, as far as this sender knows it when the router is asked.
 
-    `work`, `num_sent` and `num_unstarted_tokens` are the sender's own account and always right;
-    they hold nothing of other senders. All fields after `known_at` are what the replica said then,
-    and are 0 before it has said anything, or if the router does not state `uses_reports`.
+    `work`, `num_sent` and `num_unstarted_tokens` are the sender's own account, which is always
+    right, and what other senders have told of theirs, which is as old as their messages. All fields
+    after `known_at` are what the replica said then, and are 0 before it has said anything, or if
+    the router does not state `uses_reports`.
     """
 
     name: str  # unique in its fleet; a replica that comes back empty may have it again

@@ -1,14 +1,13 @@
-"""The engine's side of its workers: takes what they ask, and sends them what steps bring.
+"""The engine's side of its workers: answers what they ask for the whole server.
 
-A worker that is slow gets fewer, longer messages; the engine never waits for it. Knows no HTTP and
-no text; which processes the workers are, `pool` knows.
+Requests and their outputs are the forwarder's. Knows no HTTP and no text; which processes the
+workers are, `pool` knows.
 """
 
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,8 +15,7 @@ import zmq
 
 from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import AsyncEngine
-from aioserve.engine.samples import Samples, SampleState, wants_only_end
-from aioserve.errors import AioserveError, EngineDeadError
+from aioserve.errors import AioserveError
 from aioserve.operations import (
     AbortElsewhere,
     LoadAdapter,
@@ -27,30 +25,22 @@ from aioserve.operations import (
 )
 from aioserve.operations.answers import AdapterPaths
 from aioserve.operations.command import Command, EngineCommand
-from aioserve.outputs import EngineCoreOutput, FinishReason
-from aioserve.request import Request
 from aioserve.server.access.access import MainAccess, Refusals
 from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import ResponseStore
-from aioserve.version import __version__
-from aioserve.workers.line import Attachments, Calls, Line
+from aioserve.workers.forwarder import Forwarder
+from aioserve.workers.line import Line, OnMessage
 from aioserve.workers.messages import (
     NO_ANSWER,
     TO_HOST,
-    Abort,
     AbortHere,
-    Add,
     Ask,
-    Drop,
     EndLease,
     EnterAccount,
     EnterQueue,
-    Failed,
     Failure,
     FindResponse,
     ForgetResponse,
-    Greeting,
-    Hello,
     KeepResponse,
     KnowAdapters,
     KnowKeys,
@@ -58,15 +48,10 @@ from aioserve.workers.messages import (
     Listening,
     MakeReport,
     MessageToEngine,
-    MessageToWorker,
     Prepared,
     Quit,
     Reply,
-    Stopped,
-    ToEngine,
-    ToWorker,
     Welcome,
-    decode_spec,
     decoder,
     encoder,
 )
@@ -77,8 +62,6 @@ logger = logging.getLogger(__name__)
 # A guess.
 ANSWER_SECONDS = 2.0
 
-_to_engine = decoder(ToEngine)
-_hello = decoder(Hello)
 _command = decoder(TO_HOST)
 
 
@@ -171,94 +154,7 @@ class Host:
         self._telling = asyncio.ensure_future(_ask_all(self.workers, KnowKeys(list(keys))))
 
 
-class _Outbox:
-    """What a worker has not been sent yet."""
-
-    def __init__(self) -> None:
-        self.messages: list[MessageToWorker] = []
-        self.outputs: list[EngineCoreOutput] = []
-        self.num_cached_tokens: dict[str, int] = {}
-        self.vectors: dict[str, bytes] = {}
-        self.failed: list[Failed] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.messages or self.outputs or self.failed)
-
-    def encode(self) -> bytes:
-        return encoder.encode(
-            ToWorker(self.messages, self.outputs, self.num_cached_tokens, self.vectors, self.failed)
-        )
-
-    def clear(self) -> None:
-        self.messages, self.outputs, self.failed = [], [], []
-        self.num_cached_tokens, self.vectors = {}, {}
-
-    def merge(self) -> None:
-        """One output per sample: what waits is bounded by what the samples may have."""
-        merged: dict[str, EngineCoreOutput] = {}
-        for output in self.outputs:
-            before = merged.get(output.request_id)
-            merged[output.request_id] = output if before is None else _merge(before, output)
-        self.outputs = list(merged.values())
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop unsent output of requests that are over; other requests may get their ids."""
-        gone = set(request_ids)
-        if self.outputs:
-            self.outputs = [output for output in self.outputs if output.request_id not in gone]
-        for by_id in (self.num_cached_tokens, self.vectors):
-            for request_id in gone & by_id.keys():
-                del by_id[request_id]
-        if self.failed:
-            for failed in self.failed:
-                failed.request_ids[:] = [i for i in failed.request_ids if i not in gone]
-
-
-def _merge(before: EngineCoreOutput, newer: EngineCoreOutput) -> EngineCoreOutput:
-    logprobs = before.new_logprobs
-    if newer.new_logprobs is not None:
-        logprobs = (logprobs or []) + newer.new_logprobs
-    return msgspec.structs.replace(
-        newer,
-        new_token_ids=before.new_token_ids + newer.new_token_ids,
-        new_logprobs=logprobs,
-        prompt_logprobs=before.prompt_logprobs or newer.prompt_logprobs,
-    )
-
-
-class _ForwardedState(SampleState):
-    """A sample that is read in a worker."""
-
-    __slots__ = ("_worker",)
-
-    is_read_here = False
-
-    def __init__(self, request: Request, samples: Samples, worker: "WorkerClient") -> None:
-        waits = wants_only_end(request.sampling_params)
-        super().__init__(request, samples, waits_for_end=waits)
-        self._worker = worker
-
-    def deliver(self, output: EngineCoreOutput, now: float) -> FinishReason | None:
-        outbox, request = self._worker.outbox, self.request
-        if not self.num_output_tokens and request.num_cached_tokens:
-            outbox.num_cached_tokens[request.request_id] = request.num_cached_tokens
-        if self.waits_for_end:
-            output = msgspec.structs.replace(output, new_token_ids=request.output_token_ids)
-        if output.embedding is not None:
-            outbox.vectors[request.request_id] = output.embedding.astype("<f4").tobytes()
-            output = msgspec.structs.replace(output, embedding=None)
-        self.num_output_tokens += len(output.new_token_ids)
-        outbox.outputs.append(output)
-        if output.finish_reason is not None:
-            self._worker.on_end(self.samples)
-        return output.finish_reason
-
-    def fail(self, error: BaseException) -> None:
-        self._worker.outbox.failed.append(Failed([self.request.request_id], Failure.of(error)))
-        self._worker.on_end(self.samples)
-
-
-class WorkerClient:
+class WorkerClient(Forwarder):
     """One worker in one life, from before it is connected."""
 
     def __init__(
@@ -269,30 +165,18 @@ class WorkerClient:
         address: str,
         on_listening: Callable[[], None],
     ) -> None:
-        self.name = name
         self.is_prepared = False
         self.is_listening = False
-        self.outbox = _Outbox()
         self.refusals: Refusals = Counter()  # as it told last
         self._host = host
-        self._engine = host.engine
         self._on_listening = on_listening
-        self._client_index = self._engine.connect(self._send)
-        self._is_welcome = False
-        self._is_sending_soon = False
-        self._calls = Calls()
-        self._samples: dict[str, Samples] = {}  # of requests that live, by their ids
-        self._adding: dict[str, asyncio.Task[None]] = {}
-        self._claiming: set[str] = set()  # request ids of these, reserved for this worker
         self._leases: dict[int, Callable[[], None]] = {}  # what ends each of them
         self._answering: set[asyncio.Task[Any]] = set()
-        try:
-            self._line = Line(
-                context, address, listens=True, on_message=self._on_message, on_room=self._send
-            )
-        except OSError:
-            self._engine.disconnect(self._client_index)
-            raise
+
+        def make_line(on_message: OnMessage, on_room: Callable[[], None]) -> Line:
+            return Line(context, address, listens=True, on_message=on_message, on_room=on_room)
+
+        super().__init__(host.engine, name, make_line)
 
     def listen(self) -> None:
         """Tell the worker to take connections from now on."""
@@ -303,16 +187,9 @@ class WorkerClient:
         self._say(Quit(exit_code))
 
     def close(self) -> int:
-        """It is gone. Returns how many requests of it are dropped."""
-        self._line.close()
-        self._engine.disconnect(self._client_index)
-        num_requests = len(self._samples) + len(self._adding)
-        for task in (*self._adding.values(), *self._answering):
+        for task in self._answering:
             task.cancel()
-        self._calls.fail(EngineDeadError(f"{self.name} has ended"))
-        for samples in self._samples.values():
-            self._engine.drop(samples)
-        self._samples.clear()
+        num_requests = super().close()
         for lease in list(self._leases):
             self.end_lease(lease)
         return num_requests
@@ -344,65 +221,9 @@ class WorkerClient:
         except (TimeoutError, AioserveError):
             return None
 
-    def on_end(self, samples: Samples) -> None:
-        """A sample has ended, and has not been taken off the list of those that live."""
-        if samples.num_live == 1:
-            self._samples.pop(samples.request_id, None)
-        self._send_soon()
-
-    def _on_message(self, message: bytes, attached: Attachments) -> None:
-        if not self._is_welcome:
-            self._greet(_hello.decode(message))
-            return
-        arrays = iter(attached)
-        try:
-            messages = _to_engine.decode(message).messages
-        except Exception:  # a client that waits for what the message held would wait for ever
-            logger.critical("what %s says cannot be read: it is ended", self.name, exc_info=True)
-            self.quit(EXIT_FAILED)
-            return
-        for said in messages:
-            own = list(islice(arrays, len(said.arrays))) if isinstance(said, Add) else ()
-            try:
-                self._take(said, own)
-            except Exception:  # what comes after it is for others
-                logger.exception("a message of %s failed", self.name)
-
-    def _take(self, said: MessageToEngine, attached: Attachments) -> None:
-        match said:
-            case Add():
-                self._add(said, attached)
-            case Drop(request_id):
-                self._drop(request_id)
-            case Stopped(num_tokens):
-                self._stop(num_tokens)
-            case Abort(request_id):
-                if request_id in self._adding:  # by the time of the call, that has begun
-                    asyncio.get_running_loop().call_soon(self._abort, request_id)
-                else:
-                    self._abort(request_id)
-            case Ask(call_id, command):
-                self._spawn(self._answer(call_id, bytes(command)))
-            case Reply(call_id, answer, failure):
-                error = None if failure is None else failure.to_error()
-                self._calls.settle(call_id, bytes(answer), error)
-            case Prepared():
-                self.is_prepared = True
-                self._host.on_prepared(self)
-            case Listening():
-                self.is_listening = True
-                if (log_level := self._host.log_level) is not None:
-                    self._spawn(self.ask(log_level))  # it was started with that of the settings
-                self._on_listening()
-
-    def _greet(self, hello: Hello) -> None:
-        if hello.version != __version__:
-            refusal = f"it is version {hello.version}, the engine is {__version__}: start anew"
-            self._line.send(encoder.encode(Greeting(refusal, NO_ANSWER)))
-            return
-        self._is_welcome = True
+    def welcome(self) -> Welcome:
         engine = self._engine
-        welcome = Welcome(
+        return Welcome(
             engine.config,
             self._client_index,
             engine.started_at,
@@ -411,70 +232,22 @@ class WorkerClient:
             dict(engine.adapters.paths),
             list(self._host.access.keyring.keys),
         )
-        self._line.send(encoder.encode(Greeting("", msgspec.Raw(encoder.encode(welcome)))))
-        self._send_soon()
 
-    def _add(self, add: Add, attached: Attachments) -> None:
-        try:
-            spec = decode_spec(add, attached)
-        except Exception as error:
-            self._say(Reply(add.call_id, NO_ANSWER, Failure.of(error)))
-            return
-        spec = msgspec.structs.replace(spec, client_index=self._client_index)
+    def refuse(self) -> None:
+        self.quit(EXIT_FAILED)
 
-        async def run() -> None:
-            failure = None
-            self._claiming.add(spec.request_id)  # the first that is done, or it is refused at once
-            try:
-                samples = await self._engine.accept(
-                    spec,
-                    add.adapter,
-                    add.timeout,
-                    lambda request, samples: _ForwardedState(request, samples, self),
-                    add.origin,
-                )
-                if samples.num_live:
-                    self._samples[spec.request_id] = samples
-            except Exception as error:
-                failure = Failure.of(error)
-                if not isinstance(error, AioserveError):
-                    logger.exception("%s could not be accepted", spec.request_id)
-            finally:
-                self._claiming.discard(spec.request_id)
-            self._say(Reply(add.call_id, NO_ANSWER, failure))
-
-        def forget(task: asyncio.Task[None]) -> None:
-            if self._adding.get(spec.request_id) is task:
-                del self._adding[spec.request_id]
-
-        self._adding[spec.request_id] = task = asyncio.create_task(run())
-        task.add_done_callback(forget)
-
-    def _abort(self, request_id: str) -> None:
-        """What another worker has by that id goes on."""
-        if request_id in self._samples or request_id in self._claiming:
-            self._engine.abort(request_id)
-
-    def _drop(self, request_id: str) -> None:
-        if (task := self._adding.get(request_id)) is not None:
-            task.cancel()
-        if (samples := self._samples.pop(request_id, None)) is not None:
-            self.outbox.forget(samples.ids)
-            self._engine.drop(samples)
-
-    def _stop(self, num_tokens: dict[str, int]) -> None:
-        self.outbox.forget(num_tokens)
-        own = set(self._samples)
-        if not own.issuperset(num_tokens):  # one of several; or it has ended, and is another's now
-            own.update(*(samples.ids for samples in self._samples.values()))
-        self._engine.end_stopped({i: count for i, count in num_tokens.items() if i in own})
-        for sample_id in num_tokens:
-            # The id of its request, if that is for one sample; else one of several has ended.
-            samples = self._samples.get(sample_id)
-            if samples is None:
-                self._samples = {i: own for i, own in self._samples.items() if own.num_live}
-            elif not samples.num_live:
-                del self._samples[sample_id]
+    def take(self, said: MessageToEngine) -> None:
+        match said:
+            case Ask(call_id, command):
+                self._spawn(self._answer(call_id, bytes(command)))
+            case Prepared():
+                self.is_prepared = True
+                self._host.on_prepared(self)
+            case Listening():
+                self.is_listening = True
+                if (log_level := self._host.log_level) is not None:
+                    self._spawn(self.ask(log_level))  # it was started with that of the settings
+                self._on_listening()
 
     async def _answer(self, call_id: int, encoded: bytes) -> None:
         answer, failure = NO_ANSWER, None
@@ -491,26 +264,6 @@ class WorkerClient:
         task = asyncio.create_task(work)
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
-
-    def _say(self, message: MessageToWorker) -> None:
-        self.outbox.messages.append(message)
-        self._send_soon()
-
-    def _send_soon(self) -> None:
-        """What comes in one turn of the loop goes in one message."""
-        if not self._is_sending_soon:
-            self._is_sending_soon = True
-            asyncio.get_running_loop().call_soon(self._send)
-
-    def _send(self) -> None:
-        """All that is there, if there is room; after each step with outputs of this client."""
-        self._is_sending_soon = False
-        if not (self.outbox and self._is_welcome):
-            return
-        if not self._line.is_full and self._line.send(self.outbox.encode()):
-            self.outbox.clear()
-        else:
-            self.outbox.merge()
 
 
 async def _ask_all(workers: Iterable[WorkerClient], command: Command[Any]) -> list[Any]:

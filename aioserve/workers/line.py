@@ -12,6 +12,9 @@ import zmq
 #: Memory that goes along with a message, uncopied: it is not changed any more.
 Attachments = Sequence[Any]
 
+#: Gets a message, and what is attached to it as memoryviews.
+OnMessage = Callable[[bytes, Attachments], None]
+
 # Messages that are on their way at most, on each side of the connection, before a sender is told
 # that there is no room; the system's own buffer holds some more. A guess: steps for a blink.
 MAX_QUEUED = 32
@@ -29,13 +32,13 @@ class Line:
         address: str,
         *,
         listens: bool,
-        on_message: Callable[[bytes, Attachments], None],
+        on_message: OnMessage,
         on_room: Callable[[], None],
+        prepare: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
     ) -> None:
-        """`listens`: it is the end that is there first. `on_message` gets what the other end sent,
-        a message and what is attached to it as memoryviews;
-        `on_room` is called when there is room again after a `send` that found none. Raises
-        `OSError`.
+        """`listens`: it is the end that is there first. `on_message` gets what the other end sent;
+        `on_room` is called when there is room again after a `send` that found none; `prepare` gets
+        the socket before it is bound or connected. Raises `OSError`.
         """
         self._on_message = on_message
         self._on_room = on_room
@@ -43,12 +46,19 @@ class Line:
         self._is_full = False
         self._is_due = False  # the loop will look at the socket anyway
         try:
-            self._socket = _paired(context, address, listens)
+            self._socket = _paired(context, address, listens, prepare)
         except zmq.ZMQError as error:
             raise OSError(error.errno, zmq.strerror(error.errno or 0), address) from error
         self._fd = self._socket.fileno()
         # The descriptor tells that something has changed, once; what, must be asked each time.
         self._loop.add_reader(self._fd, self._look)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that it got, or what it is connected to."""
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.decode().rstrip("\0")
 
     @property
     def is_full(self) -> bool:
@@ -112,18 +122,26 @@ class Line:
 
 
 def _paired(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, listens: bool
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    listens: bool,
+    prepare: Callable[[zmq.Socket[bytes]], None],
 ) -> zmq.Socket[bytes]:
     pair = context.socket(zmq.PAIR)
     try:
         pair.set(zmq.LINGER, 0)
         pair.set(zmq.SNDHWM, MAX_QUEUED)
         pair.set(zmq.RCVHWM, MAX_QUEUED)
+        prepare(pair)
         (pair.bind if listens else pair.connect)(address)
     except BaseException:
         pair.close()  # the context waits for it at its end
         raise
     return pair
+
+
+#: Makes a line, of what is to be done with messages and with room for them.
+MakeLine = Callable[[OnMessage, Callable[[], None]], Line]
 
 
 class Calls:

@@ -5,7 +5,7 @@ Tokenizes, detokenizes and finds stop strings here; all else is the engine's. Kn
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, NamedTuple, cast
 
@@ -22,26 +22,24 @@ from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.delivery.output_processor import OutputProcessor
 from aioserve.engine.observe.histogram import Histogram
 from aioserve.engine.observe.loop_monitor import LoopMonitor
-from aioserve.engine.samples import Claims, Samples, SampleState
-from aioserve.errors import ConfigError, EngineDeadError
+from aioserve.engine.samples import Claims, Samples
+from aioserve.errors import EngineDeadError
 from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, SetLogLevel
 from aioserve.operations.answers import Counted, Health
 from aioserve.operations.command import Answer, Command
-from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
 from aioserve.server.access.accounts import Leave
 from aioserve.server.responses.store import Kept
-from aioserve.version import __version__
-from aioserve.workers.line import Attachments, Calls, Line
+from aioserve.workers.engine_end import EngineEnd
+from aioserve.workers.line import Line, OnMessage
 from aioserve.workers.messages import (
     NO_ANSWER,
     TO_WORKER,
     Abort,
     AbortHere,
-    Add,
     Ask,
     Drop,
     EndLease,
@@ -50,8 +48,6 @@ from aioserve.workers.messages import (
     Failure,
     FindResponse,
     ForgetResponse,
-    Greeting,
-    Hello,
     HostCommand,
     KeepResponse,
     KnowAdapters,
@@ -59,28 +55,22 @@ from aioserve.workers.messages import (
     Listen,
     Listening,
     MakeReport,
-    MessageToEngine,
     Prepared,
     Quit,
     Reply,
     Report,
-    Stopped,
-    ToEngine,
     ToWorker,
     Welcome,
-    arrays_of,
     decoder,
-    encode_spec,
     encoder,
 )
+from aioserve.workers.remote_delivery import RemoteDelivery
 
 logger = logging.getLogger(__name__)
 
 # Seconds after which an engine that has not answered counts as not well. A guess.
 HEALTH_SECONDS = 5.0
 
-_greeting = decoder(Greeting)
-_to_worker = decoder(ToWorker)
 _command = decoder(TO_WORKER)
 
 
@@ -89,33 +79,18 @@ class RemoteParts(NamedTuple):
 
     input_processor: InputProcessor
     pooling: PoolingValidator
-    output_processor: OutputProcessor
+    delivery: RemoteDelivery
     clock: Clock
+
+    @property
+    def output_processor(self) -> OutputProcessor:
+        """The readers of this worker."""
+        return self.delivery.processor
 
     @property
     def claims(self) -> Claims:
         """The ids that requests of this worker have taken."""
         return self.output_processor.claims
-
-
-class _StopCounts:
-    """Counts nothing but the tokens of those that a stop string has ended: the engine does."""
-
-    def __init__(self) -> None:
-        self.num_generation_tokens = 0
-        self.num_tokens: dict[str, int] = {}
-
-    def on_prompt_computed(self, state: SampleState, now: float) -> None:
-        pass
-
-    def on_next_tokens(self, seconds: float, num_requests: int) -> None:
-        pass
-
-    def on_finished(
-        self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
-    ) -> None:
-        if reason is FinishReason.STOP:
-            self.num_tokens[state.request.request_id] = num_output_tokens
 
 
 class RemoteEngine(EngineClientBase[RemoteParts]):
@@ -135,7 +110,6 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         self._adapters: KnownAdapters | None = None
         self._parts: RemoteParts | None = None
         self._error: EngineDeadError | None = None
-        self._counts = _StopCounts()
         #: What the application of this process has counted.
         self.tell_counted: Callable[[], list[Counted]] = list
         self._loop_delay = Histogram()
@@ -143,22 +117,16 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
             lambda: self._parts is not None and len(self._parts.output_processor) > 0,
             self._loop_delay.observe,
         )
-        self._greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._early: list[bytes] = []  # what came right after the greeting
-        self._calls = Calls()
         self._last_lease = 0
-        self._accepting: dict[int, Callable[[], None]] = {}  # by number of a call
-        self._unsent: list[MessageToEngine] = []
-        self._unsent_arrays: list[Any] = []  # theirs, in their order
-        self._is_sending_soon = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._line = Line(
-            self._context,
-            address,
-            listens=False,
-            on_message=self._on_message,
-            on_room=self._send,
-        )
+
+        def make_line(on_message: OnMessage, on_room: Callable[[], None]) -> Line:
+            return Line(
+                self._context, address, listens=False, on_message=on_message, on_room=on_room
+            )
+
+        self._end = EngineEnd(make_line, self._fail)
+        self._calls = self._end.calls
 
     @property
     def adapters(self) -> KnownAdapters:
@@ -170,11 +138,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         """Greet the engine, and learn what to serve. Raises `ConfigError` if it refuses us, or the
         tokenizer cannot be read here.
         """
-        self._line.send(encoder.encode(Hello(__version__)))
-        greeting: Greeting = _greeting.decode(await self._greeting)
-        if greeting.refusal:
-            raise ConfigError(f"the engine refuses this worker: {greeting.refusal}")
-        welcome: Welcome = decoder(Welcome).decode(greeting.welcome)
+        welcome: Welcome = await self._end.greet(Welcome)
         self.config = config = welcome.config
         self.model_info = info = ModelInfo(config.model)
         self.started_at = welcome.started_at
@@ -191,25 +155,24 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
                 runner_info=welcome.runner_info,
             ),
             PoolingValidator(info, welcome.runner_info),
-            OutputProcessor(info.tokenizer, self._counts, clock=clock, may_wait=False),
+            RemoteDelivery(info.tokenizer, clock),
             clock,
         )
-        for message in self._early:
-            self._on_message(message)
+        self._end.open(self._take)
 
     def tell(self, command: HostCommand[None]) -> None:
         """As `ask`, of what needs no answer: nothing happens if the engine has died."""
         if self._error is None:
-            self._say(Ask(self._calls.number(), msgspec.Raw(encoder.encode(command))))
+            self._end.say(Ask(self._calls.number(), msgspec.Raw(encoder.encode(command))))
 
     async def turn(self) -> None:
         """Return when we may take connections: we could now."""
-        self._say(Prepared())
+        self._end.say(Prepared())
         await self._may_listen.wait()
 
     def begin(self) -> None:
         """We take connections from now on."""
-        self._say(Listening())
+        self._end.say(Listening())
 
     def die(self, why: str) -> None:
         """Fail all requests and calls of this worker: the engine has died."""
@@ -221,7 +184,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
     def close(self) -> None:
         """Nothing is sent or received any more."""
         self._pulse.stop()
-        self._line.close()
+        self._end.line.close()
         self._context.term()
         if self._parts is not None:
             self._parts.input_processor.close()
@@ -286,7 +249,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
     async def _ask(self, command: Command[Answer]) -> Answer:
         self._alive()
         number, future = self._calls.begin()
-        self._say(Ask(number, msgspec.Raw(encoder.encode(command))))
+        self._end.say(Ask(number, msgspec.Raw(encoder.encode(command))))
         try:
             answer: Answer = decoder(command.answer_type).decode(await future)
         finally:
@@ -312,96 +275,59 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         parts: RemoteParts,
     ) -> None:
         self._alive()
-        forms, arrays = arrays_of(spec)
-        spec = spec.without_arrays()  # a worker never reads them
-        requests = [Request(own) for own in samples.specs(spec)]
+        requests = [Request(own) for own in samples.specs(spec.without_arrays())]
 
         def accept() -> None:
             for index, request in enumerate(requests):
                 parts.output_processor.add_request(request, samples, index, stream)
             self._pulse.start()
 
-        number, future = self._calls.begin()
-        # Not before: until then there may be outputs of one that had its id, and was dropped.
-        self._accepting[number] = accept
-        samples.let_go = lambda: self._say(Abort(samples.request_id))
+        future = self._end.add(spec, adapter, seconds, samples.origin, accept)
+        samples.let_go = lambda: self._end.say(Abort(samples.request_id))
         try:
-            self._say(
-                Add(number, *encode_spec(spec), adapter, seconds, samples.origin, forms), arrays
-            )
             await future
         finally:
             del future  # as in `_ask`
             samples.let_go = None
-            del self._accepting[number]
 
     def _drop(self, samples: Samples, parts: RemoteParts) -> None:
         if parts.claims.samples_of(samples.request_id) is not samples:
             return  # it has ended
         parts.output_processor.drop(samples, parts.clock())
         if self._error is None:
-            self._say(Drop(samples.request_id))
+            self._end.say(Drop(samples.request_id))
 
     def _abort(self, samples: Samples, parts: RemoteParts) -> bool:
         samples.is_aborted = True
-        self._say(Abort(samples.request_id))
+        self._end.say(Abort(samples.request_id))
         return True
-
-    def _on_message(self, message: bytes, _: Attachments = ()) -> None:
-        if not self._greeting.done():
-            self._greeting.set_result(message)
-            return
-        parts = self._parts
-        if parts is None:
-            self._early.append(message)
-            return
-        try:
-            self._take(_to_worker.decode(message), parts)
-        except Exception as error:  # as in one process: to go on without it may tell nonsense
-            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """A message is lost: a client that waits for what it held would wait for ever."""
         logger.critical("this worker has failed", exc_info=error)
         self.die(f"this worker has failed ({type(error).__name__})")
-        self._end(EXIT_FAILED)
+        self._finish(EXIT_FAILED)
 
-    def _take(self, said: ToWorker, parts: RemoteParts) -> None:
+    def _take(self, said: ToWorker) -> None:
+        parts = self._parts
+        assert parts is not None
         for one in said.messages:
             match one:
-                case Reply(call_id, answer, failure):
-                    accept = self._accepting.get(call_id)
-                    if accept is not None and failure is None and self._calls.is_open(call_id):
-                        accept()
-                    error = None if failure is None else failure.to_error()
-                    self._calls.settle(call_id, bytes(answer), error)
                 case Ask(call_id, command):
                     self._answer(call_id, bytes(command))
                 case Listen():
                     self._may_listen.set()
                 case Quit(exit_code):
-                    self._end(exit_code)
-        if said.outputs:
-            self._deliver(said, parts)
+                    self._finish(exit_code)
+        if said.outputs and (stopped := parts.delivery.deliver(said)) is not None:
+            self._end.say(stopped)
         for failed in said.failed:
             error = failed.failure.to_error()
             parts.output_processor.fail_requests(failed.request_ids, error, parts.clock())
 
-    def _end(self, exit_code: int) -> None:
+    def _finish(self, exit_code: int) -> None:
         if not self.is_over.done():
             self.is_over.set_result(exit_code)
-
-    def _deliver(self, said: ToWorker, parts: RemoteParts) -> None:
-        for request_id, num_tokens in said.num_cached_tokens.items():
-            parts.output_processor.set_num_cached_tokens(request_id, num_tokens)
-        outputs = said.outputs
-        if said.vectors:
-            outputs = [_with_vector(output, said.vectors) for output in outputs]
-        stopped = parts.output_processor.process_outputs(outputs, parts.clock())
-        if stopped:
-            counted = self._counts.num_tokens
-            self._say(Stopped({sample_id: counted[sample_id] for sample_id in stopped}))
-        self._counts.num_tokens.clear()
 
     def _answer(self, call_id: int, encoded: bytes) -> None:
         answer: Any = None
@@ -425,35 +351,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
             logger.exception("a command of the engine could not be answered")
             failure = Failure.of(error)
         told = NO_ANSWER if failure else msgspec.Raw(encoder.encode(answer))
-        self._say(Reply(call_id, told, failure))
-
-    def _say(self, message: MessageToEngine, arrays: Attachments = ()) -> None:
-        """What comes in one turn of the loop goes in one message."""
-        self._unsent.append(message)
-        self._unsent_arrays += arrays
-        if not self._is_sending_soon:
-            self._is_sending_soon = True
-            asyncio.get_running_loop().call_soon(self._send)
-
-    def _send(self) -> None:
-        self._is_sending_soon = False
-        try:
-            message = encoder.encode(ToEngine(self._unsent)) if self._unsent else b""
-        except Exception as error:  # it would be in the way of all that comes after it
-            self._unsent, self._unsent_arrays = [], []
-            self._fail(error)
-            return
-        if message and self._line.send(message, self._unsent_arrays):
-            self._unsent, self._unsent_arrays = [], []
-
-
-def _with_vector(output: EngineCoreOutput, vectors: Mapping[str, bytes]) -> EngineCoreOutput:
-    import numpy as np
-
-    if output.request_id not in vectors:
-        return output
-    vector = np.frombuffer(vectors[output.request_id], dtype="<f4").astype(np.float32)
-    return msgspec.structs.replace(output, embedding=vector)
+        self._end.say(Reply(call_id, told, failure))
 
 
 class RemoteAccounts:

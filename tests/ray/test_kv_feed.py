@@ -5,7 +5,7 @@ import pytest_asyncio
 import zmq
 
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from aioserve.ray.kv_feed import KVFeed, Ticket, follow
+from aioserve.ray.kv_feed import KVFeed, Listener, Ticket, follow
 from aioserve.routing import ReplicaReport
 
 
@@ -17,14 +17,14 @@ def removed(name: str) -> BlockRemoved:
     return BlockRemoved(name.encode())
 
 
-class Follower:
+class Follower(Listener):
     """What a router knows of one replica."""
 
     def __init__(self, feed: KVFeed, silence: float = 5.0) -> None:
         self.held: set[str] = set()
         self.num_cleared = 0
         self._changed = asyncio.Event()
-        self.task = asyncio.create_task(follow(feed.ticket, self._note, silence=silence))
+        self.task = asyncio.create_task(follow(feed.ticket, self, silence))
 
     async def expect(self, *names: str) -> None:
         """Returns when these are held, and no others."""
@@ -37,7 +37,7 @@ class Follower:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
-    def _note(self, event: KVEvent) -> None:
+    def on_event(self, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             self.held.clear()
             self.num_cleared += 1
@@ -82,7 +82,7 @@ async def test_a_stranger_hears_nothing_and_costs_no_memory(feed: KVFeed) -> Non
         for stranger in strangers:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(feed.ticket.address)
-            stranger.send_multipart([b"hello", feed.ticket.token[1:]])
+            stranger.send_multipart([b"h" + feed.ticket.token[1:], b"follow"])
         second = Follower(feed)  # what came before it was read before it
         await second.expect("a")
         feed.note(stored("b"))
@@ -174,18 +174,25 @@ async def test_reports_reach_a_router_that_comes_early_and_one_that_comes_late()
     report = ReplicaReport(num_running=3, max_num_seqs=8)
     feed = KVFeed("127.0.0.1", lambda: report)
     feed.start()
-    heard: list[asyncio.Queue[ReplicaReport]] = [asyncio.Queue(), asyncio.Queue()]
+
+    class Heard(Listener):
+        def __init__(self) -> None:
+            self.reports: asyncio.Queue[ReplicaReport] = asyncio.Queue()
+
+        def on_report(self, report: ReplicaReport) -> None:
+            self.reports.put_nowait(report)
+
+    heard = [Heard(), Heard()]
     tasks = []
     try:
-        for queue in heard:
-            on_report = queue.put_nowait
-            tasks.append(asyncio.create_task(follow(feed.ticket, lambda _: None, on_report)))
+        for listener in heard:
+            tasks.append(asyncio.create_task(follow(feed.ticket, listener)))
             async with asyncio.timeout(20):
-                assert await queue.get() == report
+                assert await listener.reports.get() == report
         report = ReplicaReport(num_running=4, max_num_seqs=8)
-        for queue in heard:
+        for listener in heard:
             async with asyncio.timeout(20):
-                while await queue.get() != report:
+                while await listener.reports.get() != report:
                     pass
     finally:
         for task in tasks:

@@ -2,7 +2,7 @@
 
 from aioserve.errors import RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, TokenLogprobs
-from aioserve.workers.host import _Outbox
+from aioserve.workers.forwarder import Outbox
 from aioserve.workers.messages import Failed, Failure
 
 FAILURE = Failure.of(RequestFailedError("its step"))
@@ -13,7 +13,7 @@ def logprobs(*values: float) -> list[TokenLogprobs]:
 
 
 def test_outputs_that_wait_become_one_with_all_that_they_have() -> None:
-    outbox = _Outbox()
+    outbox = Outbox()
     outbox.outputs = [
         EngineCoreOutput("x", [1], None, None, logprobs(-1.0), logprobs(-9.0)),
         EngineCoreOutput("y", [7]),
@@ -27,7 +27,7 @@ def test_outputs_that_wait_become_one_with_all_that_they_have() -> None:
 
 
 def test_of_who_is_forgotten_nothing_waits_and_of_others_all_does() -> None:
-    outbox = _Outbox()
+    outbox = Outbox()
     outbox.outputs = [EngineCoreOutput("x", [1]), EngineCoreOutput("y", [7])]
     outbox.num_cached_tokens = {"x": 16, "y": 32}
     outbox.vectors = {"x": b"1", "y": b"2"}

@@ -42,7 +42,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler
 from aioserve.server.responses.store import Kept
 from aioserve.structured_outputs import StructuredOutputs
-from aioserve.workers import remote_engine
+from aioserve.workers import engine_end, remote_engine
 from aioserve.workers.line import Line
 from aioserve.workers.messages import Add, EndLease, Listening, Stopped
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
@@ -233,7 +233,7 @@ async def test_a_late_word_of_a_stop_string_ends_nobody_who_has_the_id_since():
         ):
             await anext(stream)
             await anext(two)
-            other._say(Stopped({"x": 1, "y-0": 1}))
+            other._end.say(Stopped({"x": 1, "y-0": 1}))
             assert not await other.ask(AbortElsewhere("nobody's"))  # what came before was read
             assert len(engine.inspect().reader_ids) == 3
         await idle(engine)
@@ -252,14 +252,14 @@ async def test_an_abort_reaches_the_requests_of_other_workers():
 
 async def test_an_abort_of_one_that_is_being_accepted_ends_that_and_no_other_workers(monkeypatch):
     async with joined(SLOW, 2) as (engine, _, [one, other], _):
-        say = other._say
+        say = other._end.say
 
         def say_and_abort(message, arrays=()):
             say(message, arrays)
             if isinstance(message, Add):
                 other.abort(request_id)  # in one message with it
 
-        monkeypatch.setattr(other, "_say", say_and_abort)
+        monkeypatch.setattr(other._end, "say", say_and_abort)
         async with await one.add_request([1], ENDLESS, request_id="x") as stream:
             await anext(stream)
             request_id = "x"
@@ -300,14 +300,14 @@ async def test_a_worker_that_does_not_read_holds_up_nobody_and_misses_nothing():
     async with joined(config, 2) as (engine, _, [slow, quick], [client, _]):
         stream = await slow.add_request([7], params)
         loop = asyncio.get_running_loop()
-        loop.remove_reader(slow._line._fd)  # as if it were stopped
+        loop.remove_reader(slow._end.line._fd)  # as if it were stopped
         [beside] = await read(quick, [7], params)
         assert len(beside.token_ids) == 1500
         await idle(engine)
         assert client._line.is_full
         assert len(client.outbox.outputs) == 1  # and not thousands
-        loop.add_reader(slow._line._fd, slow._line._look)
-        slow._line._look()
+        loop.add_reader(slow._end.line._fd, slow._end.line._look)
+        slow._end.line._look()
         text = "".join([output.text async for output in stream])
         assert text == beside.text
 
@@ -377,7 +377,7 @@ async def test_an_engine_that_shuts_down_ends_the_requests_of_its_workers():
 
 async def test_a_worker_of_another_version_is_refused(monkeypatch):
     async with joined(SIMULATED) as (_, host, _, [client]):
-        monkeypatch.setattr(remote_engine, "__version__", "0.0.1")
+        monkeypatch.setattr(engine_end, "__version__", "0.0.1")
         address = client._line._socket.last_endpoint.decode() + "-new"
         host.open("late", address, lambda: None)
         late = RemoteEngine(address)
@@ -422,7 +422,7 @@ async def test_a_message_that_cannot_be_sent_ends_the_worker_and_its_clients_hea
     async with joined(SLOW) as (_, _, [remote], _):
         async with await remote.add_request([1], ENDLESS) as stream:
             await anext(stream)
-            remote._say(object())
+            remote._end.say(object())
             with pytest.raises(EngineDeadError, match=r"this worker has failed \(TypeError\)"):
                 async for _ in stream:
                     pass
@@ -431,7 +431,7 @@ async def test_a_message_that_cannot_be_sent_ends_the_worker_and_its_clients_hea
 
 async def test_a_worker_whose_message_cannot_be_read_is_ended(caplog):
     async with joined(SLOW) as (_, _, [remote], _):
-        assert remote._line.send(b"\xc1")
+        assert remote._end.line.send(b"\xc1")
         async with asyncio.timeout(PATIENCE):
             assert await remote.is_over == 1
         assert "what worker-0 says cannot be read: it is ended" in caplog.text

@@ -1,0 +1,157 @@
+"""Who says which replica gets a request: a router of aioserve's, or one of Ray's.
+
+Both answer a seat at a replica, or a wait. Knows accounts and handles; does not know how requests
+travel.
+"""
+
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from aioserve.errors import EngineOverloadedError
+from aioserve.ray.fleet import Fleet, ReplicaLine
+from aioserve.request import RequestSpec
+from aioserve.routing import (
+    Assignment,
+    Dispatcher,
+    Refuse,
+    RoutedRequest,
+    RouterError,
+    Wait,
+)
+
+logger = logging.getLogger(__name__)
+
+#: No replica is there: one is waited for as long as the request may wait for its end.
+NO_REPLICA = Wait(0.1)
+#: Each replica has as many requests as `max_ongoing_requests` allows.
+ALL_FULL = Wait(0.05)
+
+
+class Seat(ABC):
+    """A request's place at one replica, until it ends there."""
+
+    def __init__(self, line: ReplicaLine) -> None:
+        self.line = line
+
+    @abstractmethod
+    def has_started(self) -> None:
+        """The first token is here."""
+
+    @abstractmethod
+    def has_ended(self) -> None:
+        """The request has ended or failed, or its reader has left. Told again it changes
+        nothing.
+        """
+
+
+class Chooser(ABC):
+    """One for each front end."""
+
+    @abstractmethod
+    async def choose(
+        self, request: RoutedRequest, avoid: Set[str], spec: RequestSpec
+    ) -> Seat | Wait:
+        """A seat at a replica that none of `avoid` is, if there is another. Raises
+        `EngineOverloadedError` for a request that is refused.
+        """
+
+
+class AccountSeat(Seat):
+    """Of a router that keeps account."""
+
+    def __init__(self, line: ReplicaLine, assignment: Assignment) -> None:
+        super().__init__(line)
+        self._assignment = assignment
+
+    def has_started(self) -> None:
+        try:
+            self._assignment.has_started(time.monotonic())
+        except RouterError:
+            logger.exception("the router has not taken in a first token")
+
+    def has_ended(self) -> None:
+        try:
+            self._assignment.has_ended()
+        except RouterError:
+            logger.exception("the router has not taken in the end of a request")
+
+
+class OwnChooser(Chooser):
+    """Asks a router of `aioserve.routing`."""
+
+    def __init__(self, dispatcher: Dispatcher, fleet: Fleet, max_requests: int) -> None:
+        """`max_requests`: how many a replica gets at a time, from all ingresses."""
+        self._dispatcher = dispatcher
+        self._fleet = fleet
+        self._max_requests = max_requests
+        self._last_error = ""
+
+    async def choose(
+        self, request: RoutedRequest, avoid: Set[str], spec: RequestSpec
+    ) -> Seat | Wait:
+        lines = self._fleet.lines
+        if not lines:
+            return NO_REPLICA
+        shunned = frozenset(avoid if lines.keys() - avoid else ())
+        while True:
+            answer = self._ask(request, shunned)
+            if answer is None:
+                return ALL_FULL
+            if isinstance(answer, Wait):
+                return answer
+            if isinstance(answer, Refuse):
+                raise EngineOverloadedError(answer.reason, answer.retry_after)
+            if self._dispatcher.num_requests_of(answer) < self._max_requests:
+                return AccountSeat(lines[answer], self._dispatcher.assign(request, answer))
+            shunned |= {answer}
+
+    def _ask(self, request: RoutedRequest, shunned: frozenset[str]) -> str | Refuse | Wait | None:
+        try:
+            return self._dispatcher.choose(request, shunned)
+        except RouterError as error:
+            if str(error) != self._last_error:
+                logger.error("%s; the replica with the least work gets the request", error)
+                self._last_error = str(error)
+            names = self._fleet.lines.keys() - shunned
+            return min(names, key=self._dispatcher.work_of)
+
+
+class HeldSeat(Seat):
+    """Of a router of Ray's: a call that is open as long as the request is there."""
+
+    def __init__(self, line: ReplicaLine, call: DeploymentResponseGenerator[Any]) -> None:
+        super().__init__(line)
+        self._call = call
+
+    def has_started(self) -> None:
+        """Ray counts requests alone."""
+
+    def has_ended(self) -> None:
+        with contextlib.suppress(Exception):
+            self._call.cancel()
+
+
+class RayChooser(Chooser):
+    """Asks Ray, with a call that holds a place in its books."""
+
+    def __init__(self, handle: DeploymentHandle, fleet: Fleet) -> None:
+        self._hold = handle.options(method_name="hold", stream=True)
+        self._fleet = fleet
+
+    async def choose(
+        self, request: RoutedRequest, avoid: Set[str], spec: RequestSpec
+    ) -> Seat | Wait:
+        call = self._hold.remote(prompt=list(spec.prompt_token_ids))
+        try:
+            name, ticket = await anext(call)
+            return HeldSeat(await self._fleet.reach(name, ticket), call)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                call.cancel()
+            raise

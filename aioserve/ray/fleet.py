@@ -1,0 +1,256 @@
+"""The replicas of one model as an ingress reaches them: a line to each, and what each tells.
+
+A line that is gone is made anew while Ray says that its replica lives. Knows lines and tickets;
+does not know how a replica is chosen.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from aioserve.errors import AioserveError, EngineDeadError
+from aioserve.kv_cache.events import KVEvent
+from aioserve.ray.kv_feed import Listener, Ticket, attach, follow
+from aioserve.ray.line import connecting_line
+from aioserve.routing import Dispatcher, ReplicaReport, RouterError, SentLoad
+from aioserve.workers.engine_end import EngineEnd
+from aioserve.workers.messages import Quit, ToWorker
+from aioserve.workers.remote_delivery import RemoteDelivery
+
+logger = logging.getLogger(__name__)
+
+# Seconds in which a replica gives a line, and answers on it. A guess.
+ATTACH_SECONDS = 10.0
+# Seconds before a line is made anew; twice as many each time. Guesses.
+FIRST_DELAY, MAX_DELAY = 0.2, 5.0
+
+
+class Accepted(Protocol):
+    """A request that a replica has accepted."""
+
+    def lost(self, error: EngineDeadError) -> None:
+        """The replica is gone, and this says how."""
+
+
+class ReplicaLine:
+    """One replica, while there is a line to it."""
+
+    def __init__(
+        self,
+        name: str,
+        delivery: RemoteDelivery,
+        clock: Callable[[], float],
+        on_lost: Callable[[str], object],
+    ) -> None:
+        """`on_lost` gets the name, before any request hears that the line is gone."""
+        self.name = name
+        self._on_lost = on_lost
+        self.calls: dict[str, Accepted] = {}  # that it has accepted, by request id
+        self.gone: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+        self.end: EngineEnd
+        self._delivery = delivery
+        self._clock = clock
+
+    def take(self, said: ToWorker) -> None:
+        """What the replica says, answers apart."""
+        if said.outputs and (stopped := self._delivery.deliver(said)) is not None:
+            self.end.say(stopped)
+        for failed in said.failed:
+            error = failed.failure.to_error()
+            if isinstance(error, EngineDeadError):  # that is all that it has
+                self.lose(error)
+                return
+            self._delivery.processor.fail_requests(failed.request_ids, error, self._clock())
+        if any(isinstance(message, Quit) for message in said.messages):
+            self.lose(EngineDeadError("the replica has ended"))
+
+    def lose(self, error: EngineDeadError) -> None:
+        """There is no line any more. Told again it changes nothing."""
+        if not self.gone.done():
+            self.gone.set_result(error)
+            self._on_lost(self.name)
+            for call in list(self.calls.values()):
+                call.lost(error)
+            self.end.calls.fail(error)
+            self.end.line.close()
+
+    def has_fault(self, error: Exception) -> None:
+        """A message could not be read or written: what waits for it would wait for ever."""
+        logger.critical("the line to replica %s has failed", self.name, exc_info=error)
+        self.lose(EngineDeadError(f"the line to the replica has failed ({type(error).__name__})"))
+
+
+class _Hearing(Listener):
+    """What the feed of one replica tells, for the router."""
+
+    def __init__(self, name: str, dispatcher: Dispatcher, *, shares_load: bool) -> None:
+        self._name = name
+        self._dispatcher = dispatcher
+        self._shares_load = shares_load
+
+    def on_event(self, event: KVEvent) -> None:
+        self._dispatcher.on_kv_event(self._name, event)
+
+    def on_report(self, report: ReplicaReport) -> None:
+        reported = report, time.monotonic()
+        self._dispatcher.on_report(self._name, lambda: reported)
+
+    def on_others(self, load: SentLoad) -> None:
+        self._dispatcher.on_others(self._name, load)
+
+    def own_load(self) -> SentLoad | None:
+        return self._dispatcher.own_load(self._name) if self._shares_load else None
+
+
+class Fleet:
+    """All lines of one front end. On its loop."""
+
+    def __init__(
+        self,
+        delivery: RemoteDelivery,
+        clock: Callable[[], float],
+        dispatcher: Dispatcher | None,
+        *,
+        shares_load: bool = False,
+    ) -> None:
+        """`dispatcher` hears of all that comes and goes, unless a router of Ray's chooses. With
+        `shares_load` other ingresses are told what this one has sent.
+        """
+        self.lines: dict[str, ReplicaLine] = {}  # of replicas that get requests
+        self._delivery = delivery
+        self._clock = clock
+        self.dispatcher = dispatcher
+        self._shares_load = shares_load
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._wanted: set[str] = set()  # names of replicas that there are, as Ray says
+        self._has_changed = asyncio.Event()
+
+    def update(self, tickets: dict[str, str]) -> None:
+        """These are all replicas from now on: their tickets, by their names."""
+        for name in self._wanted - tickets.keys():
+            self._dismiss(name)
+        self._wanted = set(tickets)
+        for name, ticket in tickets.items():
+            self._keep(name, ticket)
+
+    async def reach(self, name: str, ticket: str) -> ReplicaLine:
+        """The line to a replica that Ray has chosen. Raises `EngineDeadError` if there is none."""
+        self._wanted.add(name)
+        self._keep(name, ticket)
+        while (line := self.lines.get(name)) is None:
+            if name not in self._keepers:
+                raise EngineDeadError(f"replica {name} cannot be reached")
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        return line
+
+    async def first(self) -> None:
+        """Return when there is a line."""
+        while not self.lines:
+            self._has_changed.clear()
+            await self._has_changed.wait()
+
+    async def close(self) -> None:
+        """Close all lines: what their requests have not got, they will not get."""
+        self._wanted.clear()
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def _keep(self, name: str, ticket: str) -> None:
+        if name not in self._keepers:
+            keeper = asyncio.create_task(self._live(name, Ticket.decode(ticket)))
+            self._keepers[name] = keeper
+            keeper.add_done_callback(functools.partial(self._has_given_up, name))
+
+    def _has_given_up(self, name: str, keeper: "asyncio.Task[None]") -> None:
+        del self._keepers[name]
+        self._wanted.discard(name)
+        self._has_changed.set()
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            logger.error("replica %s is not followed any more", name, exc_info=error)
+
+    def _dismiss(self, name: str) -> None:
+        """It gets nothing new; what it has, it finishes, and then it hangs up."""
+        if self._leave(name) is None and (keeper := self._keepers.get(name)) is not None:
+            keeper.cancel()
+
+    async def _live(self, name: str, ticket: Ticket) -> None:
+        """Line after line, while there is a dispatcher and Ray says that the replica lives."""
+        delay = FIRST_DELAY
+        while name in self._wanted:
+            try:
+                async with asyncio.timeout(ATTACH_SECONDS):
+                    line = await self._connect(name, ticket)
+                delay = FIRST_DELAY
+                await self._serve(line, ticket)
+            except (AioserveError, OSError) as error:  # a timeout is one
+                logger.warning("replica %s cannot be reached: %s", name, error or "no answer")
+            if self.dispatcher is None:
+                return  # Ray chooses it again, if it lives
+            if name in self._wanted:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, MAX_DELAY)
+
+    async def _connect(self, name: str, ticket: Ticket) -> ReplicaLine:
+        line_ticket = await attach(ticket)
+        line = ReplicaLine(name, self._delivery, self._clock, self._leave)
+
+        def has_gone() -> None:
+            line.lose(EngineDeadError("the replica has died"))
+
+        line.end = EngineEnd(
+            lambda message, room: connecting_line(
+                self._context, line_ticket, message, room, has_gone
+            ),
+            line.has_fault,
+        )
+        try:
+            await line.end.greet(None)
+            line.end.open(line.take)
+        except BaseException:
+            line.end.line.close()
+            raise
+        return line
+
+    async def _serve(self, line: ReplicaLine, ticket: Ticket) -> None:
+        """Return when the line is gone."""
+        following: asyncio.Task[None] | None = None
+        if self.dispatcher is not None:
+            hearing = _Hearing(line.name, self.dispatcher, shares_load=self._shares_load)
+            following = asyncio.create_task(follow(ticket, hearing))
+        self._enter(line)
+        try:
+            error = await asyncio.shield(line.gone)
+            logger.info("the line to replica %s is gone: %s", line.name, error)
+        finally:
+            line.lose(EngineDeadError("the ingress has ended"))
+            if following is not None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+
+    def _enter(self, line: ReplicaLine) -> None:
+        self.lines[line.name] = line
+        if self.dispatcher is not None:
+            self._tell_router(self.dispatcher.join, line.name)
+        self._has_changed.set()
+
+    def _leave(self, name: str) -> ReplicaLine | None:
+        line = self.lines.pop(name, None)
+        if line is not None and self.dispatcher is not None:
+            self._tell_router(self.dispatcher.leave, name)
+        return line
+
+    def _tell_router(self, tell: Callable[[str], None], name: str) -> None:
+        """A router that raises when replicas come and go keeps no replica from serving."""
+        try:
+            tell(name)
+        except RouterError:
+            logger.exception("the router has not taken in that a replica came or went")
