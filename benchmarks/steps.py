@@ -68,11 +68,12 @@ class StepBench:
         threads: int | None,
         dtype: Any = "auto",
         fused: bool = True,
+        quantization: Any = None,
         num_kv_tokens: int,
         kv_bytes_per_token: int,
     ) -> None:
         config = EngineConfig(
-            model=ModelConfig(model=str(path), dtype=dtype, fused=fused),
+            model=ModelConfig(model=str(path), dtype=dtype, fused=fused, quantization=quantization),
             cache=CacheConfig(num_kv_blocks=-(-num_kv_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_seqs=128),
             runner=RunnerConfig(threads=threads),

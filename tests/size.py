@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 25_648
+CORE_LIMIT = 25_614
 
 #: Folders and files that a feature owns, below `aioserve`; so are `policies/zoo` and
 #: `policies/composed`.
@@ -136,6 +136,7 @@ PARTS = (
     *("model_source/downloads.py", "runner/batch/rescue.py", "runner/batch/lost_rows.py"),
     *("scheduler/blame.py", "runner/cpu/each_row.py", "runner/unsound.py"),
     # Kernels of adapters and of experts.
+    *("kernels/src/block_pairs.h", "kernels/src/code_pairs.h"),
     *("kernels/src/low_rank.h", "kernels/src/experts.h"),
 )
 #: Policies that are chosen by name; the default and the plainest are of the core.

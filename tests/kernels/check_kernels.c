@@ -755,6 +755,7 @@ static double *whole_rows(type t, const void *x, int64_t count, int are_kept) {
 
 static void check_blocks(type t) {
     const int64_t *rounded_from = dlsym(library, "rounded_from");
+    const int64_t *kept_from = dlsym(library, "kept_from");
     linear_function *product = function("linear", t);
     const int64_t *panel = function("panel", t);
     void (*embed)(const linear *, const int64_t *, void *, int64_t) = function("embed", t);
@@ -780,7 +781,8 @@ static void check_blocks(type t) {
             void *x = random_numbers(t, rows[i] * in, 1);
             put(t, x, 3, 40), put(t, x, in - 5, 1e-3);
             const int is_rounded = t == BF16 && rows[i] >= *rounded_from;
-            const double *whole = whole_rows(t, x, rows[i] * in, is_rounded);
+            const int is_kept = t == BF16 && rows[i] >= *kept_from;
+            const double *whole = whole_rows(t, x, rows[i] * in, is_kept);
             void *bias = random_numbers(t, out + panel[0], 1);
             const int is_wide = i % 2;
             const type to = is_wide ? F32 : t;

@@ -1,10 +1,12 @@
 """Products with weights in blocks, of every variant that this CPU runs, against float64.
 
-Rows of two-byte types become whole numbers on their way, so the reference takes those, or weights
-become bfloat16: what is left are sums in float32, and one rounding of the result.
+Rows of two-byte types become whole numbers on their way or stay as they are, and weights may become
+bfloat16: the reference does the same. What is left are sums in float32, and one rounding of the
+result.
 What a format's bytes mean is `tests/model_source/test_quantized.py`.
 """
 
+from ctypes import c_int64
 from threading import Thread
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, load_kernels, usable_variants
+from aioserve.kernels.library import open_library
 from aioserve.model_source.quantized import FORMATS, Codes, QuantizedWeight
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.panels import PanelLinear
@@ -42,6 +45,12 @@ def is_rounded(kernels: Kernels, rows: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and rows >= kernels.rounded_from
 
 
+def is_kept(kernels: Kernels, rows: int, dtype: torch.dtype) -> bool:
+    """Whether the rows are multiplied as they are."""
+    kept_from = c_int64.in_dll(open_library(kernels.variant), "kept_from").value
+    return dtype == torch.bfloat16 and rows >= kept_from
+
+
 @pytest.mark.parametrize("kind", [*FORMATS, "int4/128", "uint4/64", "uint8/512"])
 def test_products_are_those_of_the_unpacked_weight(
     kernels: Kernels, dtype: torch.dtype, kind: str
@@ -51,15 +60,15 @@ def test_products_are_those_of_the_unpacked_weight(
     bias = random_rows(1, 150, dtype)[0]
     linear = BlockLinear.of(kernels, [weight], bias, dtype)
     unpacked = weight.dequantize(torch.float32)
-    exact_rows = x if dtype == torch.float32 else whole_rows(x)
     size = x.double().abs() @ unpacked.double().abs().T + bias.double().abs()
-    plain = PanelLinear.of(kernels, unpacked.to(dtype), bias)
+    plain, whole = PanelLinear.of(kernels, unpacked.to(dtype), bias), whole_rows(x)
     for rows in ROWS:
         found = linear(x[:rows])
         if dtype == torch.float32 or is_rounded(kernels, rows, dtype):
             assert torch.equal(found, plain(x[:rows])), rows
             continue
-        expected = exact_rows[:rows].double() @ unpacked.double().T + bias.double()
+        own = x if is_kept(kernels, rows, dtype) else whole
+        expected = own[:rows].double() @ unpacked.double().T + bias.double()
         limit = TOLERANCE[dtype] * expected.abs() + 4e-6 * size[:rows]
         assert bool(((found.double() - expected).abs() <= limit).all()), rows
 

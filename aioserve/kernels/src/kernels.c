@@ -14,6 +14,7 @@ const int64_t has_multiply_add = 1;
 const int64_t has_multiply_add = 0;
 #endif
 
+const int64_t kept_from = KEPT_FROM;
 const int64_t rounded_from = ROUNDED_FROM;
 const int64_t lanes = W;
 

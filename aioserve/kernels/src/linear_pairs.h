@@ -28,8 +28,10 @@ INLINE void store_outputs(char *to, __mmask16 mask, vf outputs, int64_t size) {
 #ifdef __AMX_BF16__
 #include "panel_tiles.h"
 #include "block_pairs.h"
+#define linear_codes(layer, x, y, rows) (void)(x)
 #else
 #include "panel_pairs.h"
+#include "code_pairs.h"
 #define unpack_pairs(at, in, to) (void)(to)
 #endif
 
@@ -37,7 +39,8 @@ INLINE void store_outputs(char *to, __mmask16 mask, vf outputs, int64_t size) {
 void linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
     if (!rows) return;
     if (layer->num_parts && rows < ROUNDED_FROM) {
-        linear_blocks_bf16(layer, x, y, rows);
+        if (rows < KEPT_FROM) linear_blocks_bf16(layer, x, y, rows);
+        else linear_codes(layer, x, y, rows);
         return;
     }
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);

@@ -51,7 +51,8 @@ class BlockLinear:
     """x @ weight.T + bias for weights [out_i, in] one below the other, each in its own format.
 
     In float32 the results are those of the weights in float32. Of two-byte types, inputs become
-    whole numbers of 16 bits that share a scale among 32, and the weights are exact; or, from
+    whole numbers of 16 bits that share a scale among 32, but those of bfloat16 stay as they are
+    where its pairs are multiplied fast; and the weights are exact. Or, from
     `Kernels.rounded_from` rows of bfloat16 on, inputs stay and weights become bfloat16.
     """
 
