@@ -11,11 +11,12 @@ from msgspec import Meta
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.lab.simulation.choice import Choice, check_choices
 from aioserve.lab.simulation.fleet_groups import ReplicaGroup, check_groups
 from aioserve.lab.simulation.scaling import AutoscalerChoice, Autoscaling
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload
-from aioserve.routing import load_router, short_name
+from aioserve.routing import load_router
 from aioserve.shipped import find_fleet
 from aioserve.yaml_file import read_struct
 
@@ -27,20 +28,18 @@ Rate = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[float, Meta(ge=0, le=60)]
 
 
-class RouterChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RouterChoice(Choice, frozen=True, kw_only=True):
     """A router with options, as a fleet file has it beside those that are plain names."""
 
     router: str  # a name, package.module:Class or a file
-    options: dict[str, Any] = {}
-    name: str = ""  # by which tables have it (default: the router's)
 
     @property
-    def shown(self) -> str:
-        """The name by which tables have it."""
-        return self.name or short_name(self.router)
+    def spec(self) -> str:
+        """A name, `package.module:Class` or a file."""
+        return self.router
 
     def check(self) -> None:
-        """Raises `ConfigError` for a router that there is not, or options that it has not."""
+        """Raise `ConfigError` for a router that there is not, or options that it has not."""
         load_router(self.router).parse_options(self.options)
 
 
@@ -74,11 +73,7 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             spec = msgspec.structs.replace(spec, routers=routers)
         if price is not None:
             spec = msgspec.structs.replace(spec, price_per_hour=price)
-        for choice in spec.choices:
-            choice.check()
-        shown = [choice.shown for choice in spec.choices]
-        if len(set(shown)) < len(shown):
-            raise ConfigError(f"a router is named twice: {', '.join(shown)}")
+        check_choices(spec.choices, "a router")
         check_groups(spec.groups, spec.replicas)
         if spec.autoscaling is not None:
             spec.autoscaling.check(spec.replicas)

@@ -4,12 +4,13 @@ Knows numbers of seats. Knows no engine and no router: what is to come and go, t
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
+from aioserve.lab.simulation.choice import Choice, check_choices
 from aioserve.routing import (
     AutoscalerInterface,
     FleetView,
@@ -18,7 +19,6 @@ from aioserve.routing import (
     RouterError,
     blamed,
     load_autoscaler,
-    short_name,
 )
 
 Count = Annotated[int, Meta(ge=1)]
@@ -26,20 +26,18 @@ Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
 
-class AutoscalerChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AutoscalerChoice(Choice, frozen=True, kw_only=True):
     """An autoscaler with options, as a fleet file has it beside those that are plain names."""
 
     autoscaler: str  # a name, package.module:Class or a file
-    options: dict[str, Any] = {}
-    name: str = ""  # by which tables have it (default: the autoscaler's)
 
     @property
-    def shown(self) -> str:
-        """The name by which tables have it."""
-        return self.name or short_name(self.autoscaler)
+    def spec(self) -> str:
+        """A name, `package.module:Class` or a file."""
+        return self.autoscaler
 
     def check(self) -> None:
-        """Raises `ConfigError` for an autoscaler that there is not, or options that it has not."""
+        """Raise `ConfigError` for an autoscaler that there is not, or options that it has not."""
         load_autoscaler(self.autoscaler).parse_options(self.options)
 
 
@@ -66,11 +64,7 @@ class Autoscaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"autoscaling.min_replicas is {self.min_replicas}, above the {max_replicas} "
                 "replicas of the fleet"
             )
-        for choice in self.choices:
-            choice.check()
-        shown = [choice.shown for choice in self.choices]
-        if len(set(shown)) < len(shown):
-            raise ConfigError(f"an autoscaler is named twice: {', '.join(shown)}")
+        check_choices(self.choices, "an autoscaler")
 
 
 class Scaling:
