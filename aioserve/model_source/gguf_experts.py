@@ -30,6 +30,7 @@ _DEEP_FIXED = {
     "norm_topk_prob": False,
     "first_k_dense_replace": 0,
 }
+_GATE_BIAS = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 _DENSE_WIDTH = ("feed_forward_length",)  # without effect where all layers are of experts
 _SIGMOID = 2  # of `expert_gating_func`
 
@@ -155,14 +156,14 @@ EXPERTS: Mapping[str, Architecture] = {
         fixed=_DEEP_FIXED,
         turned="part",
         more=_glm4_moe,
-        names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+        names=_GATE_BIAS,
     ),
     "dots1": Architecture(
         "dots1",
         keys={**RMS, **_DEEP_EXPERTS},
         fixed={**_DEEP_FIXED, "sliding_window": None},
         more=_deep,
-        names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+        names=_GATE_BIAS,
     ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
@@ -192,7 +193,7 @@ EXPERTS: Mapping[str, Architecture] = {
         ignored=("expert_shared_feed_forward_length",),  # that of all shared experts together
         fixed=_DEEP_FIXED,
         more=_exaone_moe,
-        names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+        names=_GATE_BIAS,
     ),
     "minimax-m2": Architecture(
         "minimax_m2",

@@ -1,6 +1,7 @@
 """Older decoders of GGUF files, and those whose layers keep states, by llama.cpp's names."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from aioserve.model_source import gguf_layouts as layouts
 from aioserve.model_source.gguf_config import LAYER_NORM, RMS_KEY, Architecture, Facts
@@ -13,6 +14,11 @@ _GPT2 = {
     "attention.head_count": "n_head",
 }
 _SSM = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers"}
+_SSM_KEYS = {
+    RMS_KEY: "layer_norm_epsilon",
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "state_size",
+}
 _SSM_ZERO = ("context_length", "feed_forward_length", "attention.head_count")
 
 
@@ -79,6 +85,11 @@ def _mamba2(facts: Facts) -> None:
     fields["use_bias"] = facts.has("ssm_in.bias")
 
 
+#: An architecture of Mamba layers alone.
+_state_space = partial(
+    Architecture, ignored=_SSM_ZERO, turned="none", usual=_SSM, layout=layouts.mamba
+)
+
 OTHERS: Mapping[str, Architecture] = {
     "lfm2": Architecture(
         "lfm2",
@@ -86,35 +97,19 @@ OTHERS: Mapping[str, Architecture] = {
         fixed={"block_auto_adjust_ff_dim": False, "num_key_value_heads": None},
         more=lfm2_facts,
     ),
-    "mamba": Architecture(
+    "mamba": _state_space(
         "mamba",
         keys={
-            RMS_KEY: "layer_norm_epsilon",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.state_size": "state_size",
+            **_SSM_KEYS,
             "ssm.time_step_rank": "time_step_rank",
             "ssm.inner_size": "intermediate_size",
         },
-        ignored=_SSM_ZERO,
-        turned="none",
-        usual=_SSM,
         more=_mamba,
-        layout=layouts.mamba,
     ),
-    "mamba2": Architecture(
+    "mamba2": _state_space(
         "mamba2",
-        keys={
-            RMS_KEY: "layer_norm_epsilon",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.state_size": "state_size",
-            "ssm.time_step_rank": "num_heads",
-            "ssm.group_count": "n_groups",
-        },
-        ignored=_SSM_ZERO,
-        turned="none",
-        usual=_SSM,
+        keys={**_SSM_KEYS, "ssm.time_step_rank": "num_heads", "ssm.group_count": "n_groups"},
         more=_mamba2,
-        layout=layouts.mamba,
         names={"mixer.dt_bias": "ssm_dt.bias"},
     ),
     "gptneox": Architecture(
