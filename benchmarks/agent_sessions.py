@@ -24,6 +24,7 @@ import contextlib
 import json
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -87,28 +88,42 @@ def settings_of(spec: str, given: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
+def sigterm_held_back() -> Iterator[None]:
+    """A SIGTERM that comes in the block takes effect at its end."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for number in heard:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
 def serving(spec: str, log: Path, given: argparse.Namespace) -> Iterator[Server]:
     """A server that is ready. Raises `RuntimeError` with its log if it does not start."""
     words = [sys.executable, "-m", "aioserve", "--model", given.model, "--port", "0"]
     words += ["--decision-log", str(log), *shlex.split(given.flags)]
     for name, value in settings_of(spec, given):
         words += ["--set", f"{name}={value}"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            told = []
-            for line in process.stderr:
-                told.append(line)
-                if address := re.search(r"listening on (http://[^\s,]+)", line):
-                    break
-            else:
-                raise RuntimeError(f"{' '.join(words)} does not start:\n{''.join(told)}")
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # or it fills
-            while not is_ready(address[1]):
-                time.sleep(0.2)
-            yield Server(spec, address[1])
-        finally:
-            process.terminate()
+    with contextlib.ExitStack() as stack:
+        with sigterm_held_back():  # until what is started will be ended
+            process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.terminate)
+        assert process.stderr is not None
+        told = []
+        for line in process.stderr:
+            told.append(line)
+            if address := re.search(r"listening on (http://[^\s,]+)", line):
+                break
+        else:
+            raise RuntimeError(f"{' '.join(words)} does not start:\n{''.join(told)}")
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # or it fills
+        while not is_ready(address[1]):
+            time.sleep(0.2)
+        yield Server(spec, address[1])
 
 
 def prefix_cache(server: Server) -> tuple[float, float]:
@@ -229,6 +244,7 @@ def table(live: list[dict[str, Row]], virtual: list[dict[str, Row]], specs: list
 
 def main(given: argparse.Namespace) -> None:
     """Start the servers, have them take turns, simulate the same, print."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers end as well
     source = WorkloadSource(path=given.workload)
     workloads = [
         stretched(source.load(given.seed + k), given.time_scale) for k in range(given.rounds)

@@ -1,12 +1,14 @@
 """A lease is worth its tokens to an agent that a real client drives."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.processes import run
+from tests.processes import run, started, until
 
 WORKLOAD = """
 duration: 4
@@ -48,3 +50,17 @@ def test_a_leased_prefix_outlives_the_pause_of_a_tool(tmp_path: Path, client: st
         )
         assert leased["background: requests that failed"] == 0
         assert leased["agents: computed again"] < without["agents: computed again"], where
+
+
+@pytest.mark.slow
+def test_its_servers_end_with_it_when_it_is_terminated(tmp_path: Path) -> None:
+    workload = tmp_path / "agents.yaml"
+    workload.write_text(WORKLOAD)
+    command = (sys.executable, "benchmarks/agent_sessions.py", *SERVERS, "--rounds", "9")
+    with started(*command, "--workload", str(workload), "--model", "embedded") as process:
+        own = psutil.Process(process.pid)
+        until(lambda: len(own.children()) == len(SERVERS), "all servers are started")
+        servers = own.children()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 128 + signal.SIGTERM
+        assert not [server for server in servers if server.is_running()]
