@@ -26,7 +26,8 @@ from aioserve.lab.comparison.measures import RunMeasures
 from aioserve.lab.comparison.rows import ROWS, Row, value_of, verdict
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.slo import ServiceLevels, Slo
-from aioserve.lab.workloads.synthetic import generate, read_spec
+from aioserve.lab.workloads.synthetic import generate
+from aioserve.lab.workloads.synthetic_spec import read_spec
 from aioserve.lab.workloads.workload import Workload
 from aioserve.shipped import find_workload
 

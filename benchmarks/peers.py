@@ -21,13 +21,13 @@ import msgspec
 from aioserve.errors import AioserveError
 from aioserve.lab.bench.exchange import Load, Target
 from aioserve.lab.bench.summary import Document, summarize
-from aioserve.lab.workloads.synthetic import (
+from aioserve.lab.workloads.synthetic import generate
+from aioserve.lab.workloads.synthetic_spec import (
     ClientClass,
     ClosedLoop,
     Constant,
     Prefixes,
     WorkloadSpec,
-    generate,
 )
 
 

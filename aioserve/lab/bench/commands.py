@@ -24,14 +24,14 @@ from aioserve.lab.bench.summary import render, summarize
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workloads.source import WorkloadSource
-from aioserve.lab.workloads.synthetic import (
+from aioserve.lab.workloads.synthetic import generate
+from aioserve.lab.workloads.synthetic_spec import (
     ClientClass,
     ClosedLoop,
     Constant,
     Poisson,
     Prefixes,
     WorkloadSpec,
-    generate,
 )
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest
 from aioserve.output_file import write

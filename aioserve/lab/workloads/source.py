@@ -10,7 +10,8 @@ import msgspec
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.predictions import AnyPrediction, with_predictions
 from aioserve.lab.workloads.reply_limit import ReplyLimit
-from aioserve.lab.workloads.synthetic import generate, read_spec
+from aioserve.lab.workloads.synthetic import generate
+from aioserve.lab.workloads.synthetic_spec import read_spec
 from aioserve.lab.workloads.traces import SUFFIXES, read_trace
 from aioserve.lab.workloads.workload import Workload
 from aioserve.shipped import find_workload

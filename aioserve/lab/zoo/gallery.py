@@ -5,7 +5,7 @@ Made of the stored results and of what the policies say of themselves. Measures 
 
 from collections.abc import Callable, Sequence
 
-from aioserve.lab.workloads.synthetic import read_spec
+from aioserve.lab.workloads.synthetic_spec import read_spec
 from aioserve.lab.zoo.cards import Card, read_cards
 from aioserve.lab.zoo.gallery_text import HEAD, LIMITS, MACHINE, NINE, QUESTIONS, Question
 from aioserve.lab.zoo.measures import MEASURES, meaning

@@ -15,7 +15,8 @@ from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.rows import NOISE
 from aioserve.lab.comparison.words import headline, remarks, render_table
 from aioserve.lab.slo import Slo, StatedSlo
-from aioserve.lab.workloads.synthetic import ClosedLoop, WorkloadSpec, generate
+from aioserve.lab.workloads.synthetic import generate
+from aioserve.lab.workloads.synthetic_spec import ClosedLoop, WorkloadSpec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 SPEC = msgspec.convert(

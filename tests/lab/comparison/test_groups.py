@@ -13,7 +13,8 @@ from aioserve.lab.comparison.groups import MAX_LISTED, group_requests
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.rows import shown_rows, verdict
 from aioserve.lab.comparison.words import remarks, render_table
-from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
+from aioserve.lab.workloads.synthetic import generate
+from aioserve.lab.workloads.synthetic_spec import WorkloadSpec
 from aioserve.lab.workloads.workload import Workload
 
 ARRIVALS = {"kind": "poisson", "rate": 60}

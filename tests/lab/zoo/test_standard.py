@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aioserve.lab.workloads.synthetic import read_spec
+from aioserve.lab.workloads.synthetic_spec import read_spec
 from aioserve.lab.zoo.measures import run_standard
 from aioserve.lab.zoo.standard import (
     BUDGET,
