@@ -188,6 +188,7 @@ class ObservedEngine(EngineClientBase[EngineParts]):
             "model": {
                 "model": model.served_name,
                 "max_model_len": str(self.max_model_len),
+                "block_size": str(self.config.cache.block_size),
                 "version": __version__,
             }
         }

@@ -113,7 +113,7 @@ async def test_the_policy_and_all_its_options_are_labels(start_server):
         assert value(values, "aioserve_shadow_policy_info", policy="fcfs") == 1
         model = {"model": "embedded", "max_model_len": str(server.engine.max_model_len)}
         version = aioserve.__version__
-        assert value(values, "aioserve_model_info", **model, version=version) == 1
+        assert value(values, "aioserve_model_info", **model, block_size="16", version=version) == 1
         body = {"policy": "mlfq"}
         assert (await server.request("POST", "/admin/policy", json=body)).status == 200
         [labels] = [dict(k[1]) for k in await scrape(server) if k[0] == "aioserve_policy_info"]

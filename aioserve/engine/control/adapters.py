@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aioserve.config import EngineConfig
-from aioserve.engine.observe.adapter_metrics import AdapterMetrics
+from aioserve.engine.observe.adapter_metrics import AdapterMetrics, Places
 from aioserve.engine.samples import Samples
 from aioserve.errors import (
     ConfigError,
@@ -56,6 +56,7 @@ class Adapters:
     ) -> None:
         """`load_configured` loads those of the settings."""
         self._metrics = metrics
+        metrics.get_places = self._places
         self._config = config
         self._runner = runner
         self._named: dict[str, _Adapter] = {}
@@ -79,6 +80,14 @@ class Adapters:
     def ids(self) -> dict[str, str]:
         """By name, of those in memory: what tells their cached prefixes from others'."""
         return {name: known.adapter_id for name, known in self._named.items() if known.adapter_id}
+
+    def _places(self) -> Places:
+        names = sorted((known.reading is not None, known.name) for known in self._resident)
+        return (
+            [name for is_read, name in names if not is_read],
+            [name for is_read, name in names if is_read],
+            self._config.adapters.max_cpu_loras,
+        )
 
     @property
     def served(self) -> list[str]:

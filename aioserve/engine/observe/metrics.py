@@ -174,7 +174,7 @@ class EngineMetrics(Collector):
         info = self._get_info()
         own = list(self._own(info))
         yield from own
-        yield from aliases(own, info.get("model", {}).get("model", ""))
+        yield from aliases(own, info.get("model", {}))
 
     def _own(self, info: Mapping[str, Mapping[str, str]]) -> Iterator[Metric]:
         for name, labels in info.items():
