@@ -168,9 +168,7 @@ class EngineMetrics(Collector):
         return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry for every scrape: all of ours, then those that have a name of
-        vLLM's as well.
-        """
+        """Called by the registry for every scrape: all of ours, then those under vLLM's names."""
         info = self._get_info()
         own = list(self._own(info))
         yield from own
