@@ -3,8 +3,9 @@
     python benchmarks/peer_models.py
 
 The model is SmolLM2-135M-Instruct, which `python -m aioserve fetch smollm2` fetches.
-`llama-quantize` writes BF16.gguf, Q8_0.gguf and Q4_0.gguf from it; the weights of BF16.gguf go into
-a directory as well, for servers that read no GGUF. What is there is not made again.
+`llama-quantize` writes BF16.gguf, F16.gguf, Q8_0.gguf and Q4_0.gguf from it; the weights of
+BF16.gguf go into a directory as well, for servers that read no GGUF. What is there is not made
+again.
 """
 
 import os
@@ -13,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from peer_servers import BFLOAT16, DIRECTORY, FILES, MODELS, PEERS, ROOT
+from peer_servers import BFLOAT16, DIRECTORY, FILES, HALF, MODELS, PEERS, ROOT
 
 SOURCE = ROOT / "models" / "smollm2.gguf"
 QUANTIZE = PEERS / "llama.cpp" / "llama-quantize"
@@ -22,7 +23,7 @@ QUANTIZE = PEERS / "llama.cpp" / "llama-quantize"
 def make_files() -> None:
     """Make every file that is missing. Raises `RuntimeError` where a part for it is missing."""
     MODELS.mkdir(parents=True, exist_ok=True)
-    for path in FILES.values():
+    for path in (*FILES.values(), HALF):
         if not path.exists():
             _make(path)
     if not DIRECTORY.exists():

@@ -28,6 +28,7 @@ PEERS = ROOT / ".venv" / "peers"
 MODELS = PEERS / "models"
 BFLOAT16 = "bfloat16"
 FILES = {BFLOAT16: MODELS / "BF16.gguf", "Q8_0": MODELS / "Q8_0.gguf", "Q4_0": MODELS / "Q4_0.gguf"}
+HALF = MODELS / "F16.gguf"  # for OpenVINO, which reads no BF16 and computes in bfloat16
 DIRECTORY = MODELS / "directory"  # the weights of BF16.gguf for those that read no GGUF
 SEATS = 64
 SLOT_TOKENS = 2176  # of a slot of llama.cpp: the longest load has 2,064
@@ -138,9 +139,9 @@ def openvino() -> list[Server]:
     python = PEERS / "openvino" / "bin" / "python"
     script = str(Path(__file__).with_name("openvino_server.py"))
     found = []
-    for weights in FILES:
-        words = (str(python), script, str(FILES[weights]), "--port", "{port}")
-        needs = (python, FILES[weights])
+    for weights, file in (FILES | {BFLOAT16: HALF}).items():
+        words = (str(python), script, str(file), "--port", "{port}")
+        needs = (python, file)
         found.append(Server(f"openvino-{weights}", "OpenVINO GenAI", weights, words, needs))
     return found
 
