@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 25_614
+CORE_LIMIT = 25_610
 
 #: Folders and files that a feature owns, below `aioserve`; so are `policies/zoo` and
 #: `policies/composed`.
@@ -101,6 +101,7 @@ PARTS = (
     *("runner/batch/window_rows.py", "runner/models/hooked_adapters.py"),
     *("runner/models/stateful_layers.py", "runner/cuda", "runner/tensor_parallel"),
     *("runner/cpu/blocks.py", "runner/cpu/drafts.py", "runner/cpu/experts.py"),
+    "runner/cpu/huge_pages.py",
     *("runner/cpu/image_attention.py", "runner/cpu/low_rank.py", "runner/cpu/prepared.py"),
     *("runner/cpu/prompts.py", "runner/cpu/rank.py", "runner/cpu/sharded_runner.py"),
     *("runner/cpu/sleeper.py", "runner/cpu/states.py", "runner/cpu/windows.py"),

@@ -9,6 +9,7 @@ decoder; knows nothing of how they were found.
 import hashlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear, Blocks
 from aioserve.runner.cpu.fused import CompiledOps, CpuPlace
+from aioserve.runner.cpu.huge_pages import map_memory
 from aioserve.runner.cpu.panels import PanelLinear, Panels
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused import FusedModel, ModelFacts
@@ -129,7 +131,7 @@ class PreparedModel:
                 if found is None or found.key != self._key:
                     return None
                 check(found.num_bytes, found.spec)
-                weights = torch.empty(found.num_bytes, dtype=torch.uint8)
+                weights = _memory(found.num_bytes)
                 if file.readinto(weights.numpy().data) != found.num_bytes:
                     return None
             with suppress(OSError):  # a file system that is read alone
@@ -295,6 +297,13 @@ def _linear(kernels: Kernels, product: Product) -> PanelLinear | BlockLinear:
     if isinstance(product, Panels):
         return PanelLinear(kernels, product)
     return BlockLinear(kernels, product)
+
+
+def _memory(num_bytes: int) -> Tensor:
+    """Room for the weights, where they can be read fast."""
+    if sys.platform == "linux" and num_bytes:
+        return torch.frombuffer(map_memory(num_bytes), dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _read_head(file: Any) -> _Head | None:
