@@ -20,8 +20,10 @@ SOURCES = Path("aioserve/kernels/src")
 FLAGS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    FLAGS["avx2_vnni"] = [*FLAGS["avx2"], "-mavxvnni"]
     FLAGS["avx512"] = [*FLAGS["avx2"], *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")]
-    FLAGS["avx512_bf16"] = [*FLAGS["avx512"], "-mavx512bf16", "-mavx512vnni"]
+    FLAGS["avx512_vnni"] = [*FLAGS["avx512"], "-mavx512vnni"]
+    FLAGS["avx512_bf16"] = [*FLAGS["avx512_vnni"], "-mavx512bf16"]
     FLAGS["amx_bf16"] = [*FLAGS["avx512_bf16"], *("-mamx-tile", "-mamx-bf16")]
 
 

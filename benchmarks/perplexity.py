@@ -2,20 +2,26 @@
 
     python benchmarks/perplexity.py TEXT
     python benchmarks/perplexity.py TEXT --model smollm2 --types bfloat16,int8,int4,Q4_1
-    python benchmarks/perplexity.py TEXT --model smollm2 --kv-cache    # auto and int8
+    python benchmarks/perplexity.py TEXT --model smollm2 --kv-cache       # auto and int8
+    python benchmarks/perplexity.py TEXT --model smollm2 --activations    # exact and int8
 
 Weights are rounded to a type and unpacked again, and `transformers` computes in float32: measured
 are types, not kernels. `int4/64` is int4 in groups of 64 inputs. `stored` is what the model has on
 disk; a file shows a type that nobody here writes (Q4_K, Q5_K, Q6_K). With `--kv-cache` weights stay
-as they are and our own engine reads the windows, by `prompt_logprobs`, with each type of K and V.
-The last line is JSON.
+as they are and our own engine reads the windows, by `prompt_logprobs`, with each type of K and V;
+with `--activations`, with activations as they are and quantized to int8. Then it also counts the
+tokens at which the first choice is the same, and those of greedy replies up to the first that
+differs, after each window's first half. `--llama-cpp` reads the same tokens with llama-cpp-python,
+which quantizes activations always. The last line is JSON.
 """
 
 import argparse
 import asyncio
+import itertools
 import math
+import operator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import gguf
 import msgspec
@@ -28,6 +34,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import quantize
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+REPLY_TOKENS = 64
 TYPES = ("stored", "bfloat16", "int8", "int4", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 
 
@@ -53,18 +60,89 @@ def perplexity(module: Any, windows: Tensor) -> float:
     return math.exp(loss / (windows.numel() - len(windows)))
 
 
-async def served_perplexity(args: argparse.Namespace, windows: Tensor, kind: Any) -> float:
-    """The same of our engine, with K and V of a type."""
-    config = EngineConfig(
-        model=ModelConfig(model=args.model, dtype=args.dtype),
-        cache=CacheConfig(kv_cache_dtype=kind, enable_prefix_caching=False),
-    )
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    loss = 0.0
+class Served(NamedTuple):
+    """What our engine makes of the windows."""
+
+    perplexity: float
+    choices: list[int]  # the first choice for every token but the first of each window
+    replies: list[list[int]]  # greedy, to the first half of each window
+
+
+async def served(config: EngineConfig, windows: Tensor, reply_tokens: int = 0) -> Served:
+    """Read the windows by an engine, and let it continue their first halves."""
+    reads = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    writes = SamplingParams(max_tokens=reply_tokens, temperature=0.0, ignore_eos=True)
+    loss, choices, replies = 0.0, list[int](), list[list[int]]()
     async with AsyncEngine(config) as engine:
         for window in windows.tolist():
-            async for output in engine.generate(window, params):
-                loss -= sum(entry.logprob for entry in output.prompt_logprobs or () if entry)
+            async for output in engine.generate(window, reads):
+                for entry in filter(None, output.prompt_logprobs or ()):
+                    loss -= entry.logprob
+                    choices.append(entry.top_token_ids[0])
+            reply: list[int] = []
+            if reply_tokens:
+                async for output in engine.generate(window[: len(window) // 2], writes):
+                    reply += output.token_ids
+            replies.append(reply)
+    return Served(math.exp(loss / (windows.numel() - len(windows))), choices, replies)
+
+
+def by_kv_cache(args: argparse.Namespace, windows: Tensor) -> dict[str, float]:
+    """Perplexities with K and V as they are and in int8."""
+    found: dict[str, float] = {}
+    kinds: tuple[Literal["auto", "int8"], ...] = ("auto", "int8")
+    for kind in kinds:
+        config = EngineConfig(
+            model=ModelConfig(model=args.model, dtype=args.dtype),
+            cache=CacheConfig(kv_cache_dtype=kind, enable_prefix_caching=False),
+        )
+        found[kind] = asyncio.run(served(config, windows)).perplexity
+        print(f"{kind:10} {found[kind]:10.3f} {found[kind] / found['auto'] - 1:+10.2%}")
+    return found
+
+
+def by_activations(args: argparse.Namespace, windows: Tensor) -> dict[str, float]:
+    """Perplexities with exact activations and those of int8, and how often both choose the same."""
+    found: dict[str, Served] = {}
+    kinds: tuple[Literal["int8"] | None, ...] = (None, "int8")
+    for kind in kinds:
+        model = ModelConfig(
+            model=args.model,
+            dtype=args.dtype,
+            quantization=args.quantization,
+            activations=kind,
+        )
+        config = EngineConfig(model=model, cache=CacheConfig(enable_prefix_caching=False))
+        found[kind or "exact"] = asyncio.run(served(config, windows, REPLY_TOKENS))
+    exact, int8 = found["exact"], found["int8"]
+    same = sum(map(operator.eq, exact.choices, int8.choices)) / len(exact.choices)
+    prefixes = [
+        sum(itertools.takewhile(bool, map(operator.eq, own, other)))
+        for own, other in zip(exact.replies, int8.replies, strict=True)
+    ]
+    print(f"{'exact':10} {exact.perplexity:10.3f}")
+    print(f"{'int8':10} {int8.perplexity:10.3f} {int8.perplexity / exact.perplexity - 1:+10.2%}")
+    print(f"the first choice is the same for {same:.2%} of {len(exact.choices):,} tokens")
+    whole = sum(length == REPLY_TOKENS for length in prefixes)
+    print(
+        f"{whole} of {len(prefixes)} greedy replies of {REPLY_TOKENS} tokens are the same; "
+        f"{sum(prefixes) / len(prefixes):.1f} tokens in the mean before the first that differs"
+    )
+    perplexities = {kind: own.perplexity for kind, own in found.items()}
+    return perplexities | {"same_choices": same, "same_replies": whole / len(prefixes)}
+
+
+def by_llama_cpp(path: str, windows: Tensor) -> float:
+    """The perplexity that llama.cpp gives to the same windows of a GGUF file."""
+    import llama_cpp
+
+    model = llama_cpp.Llama(path, n_ctx=windows.shape[1], logits_all=True, verbose=False)
+    loss = 0.0
+    for window in windows:
+        model.reset()
+        model.eval(window.tolist())
+        logits = torch.from_numpy(model.scores[: len(window) - 1].copy())
+        loss += float(nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
     return math.exp(loss / (windows.numel() - len(windows)))
 
 
@@ -77,18 +155,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of the end of the text")
     parser.add_argument("--length", type=int, default=512, help="tokens that are read together")
     parser.add_argument("--kv-cache", action="store_true", help="types of K and V, not of weights")
-    parser.add_argument("--dtype", default="auto", help="to compute in, with --kv-cache")
+    parser.add_argument("--activations", action="store_true", help="exact activations and int8")
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="with --activations")
+    parser.add_argument("--llama-cpp", action="store_true", help="by llama-cpp-python as well")
+    parser.add_argument("--dtype", default="auto", help="to compute in, where our engine does")
     args = parser.parse_args()
     info = ModelInfo(ModelConfig(model=args.model))
     ids = info.tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"][-args.tokens :]
     windows = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
-    found = {}
-    if args.kv_cache:
-        for kind in ("auto", "int8"):
-            found[kind] = asyncio.run(served_perplexity(args, windows, kind))
-            print(f"{kind:10} {found[kind]:10.3f} {found[kind] / found['auto'] - 1:+10.2%}")
-        print(msgspec.json.encode({"model": args.model, "kv_cache": found}).decode())
+    if args.kv_cache or args.activations:
+        read = by_activations if args.activations else by_kv_cache
+        values = read(args, windows)
+        if args.llama_cpp:
+            values["llama.cpp"] = by_llama_cpp(str(info.source.path), windows)
+            print(f"{'llama.cpp':10} {values['llama.cpp']:10.3f}")
+        print(msgspec.json.encode({"model": args.model, "served": values}).decode())
         return
+    found = {}
     module = info.source.load_module(torch.float32, torch.device("cpu"), "sdpa")
     inner = {id(part.weight) for part in module.modules() if type(part) is nn.Linear}
     inner -= {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}

@@ -139,6 +139,9 @@ PARTS = (
     # Kernels of adapters and of experts.
     *("kernels/src/block_pairs.h", "kernels/src/code_pairs.h"),
     *("kernels/src/low_rank.h", "kernels/src/experts.h"),
+    # Quantization at load; activations quantized to int8.
+    *("config/quantization.py", "runner/cpu/int8_activations.py"),
+    *("kernels/src/int8_*.h", "kernels/src/linear_int8.h"),
 )
 #: Policies that are chosen by name; the default and the plainest are of the core.
 CHOSEN_POLICIES = (

@@ -91,7 +91,7 @@ def _is_model(config: EngineConfig) -> bool:
 
 _SIMULATED = "runner.runner is simulated, so no model is run"
 _RULES = (
-    _Rule("model", ("dtype", "quantization", "fused"), _is_model, _SIMULATED),
+    _Rule("model", ("dtype", "quantization", "activations", "fused"), _is_model, _SIMULATED),
     _Rule(
         "model",
         ("quantization_group_size",),

@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from aioserve.config.section import EMBEDDED_MODEL, PositiveInt, Section, doc
+from aioserve.config.quantization import QuantizationConfig
+from aioserve.config.section import EMBEDDED_MODEL, PositiveInt, doc
 
 
-class ModelConfig(Section, frozen=True, kw_only=True):
+class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
     """Settings of the model, and of how it is loaded."""
 
     model: Annotated[
@@ -31,20 +32,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         doc("compute type of the model; auto: bfloat16 where it is fast, else float32"),
     ] = "auto"
-    quantization: Annotated[
-        Literal["int8", "int4"] | None,
-        doc(
-            "quantize weights to int8 or int4 at load time (CPU kernels only; with int4, embedding "
-            "and head are int8)"
-        ),
-    ] = None
-    quantization_group_size: Annotated[
-        Literal[32, 64, 128],
-        doc(
-            "group size of --quantization: inputs that share one scale; must divide the input size "
-            "of every matrix"
-        ),
-    ] = 32
     max_model_len: Annotated[
         PositiveInt | None,
         doc("context length: most tokens of prompt plus output (default: the model's own limit)"),

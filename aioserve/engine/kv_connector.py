@@ -118,7 +118,7 @@ def _identity(
         "transformers": version("transformers"),
         "model": fingerprint(model_info.source.path),
         "weights": f"{model.dtype}, {model.quantization} by {model.quantization_group_size}, "
-        f"fused {model.fused}",
+        f"fused {model.fused}, activations {model.activations}",
         "block size": str(config.cache.block_size),
         "kv_cache_dtype": config.cache.kv_cache_dtype,
         "layout": worker.layout,

@@ -190,6 +190,7 @@ class ObservedEngine(EngineClientBase[EngineParts]):
                 "max_model_len": str(self.max_model_len),
                 "block_size": str(self.config.cache.block_size),
                 "version": __version__,
+                "activations": model.activations or "exact",
             }
         }
         if parts is not None:

@@ -2,8 +2,8 @@
 
 Thin calls into C on torch tensors, without the GIL, on as many threads as the calling thread gave
 torch. Knows shapes and pointers; knows nothing about models, requests or steps. The environment
-variable AIOSERVE_KERNELS (off, baseline, avx2, avx512, avx512_bf16, amx_bf16) overrides the choice
-of instruction set.
+variable AIOSERVE_KERNELS (off, or one of `library.VARIANTS`) overrides the choice of instruction
+set.
 """
 
 import ctypes

@@ -21,7 +21,9 @@ _AVX512_BF16 = {*_AVX512, "avx512_bf16", "avx512_vnni"}
 VARIANTS = {
     "amx_bf16": {*_AVX512_BF16, "amx_bf16"},
     "avx512_bf16": _AVX512_BF16,
+    "avx512_vnni": {*_AVX512, "avx512_vnni"},
     "avx512": _AVX512,
+    "avx2_vnni": {*_AVX2, "avx_vnni"},
     "avx2": _AVX2,
     "baseline": set[str](),  # SSE2, or NEON
 }

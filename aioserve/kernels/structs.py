@@ -37,7 +37,8 @@ class PackedWeight(ctypes.Structure):
 
     _fields_ = (
         *(("weight", _P), ("bias", _P), ("inputs", _I), ("outputs", _I)),
-        *(("parts", ctypes.POINTER(BlockPart)), ("num_parts", _I), ("is_wide", _I)),
+        *(("parts", ctypes.POINTER(BlockPart)), ("num_parts", _I)),
+        *(("is_wide", ctypes.c_int32), ("is_int8", ctypes.c_int32)),
     )
 
 

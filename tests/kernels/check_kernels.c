@@ -554,7 +554,8 @@ typedef struct {
     const void *weight, *bias;
     int64_t in, out;
     const block_part *parts;
-    int64_t num_parts, is_wide;
+    int64_t num_parts;
+    int32_t is_wide, is_int8;
 } linear;
 
 typedef void linear_function(const linear *, const void *, void *, int64_t);
@@ -573,7 +574,7 @@ static linear pack(const int64_t *panel, type t, const void *weight, const void 
                    (const char *)weight + (o * in + i) * SIZES[t], SIZES[t]);
         }
     if (bias) memcpy(padded_bias, bias, out * SIZES[t]);
-    return (linear){packed, bias ? padded_bias : 0, in, out, 0, 0, 0};
+    return (linear){packed, bias ? padded_bias : 0, in, out, 0, 0, 0, 0};
 }
 
 static void check_linear(type t) {
@@ -753,7 +754,20 @@ static double *whole_rows(type t, const void *x, int64_t count, int are_kept) {
     return rows;
 }
 
-static void check_blocks(type t) {
+// Rows quantized to 8 bits, with a scale for 32 inputs.
+static double *int8_rows(type t, const void *x, int64_t count) {
+    double *rows = allocate(count * sizeof *rows);
+    for (int64_t i = 0; i < count; i += 32) {
+        float top = 0;
+        for (int64_t k = i; k < i + 32; k++) top = fmaxf(top, fabs(rows[k] = get(t, x, k)));
+        const float scale = top / 127.f, inverse = 127.f / top;
+        for (int64_t k = i; top && k < i + 32; k++)
+            rows[k] = nearbyintf((float)rows[k] * inverse) * (double)scale;
+    }
+    return rows;
+}
+
+static void check_blocks(type t, int is_int8) {
     const int64_t *rounded_from = dlsym(library, "rounded_from");
     const int64_t *kept_from = dlsym(library, "kept_from");
     linear_function *product = function("linear", t);
@@ -770,7 +784,8 @@ static void check_blocks(type t) {
     const int64_t rows[] = {1, 3, 5, 6, 7, 16, 40, 100}, in = 256, outs[] = {37, 70}, out = 107;
     for (unsigned kind = 0; kind < KINDS; kind++)
         for (unsigned i = 0; i < sizeof rows / sizeof *rows; i++) {
-            begin("linear_%s in blocks, kind %d, %d rows", SUFFIXES[t], (int)kind, (int)rows[i]);
+            begin("linear_%s in blocks, kind %d, %d rows%s", SUFFIXES[t], (int)kind, (int)rows[i],
+                  is_int8 ? " of int8" : "");
             block_part parts[2];
             float *plain = allocate(out * in * sizeof *plain);
             for (int p = 0; p < 2; p++) {
@@ -780,14 +795,15 @@ static void check_blocks(type t) {
             }
             void *x = random_numbers(t, rows[i] * in, 1);
             put(t, x, 3, 40), put(t, x, in - 5, 1e-3);
-            const int is_rounded = t == BF16 && rows[i] >= *rounded_from;
+            const int is_rounded = !is_int8 && t == BF16 && rows[i] >= *rounded_from;
             const int is_kept = t == BF16 && rows[i] >= *kept_from;
-            const double *whole = whole_rows(t, x, rows[i] * in, is_kept);
+            const double *whole = is_int8 ? int8_rows(t, x, rows[i] * in)
+                                          : whole_rows(t, x, rows[i] * in, is_kept);
             void *bias = random_numbers(t, out + panel[0], 1);
             const int is_wide = i % 2;
             const type to = is_wide ? F32 : t;
             char *y = allocate((rows[i] * out + 64) * SIZES[to]), *row = allocate(in * SIZES[t]);
-            linear layer = {0, bias, in, out, parts, 2, is_wide};
+            linear layer = {0, bias, in, out, parts, 2, is_wide, is_int8};
             product(&layer, x, y, rows[i]);
             for (int64_t j = 0; j < rows[i] * out; j++) {
                 double v = get(t, bias, j % out), scale = fabs(v);
@@ -1171,7 +1187,8 @@ int main(int count, char **arguments) {
         check_attention(t, 1);
         check_linear(t);
         check_low_rank(t);
-        check_blocks(t);
+        check_blocks(t, 0);
+        check_blocks(t, 1);
         check_experts(t);
         check_decode(t);
     }

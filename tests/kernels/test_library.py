@@ -41,7 +41,9 @@ def test_a_cpu_gets_no_instructions_that_it_lacks(monkeypatch: pytest.MonkeyPatc
         ({"avx2", "fma"}, "baseline"),
         ({*avx2, "avx512f"}, "avx2"),
         (avx512, "avx512"),
+        ({*avx2, "avx_vnni"}, "avx2_vnni"),
         ({*avx512, "avx512_bf16"}, "avx512"),
+        ({*avx512, "avx512_vnni"}, "avx512_vnni"),
         ({*avx512, "avx512_bf16", "avx512_vnni"}, "avx512_bf16"),
         ({*avx512, "avx512_bf16", "avx512_vnni", "amx_bf16"}, "amx_bf16"),
     ]:

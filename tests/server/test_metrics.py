@@ -112,6 +112,7 @@ async def test_the_policy_and_all_its_options_are_labels(start_server):
         assert value(values, "aioserve_policy_info", policy="chunked_prefill", chunk_size="64") == 1
         assert value(values, "aioserve_shadow_policy_info", policy="fcfs") == 1
         model = {"model": "embedded", "max_model_len": str(server.engine.max_model_len)}
+        model["activations"] = "exact"
         version = aioserve.__version__
         assert value(values, "aioserve_model_info", **model, block_size="16", version=version) == 1
         body = {"policy": "mlfq"}

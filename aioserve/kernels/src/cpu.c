@@ -29,6 +29,7 @@ static const struct {
     {"avx512vl", 7, 0, EBX, 31, AVX512},
     {"avx512_vnni", 7, 0, ECX, 11, AVX512},
     {"avx512_bf16", 7, 1, EAX, 5, AVX512},
+    {"avx_vnni", 7, 1, EAX, 4, AVX},
     {"avx512_fp16", 7, 0, EDX, 23, AVX512},
     {"amx_bf16", 7, 0, EDX, 22, AMX},
 };

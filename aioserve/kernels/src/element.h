@@ -1,5 +1,6 @@
 // All kernels for one element type: T, LOAD, LOAD_PART, ORDER_PARTS, STORE, DEPTH, NAME.
 #include "linear_blocks.h"
+#include "linear_int8.h"
 #ifdef PAIRS
 #include "linear_pairs.h"
 #else

@@ -205,7 +205,9 @@ static void NAME(linear_many)(const linear *layer, const T *x, void *y, int64_t 
 // y [rows, out] = x [rows, in] . weight^T + bias; of T, or of float where the layer is wide.
 void NAME(linear)(const linear *layer, const T *x, void *y, int64_t rows) {
     if (!rows) return;
-    if (layer->num_parts && sizeof(T) == 2)
+    if (layer->is_int8)
+        NAME(linear_int8)(layer, x, y, rows);
+    else if (layer->num_parts && sizeof(T) == 2)
         NAME(linear_blocks)(layer, x, y, rows);
     else if (!layer->num_parts && rows <= FEW)
         NAME(linear_few)(layer, x, y, rows);

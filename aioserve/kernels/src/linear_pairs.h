@@ -38,8 +38,9 @@ INLINE void store_outputs(char *to, __mmask16 mask, vf outputs, int64_t size) {
 // y [rows, out] = x [rows, in] . weight^T + bias; of bfloat16, or of float where the layer is wide.
 void linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
     if (!rows) return;
-    if (layer->num_parts && rows < ROUNDED_FROM) {
-        if (rows < KEPT_FROM) linear_blocks_bf16(layer, x, y, rows);
+    if (layer->is_int8 || (layer->num_parts && rows < ROUNDED_FROM)) {
+        if (layer->is_int8) linear_int8_bf16(layer, x, y, rows);
+        else if (rows < KEPT_FROM) linear_blocks_bf16(layer, x, y, rows);
         else linear_codes(layer, x, y, rows);
         return;
     }

@@ -27,7 +27,8 @@ typedef struct {
     int64_t in, out;   // `in` is a multiple of `depth`
     const block_part *parts;  // instead of `weight`, one after another; `in` is a multiple of 32
     int64_t num_parts;        // 0: none
-    int64_t is_wide;          // outputs are float32, whatever the type of the inputs
+    int32_t is_wide;          // outputs are float32, whatever the type of the inputs
+    int32_t is_int8;          // rows are quantized to 8 bits: see int8_rows.h; there are parts
 } linear;
 
 #define PARALLEL_PRODUCTS_FROM (1 << 17)  // products; fewer are done before the others have started

@@ -45,6 +45,7 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
     inputs: int
     dtype: torch.dtype  # of the rows that are multiplied
     out_dtype: torch.dtype
+    is_int8: bool = False  # whether rows are quantized
 
 
 class BlockLinear:
@@ -54,6 +55,9 @@ class BlockLinear:
     whole numbers of 16 bits that share a scale among 32, but those of bfloat16 stay as they are
     where its pairs are multiplied fast; and the weights are exact. Or, from
     `Kernels.rounded_from` rows of bfloat16 on, inputs stay and weights become bfloat16.
+
+    After `quantize_rows`, inputs of every type become whole numbers of 8 bits, 32 with one scale;
+    the weights are exact.
     """
 
     def __init__(self, kernels: Kernels, blocks: Blocks) -> None:
@@ -67,6 +71,7 @@ class BlockLinear:
             self._parts,
             len(self._parts),
             blocks.out_dtype is not blocks.dtype,
+            blocks.is_int8,
         )
         self._logits_memory = LogitsMemory() if self.packed.is_wide else None
 
@@ -87,6 +92,11 @@ class BlockLinear:
         # whole panels are read, wherever one begins
         padded = None if bias is None else F.pad(bias, (0, panel))
         return cls(kernels, Blocks(parts, padded, weights[0].shape[1], dtype, out_dtype or dtype))
+
+    def quantize_rows(self) -> None:
+        """Quantize rows to int8 from now on. Copies of `packed` do not."""
+        self.state = msgspec.structs.replace(self.state, is_int8=True)
+        self.packed.is_int8 = True
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = x.shape[0], self.packed.outputs

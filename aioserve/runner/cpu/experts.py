@@ -56,6 +56,15 @@ class CompiledExperts(Experts):
             limit=activation.limit,
         )
 
+    @property
+    def products(self) -> list[PanelLinear | BlockLinear]:
+        """The products of all experts; after a change of one, `update` lets the kernels know."""
+        return [*self._gate_up, *self._down]
+
+    def update(self) -> None:
+        """Give the kernels the products anew."""
+        self.struct.gate_up, self.struct.down = _array(self._gate_up), _array(self._down)
+
     @staticmethod
     def serves(activation: ExpertActivation) -> bool:
         return activation.name is None or activation.name in ACTIVATIONS

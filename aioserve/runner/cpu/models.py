@@ -15,6 +15,7 @@ from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compute_type import CPU_TYPES
 from aioserve.runner.cpu.fused import CpuPlace
+from aioserve.runner.cpu.int8_activations import check_activations, quantize_activations
 from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.memory import check_memory, expected_bytes_per_token
 from aioserve.runner.cpu.states import check_states
@@ -37,6 +38,7 @@ def load_models(
     the share of one of them. Beside both returns the bytes that outputs of an image encoder may
     take. Raises `ConfigError`.
     """
+    check_activations(info)
     check_architecture(info)
     source = find_draft(config, info)
     sees = ranks is None and sees_images(info)
@@ -46,6 +48,7 @@ def load_models(
         check_states(config)
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
+    quantize_activations(model, config.model)
     place = DraftPlace(
         lambda info: load_model_on_cpu(info.config, info),
         lambda weight: pack_linear(weight, None),

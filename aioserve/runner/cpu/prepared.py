@@ -113,7 +113,7 @@ class PreparedModel:
         """
         self._folder = _user_cache()
         what: list[Any] = [str(info.source.path.absolute()), config.dtype, config.quantization]
-        what += [config.quantization_group_size, info.max_model_len]
+        what += [config.quantization_group_size, config.activations, info.max_model_len]
         self._key = _digest([*what, _identities(info.source.path), _made_by()])
         # One for each model with its settings: a new one takes the old one's place.
         self.path = self._folder / f"{_digest(what)[:24]}.model"

@@ -79,6 +79,11 @@ def load_on_cuda(
     """Load the model, share out the memory, capture graphs. With `ranks`, the share of one of them,
     on the current device. Raises `ConfigError`.
     """
+    if info.config.activations is not None:
+        raise ConfigError(
+            "model.activations is 'int8', which needs the compiled kernels of a CPU: set "
+            "runner.device to cpu, or leave it out"
+        )
     if not torch.cuda.is_available():
         raise ConfigError(
             f"torch {torch.__version__} cannot use the CUDA device of this machine: install a "

@@ -27,6 +27,7 @@ def _find_named(config: EngineConfig, info: ModelInfo) -> DraftSource:
     name = config.speculation.draft_model
     assert name is not None, "EngineConfig.check_effects"
     settings = msgspec.structs.replace(config.model, model=name, revision=None, max_model_len=None)
+    settings = msgspec.structs.replace(settings, activations=None)  # guesses of an exact model
     if name.endswith(".gguf"):  # served in the types that it has
         settings = msgspec.structs.replace(settings, quantization=None)
     own_length = ModelInfo(settings).max_model_len

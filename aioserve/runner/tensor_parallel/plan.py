@@ -21,10 +21,11 @@ _WHOLE = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "e
 def check_settings(config: EngineConfig) -> None:
     """Raise `ConfigError` for what does not go with ranks, whatever the model is."""
     ranks = f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}"
-    if config.model.quantization is not None:
-        raise ConfigError(
-            f"{ranks}, but ranks do not serve model.quantization: leave one of them out"
-        )
+    for name in ("quantization", "activations"):
+        if getattr(config.model, name) is not None:
+            raise ConfigError(
+                f"{ranks}, but ranks do not serve model.{name}: leave one of them out"
+            )
     if config.adapters.lora:
         raise ConfigError(f"{ranks}, but ranks do not serve adapters: leave adapters.lora out")
     if config.speculation.drafts_by_model:
