@@ -99,7 +99,12 @@ PARTS = (
     *("runner/multimodal", "runner/profile*", "runner/simulation", "runner/spec_decode"),
     *("runner/batch/pooling.py", "runner/batch/prompt_logprobs.py", "runner/batch/state_rows.py"),
     *("runner/batch/window_rows.py", "runner/models/hooked_adapters.py"),
-    *("runner/models/stateful_layers.py", "runner/cuda", "runner/tensor_parallel"),
+    *(
+        "runner/models/piece_states.py",
+        "runner/models/stateful_layers.py",
+        "runner/cuda",
+        "runner/tensor_parallel",
+    ),
     *("runner/cpu/blocks.py", "runner/cpu/drafts.py", "runner/cpu/experts.py"),
     "runner/cpu/huge_pages.py",
     *("runner/cpu/image_attention.py", "runner/cpu/low_rank.py", "runner/cpu/prepared.py"),
