@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 25_610
+CORE_LIMIT = 25_594
 
 #: Folders and files that a feature owns, below `aioserve`; so are `policies/zoo` and
 #: `policies/composed`.
@@ -33,7 +33,12 @@ PARTS = (
     *("row_values.py", "runner/cpu/row_values.py", "scheduler/row_reading.py"),
     *("pooling_params.py", "hints.py", "grammars/structural_tag.py"),
     *("model_source/adapter.py", "model_source/checkpoint*.py", "model_source/gguf_*.py"),
-    *("model_source/quant*.py", "kv_cache/connector.py", "kv_cache/encoder_cache.py"),
+    *(
+        "model_source/quant*.py",
+        "model_source/sentence_pooling.py",
+        "kv_cache/connector.py",
+        "kv_cache/encoder_cache.py",
+    ),
     *("kv_cache/events.py", "kv_cache/resources/adapters.py", "kv_cache/resources/encoder.py"),
     *("kv_cache/resources/loads.py", "kv_cache/resources/states.py"),
     *(

@@ -10,13 +10,14 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import msgspec
 
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.checkpoint import Stored, find_weights
+from aioserve.model_source.lazy_tensors import LazyReads
+from aioserve.model_source.sentence_pooling import stated_pooling
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
@@ -44,18 +45,8 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]  # the file of each tensor
 
 
-class _Module(msgspec.Struct):
-    """What is read of an entry of modules.json."""
-
-    type: str
-
-
 # Inside, where files are read as well.
 _FOLDERS = ("1_Pooling", "additional_chat_templates")
-
-# How sentence-transformers calls what is served, and its modules that are.
-_POOLINGS = {"mean_tokens": "mean", "lasttoken": "last"}
-_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 class Directory(ModelSource):
@@ -107,21 +98,7 @@ class Directory(ModelSource):
     @cached_property
     def stated_pooling(self) -> str | None:
         """What sentence-transformers has written beside the model."""
-        path = self.path / "1_Pooling" / "config.json"
-        if not path.is_file():
-            return None
-        config = read_json(path, dict[str, Any])
-        modes = [
-            name.removeprefix("pooling_mode_")
-            for name, value in config.items()
-            if name.startswith("pooling_mode_") and value is True
-        ]
-        stated = config.get("pooling_mode") or " and ".join(modes)  # of newer versions, of older
-        pooling = _POOLINGS.get(str(stated), str(stated))
-        modules = self.path / "modules.json"
-        kinds = [m.type for m in read_json(modules, list[_Module])] if modules.is_file() else []
-        more = [kind for kind in (k.rpartition(".")[2] for k in kinds) if kind not in _MODULES]
-        return ", then ".join([pooling, *more])
+        return stated_pooling(self.path)
 
     def read_config(self) -> Any:
         from transformers import AutoConfig
@@ -338,7 +315,7 @@ class Directory(ModelSource):
 
         with ExitStack() as files:
             stored, plain = self._find_weights(files)
-            lazy = _Lazily()
+            lazy = LazyReads()
             weights = {name: lazy(read, name, weight) for name, weight in stored.items()}
             weights |= {name: lazy(round_off, name, tensor) for name, tensor in plain.items()}
             try:
@@ -412,27 +389,3 @@ def _group(kind: str) -> int:
     from aioserve.model_source.quantized import format_of
 
     return format_of(kind).inputs
-
-
-class _Lazily:
-    """Makes what `transformers` takes for a slice of a file, and reads by calling us."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None  # `transformers` makes a page of it
-        self._lock = Lock()  # it reads on several threads
-
-    def __call__(self, read: Callable[[str, Any], Any], name: str, what: Any) -> "_LazyTensor":
-        return _LazyTensor(self, read, name, what)
-
-
-class _LazyTensor:
-    def __init__(self, lazy: _Lazily, read: Callable[[str, Any], Any], name: str, what: Any):
-        self._lazy, self._read, self._name, self._what = lazy, read, name, what
-
-    def __getitem__(self, _: Any) -> Any:
-        with self._lazy._lock:
-            try:
-                return self._read(self._name, self._what)
-            except Exception as error:
-                self._lazy.error = self._lazy.error or error
-                raise
