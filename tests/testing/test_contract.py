@@ -37,6 +37,7 @@ class TestHostileScheduler(PolicyContract):
     test_no_step_wastes_what_requests_hold = None  # type: ignore[assignment] # chance wastes
 
 
+@pytest.mark.slow
 class TestOptions(PolicyContract):
     policy = load_policy("chunked_prefill")
     options: Any = {"chunk_size": 3}  # noqa: RUF012 - read only

@@ -42,7 +42,7 @@ def candidate(policy: str, name: str = "") -> Candidate:
     return Candidate(name or policy, config)
 
 
-def crowd(seed: int, num_requests: int = 150) -> Workload:
+def crowd(seed: int, num_requests: int = 100) -> Workload:
     """More requests than four seats can serve, with replies of very different lengths."""
     rng = random.Random(seed)
     requests = tuple(

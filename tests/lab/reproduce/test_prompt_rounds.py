@@ -13,6 +13,7 @@ from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract
 
 
+@pytest.mark.slow
 class TestFcfs(PolicyContract):
     policy = PromptRoundsScheduler
     max_examples = 20
