@@ -153,7 +153,9 @@ class Directory(ModelSource):
         def rounded(name: str, shape: tuple[int, ...]) -> str | None:
             if rounding is None or len(shape) != 2 or shape[1] % _group(rounding.inner):
                 return None
-            return rounding.outer if "embed" in name else rounding.inner
+            # Experts lie in memory as they are stored until all of them are put together.
+            inner = None if ".experts." in name else rounding.inner
+            return rounding.outer if "embed" in name else inner
 
         total = 0.0
         with ExitStack() as files:

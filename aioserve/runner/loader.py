@@ -172,15 +172,16 @@ def load_model(
     rounding = _rounding(config)
     if num_seen:
         with quiet_transformers():
-            text, encoder = load_parts(info, named_dtype(config.dtype), place.device, rounding)
+            dtype, device = named_dtype(config.dtype), place.device
+            text, encoder = load_parts(info, dtype, device, rounding, place.ranks)
         num_mrope = num_seen if encoder.has_axes else 0
         model = prepare_model(text, config, info, place, encoder, num_mrope)
         _check_quantized(config, model, is_quantized=True)
         return model
     if type(info.whole_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and family_of(info) is not None:
         raise ConfigError(
-            f"{info.config.model} is a model that sees, which is served on a CPU, in one process "
-            "and from unquantized files: runner.device, runner.tensor_parallel_size"
+            f"{info.config.model} is a model that sees, which is served on a CPU, from unquantized "
+            "files: runner.device"
         )
     load = partial(
         info.source.load_module,

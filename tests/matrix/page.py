@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.matrix.built import names_of_models
 from tests.matrix.features import FEATURES, cells
 from tests.matrix.outcomes import NEVER, REFUSED, WORKS, WRONG, Outcome, Outcomes
+from tests.matrix.reasons import reason_of
 from tests.matrix.settings import CARD, PLACES
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -109,7 +110,7 @@ def _refused(
     if known:
         yield "\nBesides what one process refuses:\n" if news else "\nWhat one process refuses.\n"
     if news:
-        yield "\n| the line | features |\n|---|---|\n"
+        yield "\n| the line | why it stays | features |\n|---|---|---|\n"
         yield from _reasons(news, REFUSED, line_first=True)
 
 
@@ -125,5 +126,9 @@ def _reasons(
             continue
         found.setdefault(outcome.why, []).append(" + ".join(cell))
     for why, names in found.items():
-        line, features = f"`{why.replace('`', chr(39))}`" if line_first else why, "; ".join(names)
-        yield f"| {line} | {features} |\n" if line_first else f"| {features} | {line} |\n"
+        features = "; ".join(names)
+        if line_first:
+            line = why.replace("`", "'")
+            yield f"| `{line}` | {reason_of(why)} | {features} |\n"
+        else:
+            yield f"| {features} | {why} |\n"

@@ -5,12 +5,14 @@ what processes add is tested beside the code. The stand-in of a card computes on
 """
 
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import mkdtemp
 from typing import Any
+
+import pytest
 
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.engine import EngineClient
@@ -29,14 +31,26 @@ from tests.runner.cuda.on_device import make_device_runner
 from tests.workers.joined import connected
 
 # `from_pretrained` changes functions of torch while it reads.
-_reading = threading.Lock()
-_load_module = Directory.load_module
+_reading = threading.RLock()
 
 
-def load_one_at_a_time(*arguments: Any, **options: Any) -> Any:
-    """`Directory.load_module`, for ranks that are threads."""
-    with _reading:
-        return _load_module(*arguments, **options)
+def one_at_a_time(load: Callable[..., Any]) -> Callable[..., Any]:
+    """The same `load`, for ranks that are threads."""
+
+    def load_alone(*arguments: Any, **options: Any) -> Any:
+        with _reading:
+            return load(*arguments, **options)
+
+    return load_alone
+
+
+@contextmanager
+def loading_one_at_a_time() -> Iterator[None]:
+    """Inside the block ranks that are threads read their models one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load_module", "load_seeing_module"):
+            patch.setattr(Directory, name, one_at_a_time(getattr(Directory, name)))
+        yield
 
 
 class RankThread:

@@ -17,12 +17,11 @@ from aioserve.decision_log.replay import replay
 from aioserve.engine import EngineClient
 from aioserve.formats import Call, Function
 from aioserve.formats.hermes import HermesParser
-from aioserve.model_source.directory import Directory
 from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
 from tests.kit import stats_of
 from tests.matrix.built import Builds
 from tests.matrix.features import MODELS, ROUNDED, in_order
-from tests.matrix.places import load_one_at_a_time, serving
+from tests.matrix.places import loading_one_at_a_time, serving
 from tests.matrix.policy import MatrixPolicy
 from tests.matrix.reference import ROUNDING, Ask, Reference
 from tests.matrix.settings import (
@@ -66,7 +65,7 @@ class Matrix:
         ):
             run = _Run(features, engine, front, reference, self.builds, rng)
             found = await run.drive(asks)
-            if {"prefix cache", "n-gram drafts"} & set(features):
+            if {"prefix cache", "n-gram drafts", "policy switch"} & set(features):
                 found += await run.drive(asks, is_operated=False)
             await run.settle()
             _check_came_about(features, run, before)
@@ -277,8 +276,7 @@ def without_chance() -> Iterator[None]:
     def stepped(self: DraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
         self.price = 1e-6
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, loading_one_at_a_time():
         patch.setattr(DraftLength, "stepped", stepped)
         patch.setattr(ModelDraftLength, "stepped", stepped)
-        patch.setattr(Directory, "load_module", load_one_at_a_time)
         yield

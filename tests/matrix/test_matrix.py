@@ -14,6 +14,7 @@ from tests.matrix.covering import covering
 from tests.matrix.features import FEATURES, in_order
 from tests.matrix.outcomes import REFUSED, WORKS, WRONG, Outcome, applies, find_outcome, stored
 from tests.matrix.page import PAGE, render
+from tests.matrix.reasons import reason_of
 from tests.matrix.runs import Matrix, without_chance
 from tests.matrix.settings import PLACES
 
@@ -93,4 +94,6 @@ def test_every_pair_that_works_is_in_a_run() -> None:
 
 def test_no_cell_is_wrong_and_the_page_says_what_was_found() -> None:
     assert not [cell for own in FOUND.values() for cell, o in own.items() if o.kind == WRONG]
+    lines = {line for place in PLACES for _, line in refusals_of(place)}
+    assert not [line for line in lines if reason_of(line) is None], "tests/matrix/reasons.py"
     assert PAGE.read_text() == render(FOUND), "python -m tests.matrix writes it anew"

@@ -20,6 +20,7 @@ from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
 from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
+from aioserve.model_info import ModelInfo
 from aioserve.multimodal.decoding import EncodedImage
 from aioserve.multimodal.families import FAMILIES
 from aioserve.multimodal.processing import ImageProcessor
@@ -30,8 +31,9 @@ from aioserve.runner.multimodal.image_encoder import ImageEncoder
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
+from tests.matrix.places import RunnerOfThreads, loading_one_at_a_time
 from tests.multimodal.pictures import bomb
-from tests.processes import PATIENCE
+from tests.processes import COMPUTING_SECONDS, PATIENCE
 from tests.seeing_models import (
     NUM_TOKENS,
     SEEING_KINDS,
@@ -242,19 +244,29 @@ def broken(engine: AsyncEngine, is_bad: Callable[[Any], bool]) -> Iterator[None]
     encoder._module.get_image_features = features
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_an_image_that_cannot_be_encoded_fails_who_needs_it(
-    seeing: Callable[[str], Seeing],
+    seeing: Callable[[str], Seeing], num_ranks: int
 ) -> None:
-    model = seeing(ONE)
+    model, config, runner = seeing(ONE), make_config(seeing(ONE)), None
+    if num_ranks > 1:  # the first one encodes, and the others know as well
+        ranks = RunnerConfig(
+            threads=num_ranks,
+            tensor_parallel_size=num_ranks,
+            rank_timeout=COMPUTING_SECONDS,
+        )
+        config = msgspec.structs.replace(config, runner=ranks)
+        runner = RunnerOfThreads(config, ModelInfo(config.model))
     bad, good = picture(1, 30, 30).point(lambda _: 255), picture(2, 30, 30)
     text = f"{model.mark} What is this?"
     prompts = [(text, [bad]), (text, [good]), (f"It: {model.mark}", [bad]), ("Nothing", [])]
-    async with AsyncEngine(make_config(model)) as engine:
-        with broken(engine, lambda pixels: bool((pixels == 1).flatten(1).all(1).any())):
-            found = await asyncio.gather(
-                *(collect(engine, *prompt) for prompt in prompts), return_exceptions=True
-            )
-        again = await collect(engine, *prompts[0])  # nothing of the failure is left
+    with loading_one_at_a_time():
+        async with AsyncEngine(config, runner=runner) as engine:
+            with broken(engine, lambda pixels: bool((pixels == 1).flatten(1).all(1).any())):
+                found = await asyncio.gather(
+                    *(collect(engine, *prompt) for prompt in prompts), return_exceptions=True
+                )
+            again = await collect(engine, *prompts[0])  # nothing of the failure is left
     for failure in (found[0], found[2]):
         assert isinstance(failure, RequestFailedError)
         assert "an image of this request could not be encoded: what is this?" in str(failure)
@@ -506,24 +518,38 @@ async def test_speculation_structure_and_prompt_logprobs_go_with_images(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("kind", "model", "runner", "said"),
     [
+        (
+            "gemma3",
+            {"quantization": "int8"},
+            {},
+            "do not serve Gemma3ForConditionalGeneration whole",
+        ),
         pytest.param(
-            {"runner": RunnerConfig(threads=2, tensor_parallel_size=2)},
-            "is a model that sees",
+            "qwen3_vl",
+            {},
+            {"threads": 2, "tensor_parallel_size": 2},
+            "no plan for Qwen3VLText",
             marks=pytest.mark.slow,
         ),
-        ({"quantization": "int8"}, "is a model that sees"),
     ],
 )
 async def test_what_is_not_served_of_models_that_see_is_refused_at_start(
-    seeing: Callable[[str], Seeing], settings: dict[str, Any], said: str
+    seeing: Callable[[str], Seeing],
+    kind: str,
+    model: dict[str, Any],
+    runner: dict[str, Any],
+    said: str,
 ) -> None:
-    config = make_config(seeing(ONE))
-    if quantization := settings.pop("quantization", None):
-        settings["model"] = msgspec.structs.replace(config.model, quantization=quantization)
+    config = make_config(seeing(kind))
+    config = msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, **model),
+        runner=msgspec.structs.replace(config.runner, **runner),
+    )
     with pytest.raises(ConfigError, match=said):
-        async with AsyncEngine(msgspec.structs.replace(config, **settings)):
+        async with AsyncEngine(config):
             pass
 
 

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 NO_IMAGES = "this model reads no images, it is one for text"
 NOT_READ = (
-    "this engine reads no images, though its model does: they are served on a CPU, in one process, "
-    "without a draft model and with weights as they are"
+    "this engine reads no images, though its model does: they are served on a CPU, and from "
+    "unquantized files"
 )
 
 

@@ -59,7 +59,7 @@ def load_on_cpu(
         model, draft, num_encoder_bytes = _models(config, info, ranks)
         machine.give_back_freed_memory()
         plan = plan_load(CPU_TYPES, config, info, model, draft, ranks)
-        plan = replace(plan, num_other_bytes=num_encoder_bytes)
+        plan = replace(plan, num_other_bytes=num_encoder_bytes * plan.num_ranks)
         plan = _with_blocks(with_windows(with_states(plan)))
         backend = _make_backend(plan)
         undo.callback(backend.close)

@@ -41,7 +41,7 @@ def load_models(
     check_activations(info)
     check_architecture(info)
     source = find_draft(config, info)
-    sees = ranks is None and sees_images(info)
+    sees = sees_images(info)
     if ranks is None or ranks.is_first:
         _check_memory(config, info, source, 1 if ranks is None else ranks.size)
     if has_states(info):
@@ -95,6 +95,5 @@ def _check_memory(
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
     dtype = named_dtype(CPU_TYPES.resolve(info.config).dtype)
-    sees = num_ranks == 1 and sees_images(info)
-    num_image_bytes = encoder_cache_bytes(config, info, dtype, sees)
+    num_image_bytes = num_ranks * encoder_cache_bytes(config, info, dtype, sees_images(info))
     check_memory(config, weights, all_known, info.max_model_len, num_image_bytes)

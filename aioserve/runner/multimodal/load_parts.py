@@ -12,14 +12,22 @@ from aioserve.model_source.source import Rounding
 from aioserve.multimodal.families import family_of
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.multimodal.image_encoder import ImageEncoder, num_deep_rows
+from aioserve.runner.multimodal.shared_encoder import SharedImageEncoder
 from aioserve.runner.multimodal.vision_language import TextPart, take_text_part
+from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.runner.tensor_parallel.shard import shard
 
 
 def load_parts(
-    info: ModelInfo, dtype: torch.dtype, device: torch.device, rounding: Rounding | None
+    info: ModelInfo,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounding: Rounding | None,
+    ranks: Ranks | None,
 ) -> tuple[TextPart, ImageEncoder]:
     """The text model of the vision model of `info`, whose weights are quantized as `rounding` says,
-    and its image encoder, whose weights are not. Raises `ConfigError`.
+    and its image encoder, whose weights are not. With `ranks`, the share of one of them: of the
+    text model, as an encoder is not shared out. Raises `ConfigError`.
     """
     family = family_of(info)
     assert family is not None, "the model sees"
@@ -34,4 +42,8 @@ def load_parts(
     if rounding is not None:
         quantize_linears(text, rounding)
         quantize_experts(text, rounding.inner)
-    return text, ImageEncoder(whole, family, info.whole_config.image_token_id)
+    token_id = info.whole_config.image_token_id
+    if ranks is None:
+        return text, ImageEncoder(whole, family, token_id)
+    shard(text, ranks, dtype)
+    return text, SharedImageEncoder(whole, family, token_id, ranks)

@@ -27,6 +27,13 @@ class TextPart(nn.Module):
         self.config: Any = self.model.config
 
     @property
+    def tp_plan(self) -> dict[str, str]:
+        """How ranks share its linear layers, in the words of `transformers`."""
+        plan: dict[str, str] = self.model.tp_plan  # type: ignore[assignment]
+        shared = {f"model.{name}": style for name, style in plan.items()}
+        return shared | {"lm_head": "colwise_gather_output"}
+
+    @property
     def base_model(self) -> nn.Module:
         """The text model without its head."""
         return self.model

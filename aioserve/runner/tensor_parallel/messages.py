@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from aioserve.config import EngineConfig
 from aioserve.kv_cache import StatePool, StateSlots, WindowBlocks, WindowPool
+from aioserve.multimodal.families import GRID
+from aioserve.request import EncoderInput
 from aioserve.row_values import ROW_VALUES
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
@@ -51,8 +54,26 @@ _PLANS: dict[str, Any] = {
     WindowPool.name: dict[str, WindowBlocks],
 }
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
+_ARRAY = 1  # of numpy: its dtype, its shape and its bytes
+
+
+def _encode_array(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"{type(value).__name__} has no form in a message")
+    parts = (value.dtype.str, value.shape, value.tobytes())
+    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(parts))
+
+
+def _decode_array(code: int, data: memoryview) -> Any:
+    assert code == _ARRAY
+    dtype, shape, content = msgspec.msgpack.decode(data)
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+_decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(
+    Message, ext_hook=_decode_array
+).decode
 
 
 def encode(message: Message | Answer) -> bytes:
@@ -91,5 +112,15 @@ def _for_others(request: NewRequestData) -> NewRequestData:
         temperature=0, prompt_logprobs=request.sampling_params.prompt_logprobs, detokenize=False
     )
     return msgspec.structs.replace(
-        request, sampling_params=params, stop_token_ids=frozenset(), cache_salt=""
+        request,
+        sampling_params=params,
+        stop_token_ids=frozenset(),
+        cache_salt="",
+        encoder_inputs=tuple(map(_without_pixels, request.encoder_inputs)),
     )
+
+
+def _without_pixels(item: EncoderInput) -> EncoderInput:
+    """The first rank alone encodes; where the rows of an image are says its grid."""
+    grid = {name: array for name, array in (item.arrays or {}).items() if name == GRID}
+    return msgspec.structs.replace(item, arrays=grid)

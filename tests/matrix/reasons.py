@@ -1,0 +1,89 @@
+"""Why what is refused stays refused: for the page, by beginnings and parts of the lines."""
+
+_DRAFTS = (
+    "The step in flight decides what a draft continues: a second step would begin with nothing to "
+    "draft from. Where drafts pay, depth 1 with them does more than depth 2 without."
+)
+_REASONS: tuple[tuple[str, str], ...] = (
+    ("at scheduler.pipeline_depth 2 a step begins", _DRAFTS),
+    (
+        "but a draft model has a KV cache of its own",
+        "A block that is loaded has K and V of the served model alone; the drafting model would "
+        "have to read the text anew, which is most of what loading saves.",
+    ),
+    (
+        "does not tell of its layers",
+        "The head reads what enters inner layers. Modules of `transformers` tell nothing of it.",
+    ),
+    (
+        "but the compiled kernels do not serve",
+        "The kernels multiply what is quantized. Modules of `transformers` would unpack it, and "
+        "cost more memory and time than without.",
+    ),
+    (
+        "is not served for a model whose layers have states",
+        "A block of K and V is of use only with the state at its end, and states are not kept "
+        "outside. Their snapshots in memory serve prefixes.",
+    ),
+    (
+        "blocks of windows are not served where",
+        "Without `--num-window-blocks` it is served: layers with a window keep all blocks, which "
+        "the connector keeps.",
+    ),
+    (
+        "could not be replayed",
+        "A replay has no such blocks, and would decide otherwise.",
+    ),
+    (
+        "files in its directory are of the",
+        "Blocks of other weights would be found under the same hashes.",
+    ),
+    (
+        "a decision log does not tell that requests lose",
+        "With `running: abort` it is served; kept requests would be replayed otherwise.",
+    ),
+    (
+        "ranks do not serve a draft model",
+        "Not built: each rank would have the drafting model whole, or its own share of it.",
+    ),
+    ("ranks do not serve adapters", "Not built: an adapter would have to be cut as its layer is."),
+    (
+        "ranks do not serve model.quantization",
+        "Not built: a share of a layer's inputs would have to end where a block of codes does.",
+    ),
+    (
+        "as 'packed_colwise', not served",
+        "Not built: ranks would share each expert, by a plan that packs gates and ups.",
+    ),
+    (
+        "transformers has no plan for",
+        "`transformers` says how a model is shared; here it does not.",
+    ),
+    (
+        "ranks do not serve cache.kv_connector",
+        "Not built: each rank would keep its heads of a block, and all would have to agree.",
+    ),
+    ("is served on a CPU alone", "Not built: all ranks, or a card, would have to load again."),
+    ("needs the compiled kernels of a CPU", "The kernels are for CPUs."),
+    (
+        "is a model that sees, which is served on a CPU",
+        "Not built: nothing could be tried on a card here.",
+    ),
+    (
+        "are not served on CUDA",
+        "Not built: nothing could be tried on a card here.",
+    ),
+    (
+        "but on a CUDA device layers with a",
+        "Without `--num-window-blocks` it is served: layers with a window keep all blocks.",
+    ),
+    (
+        "gives no hidden states to make embeddings of",
+        "Not built: nothing could be tried on a card here.",
+    ),
+)
+
+
+def reason_of(line: str) -> str | None:
+    """Why the refusal in `line` stays; None if it is not said."""
+    return next((why for part, why in _REASONS if part in line), None)
