@@ -356,11 +356,13 @@ class _Run:
 
     def has_changed(self, seat: Seat) -> None:
         """A request has come to the replica, or has left it."""
+        engine = seat.engine
+        if engine is None:
+            return
         self._report(seat)
-        if seat.engine is not None and seat.engine.is_idle:
+        if engine.is_idle:
             self._plan_turn(seat, self._clock.now)
-        if seat.engine is not None:
-            self._watch_expiry(seat)
+        self._watch_expiry(seat)
         self._stop_if_drained(seat)
 
     def end_lost(self, number: int, request: Request) -> None:
@@ -527,6 +529,8 @@ class _Run:
             self._stop(seat, seat.engine)
         seat.due = seat.expiry = math.inf
         seat.has_failed = True  # an autoscaler does not start it meanwhile
+        if self._scaling is not None:
+            self._scaling.draining.discard(seat.place)
         self._num_returns += 1
         self._deploys.has_drained(seat)
 

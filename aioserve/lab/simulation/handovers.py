@@ -7,6 +7,7 @@ what moves then. Does not know why a router wants it.
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from aioserve.errors import EngineOverloadedError
 from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_seat import Seat
 from aioserve.lab.simulation.stepped_engine import SteppedEngine
@@ -129,31 +130,34 @@ class Handovers:
         return number, request, assignment
 
     def _attach(self, moving: Moving, target: Seat) -> None:
-        """The blocks are there. If the target has died meanwhile, the request goes on where it was;
-        if that has died, too, the request is lost.
+        """The blocks are there. If the target has died meanwhile, goes, or refuses the request, it
+        goes on where it was; if that has died, too, the request is lost.
         """
-        names = self._dispatcher.names
-        moving.source.num_leaving -= 1
-        if moving.source.engine is not moving.engine:
+        source = moving.source
+        source.num_leaving -= 1
+        if source.engine is not moving.engine:
             self._lose(moving)
-            return
-        seat = target
-        if target.engine is None or target.name not in names:
-            seat = moving.source
-        engine = seat.engine
-        if engine is None or seat.name not in names:
-            self._lose(moving)
-            return
-        self._run.catch_up(seat, engine)
-        engine.take_in(moving.request)
-        if seat is target:
+        elif target.name in self._dispatcher.names and self._goes_on_at(target, moving):
             self._outcome.num_moved += 1
-            self._outcome.replica_of[moving.number] = seat.place
+            self._outcome.replica_of[moving.number] = target.place
             self._dispatcher.move(moving.assignment, target.name)
-        seat.live[moving.request.request_id] = moving.number, moving.request, moving.assignment
-        self._run.has_changed(seat)
-        if seat is not moving.source:
-            self._run.has_changed(moving.source)
+        elif not self._goes_on_at(source, moving):
+            self._lose(moving)
+        for seat in {source: None, target: None}:
+            self._run.has_changed(seat)
+
+    def _goes_on_at(self, seat: Seat, moving: Moving) -> bool:
+        """Have a replica take the request in; False if it is down or has too many."""
+        engine, request = seat.engine, moving.request
+        if engine is None:
+            return False
+        self._run.catch_up(seat, engine)
+        try:
+            engine.take_in(request)
+        except EngineOverloadedError:
+            return False
+        seat.live[request.request_id] = moving.number, request, moving.assignment
+        return True
 
     def _lose(self, moving: Moving) -> None:
         moving.assignment.has_ended()

@@ -12,7 +12,7 @@ from aioserve.lab.simulation.fleet_groups import ReplicaGroup
 from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import simulated
-from aioserve.lab.workloads.incidents import Failure, Incidents
+from aioserve.lab.workloads.incidents import Deploy, Failure, Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.ray.settings import ModelSettings
 from aioserve.routing import RouterError
@@ -111,6 +111,27 @@ def test_a_prefill_replica_that_dies_during_the_copy_ends_the_request(tmp_path: 
     outcome = run(asked(1.0), router, incidents=failures, transfer_gb_per_second=0.02)
     (request,) = outcome.requests
     assert (request.finish_reason, len(request.token_times)) == ("error", 1)
+
+
+def test_a_replica_that_drains_for_a_deploy_waits_for_its_copies(tmp_path: Path) -> None:
+    deploys = Incidents(deploys=(Deploy(at=1.1, down=1.0),))
+    body = "return Split(*replicas[:2]) if len(replicas) > 1 else replicas[0]"
+    router = written(tmp_path, body)
+    outcome = run(asked(1.0, 1.2), router, incidents=deploys, transfer_gb_per_second=0.02)
+    assert [r.finish_reason for r in outcome.requests] == ["stop"] * 2
+    assert [len(r.token_times) for r in outcome.requests] == [50] * 2
+
+
+def test_a_request_goes_on_where_it_was_if_the_other_replica_has_too_many(tmp_path: Path) -> None:
+    settings = simulated(EngineConfig.load(None, [("scheduler.max_waiting_requests", 1),
+        ("scheduler.max_num_seqs", 1)]), 720)  # fmt: skip
+    fleet = Fleet(2, written(tmp_path, SPLIT_FIRST), transfer_gb_per_second=1.0)
+    outcome = simulate_fleet(settings, asked(1.0, 0.5, 0.9, output=400), fleet)
+    assert [r.finish_reason for r in outcome.requests] == ["stop"] * 3
+    assert list(outcome.replica_of) == [0, 1, 1]
+
+
+SPLIT_FIRST = "return Split(*replicas) if request.request_id == '0' else replicas[1]"
 
 
 MIGRATES = """
