@@ -11,8 +11,11 @@ from aioserve.lab.simulation.fleet_plan import FleetSpec
 PAGE = (Path(__file__).parents[3] / "docs/scaling.md").read_text()
 
 
-@pytest.mark.slow  # half a minute of CPU each
-@pytest.mark.parametrize("heading", ["Twelve routers", "Three autoscalers"])
+@pytest.mark.slow  # half a minute of CPU each, and a minute
+@pytest.mark.parametrize(
+    "heading",
+    ["Twelve routers", "Three autoscalers", "Routers, autoscalers and policies"],
+)
 def test_the_table_of_a_fleet_is_what_its_command_prints(
     heading: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
