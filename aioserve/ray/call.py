@@ -59,8 +59,11 @@ class Call(RequestStream):
         request: RoutedRequest,
         stream: RequestStream,
         on_end: Callable[[], object],
+        on_sent_again: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_end` is called when nothing more will come of it, unless it was dropped."""
+        """`on_end` is called when nothing more will come of it, `on_sent_again` each time that it
+        is to go to another replica.
+        """
         super().__init__(spec.request_id, len(samples.ids), abort=self.drop)
         self._chooser = chooser
         self._delivery = delivery
@@ -71,6 +74,7 @@ class Call(RequestStream):
         self._request = request
         self._stream = stream
         self._on_end = on_end
+        self._on_sent_again = on_sent_again
         self._num_live = len(samples.ids)
         self._num_attempts = 0
         self._avoid: set[str] = set()  # names of replicas that have failed it
@@ -245,6 +249,7 @@ class Call(RequestStream):
         cause = _cause(error)
         if not isinstance(cause, _REPLICA_IS_GONE) or self._num_attempts >= MAX_ATTEMPTS:
             raise _ours(error) from error
+        self._on_sent_again()
         logger.warning("%s is sent to another replica: %s", self.request_id, type(cause).__name__)
 
     def _leave_seat(self) -> None:

@@ -6,6 +6,7 @@ travel.
 
 import contextlib
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Set
@@ -15,6 +16,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from aioserve.errors import EngineOverloadedError
 from aioserve.ray.fleet import Fleet, ReplicaLine
+from aioserve.ray.router_metrics import RouterMetrics
 from aioserve.request import RequestSpec
 from aioserve.routing import (
     Assignment,
@@ -85,8 +87,11 @@ class AccountSeat(Seat):
 class OwnChooser(Chooser):
     """Asks a router of `aioserve.routing`."""
 
-    def __init__(self, dispatcher: Dispatcher, fleet: Fleet, max_requests: int) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, fleet: Fleet, max_requests: int, metrics: RouterMetrics
+    ) -> None:
         """`max_requests`: how many a replica gets at a time, from all ingresses."""
+        self._metrics = metrics
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._max_requests = max_requests
@@ -95,31 +100,40 @@ class OwnChooser(Chooser):
     async def choose(
         self, request: RoutedRequest, avoid: Set[str], spec: RequestSpec
     ) -> Seat | Wait:
-        lines = self._fleet.lines
+        lines, metrics = self._fleet.lines, self._metrics
         if not lines:
+            metrics.outcomes["no_replica"] += 1
             return NO_REPLICA
         shunned = frozenset(avoid if lines.keys() - avoid else ())
         while True:
             answer = self._ask(request, shunned)
             if answer is None:
+                metrics.outcomes["full"] += 1
                 return ALL_FULL
             if isinstance(answer, Wait):
+                metrics.outcomes["waits"] += 1
                 return answer
             if isinstance(answer, Refuse):
+                metrics.on_refused(answer.reason)
                 raise EngineOverloadedError(answer.reason, answer.retry_after)
             if self._dispatcher.num_requests_of(answer) < self._max_requests:
+                metrics.on_sent(time.monotonic() - self._dispatcher.known_at(answer))
                 return AccountSeat(lines[answer], self._dispatcher.assign(request, answer))
             shunned |= {answer}
 
     def _ask(self, request: RoutedRequest, shunned: frozenset[str]) -> str | Refuse | Wait | None:
+        since = time.perf_counter()
         try:
             return self._dispatcher.choose(request, shunned)
         except RouterError as error:
+            self._metrics.outcomes["failed"] += 1
             if str(error) != self._last_error:
                 logger.error("%s; the replica with the least work gets the request", error)
                 self._last_error = str(error)
             names = self._fleet.lines.keys() - shunned
             return min(names, key=self._dispatcher.work_of)
+        finally:
+            self._metrics.decision_seconds.observe(time.perf_counter() - since)
 
 
 class HeldSeat(Seat):
@@ -140,7 +154,8 @@ class HeldSeat(Seat):
 class RayChooser(Chooser):
     """Asks Ray, with a call that holds a place in its books."""
 
-    def __init__(self, handle: DeploymentHandle, fleet: Fleet) -> None:
+    def __init__(self, handle: DeploymentHandle, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
         self._hold = handle.options(method_name="hold", stream=True)
         self._fleet = fleet
 
@@ -150,7 +165,9 @@ class RayChooser(Chooser):
         call = self._hold.remote(prompt=list(spec.prompt_token_ids))
         try:
             name, ticket = await anext(call)
-            return HeldSeat(await self._fleet.reach(name, ticket), call)
+            line = await self._fleet.reach(name, ticket)
+            self._metrics.on_sent(math.inf)
+            return HeldSeat(line, call)
         except BaseException:
             with contextlib.suppress(Exception):
                 call.cancel()

@@ -24,7 +24,7 @@ from aioserve.errors import ConfigError, EngineDeadError, RequestError
 from aioserve.hints import SESSION
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.model_info import ModelInfo
-from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck
+from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, ShowMetrics
 from aioserve.operations.answers import Health
 from aioserve.operations.command import Answer
 from aioserve.ray.call import Call
@@ -33,9 +33,10 @@ from aioserve.ray.directory import subscribe, unsubscribe
 from aioserve.ray.fleet import Fleet
 from aioserve.ray.replica import ReplicaInfo
 from aioserve.ray.router import deployment_key
+from aioserve.ray.router_metrics import RouterMetrics, render
 from aioserve.ray.settings import ModelSettings
 from aioserve.request import Request, RequestSpec
-from aioserve.routing import Dispatcher, RoutedRequest, load_router
+from aioserve.routing import Dispatcher, RoutedRequest, load_router, short_name
 from aioserve.version import __version__
 from aioserve.workers.remote_delivery import RemoteDelivery
 
@@ -59,6 +60,7 @@ class RayParts(NamedTuple):
     delivery: RemoteDelivery
     fleet: Fleet
     chooser: Chooser
+    metrics: RouterMetrics
 
     @property
     def claims(self) -> Claims:
@@ -113,6 +115,11 @@ class RayFront(EngineClientBase[RayParts]):
         return dispatcher
 
     @property
+    def router_metrics(self) -> RouterMetrics:
+        """What was counted of the router. Raises `EngineDeadError` before the start."""
+        return self._alive().metrics
+
+    @property
     def request_ids(self) -> list[str]:
         """Ids that requests of this front end, and their samples, have taken."""
         return self._alive().claims.ids()
@@ -132,14 +139,18 @@ class RayFront(EngineClientBase[RayParts]):
         clock = clock_of(loop)
         delivery = RemoteDelivery(self.model_info.tokenizer, clock)
         chooser: Chooser
+        router = short_name(self._model.router)
+        served_name = self.config.model.served_name
+        metrics = RouterMetrics(served_name, router, lambda: len(fleet.lines))
         if self._model.router_class is None:
             fleet = Fleet(delivery, clock, None)
-            chooser = RayChooser(self._handle, fleet)
+            chooser = RayChooser(self._handle, fleet, metrics)
         else:
             kind = load_router(self._model.router)
             dispatcher = Dispatcher(kind, self._model.router_options, seed=self._seed, clock=clock)
             fleet = Fleet(delivery, clock, dispatcher, shares_load=self._shares_load)
-            chooser = OwnChooser(dispatcher, fleet, self._model.max_ongoing_requests)
+            most = self._model.max_ongoing_requests
+            chooser = OwnChooser(dispatcher, fleet, most, metrics)
         self._parts = RayParts(
             info,
             KnownAdapters(self.config.model.served_names, info.adapters),
@@ -154,6 +165,7 @@ class RayFront(EngineClientBase[RayParts]):
             delivery,
             fleet,
             chooser,
+            metrics,
         )
         self._loop = loop
         if self._model.router_class is not None:
@@ -204,6 +216,8 @@ class RayFront(EngineClientBase[RayParts]):
             answer = await self._ask_health()
         elif isinstance(command, AbortElsewhere):
             answer = False
+        elif isinstance(command, ShowMetrics):
+            answer = render([self.router_metrics], command.counted)
         else:
             raise RequestError(
                 f"{type(command).__name__} is not served in front of replicas on Ray, which has "
@@ -244,6 +258,7 @@ class RayFront(EngineClientBase[RayParts]):
             routed,
             stream,
             on_end,
+            parts.metrics.on_resent,
         )
         self._calls[spec.request_id] = call
         if samples.is_aborted:

@@ -21,6 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from aioserve.config import EngineConfig
 from aioserve.ray.front import RayFront
 from aioserve.ray.pace import Pace
+from aioserve.ray.router_metrics import render
 from aioserve.ray.settings import ModelSettings
 from aioserve.server.access.access import Access
 from aioserve.server.access.accounts import Accounts
@@ -131,6 +132,9 @@ class Ingress:
         """
         if request.method == "GET" and request.url.path == "/v1/models":
             return await self._list_models()
+        if request.method == "GET" and request.url.path == "/metrics" and len(self._models) > 1:
+            told = render([model.front.router_metrics for model in self._models])
+            return Response(told, media_type="text/plain; version=0.0.4")
         response = await self._ask(request, await self._read(request))
 
         async def chunks() -> AsyncIterator[bytes]:

@@ -4,6 +4,7 @@ Serves live and simulated senders. Knows no transport: which replicas there are,
 requests, its sender tells it.
 """
 
+import math
 from bisect import insort
 from collections.abc import Callable, Sequence, Set
 from typing import Any
@@ -113,6 +114,13 @@ class Dispatcher:
         """The work of a replica, in tokens, by the accounts of all senders."""
         account = self._accounts[name]
         return account.work + account.others.work
+
+    def known_at(self, name: str) -> float:
+        """The time at which what the router was shown of a replica's report was so; -inf: it was
+        shown none.
+        """
+        reported = self._accounts[name].reported
+        return -math.inf if reported is None else reported[1]
 
     def num_requests_of(self, name: str) -> int:
         """Requests that all senders have sent to a replica and have not ended."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.errors import (
@@ -24,7 +25,7 @@ from aioserve.errors import (
 )
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.model_info import ModelInfo
-from aioserve.operations import ShowMetrics
+from aioserve.operations import ResetPrefixCache, ShowMetrics
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import Request, RequestSpec
@@ -478,5 +479,59 @@ async def test_a_router_that_wants_no_hashes_gets_none() -> None:
 
 async def test_what_an_operator_asks_is_refused_in_words() -> None:
     async with joined(SLOW, num_replicas=1) as both:
-        with pytest.raises(RequestError, match=r"ShowMetrics is not served .* docs/ray.md"):
-            await both.fronts[0].ask(ShowMetrics())
+        with pytest.raises(RequestError, match=r"ResetPrefixCache is not served .* docs/ray.md"):
+            await both.fronts[0].ask(ResetPrefixCache())
+
+
+async def test_decisions_are_counted_by_outcome_with_reasons_times_and_ages(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from aioserve.routing import BaseRouter, Refuse, Wait\n"
+        "class Mine(BaseRouter):\n"
+        "    uses_reports = True\n"
+        "    def choose(self, request, replicas):\n"
+        "        if request.user.startswith('refused'):\n"
+        "            return Refuse(request.user)\n"
+        "        if request.user == 'waits' and not request.num_attempts:\n"
+        "            return Wait(0.02)\n"
+        "        return None if request.user == 'broken' else replicas[0]\n"
+    )
+    async with joined(SLOW, router=f"{mine}:Mine") as both:
+        front, [first, _] = both.fronts[0], both.replicas
+        await asyncio.sleep(0.5)  # the first report
+        params = SamplingParams(max_tokens=2, output_kind="final_only")
+        await whole(front, [1], params)
+        await whole(front, [1], params, user="broken")
+        await whole(front, [1], params, user="waits", timeout=0.05)
+        for i in range(25):
+            with pytest.raises(EngineOverloadedError):
+                await front.add_request([1], params, user=f"refused {i}")
+        long = SamplingParams(max_tokens=30, ignore_eos=True, output_kind="final_only")
+        asked = asyncio.create_task(whole(front, [1], long))
+        await asyncio.sleep(0.2)
+        await first.die()
+        await asked
+        text = (await front.ask(ShowMetrics())).decode()
+        values = {
+            (sample.name.removeprefix("aioserve_router_"), sample.labels.get(label, "")): sample
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            for label in ("outcome", "reason", "le")
+            if label in sample.labels or len(sample.labels) == 2
+        }
+
+        def value(name: str, label: str = "") -> float:
+            assert values[name, label].labels["router"] == "Mine"
+            return values[name, label].value
+
+        assert value("decisions_total", "sent") == 4  # that of a broken router is one
+        assert value("decisions_total", "failed") == 1
+        assert value("decisions_total", "waits") >= 1
+        assert value("decisions_total", "refused") == 25
+        assert value("refusals_total", "refused 3") == 1
+        assert value("refusals_total", "other") == 5
+        assert value("resent_requests_total") == 1
+        assert value("replicas") == 1
+        assert value("decision_seconds_count") >= 30
+        assert value("knowledge_age_seconds_count") == 4
+        assert 0 < value("knowledge_age_seconds_sum") < 60
