@@ -11,6 +11,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
 from aioserve.ray.ingress import Ingress
 from aioserve.ray.replica import EngineReplica
 from aioserve.ray.settings import Autoscaling, ModelSettings, RaySettings, check_served
@@ -37,6 +38,7 @@ def make_app(args: dict[str, object]) -> Application:
         except (TypeError, ValueError) as error:  # Ray's, of what it was given
             told = " ".join(str(error).split())
             raise ConfigError(f"the deployment of {name!r} cannot be: {told}") from error
+    _warn_of_total(settings)
     ingress = serve.deployment(Ingress).options(
         num_replicas=settings.num_ingress_replicas,
         ray_actor_options=settings.ingress_actor_options,
@@ -87,25 +89,63 @@ def _warn_of_resources(name: str, options: dict[str, Any]) -> None:
     """Ray waits for a node that has what a replica needs; one may still join."""
     if not ray.is_initialized():
         return
-    needed = {
+    needed = _needed(options)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(node.get(key, 0) >= needed[key] for key in needed) for node in nodes):
+        return
+    logger.warning(
+        "a replica of %r needs %s, and no node of this cluster has that: it waits for one that has",
+        *(name, _told(needed)),
+    )
+
+
+def _warn_of_total(settings: RaySettings) -> None:
+    """Ray lets what does not fit wait without a word; nodes may still join."""
+    if not ray.is_initialized():
+        return
+    total: dict[str, float] = {}
+    parts = [(settings.ingress_actor_options, settings.num_ingress_replicas)]
+    for model in settings.models:
+        scaled = model.autoscaling
+        least = scaled.min_replicas if scaled is not None else model.num_replicas or 1
+        parts.append((model.ray_actor_options, least))
+    for options, number in parts:
+        for key, value in _needed(options).items():
+            total[key] = total.get(key, 0) + number * value
+    has = ray.cluster_resources()
+    if missing := {key: value for key, value in total.items() if value > has.get(key, 0)}:
+        logger.warning(
+            "the ingress and the replicas need %s together, and this cluster has %s: some wait "
+            "until nodes join; num_cpus of ray_actor_options and ingress_actor_options may be less",
+            *(_told(missing), _told({key: has.get(key, 0) for key in missing})),
+        )
+
+
+def _needed(options: dict[str, Any]) -> dict[str, float]:
+    """What an actor with these options takes, by resource."""
+    return {
         "CPU": options.get("num_cpus", 1),
         "GPU": options.get("num_gpus") or 0,
         "memory": options.get("memory") or 0,
         **options.get("resources", {}),
     }
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if any(all(node.get(key, 0) >= needed[key] for key in needed) for node in nodes):
-        return
-    told = ", ".join(f"{key} {value:g}" for key, value in needed.items() if value)
-    logger.warning(
-        "a replica of %r needs %s, and no node of this cluster has that: it waits for one that has",
-        *(name, told),
-    )
+
+
+def _told(resources: dict[str, float]) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in resources.items() if value) or "none"
 
 
 def _check(config: EngineConfig) -> None:
     """Raises `ConfigError` for what has no effect behind Ray's proxies."""
     config.check_effects()
+    if config.model.model.startswith(("/", ".", "~")):
+        try:
+            ModelInfo(config.model)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. It is looked for on each node at the same path, also on the one that "
+                "builds the application"
+            ) from error
     if config.model.skip_tokenizer_init:
         raise ConfigError(
             "skip_tokenizer_init is for Python callers: the ingress needs a tokenizer"

@@ -137,8 +137,20 @@ def test_replicas_that_fit_nowhere_are_told_in_a_line(
     build_app({"models": [{"ray_actor_options": {"num_cpus": 1000, "resources": {"card": 1}}}]})
     with pytest.raises(ConfigError, match=r"the deployment of 'embedded' cannot be: .*num_cpu\b"):
         build_app({"models": [{"ray_actor_options": {"num_cpu": 1}}]})
-    [line] = [record.message for record in caplog.records if record.name == "aioserve.ray.app"]
-    assert line.startswith("a replica of 'embedded' needs CPU 1000, card 1, and no node of this")
+    lines = [record.message for record in caplog.records if record.name == "aioserve.ray.app"]
+    assert lines[0].startswith(
+        "a replica of 'embedded' needs CPU 1000, card 1, and no node of this"
+    )
+    told = (
+        "the ingress and the replicas need CPU 1001, card 1 together, and this cluster has CPU 8:"
+    )
+    assert lines[1].startswith(told)
+    build_app({"models": [{"num_replicas": 7}]})
+    assert len(caplog.records) == 2
+    with pytest.raises(
+        ConfigError, match=r"no model directory or GGUF file at /nope\. It is looked"
+    ):
+        build_app({"models": [{"settings": {"model.model": "/nope"}}]})
 
 
 async def test_texts_and_refusals_are_those_of_one_engine(http: aiohttp.ClientSession) -> None:

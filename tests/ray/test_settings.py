@@ -54,6 +54,32 @@ def test_the_files_that_ship_say_what_can_work(path: Path) -> None:
         model.engine_config()
 
 
+def test_the_manifest_of_kuberay_says_what_its_cluster_can_hold() -> None:
+    manifest = yaml.safe_load((CONFIGS.parents[1] / "deploy/rayservice.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    settings = RaySettings.of(application["args"])
+    (model,) = settings.models
+    model.engine_config()
+    (workers,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    has = workers["replicas"] * int(container["resources"]["limits"]["cpu"])
+    ingress = settings.ingress_actor_options["num_cpus"] * settings.num_ingress_replicas
+    assert model.num_replicas is not None
+    assert model.ray_actor_options["num_cpus"] * model.num_replicas + ingress <= has
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_files_that_ship_come_up_on_two_cores(path: Path) -> None:
+    (application,) = yaml.safe_load(path.read_text())["applications"]
+    settings = RaySettings.of(application["args"])
+    needed = settings.num_ingress_replicas * settings.ingress_actor_options["num_cpus"]
+    for model in settings.models:
+        least = model.autoscaling.min_replicas if model.autoscaling else model.num_replicas or 1
+        needed += least * model.ray_actor_options["num_cpus"]
+    assert needed <= 2
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
