@@ -397,6 +397,7 @@ ALLOWED = {
         "aioserve.workers.line",
         "aioserve.workers.messages",
         "aioserve.workers.remote_delivery",
+        "aioserve.engine.observe.histogram",
     },
     "aioserve.whole": {
         "aioserve.errors",
