@@ -92,9 +92,7 @@ class LoadPlan:
         return 1 if self.ranks is None else self.ranks.size
 
     def chosen_by_first(self, choose: Callable[[], int]) -> int:
-        """What `choose` returns; of several ranks, that of the first, which alone looks how much
-        memory there is.
-        """
+        """What `choose` returns; of ranks, on the first one, which alone asks for free memory."""
         if self.ranks is None:
             return choose()
         return int(self.ranks.told_by_first([choose() if self.ranks.is_first else 0])[0])

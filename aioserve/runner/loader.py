@@ -172,8 +172,7 @@ def load_model(
     rounding = _rounding(config)
     if num_seen:
         with quiet_transformers():
-            dtype, device = named_dtype(config.dtype), place.device
-            text, encoder = load_parts(info, dtype, device, rounding, place.ranks)
+            text, encoder = load_parts(info, named_dtype(config.dtype), rounding, place.ranks)
         num_mrope = num_seen if encoder.has_axes else 0
         model = prepare_model(text, config, info, place, encoder, num_mrope)
         _check_quantized(config, model, is_quantized=True)

@@ -19,18 +19,15 @@ from aioserve.runner.tensor_parallel.shard import shard
 
 
 def load_parts(
-    info: ModelInfo,
-    dtype: torch.dtype,
-    device: torch.device,
-    rounding: Rounding | None,
-    ranks: Ranks | None,
+    info: ModelInfo, dtype: torch.dtype, rounding: Rounding | None, ranks: Ranks | None
 ) -> tuple[TextPart, ImageEncoder]:
-    """The text model of the vision model of `info`, whose weights are quantized as `rounding` says,
-    and its image encoder, whose weights are not. With `ranks`, the share of one of them: of the
-    text model, as an encoder is not shared out. Raises `ConfigError`.
+    """On a CPU, the text model of the vision model of `info`, quantized as `rounding` says, and its
+    image encoder, which is not. With `ranks`, the share that one of them has of the text model; an
+    encoder is not shared out. Raises `ConfigError`.
     """
     family = family_of(info)
     assert family is not None, "the model sees"
+    device = torch.device("cpu")
     whole = info.source.load_seeing_module(dtype, device, ATTN_IMPLEMENTATION)
     text = take_text_part(whole)
     num_deep = num_deep_rows(info.whole_config)
