@@ -48,9 +48,7 @@ class RequestCounts(Protocol):
     num_generation_tokens: int
 
     def on_prompt_computed(self, state: SampleState, now: float) -> None:
-        """There is a first token, or the vector of a prompt; `now` in seconds of the engine's
-        clock.
-        """
+        """There is a first token, or a prompt's vector; `now` in seconds of the engine's clock."""
 
     def on_next_tokens(self, seconds: float, num_requests: int) -> None:
         """Count requests that have new tokens, `seconds` after their last ones."""
