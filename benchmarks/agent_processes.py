@@ -18,19 +18,7 @@ from aioserve.lab.bench.exchange import Exchange, ServerError
 from aioserve.lab.workloads.workload import WorkloadRequest
 
 CODEX = Path(__file__).parents[1] / ".venv/agents/node_modules/@openai/codex/bin/codex.js"
-CONFIG = """
-model = "{model}"
-model_provider = "local"
-[analytics]
-enabled = false
-[model_providers.local]
-name = "local"
-base_url = "{url}/v1"
-wire_api = "responses"
-env_key = "LOCAL_KEY"
-request_max_retries = 0
-stream_max_retries = 0
-"""
+CONFIG = Path(__file__).with_name("codex.toml").read_text(encoding="utf-8")
 Usage = tuple[int, int, int]  # tokens of prompts, those of them that were cached, and of replies
 
 

@@ -26,21 +26,9 @@ def folder(tmp_path):
 
 def test_codex_shows_its_tool_calls_and_the_answer_and_goes_on(scripted_alone, folder):
     codex, (url, say) = agents.command_of(agents.CODEX), scripted_alone
+    trusted = f'[projects."{folder}"]\ntrust_level = "trusted"\n'
     (folder / "home" / "config.toml").write_text(
-        f"""
-        model = "embedded"
-        model_provider = "local"
-        check_for_update_on_startup = false
-        [analytics]
-        enabled = false
-        [model_providers.local]
-        name = "local"
-        base_url = "{url}/v1"
-        wire_api = "responses"
-        env_key = "LOCAL_KEY"
-        [projects."{folder}"]
-        trust_level = "trusted"
-        """
+        "check_for_update_on_startup = false\n" + agents.codex_settings(url) + trusted
     )
     say("I look.\n" + agents.call("exec_command", cmd="wc -c note.txt"), slowdown=10)
     home = str(folder / "home")

@@ -20,6 +20,12 @@ def command_of(name):
     return "node", str(AGENTS / name)
 
 
+def codex_settings(url):
+    """The settings of Codex for the server at `url`, as the benchmark of agents has them."""
+    path = Path(__file__).parents[2] / "benchmarks" / "codex.toml"
+    return path.read_text().format(model="embedded", url=url)
+
+
 def run(command, folder, **environment):
     """What it prints. Nothing of this machine's settings reaches it."""
     environment |= {"PATH": os.environ["PATH"], "HOME": str(folder / "home")}
@@ -52,22 +58,8 @@ def folder(tmp_path):
 def ask_codex(scripted_for_agents, folder):
     """Ask Codex in that folder; the last word is the prompt."""
     codex, (url, _) = command_of(CODEX), scripted_for_agents
-    (folder / "home" / "config.toml").write_text(
-        f"""
-        model = "embedded"
-        model_provider = "local"
-        model_reasoning_effort = "high"
-        [analytics]
-        enabled = false
-        [model_providers.local]
-        name = "local"
-        base_url = "{url}/v1"
-        wire_api = "responses"
-        env_key = "LOCAL_KEY"
-        request_max_retries = 0
-        stream_max_retries = 0
-        """
-    )
+    reasoning = 'model_reasoning_effort = "high"\n'
+    (folder / "home" / "config.toml").write_text(reasoning + codex_settings(url))
 
     def ask(*words):
         free = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
