@@ -4,11 +4,15 @@ Work is what was sent and has not ended: prompts until their first token, and ha
 while a reply is made. Needs nothing that replicas report. Cost: O(n) of n replicas.
 """
 
+from operator import attrgetter
+
 from aioserve.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest
+
+work_of = attrgetter("work")
 
 
 class LeastWork(BaseRouter):
     """Chooses the replica with the least work; of equals the first."""
 
     def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
-        return min(replicas, key=lambda replica: replica.work)
+        return min(replicas, key=work_of)

@@ -14,6 +14,8 @@ have no first token; the batch counts the request itself, so that no score is 0.
 Cost: O(blocks + n) of n replicas.
 """
 
+import math
+
 from aioserve.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest
 
 
@@ -25,9 +27,12 @@ class LMetric(BaseRouter):
 
     def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
         cached = self.prefixes.by_name(request)
-
-        def score(replica: ReplicaView) -> int:
-            new = request.num_tokens - cached.get(replica.name, 0)
-            return (replica.num_unstarted_tokens + max(new, 1)) * (replica.num_requests + 1)
-
-        return min(replicas, key=score)
+        chosen, least, whole = replicas[0], math.inf, max(request.num_tokens, 1)
+        for replica in replicas:  # without a call for each: a fleet may have thousands
+            batch = replica.num_running + replica.num_waiting
+            batch = max(batch, replica.num_sent) if replica.num_sent else batch
+            new = max(whole - cached[replica.name], 1) if replica.name in cached else whole
+            score = (replica.num_unstarted_tokens + new) * (batch + 1)
+            if score < least:
+                chosen, least = replica, score
+        return chosen

@@ -4,7 +4,11 @@ Then the one with the least work. Both are in tokens: what the holder need not c
 it has to do more than the least busy one. Cost: O(blocks + n) of n replicas.
 """
 
+from operator import attrgetter
+
 from aioserve.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest
+
+work_of = attrgetter("work")
 
 
 class PrefixAware(BaseRouter):
@@ -13,12 +17,12 @@ class PrefixAware(BaseRouter):
     uses_prefixes = True
 
     def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
-        least = min(replicas, key=lambda replica: replica.work)
+        least = min(replicas, key=work_of)
         longest, names = self.prefixes.longest(request)
         named = set(names)
         holders = [replica for replica in replicas if replica.name in named]
         if not holders:
             return least
-        holder = min(holders, key=lambda replica: replica.work)
+        holder = min(holders, key=work_of)
         saved = longest - self.prefixes.cached_tokens(request, least.name)
         return least if holder.work - least.work > saved else holder
