@@ -86,6 +86,8 @@ async def complete(request: web.Request) -> web.StreamResponse:
         count += len(new)
         text = "".join(f" {token}" for token in new)
         await _send(response, {"choices": [{"index": 0, "text": text}]})
+    end = {"index": 0, "text": "", "finish_reason": "length"}
+    await _send(response, {"choices": [end]})
     usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
     await _send(response, {"choices": [], "usage": usage})
     await response.write(b"data: [DONE]\n\n")

@@ -80,7 +80,7 @@ def servers() -> list[Server]:
 def ours(key: str, label: str, weights: str, activations: str | None = None) -> Server:
     """This checkout."""
     words = [sys.executable, "-m", "aioserve", "--model", str(FILES[weights]), "--port", "{port}"]
-    words += ["--threads", str(default_num_threads()), "--log-level", "warning"]
+    words += ["--log-level", "warning"]
     words += ["--activations", activations] if activations else []
     return Server(key, label, weights, tuple(words), (FILES[weights],), ready="/ready")
 
@@ -100,9 +100,11 @@ def llama_cpp(weights: str) -> Server:
 
 
 def ik_llama_cpp(weights: str) -> Server:
-    """The fork with kernels and layouts of its own, which `-rtr` makes as it loads."""
+    """The fork with kernels and layouts of its own, which `-rtr` makes as it loads. Without its flash
+    attention, which ends the server with several requests in a batch: `GGML_ASSERT(S > 0)`.
+    """
     program = PEERS / "ik_llama.cpp" / "llama-server"
-    words = _llama_words(program, weights, "-rtr")
+    words = _llama_words(program, weights, "-rtr", "-no-fa")
     return Server(f"ik_llama-{weights}", "ik_llama.cpp", weights, words, (program, FILES[weights]))
 
 
