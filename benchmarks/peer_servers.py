@@ -100,8 +100,8 @@ def llama_cpp(weights: str) -> Server:
 
 
 def ik_llama_cpp(weights: str) -> Server:
-    """The fork with kernels and layouts of its own, which `-rtr` makes as it loads. Without its flash
-    attention, which ends the server with several requests in a batch: `GGML_ASSERT(S > 0)`.
+    """The fork with kernels and layouts of its own, which `-rtr` makes as it loads. Its flash
+    attention is off: with several requests in a batch it ends the server, `GGML_ASSERT(S > 0)`.
     """
     program = PEERS / "ik_llama.cpp" / "llama-server"
     words = _llama_words(program, weights, "-rtr", "-no-fa")
