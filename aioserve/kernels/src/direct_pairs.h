@@ -49,7 +49,7 @@ INLINE void score_block(int mr, const float *queries, const bf16 *const *keys,
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
                 block[j] = load_f32((const float *)keys[4 * j + i] + d);
-                __builtin_prefetch((const float *)next[4 * j + i] + d);
+                __builtin_prefetch((const float *)next[4 * i + j] + d);
             }
             transpose_quarters(block);
 #pragma GCC unroll 4

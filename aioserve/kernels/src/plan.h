@@ -7,7 +7,7 @@
 
 // Measured, on Zen 5 with heads of 64:
 #define TILE 128          // keys packed at a time: both packed tiles fit the first-level cache
-#define SMALL_TILE 64     // to twice as many where a row has few queries: memory keeps busy
+#define SMALL_TILE 32     // to twice as many where a row has few queries: memory keeps busy
 #define PIECE 512         // keys of one item, where a row has few queries
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
 #define ITEM_ROWS 192     // queries times heads of one item: each tile is packed once for all
