@@ -67,6 +67,9 @@ class Matrix:
             found = await run.drive(asks)
             if {"prefix cache", "n-gram drafts", "policy switch"} & set(features):
                 found += await run.drive(asks, is_operated=False)
+            if "prefix cache" in features:  # which others have not evicted meanwhile
+                plain = Ask(len(reference.prompts) - 1)
+                found += [(plain, await run.ask(plain)) for _ in range(2)]
             await run.settle()
             _check_came_about(features, run, before)
         for ask, reply in found:
@@ -143,14 +146,15 @@ class _Run:
         longest = 0.0 if "preemption" in self._features else 0.02
         delays = [self._rng.random() * longest for _ in asks]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._ask(*one)) for one in zip(asks, delays, strict=True)]
+            tasks = [group.create_task(self.ask(*one)) for one in zip(asks, delays, strict=True)]
             for number in range(NUM_ABORTED):
                 group.create_task(self._leave(asks[number % len(asks)]))
             if is_operated:
                 group.create_task(self._operate())
         return [(ask, task.result()) for ask, task in zip(asks, tasks, strict=True)]
 
-    async def _ask(self, ask: Ask, delay: float) -> Any:
+    async def ask(self, ask: Ask, delay: float = 0.0) -> Any:
+        """The reply to a request that arrives after `delay` seconds."""
         await asyncio.sleep(delay)
         prompt = _as_prompt(self._reference.prompts[ask.place])
         found = await _reply(self._front, prompt, ask)
