@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from aioserve.ray.front import RayFront
 from aioserve.ray.settings import ModelSettings
 from aioserve.sampling_params import SamplingParams
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "runner.runner": "simulated",
     "runner.profile": "h200-llama-8b-roofline",
     "model.max_model_len": 131072,
@@ -76,11 +77,13 @@ class FrontClients(Clients):
         return token_ids
 
 
-async def measure(router: str, workload: Workload) -> dict[str, float]:
-    """One run; the replicas are new."""
+async def measure(
+    router: str, workload: Workload, settings: dict[str, Any] = SETTINGS
+) -> dict[str, float]:
+    """One run; the replicas, which have these settings, are new."""
     cpu = {"num_cpus": 0.1}
     model = {
-        "settings": SETTINGS,
+        "settings": settings,
         "num_replicas": 2,
         "router": router,
         "ray_actor_options": cpu,
@@ -88,7 +91,7 @@ async def measure(router: str, workload: Workload) -> dict[str, float]:
     app = build_app({"models": [model], "ingress_actor_options": cpu})
     await asyncio.to_thread(serve.run, app, name="aioserve", route_prefix="/")
     front = RayFront(
-        EngineConfig.load(None, list(SETTINGS.items())),
+        EngineConfig.load(None, list(settings.items())),
         serve.get_deployment_handle("engine-embedded", "aioserve"),
         msgspec.convert(model, ModelSettings),
         seed=0,
@@ -119,7 +122,7 @@ def main() -> None:
     source = WorkloadSource(
         path=args.workload, limit=args.limit, min_turns=2, time_scale=args.time_scale
     )
-    workload, _ = source.load(0).clipped(SETTINGS["model.max_model_len"])  # type: ignore[arg-type]
+    workload, _ = source.load(0).clipped(SETTINGS["model.max_model_len"])
     # Ray's processes import the router from here.
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
