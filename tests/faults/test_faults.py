@@ -141,7 +141,7 @@ def test_what_is_raised_at_any_point_of_a_requests_way_leaves_nothing(
     asyncio.run(meet(coming, depth, injected, passed_points(), policy))
 
 
-@pytest.mark.parametrize("policy", ["chunked_prefill", PINS])
+@pytest.mark.parametrize("policy", mostly_slow(["chunked_prefill", PINS], but=["chunked_prefill"]))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_part_that_fails_leaves_nothing(depth: int, policy: str, injected: Counter[str]) -> None:
     coming = list(all_faults())

@@ -179,7 +179,7 @@ def compare(
     return compared
 
 
-@pytest.mark.parametrize("side", ["cpu", "cuda"])
+@pytest.mark.parametrize("side", mostly_slow(["cpu", "cuda"], but=["cpu"]))
 async def test_a_layer_drafts_what_a_plain_reference_drafts(
     model: Path, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +197,7 @@ async def test_a_layer_drafts_what_a_plain_reference_drafts(
     assert all(own == expected for own, expected in compared)
 
 
+@pytest.mark.slow
 async def test_a_layer_of_few_bits_drafts_as_its_numbers_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ async def test_of_several_layers_the_first_drafts(
     assert all(own == expected for own, expected in compared)
 
 
+@pytest.mark.slow
 async def test_a_layer_with_a_sliding_window_drafts_what_transformers_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_the_end_of_a_turn_can_be_shown_and_passed(client: openai.OpenAI) -> Non
     assert passed.usage.completion_tokens == 12
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers(
     server: Server, client: openai.OpenAI, reference: Any
 ) -> None:

@@ -36,12 +36,15 @@ RARE = {
     *("BeginsWithoutItsWindow", "KeepsWindows", "KeepsStates", "RunsPastStopTokens"),
     *("GivesWindowsBackTooEarly", "SendsTheLastDrafts"),
 }
-# Those that take a second of CPU or more.
+# Those that take half a second of CPU or more.
 LONG = {
     *("WalksThroughASet", "RefusesOnceBusy", "CountsItsReaders", "RemembersEverybody"),
     *("ComparesEveryPair", "PreemptsInVain", "PutsHolesInPrefixes", "OrdersByTheWallClock"),
     *("SitsOnHalfPrompts", "RejectsOnceFitted", "BeginsWithOldStates", "PrefetchesNothing"),
     *("HoldsWhatFailed", "ForgetsStates", "SplitsImages", "RejectsTheSecondTime"),
+    *("Sleeps", "RanksByDice", "LosesTheLoading", "ForgetsEncoderInputs", "KeepsSlotsForNobody"),
+    *("ForgetsWindows", "OffloadsOthers", "ForgetsWhoRan", "KeepsSlotsOfTheEnded"),
+    *("ForgetsToLoad", "ForgetsMaxLoras", "NeverServesOffline", "DisguisesTimeouts"),
 }
 
 

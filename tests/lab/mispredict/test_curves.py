@@ -67,6 +67,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     return measure_curves(policies, candidate(str(file), "untold"), loads, errors, E2E)
 
 
+@pytest.mark.slow
 def test_exact_lengths_are_worth_much_and_those_that_are_wrong_little(curves: Curves) -> None:
     for curve in curves.curves:
         values = [point.value for point in curve.points]

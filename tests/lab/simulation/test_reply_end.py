@@ -16,6 +16,7 @@ from aioserve.lab.simulation.run import run_live, simulate
 from aioserve.lab.workloads.reply_limit import ReplyLimit
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from tests.lab.simulation.test_run import EXACT
+from tests.slow import mostly_slow
 
 SHORTEST_FIRST = '''
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
@@ -95,13 +96,16 @@ def test_a_fleet_ends_replies_at_the_same_tokens(
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"scheduler": {"pipeline_depth": 2}},
-        {"scheduler": {"policy": "chunked_prefill", "options": {"chunk_size": 16}}},
-        {"runner": {"simulated_draft_tokens": 3}, "scheduler": {"num_lookahead_tokens": 3}},
-        {"cache": {"num_kv_blocks": 20}},
-    ],
+    mostly_slow(
+        [
+            {},
+            {"scheduler": {"pipeline_depth": 2}},
+            {"scheduler": {"policy": "chunked_prefill", "options": {"chunk_size": 16}}},
+            {"runner": {"simulated_draft_tokens": 3}, "scheduler": {"num_lookahead_tokens": 3}},
+            {"cache": {"num_kv_blocks": 20}},
+        ],
+        but=[{"scheduler": {"pipeline_depth": 2}}, {"cache": {"num_kv_blocks": 20}}],
+    ),
     ids=str,
 )
 def test_live_an_end_of_the_models_own_comes_too_early_or_too_late_and_never_shows(

@@ -35,6 +35,7 @@ def cheap_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "measure_costs", lambda configs: measure_costs(configs, 1000))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cheap_costs")
 def test_a_policy_of_a_file_is_ranked_among_all_that_ship(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -88,6 +89,7 @@ def test_what_an_engine_measures_is_what_is_stored_of_it(name: str) -> None:
             assert scores[measure] == [value], measure
 
 
+@pytest.mark.slow
 def test_the_share_in_time_is_the_mean_over_classes_of_requests_or_programs() -> None:
     """A few programs of agents count as much as many chats."""
     [candidate] = load_policies(["fcfs"])

@@ -173,6 +173,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_the_same_events_have_the_same_decisions_in_every_process() -> None:
     def decisions(seed: str) -> str:
         return subprocess.run(

@@ -9,6 +9,7 @@ from aioserve.server.batches.policy import OfflineScheduler
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract
 from tests.policies.simulate import Job, Served, percentile, serve
+from tests.slow import mostly_slow
 
 POLICY = "aioserve.server.batches.policy:OfflineScheduler"
 OFFLINE = {"offline": True}
@@ -51,7 +52,7 @@ def p99_gap(served: list[Served]) -> float:
     return percentile([gap for s in served for gap in s.gaps], 0.99)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[1]))
 def test_a_batch_beside_chats_costs_their_gaps_less_than_a_tenth(depth: int) -> None:
     alone = serve(POLICY, chats(), pipeline_depth=depth)
     both = serve(POLICY, chats() + batch(300), pipeline_depth=depth)
