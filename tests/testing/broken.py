@@ -579,7 +579,8 @@ class PreemptsInSecret(SoundScheduler):
 
 @caught_by(
     r"the policy calls random.random\(\) \(broken.py:\d+\)"
-    r"|the same events gave another plan the second time|ended differently|tells how long they will be"
+    r"|the same events gave another plan the second time|ended differently"
+    r"|tells how long they will be"
 )
 class RollsGlobalDice(SoundScheduler):
     """Serves in an order that depends on the process' random numbers."""
