@@ -14,6 +14,7 @@ with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
     pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
     from aioserve.ray.chooser import AccountSeat, OwnChooser
+    from aioserve.ray.router_metrics import RouterMetrics
 
 pytestmark = pytest.mark.dist
 
@@ -38,7 +39,8 @@ async def test_an_error_of_the_router_reaches_no_request_and_is_logged(
     dispatcher.join("a")
     fleet: Any = SimpleNamespace(lines={"a": SimpleNamespace(name="a")})
     spec: Any = None  # what Ray's own router would be asked with
-    chooser = OwnChooser(dispatcher, fleet, max_requests=4)
+    metrics = RouterMetrics("m", "grudging", lambda: len(fleet.lines))
+    chooser = OwnChooser(dispatcher, fleet, 4, metrics)
     with caplog.at_level(logging.ERROR, "aioserve.ray.chooser"):
         seat = await chooser.choose(RoutedRequest(num_tokens=100), frozenset(), spec)
         assert isinstance(seat, AccountSeat)
