@@ -6,6 +6,7 @@ request has a field that only aioserve knows but `ignore_eos`, which keeps repli
 """
 
 import time
+from abc import abstractmethod
 from typing import Any
 
 import openai
@@ -52,11 +53,11 @@ class OpenAIClients(Clients):
         exchange.end = self.clock() - self.start
         return []
 
+    @abstractmethod
     async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
         """Read the reply to a request as it streams. Raises `openai.OpenAIError`, or `ServerError`
         where another client asks.
         """
-        raise NotImplementedError
 
     def messages(self, request: WorkloadRequest) -> Any:
         """The prompt of a request: a system prompt if two texts begin it, then turns."""

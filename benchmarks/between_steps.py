@@ -3,13 +3,13 @@
     python benchmarks/between_steps.py 135m              # or 0.6b, 2m, or a model directory
     python benchmarks/between_steps.py 135m --streams 64 --steps 400
 
-So many streams decode through `AsyncEngine`, without HTTP. Counted are steps that hold one token of
-each stream, from the beginning of one to that of the next: *model* is the forward pass, *packing*
-the batch and the block tables, *sampling* the choice of tokens, *entering* the rest of the runner's
-thread; *handover* is what passes from the end of a step on that thread to the beginning of the next
-one: both changes of threads, the scheduler's update and its next plan. Values are lower quartiles,
-as others may use the machine; the share is of all but the model. The last line is JSON.
-"""
+As many streams as asked for decode through `AsyncEngine`, without HTTP. Counted are steps that hold
+one token of each stream, from the beginning of one to that of the next: *model* is the forward
+pass, *packing* the batch and the block tables, *sampling* the choice of tokens, *entering* the rest
+of the runner's thread; *handover* is what passes from the end of a step on that thread to the
+beginning of the next one: both changes of threads, the scheduler's update and its next plan. Values
+are lower quartiles, as others may use the machine; the share is of all but the model. The last line
+is JSON. """
 
 import argparse
 import asyncio

@@ -24,7 +24,7 @@ SEATS, STEP_TOKENS, CACHE_GIB = 64, 2048, 2
 
 
 class Worker(threading.Thread):
-    """Owns the pipeline."""
+    """Generates on a thread that owns OpenVINO's pipeline."""
 
     def __init__(self, model: str, threads: int) -> None:
         super().__init__(daemon=True)
@@ -69,7 +69,7 @@ class Worker(threading.Thread):
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
-    """POST /v1/completions, streamed."""
+    """Answer POST /v1/completions with a stream of server-sent events."""
     body = await request.json()
     tokens: asyncio.Queue[list[int] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -99,7 +99,7 @@ async def _send(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
 
 
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models."""
+    """Answer GET /v1/models with the one model that is served."""
     return web.json_response({"data": [{"id": request.app["name"]}]})
 
 

@@ -78,7 +78,7 @@ class Results:
 
     @property
     def settings(self) -> Settings:
-        """Of this run."""
+        """The settings that this run measures with."""
         return self._found.settings
 
     @property
@@ -109,7 +109,7 @@ class Results:
         )
 
     def cells(self, server: str, load: str) -> list[Cell]:
-        """All that were measured."""
+        """All results that were measured with these settings."""
         found = [visit.cells.get(load) for visit in self._found.visits if visit.server == server]
         return [cell for cell in found if cell is not None and cell.values]
 
@@ -143,7 +143,9 @@ def _range(values: list[float], is_quiet: bool) -> Range | None:
 
 
 def begin(folder: Path, settings: Settings, fresh: bool) -> Results:
-    """Results of these settings: those that are kept, or none yet. Others are put aside."""
+    """Read the results that earlier runs kept with the same settings; those of other settings are
+    put aside.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
     if path.exists():

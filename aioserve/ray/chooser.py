@@ -144,7 +144,7 @@ class HeldSeat(Seat):
         self._call = call
 
     def has_started(self) -> None:
-        """Ray counts requests alone."""
+        """Do nothing: a router of Ray's counts requests, and asks for no first tokens."""
 
     def has_ended(self) -> None:
         with contextlib.suppress(Exception):

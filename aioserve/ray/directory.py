@@ -35,6 +35,6 @@ def subscribe(deployment: str, follower: Callable[[Tickets], object]) -> None:
 
 
 def unsubscribe(deployment: str, follower: Callable[[Tickets], object]) -> None:
-    """Call `follower` no more."""
+    """End a subscription: `follower` is not called for this deployment any more."""
     with _lock:
         _followers[deployment].remove(follower)

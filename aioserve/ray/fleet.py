@@ -128,6 +128,7 @@ class Fleet:
         self._shares_load = shares_load
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._served: dict[str, ReplicaLine] = {}  # also those of replicas that were dismissed
         self._wanted: set[str] = set()  # names of replicas that there are, as Ray says
         self._has_changed = asyncio.Event()
 
@@ -165,7 +166,10 @@ class Fleet:
         self._context.destroy(linger=0)
 
     def _keep(self, name: str, ticket: str) -> None:
-        if name not in self._keepers:
+        served = self._served.get(name)
+        if served is not None and name not in self.lines:  # Ray had left it out, and has it again
+            self._enter(served)
+        elif name not in self._keepers:
             keeper = asyncio.create_task(self._live(name, Ticket.decode(ticket)))
             self._keepers[name] = keeper
             keeper.add_done_callback(functools.partial(self._has_given_up, name))
@@ -226,11 +230,13 @@ class Fleet:
         if self.dispatcher is not None:
             hearing = _Hearing(line.name, self.dispatcher, shares_load=self._shares_load)
             following = asyncio.create_task(follow(ticket, hearing))
+        self._served[line.name] = line
         self._enter(line)
         try:
             error = await asyncio.shield(line.gone)
             logger.info("the line to replica %s is gone: %s", line.name, error)
         finally:
+            del self._served[line.name]
             line.lose(EngineDeadError("the ingress has ended"))
             if following is not None:
                 following.cancel()

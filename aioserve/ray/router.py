@@ -21,7 +21,7 @@ class AioserveRouter(RequestRouter):
     """One per deployment and process that calls it. All of it on the router's loop."""
 
     def initialize_state(self) -> None:
-        """Nothing is known yet."""
+        """Begin without the key of the deployment, as Ray calls this before it names replicas."""
         self._key = ""  # of the deployment, which its first replica tells
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

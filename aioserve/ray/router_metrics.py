@@ -76,7 +76,7 @@ class _Collected(Collector):
         self._counted = counted
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """Yield the metrics of all routers, for one scrape by the registry."""
         own = ["model", "router"]
         decisions = CounterMetricFamily(
             "aioserve_router_decisions",

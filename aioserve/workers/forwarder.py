@@ -6,6 +6,7 @@ no text, and no processes.
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -132,7 +133,7 @@ class _ForwardedState(SampleState):
         self._worker.on_end(self.samples)
 
 
-class Forwarder:
+class Forwarder(ABC):
     """One front end in one life, from before it is connected."""
 
     def __init__(self, engine: AsyncEngine, name: str, make_line: MakeLine) -> None:
@@ -146,7 +147,7 @@ class Forwarder:
         self._calls = Calls()
         self._samples: dict[str, Samples] = {}  # of requests that live, by their ids
         self._adding: dict[str, asyncio.Task[None]] = {}
-        self._claiming: set[str] = set()  # request ids of these, reserved for this front end
+        self._claiming: set[str] = set()  # ids of requests that are being accepted
         try:
             self._line = make_line(self._on_message, self._send)
         except OSError:
@@ -177,21 +178,21 @@ class Forwarder:
             self._samples.pop(samples.request_id, None)
         self._send_soon()
 
+    @abstractmethod
     def welcome(self) -> Any:
         """What a front end is told that has said hello: of the type that it expects."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refuse(self) -> None:
         """End a front end whose message cannot be read: it would wait for an answer for ever."""
-        raise NotImplementedError
 
     def received(self, spec: RequestSpec, add: Add) -> RequestSpec:
         """The request as the engine is to have it."""
         return msgspec.structs.replace(spec, client_index=self._client_index)
 
+    @abstractmethod
     def take(self, said: MessageToEngine) -> None:
-        """A message that is not about a request."""
-        raise NotImplementedError
+        """Take a message that is not about a request."""
 
     def _on_message(self, message: bytes, attached: Attachments) -> None:
         if not self._is_welcome:

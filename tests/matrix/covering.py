@@ -45,5 +45,5 @@ def _num_new(name: str, chosen: frozenset[str], missing: set[Pair]) -> int:
 
 
 def _gain(pair: Pair, missing: set[Pair], names: tuple[str, ...]) -> int:
-    """How many pairs of these two are missing: those of rare company go first."""
+    """How many pairs of either feature of `pair` with one of `names` are not covered yet."""
     return sum(frozenset((one, other)) in missing for one in pair for other in names)

@@ -157,5 +157,5 @@ def asks_of(features: Collection[str], num_prompts: int) -> list[Ask]:
 
 
 def fits(features: Collection[str]) -> bool:
-    """Whether there is a model that has all of these."""
+    """Whether there is a model that has all of the features."""
     return model_key(features) is not None

@@ -226,6 +226,18 @@ async def test_a_replica_that_goes_finishes_what_it_has_and_gets_nothing_new() -
         await is_idle(both)
 
 
+async def test_a_replica_that_ray_left_out_for_a_while_gets_requests_again() -> None:
+    async with joined(SIMULATED) as both:
+        both.tell(both.replicas[0])
+        await both.expect_lines(1)
+        both.tell(*both.replicas)
+        await both.expect_lines(2)
+        for _ in range(2):  # round robin: one each
+            await whole(both.fronts[0], PROMPT, SamplingParams(max_tokens=2))
+        counts = [replica.engine.get_stats() for replica in both.replicas]
+        assert all(stats is not None and stats.num_steps for stats in counts), counts
+
+
 async def test_an_abort_brings_what_there_is_and_ends_what_no_replica_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

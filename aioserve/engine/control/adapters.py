@@ -96,8 +96,8 @@ class Adapters:
 
     @property
     def bound(self) -> list[str]:
-        """Of these and of those that requests still have, the names of adapters that bring weights
-        of the model itself: they are for no others.
+        """Names of adapters that bring weights of the model itself, which fit no other weights: of
+        those that are served and of those that requests still have.
         """
         users = (adapter for adapter in self._resident if adapter.num_users)
         known = (*self._named.values(), *users)

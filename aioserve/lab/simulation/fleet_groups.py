@@ -25,7 +25,7 @@ class ReplicaGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_kv_blocks: Count | None = None  # of the KV cache (default: as the settings say)
 
     def config(self, config: EngineConfig) -> EngineConfig:
-        """The settings of these replicas."""
+        """The engine settings of the replicas of this group."""
         if self.num_kv_blocks is None:
             return config
         cache = msgspec.structs.replace(config.cache, num_kv_blocks=self.num_kv_blocks)

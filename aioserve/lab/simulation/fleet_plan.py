@@ -136,7 +136,7 @@ def _beside(spec: FleetSpec, path: Path) -> FleetSpec:
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """Replicas behind one router."""
+    """A fleet file: the replicas behind one router, and what befalls them."""
 
     num_replicas: int
     router: str

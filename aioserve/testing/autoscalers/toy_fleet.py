@@ -89,7 +89,7 @@ class ScaledToyFleet:
         return len(self._taking()) + len(self._starting)
 
     def run(self, seconds: int) -> "ScaledToyFleet":
-        """Let `seconds` go by."""
+        """Let `seconds` of the fleet's clock go by."""
         for _ in range(seconds):
             self._tick()
             self.now += 1.0
@@ -101,7 +101,7 @@ class ScaledToyFleet:
         return [request.arrival_time for request in [*self._parked, *queued]]
 
     def said(self) -> list[Any]:
-        """The answers in order."""
+        """The numbers of replicas that the autoscaler answered, in order."""
         return [answer.said for answer in self.answers]
 
     def _taking(self) -> list[ScaledReplica]:
