@@ -9,7 +9,8 @@ pass, *packing* the batch and the block tables, *sampling* the choice of tokens,
 of the runner's thread; *handover* is what passes from the end of a step on that thread to the
 beginning of the next one: both changes of threads, the scheduler's update and its next plan. Values
 are lower quartiles, as others may use the machine; the share is of all but the model. The last line
-is JSON. """
+is JSON.
+"""
 
 import argparse
 import asyncio
