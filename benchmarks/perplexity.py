@@ -11,8 +11,7 @@ disk; a file shows a type that nobody here writes (Q4_K, Q5_K, Q6_K). With `--kv
 as they are and our own engine reads the windows, by `prompt_logprobs`, with each type of K and V;
 with `--activations`, with activations as they are and quantized to int8. Then it also counts the
 tokens at which the first choice is the same, and those of greedy replies up to the first that
-differs, after each window's first half. `--llama-cpp` reads the same tokens with llama-cpp-python,
-which quantizes activations always. The last line is JSON.
+differs, after each window's first half. The last line is JSON.
 """
 
 import argparse
@@ -132,20 +131,6 @@ def by_activations(args: argparse.Namespace, windows: Tensor) -> dict[str, float
     return perplexities | {"same_choices": same, "same_replies": whole / len(prefixes)}
 
 
-def by_llama_cpp(path: str, windows: Tensor) -> float:
-    """The perplexity that llama.cpp gives to the same windows of a GGUF file."""
-    import llama_cpp
-
-    model = llama_cpp.Llama(path, n_ctx=windows.shape[1], logits_all=True, verbose=False)
-    loss = 0.0
-    for window in windows:
-        model.reset()
-        model.eval(window.tolist())
-        logits = torch.from_numpy(model.scores[: len(window) - 1].copy())
-        loss += float(nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
-    return math.exp(loss / (windows.numel() - len(windows)))
-
-
 def main() -> None:
     """Print a row per type."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -157,7 +142,6 @@ def main() -> None:
     parser.add_argument("--kv-cache", action="store_true", help="types of K and V, not of weights")
     parser.add_argument("--activations", action="store_true", help="exact activations and int8")
     parser.add_argument("--quantization", choices=("int8", "int4"), help="with --activations")
-    parser.add_argument("--llama-cpp", action="store_true", help="by llama-cpp-python as well")
     parser.add_argument("--dtype", default="auto", help="to compute in, where our engine does")
     args = parser.parse_args()
     info = ModelInfo(ModelConfig(model=args.model))
@@ -166,9 +150,6 @@ def main() -> None:
     if args.kv_cache or args.activations:
         read = by_activations if args.activations else by_kv_cache
         values = read(args, windows)
-        if args.llama_cpp:
-            values["llama.cpp"] = by_llama_cpp(str(info.source.path), windows)
-            print(f"{'llama.cpp':10} {values['llama.cpp']:10.3f}")
         print(msgspec.json.encode({"model": args.model, "served": values}).decode())
         return
     found = {}
