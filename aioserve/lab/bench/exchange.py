@@ -61,6 +61,15 @@ class ServerError(Exception):
         self.kind = kind
 
 
+class _Attempt:
+    """Whether a request went over a connection that an earlier request had left open."""
+
+    __slots__ = ("is_reused",)
+
+    def __init__(self) -> None:
+        self.is_reused = False
+
+
 class NobodyThereError(AioserveError):
     """No connection could be made: thousands of requests would say the same."""
 
@@ -130,8 +139,7 @@ class Load(Clients):
         self, *, warmup: tuple[WorkloadRequest, ...] = (), max_seconds: float | None = None
     ) -> None:
         """Send the load, and return after the last answer, or when `max_seconds` are over; errors
-        are noted, not raised. `warmup` is sent before, all at once, and not noted. Raises
-        `NobodyThereError`.
+        are noted, not raised.
 
         `warmup` is sent before, all at once, and not noted. Raises `NobodyThereError`.
         """
@@ -141,6 +149,7 @@ class Load(Clients):
             connector=aiohttp.TCPConnector(limit=0),
             headers=self.target.headers,
             auto_decompress=False,
+            trace_configs=[_tracing_reuse()],
         ) as session:
             self._session = session
             await self._meet(warmup)
@@ -204,15 +213,24 @@ class Load(Clients):
         """The ids of the reply, if they were asked for and the server tells them."""
         path = "chat/completions" if self.target.endpoint == "chat" else "completions"
         body = _encode(self._body(request, prompt, wants_ids))
-        async with self._session.post(
-            f"{self.target.url}/v1/{path}",
-            data=body if len(body) < LARGE_BODY else io.BytesIO(body),
-            headers={"Content-Type": "application/json"},
-        ) as response:
-            if response.status != 200:
-                text = (await response.read())[:500].decode("utf-8", "replace")
-                raise ServerError(f"HTTP {response.status}", text)
-            return await self._read(response.content, exchange)
+        while True:
+            attempt = _Attempt()
+            try:
+                response = await self._session.post(
+                    f"{self.target.url}/v1/{path}",
+                    data=body if len(body) < LARGE_BODY else io.BytesIO(body),
+                    headers={"Content-Type": "application/json"},
+                    trace_request_ctx=attempt,
+                )
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if attempt.is_reused:  # the server had closed an idle connection: RFC 9112, 9.3.1
+                    continue
+                raise
+            async with response:
+                if response.status != 200:
+                    text = (await response.read())[:500].decode("utf-8", "replace")
+                    raise ServerError(f"HTTP {response.status}", text)
+                return await self._read(response.content, exchange)
 
     def _body(self, request: WorkloadRequest, prompt: list[int], wants_ids: bool) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -268,6 +286,16 @@ class Load(Clients):
             reason = exchange.finish_reason
             raise ServerError(f"finish reason {reason}", "ended before its last token")
         return token_ids
+
+
+def _tracing_reuse() -> aiohttp.TraceConfig:
+    async def note(_: aiohttp.ClientSession, context: Any, __: object) -> None:
+        if isinstance(context.trace_request_ctx, _Attempt):
+            context.trace_request_ctx.is_reused = True
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_reuseconn.append(note)
+    return config
 
 
 def _kind(error: BaseException) -> str:

@@ -220,6 +220,28 @@ async def test_a_broken_stream_is_an_error_and_the_load_goes_on(piece: bytes, ki
     assert [(error["kind"], error["count"]) for error in document["errors"]] == [(kind, 2)]
 
 
+async def test_a_request_on_a_connection_that_the_server_had_closed_is_sent_again() -> None:
+    """llama-server says keep-alive, and closes some of its connections all the same."""
+    body = b"".join(EVENTS)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+    replies = []
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        if request.startswith(b"POST"):
+            replies.append(request)
+        writer.write(head % len(body) + body)
+        await reader.readuntil(b"POST")  # the next request: no answer
+        writer.close()
+
+    server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        _, document = await measure(f"http://127.0.0.1:{port}", closed(1, 4), prompts="text")
+        assert document["errors"] == []
+        assert document["requests"]["finished"] == len(replies) == 4
+
+
 async def test_extra_fields_reach_the_server_and_null_removes_one() -> None:
     bodies = []
 
