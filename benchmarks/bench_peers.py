@@ -28,7 +28,7 @@ from aioserve.runner.cpu.machine import default_num_threads
 FOLDER = ROOT / "build" / "bench-peers"
 #: Requests of a stream: fewer than in `peers.py`, so that a round of all servers takes minutes.
 PER_STREAM = {"W1": 3, "W2": 1, "W3": 1, "W4": 2, "W5": 1}
-ON_DEMAND = {"ik_llama-Q8_0", "openvino-Q8_0"}  # measured if they are named
+ON_DEMAND = {"ik_llama-Q8_0", "ik_llama-Q4_0", "openvino-Q8_0"}  # measured if they are named
 WARM_UP = Shape(64, 32, 8, per_stream=1)
 WARM_UP_SEED = 1
 

@@ -53,6 +53,8 @@ def build_vllm(folder: Path) -> None:
     alias.mkdir()
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
     (alias / "METADATA").write_text(text, encoding="utf-8")
+    if not [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]:
+        print("vLLM asks for tcmalloc: apt-get install libtcmalloc-minimal4", file=sys.stderr)
 
 
 def build_openvino(folder: Path) -> None:

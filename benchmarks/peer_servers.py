@@ -124,6 +124,8 @@ def vllm() -> Server:
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # By itself it keeps one core for its scheduler, and would compute with the others alone.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "HF_HUB_OFFLINE": "1",
         # It compiles C++ when it first meets a model; its own `ninja` is found there.
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
