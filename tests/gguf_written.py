@@ -52,8 +52,10 @@ class Written(NamedTuple):
 WRITTEN = {name: Written(**case) for name, case in json.loads(_FILE.read_text()).items()}
 
 
-def make_written(case: Written, folder: Path) -> tuple[Path, Path]:
-    """The model as a directory and as a file."""
+def make_written(case: Written, folder: Path, kind: str | None = None) -> tuple[Path, Path]:
+    """The model as a directory and as a file, of which matrices of layers are of the type `kind`
+    where their rows are whole blocks of it.
+    """
     from transformers import AutoModelForCausalLM
 
     directory, path = folder / "model", folder / "m.gguf"
@@ -64,12 +66,22 @@ def make_written(case: Written, folder: Path) -> tuple[Path, Path]:
     add_metadata(writer, case.metadata)
     add_tokenizer(writer, config.vocab_size)
     for name, weights in _tensors(module, case):
-        writer.add_tensor(name, np.ascontiguousarray(weights, dtype=np.float32))
+        add_weights(writer, name, np.ascontiguousarray(weights, dtype=np.float32), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return directory, path
+
+
+def add_weights(writer: gguf.GGUFWriter, name: str, weights: np.ndarray, kind: str | None) -> None:
+    """A tensor, as float32 or in blocks."""
+    found = None if kind is None else gguf.GGMLQuantizationType[kind]
+    is_matrix = weights.ndim == 2 and name.startswith("blk.")
+    if found is None or not is_matrix or weights.shape[1] % gguf.GGML_QUANT_SIZES[found][0]:
+        writer.add_tensor(name, weights)
+    else:
+        writer.add_tensor(name, gguf.quantize(weights, found), raw_dtype=found)
 
 
 def add_metadata(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:

@@ -265,7 +265,7 @@ def prepare_model(
             return fuse(model, module, probe, info.max_model_len, place, num_mrope_tokens)
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
-            _unpack(module, place)
+    _unpack(module, place)
     _widen_head(module, place.create_ops(model.kv_cache_spec, set()) if config.fused else None)
     model.take_apart(info)
     return model

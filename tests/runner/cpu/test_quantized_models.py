@@ -3,6 +3,7 @@
 The reference is `transformers` on what the package gguf unpacks, which shares no code with ours.
 """
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from aioserve import AsyncEngine
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels
@@ -28,7 +30,9 @@ from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused.recognize import find_parts
 from aioserve.runner.loader import named_dtype
 from tests.gguf_models import write_gguf
+from tests.gguf_written import WRITTEN, make_written
 from tests.greedy import GreedyReference
+from tests.kit import greedy, tokens_of
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.driver import Driver, make_config
 from tests.variants import DTYPES, needs_kernels
@@ -321,3 +325,16 @@ def test_without_kernels_the_weights_are_unpacked(
     check(file, "float32", caplog, "are unpacked to float32")
     monkeypatch.undo()
     load_kernels.cache_clear()
+
+
+def test_a_hybrid_has_the_weights_of_its_file(tmp_path: Path) -> None:
+    """Layers with states are computed by `transformers`, which knows no blocks."""
+    _, file = make_written(WRITTEN["lfm2"], tmp_path, kind="Q8_0")
+    prompt, expected = [n % 256 for n in PROMPTS["b"][:30]], reference(file, "float32")
+
+    async def reply() -> list[int]:
+        config = make_config(file, dtype="float32", skip_tokenizer_init=True)
+        async with AsyncEngine(config) as engine:
+            return await tokens_of(engine, prompt, greedy(12))
+
+    assert asyncio.run(reply()) == expected.tokens(prompt, 12)
