@@ -114,7 +114,12 @@ PARTS = (
     "runner/cpu/huge_pages.py",
     *("runner/cpu/image_attention.py", "runner/cpu/low_rank.py", "runner/cpu/prepared.py"),
     *("runner/cpu/prompts.py", "runner/cpu/rank.py", "runner/cpu/sharded_runner.py"),
-    *("runner/cpu/sleeper.py", "runner/cpu/states.py", "runner/cpu/windows.py"),
+    *(
+        "runner/cpu/resident.py",
+        "runner/cpu/sleeper.py",
+        "runner/cpu/states.py",
+        "runner/cpu/windows.py",
+    ),
     *("runner/fused/adapters.py", "runner/fused/experts.py", "runner/fused/shares.py"),
     *("operations/adapters.py", "operations/control.py", "operations/policy.py"),
     *("operations/upkeep.py", "server/admin.py", "server/anthropic", "server/embeddings.py"),

@@ -97,7 +97,7 @@ class OperatedEngine(ObservedEngine):
     ) -> None:
         """Pause and free the memory of the KV cache, with `weights` that of the model as
         well. Kept requests are computed again after `wake`. Raises `ConfigError` where that is not
-        served: on a CUDA device, with ranks, with a KV connector; nothing has changed then.
+        served: on a CUDA device; nothing has changed then.
         """
         await self._controlled(self._controls().sleep(running, arrivals, frees_weights=weights))
 

@@ -93,9 +93,7 @@ class LoadPlan:
 
     def chosen_by_first(self, choose: Callable[[], int]) -> int:
         """What `choose` returns; of ranks, on the first one, which alone asks for free memory."""
-        if self.ranks is None:
-            return choose()
-        return int(self.ranks.told_by_first([choose() if self.ranks.is_first else 0])[0])
+        return choose() if self.ranks is None else self.ranks.chosen_by_first(choose)
 
     @property
     def description(self) -> str:

@@ -53,6 +53,7 @@ from aioserve.runner.multimodal.image_encoder import ImageEncoder
 from aioserve.runner.multimodal.load_parts import load_parts
 from aioserve.runner.multimodal.vision_language import TextPart
 from aioserve.runner.served_model import Halves, ServedModel
+from aioserve.runner.tensor_parallel.group import together
 from aioserve.runner.tensor_parallel.shard import shard
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ def load_model(
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
     rounding = _rounding(config)
     if num_seen:
-        with quiet_transformers():
+        with quiet_transformers(), together(place.ranks):
             text, encoder = load_parts(info, named_dtype(config.dtype), rounding, place.ranks)
         num_mrope = num_seen if encoder.has_axes else 0
         model = prepare_model(text, config, info, place, encoder, num_mrope)
@@ -191,14 +192,14 @@ def load_model(
         keeps_blocks=keeps_blocks,
         rounding=rounding,
     )
-    with quiet_transformers():
+    with quiet_transformers(), together(place.ranks):
         try:
             module = load(ATTN_IMPLEMENTATION)
         except NoAttentionInterfaceError:
             module = load(None)
-    if place.ranks is not None:
-        shard(module, place.ranks, named_dtype(config.dtype))
-        module.to(place.device)
+        if place.ranks is not None:
+            shard(module, place.ranks, named_dtype(config.dtype))
+            module.to(place.device)
     if rounding is not None:
         quantize_experts(module, rounding.inner)
     kinds, num_bytes = told_of_weights(module)

@@ -482,19 +482,35 @@ async def test_what_cannot_lose_its_blocks_is_told_before_anything_changes(
             assert all(len(tokens) == PARAMS.max_tokens for tokens in await finish(begun))
 
 
-@pytest.mark.slow
-async def test_ranks_are_paused_and_do_not_sleep(model: Path) -> None:
+@pytest.mark.dist
+async def test_all_ranks_sleep_and_load_other_weights(
+    model: Path, other_weights: Path, tmp_path: Path
+) -> None:
+    """The second one is a process, whose memory is seen to fall."""
     ranks = RunnerConfig(threads=2, device="cpu", tensor_parallel_size=2)
     async with serving(of_model(model)) as engine:
         expected = await whole_replies(engine)
+    async with serving(of_model(other_weights)) as engine:
+        others = await whole_replies(engine)
     async with serving(of_model(model, runner=ranks)) as engine:
         begun = await begin(engine)
-        await engine.pause()
-        for refused in (engine.sleep(), engine.reload(str(model))):
-            with pytest.raises(ConfigError, match="without ranks"):
-                await refused
-        await engine.resume()
+        for weights in (False, True):
+            await engine.sleep(weights=weights)
+            await engine.wake()
         assert await finish(begun) == expected
+        await engine.reload(str(other_weights))
+        assert await whole_replies(engine) == others
+        damaged = shutil.copytree(model, tmp_path / "damaged")
+        (damaged / "model.safetensors").write_bytes(b"no tensors")
+        with pytest.raises(ConfigError, match="damaged"):
+            await engine.reload(str(damaged))
+        assert await whole_replies(engine) == others
+        await engine.sleep(weights=True)
+        with pytest.raises(ConfigError, match="damaged"):
+            await engine.reload(str(damaged))
+        assert engine.state == "asleep"
+        await engine.wake()
+        assert await whole_replies(engine) == others
 
 
 async def test_with_a_decision_log_who_is_aborted_does_not_hinder(

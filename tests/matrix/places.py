@@ -24,7 +24,7 @@ from aioserve.runner.cpu.runner import ThreadedRunner
 from aioserve.runner.cpu.sharded_runner import ShardedRunner
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.tensor_parallel.messages import Answer, Message, Start, Step, decode, encode
+from aioserve.runner.tensor_parallel.messages import Answer, Message, Start, decode, encode
 from aioserve.runner.tensor_parallel.plan import check_model
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_device_runner
@@ -101,10 +101,10 @@ class RankThread:
         try:
             info = ModelInfo(self._start.config.model)
             check_model(self._start.config, info)
-            execute = rank._load(self, self._start, info)  # type: ignore[arg-type]
+            obey = rank._load(self, self._start, info)  # type: ignore[arg-type]
             self._has_loaded.set()
-            while isinstance(message := self.hear(decode), Step):
-                execute(message.step)
+            while True:
+                obey(self.hear(decode))
         except EOFError:
             pass
         except Exception as error:

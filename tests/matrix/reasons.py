@@ -63,7 +63,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "ranks do not serve cache.kv_connector",
         "Not built: each rank would keep its heads of a block, and all would have to agree.",
     ),
-    ("is served on a CPU alone", "Not built: all ranks, or a card, would have to load again."),
+    ("is served on a CPU alone", "Not built: nothing could be tried on a card here."),
     ("needs the compiled kernels of a CPU", "The kernels are for CPUs."),
     (
         "is a model that sees, which is served on a CPU",

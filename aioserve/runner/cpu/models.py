@@ -25,7 +25,7 @@ from aioserve.runner.multimodal.image_encoder import encoder_cache_bytes, sees_i
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
 from aioserve.runner.spec_decode.drafts import find_draft
-from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.runner.tensor_parallel.group import Ranks, together
 from aioserve.runner.tensor_parallel.plan import shares_heads
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,15 @@ def load_models(
     the share of one of them. Beside both returns the bytes that outputs of an image encoder may
     take. Raises `ConfigError`.
     """
-    check_activations(info)
-    check_architecture(info)
-    source = find_draft(config, info)
-    sees = sees_images(info)
-    if ranks is None or ranks.is_first:
-        _check_memory(config, info, source, 1 if ranks is None else ranks.size)
-    if has_states(info):
-        check_states(config)
+    with together(ranks):
+        check_activations(info)
+        check_architecture(info)
+        source = find_draft(config, info)
+        sees = sees_images(info)
+        if ranks is None or ranks.is_first:
+            _check_memory(config, info, source, 1 if ranks is None else ranks.size)
+        if has_states(info):
+            check_states(config)
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
     quantize_activations(model, config.model)

@@ -1,7 +1,7 @@
 """A rank beside the first on a CPU: `python -m aioserve.runner.cpu.rank SOCKET`, run by that one.
 
-Computes the steps that it is told on its share of the model; samples nothing. Knows messages and
-`StepExecutor`.
+Does what it is told with its share of the model: steps, and what becomes of its memory. It samples
+nothing. Knows messages and `ResidentModel`.
 """
 
 import contextlib
@@ -10,34 +10,76 @@ from collections.abc import Callable
 
 import numpy as np
 
+from aioserve.config import EngineConfig
 from aioserve.errors import RequestFailedError
-from aioserve.model_info import ModelInfo
-from aioserve.runner.tensor_parallel.messages import Sampled, Start, decode
+from aioserve.model_info import ModelInfo, read_same_model
+from aioserve.runner.cpu.executor import StepExecutor
+from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.resident import ResidentModel
+from aioserve.runner.cpu.sampler import SampledTokens
+from aioserve.runner.tensor_parallel.group import SharedError
+from aioserve.runner.tensor_parallel.messages import (
+    Free,
+    Load,
+    Message,
+    Sampled,
+    Start,
+    Step,
+    decode,
+)
 from aioserve.runner.tensor_parallel.processes import FirstRank
 from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
-from aioserve.scheduler.output import SchedulerOutput
 
 
-def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
-    from aioserve.runner.cpu.load import load_on_cpu
-    from aioserve.runner.cpu.sampler import SampledTokens
+class FollowingRank:
+    """What does as the first rank says, on the thread that computes."""
 
-    def choose(*_: object) -> SampledTokens:
+    def __init__(self, first: FirstRank, start: Start, info: ModelInfo) -> None:
+        """Loads the share of the model."""
+        self._first, self._ranks = first, meet(first, start)
+        self._model = ResidentModel(start.config, info, self._make)
+
+    def obey(self, message: Message) -> None:
+        """Do what a message says. What all have heard of that it cannot be done is left undone; for
+        what else goes wrong this raises, and the rank ends.
+        """
+        with contextlib.suppress(SharedError):
+            match message:
+                case Step():
+                    self._execute(message)
+                case Load():
+                    self._load(message)
+                case Free():
+                    self._model.free(weights=message.weights)
+                case _:
+                    raise AssertionError(f"{type(message).__name__} comes at another time")
+
+    def _execute(self, message: Step) -> None:
+        assert self._model.executor is not None, "awake"
+        with contextlib.suppress(RequestFailedError):
+            self._model.executor.execute_model(message.step)
+
+    def _load(self, message: Load) -> None:
+        with self._ranks.together():
+            info = read_same_model(message.model, self._model.info)
+        self._model.load(info, message.cache)
+
+    def _make(self, config: EngineConfig, info: ModelInfo) -> StepExecutor:
+        executor = load_on_cpu(config, info, ranks=self._ranks)
+        executor.choose = self._choose
+        return executor
+
+    def _choose(self, *_: object) -> SampledTokens:
         """The tokens that the first rank has chosen."""
-        sampled = first.hear(decode)
+        sampled = self._first.hear(decode)
         assert isinstance(sampled, Sampled)
         if sampled.token_ids is None:
             raise RequestFailedError("the step has failed on the first rank")
         return SampledTokens(np.array(sampled.token_ids, dtype=np.int64), {})
 
-    executor = load_on_cpu(start.config, info, ranks=meet(first, start))
-    executor.choose = choose
 
-    def execute(step: SchedulerOutput) -> None:
-        with contextlib.suppress(RequestFailedError):
-            executor.execute_model(step)
-
-    return execute
+def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:
+    return FollowingRank(first, start, info).obey
 
 
 if __name__ == "__main__":

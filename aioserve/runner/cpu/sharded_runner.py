@@ -1,15 +1,20 @@
 """The model on several processes: this one is the first rank, and hands each step to the others.
 
-A `ThreadedRunner` in all else: it samples, masks and pools alone. Knows ranks and their end.
+A `SleepingRunner` in all else: it samples, masks and pools alone, and what becomes of its model it
+has the others do with theirs. Knows ranks and their end.
 """
 
-from typing import TYPE_CHECKING
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.cpu.runner import ThreadedRunner
-from aioserve.runner.tensor_parallel.messages import Sampled, Step
+from aioserve.runner.cpu.sleeper import SleepingRunner
+from aioserve.runner.tensor_parallel.messages import Free, Load, Message, Sampled, Step
 from aioserve.runner.tensor_parallel.plan import check_model, check_settings
 from aioserve.runner.tensor_parallel.watch import FirstRankRunner
 from aioserve.scheduler.output import SchedulerOutput
@@ -17,13 +22,17 @@ from aioserve.scheduler.output import SchedulerOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioserve.model_source.adapter import AdapterFiles
     from aioserve.runner.batch.grammar_rows import Masks
     from aioserve.runner.batch.sampling_columns import SamplingInputs
     from aioserve.runner.cpu.executor import StepExecutor
     from aioserve.runner.cpu.sampler import SampledTokens
 
 
-class ShardedRunner(FirstRankRunner, ThreadedRunner):
+T = TypeVar("T")
+
+
+class ShardedRunner(FirstRankRunner, SleepingRunner):
     """Ends, and says so, when one of its ranks does: without it the others have no whole model."""
 
     _rank_module = "aioserve.runner.cpu.rank"
@@ -40,16 +49,59 @@ class ShardedRunner(FirstRankRunner, ThreadedRunner):
         own = super().num_compute_threads
         return None if own is None else own * self._config.runner.tensor_parallel_size
 
+    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+        raise ConfigError("adapters are not served with runner.tensor_parallel_size above 1")
+
+    def _submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        future = super()._submit(function)
+        future.add_done_callback(self._note_death)
+        return future
+
+    def _note_death(self, future: "asyncio.Future[T]") -> None:
+        """Between steps as well no further one can run if ranks no longer agree."""
+        if self._thread is not None and not future.cancelled():
+            error = future.exception()
+            if isinstance(error, RunnerDeadError) and self._death is None:
+                self._die(error)
+
     # What follows runs on the runner's thread.
 
     def _load(self) -> "StepExecutor":
+        check_model(self._config, self._model_info)
+        with self._loading():
+            return super()._load()
+
+    def _make(self, config: EngineConfig, info: ModelInfo) -> "StepExecutor":
         from aioserve.runner.cpu.load import load_on_cpu
 
-        check_model(self._config, self._model_info)
-        with self._loading() as ranks:
-            executor = load_on_cpu(self._config, self._model_info, self.grammars, ranks)
-            executor.choose = self._choose
+        executor = load_on_cpu(config, info, self.grammars, self._ranks)
+        executor.choose = self._choose
         return executor
+
+    def _load_again(self, info: ModelInfo) -> None:
+        with self._all_told(Load(info.config, self._model.geometry)):
+            with self._met.together():
+                pass  # the others read which model it is
+            super()._load_again(info)
+
+    def _free(self, *, weights: bool) -> None:
+        with self._all_told(Free(weights)):
+            super()._free(weights=weights)
+
+    @contextlib.contextmanager
+    def _all_told(self, message: Message) -> Iterator[None]:
+        """The other ranks do the same as the block. Raises `SharedError` if all have heard that it
+        cannot be done; for all else that goes wrong `RunnerDeadError`.
+        """
+        from aioserve.runner.tensor_parallel.group import SharedError
+
+        try:
+            self._others.tell(message)
+            yield
+        except SharedError:
+            raise
+        except Exception as error:
+            raise self._end_of(error) from error
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self._is_sampled = False
@@ -59,7 +111,7 @@ class ShardedRunner(FirstRankRunner, ThreadedRunner):
         except Exception as error:
             if self._is_sampled:  # all have come as far as that: only this step is lost
                 raise
-            raise self._end_of_step(error) from error
+            raise self._end_of(error) from error
 
     def _choose(
         self, logits: "Tensor", inputs: "SamplingInputs", masks: "Masks | None"

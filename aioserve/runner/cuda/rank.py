@@ -9,25 +9,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioserve.model_info import ModelInfo
-from aioserve.runner.tensor_parallel.messages import Start
+from aioserve.runner.tensor_parallel.messages import Message, Start, Step
 from aioserve.runner.tensor_parallel.processes import FirstRank
 from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
-from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.runner.cuda.executor import StepExecutor
     from aioserve.runner.cuda.launched_step import LaunchedParts
 
 
-def follow(executor: "StepExecutor") -> Callable[[SchedulerOutput], None]:
+def follow(executor: "StepExecutor") -> Callable[[Message], None]:
     """What does steps with it, each launched before the last one is over, as on the first rank."""
     import torch
 
     away: list[LaunchedParts] = []
 
     @torch.inference_mode()
-    def execute(step: SchedulerOutput) -> None:
-        if (launched := executor.launch(step)) is not None:
+    def execute(message: Message) -> None:
+        assert isinstance(message, Step)
+        if (launched := executor.launch(message.step)) is not None:
             away.append(launched)
         if len(away) > 1:
             executor.finish(away.pop(0))
@@ -35,7 +35,7 @@ def follow(executor: "StepExecutor") -> Callable[[SchedulerOutput], None]:
     return execute
 
 
-def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
+def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:
     import torch
 
     from aioserve.runner.cuda.load import load_on_cuda

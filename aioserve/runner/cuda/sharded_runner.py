@@ -19,6 +19,7 @@ from aioserve.runner.tensor_parallel.watch import FirstRankRunner
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
+    from aioserve.model_source.adapter import AdapterFiles
     from aioserve.runner.cuda.executor import StepExecutor
     from aioserve.runner.cuda.launched_step import LaunchedParts
     from aioserve.runner.tensor_parallel.group import Ranks
@@ -54,6 +55,9 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         super().__init__(self._build_first, grammars)
         self._config, self._model_info, self._make_first = config, model_info, build
 
+    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+        raise ConfigError("adapters are not served with runner.tensor_parallel_size above 1")
+
     # On the launching thread.
 
     def _build_first(self) -> "StepExecutor":
@@ -79,7 +83,7 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         return super()._launch_step(executor, step)
 
     def _explain(self, executor: "StepExecutor", error: Exception) -> Exception:
-        dead = self._end_of_step(error)
+        dead = self._end_of(error)
         if dead is not error:
             dead.__cause__ = error
         return dead

@@ -6,8 +6,8 @@ tensors; knows nothing about models, steps, or how ranks come to life.
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioserve.errors import RunnerDeadError
+from aioserve.errors import ConfigError, RunnerDeadError
+from aioserve.runner.tensor_parallel.processes import in_a_line
 
 #: The variable by which `torch.distributed` is told on which interfaces gloo listens.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_REASON_BYTES = 1024  # of why a rank cannot do what all were to do
+
+
+class SharedError(ConfigError):
+    """What one rank could not do, and all ranks have left undone."""
 
 
 class Ranks:
@@ -118,10 +124,41 @@ class Ranks:
         found: list[float] = told.tolist()
         return found
 
+    def chosen_by_first(self, choose: Callable[[], int]) -> int:
+        """What `choose` returns on the first rank, where alone it is called. Raises `SharedError`
+        if it raises there.
+        """
+        with self.together():
+            chosen = choose() if self.is_first else 0
+        return int(self.told_by_first([chosen])[0])
+
     def least(self, number: int) -> int:
         """The least of the numbers that all ranks say."""
         own = torch.tensor([number], dtype=torch.float64, device=self.device)
         return int(self.join(own).min())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What the block does has failed on all ranks if it has on one: raises `SharedError`, with
+        the reason of the first that has one. The block itself asks the others for nothing.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except RunnerDeadError:
+            raise
+        except Exception as own:
+            error = own
+        reason = "" if error is None else in_a_line(error)
+        told = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
+        content = torch.frombuffer(
+            bytearray(reason.encode()[:_REASON_BYTES] or b"\0"), dtype=torch.uint8
+        )
+        told[: len(content)] = content
+        reasons = self.join(told.to(self.device)).view(self.size, -1).cpu().numpy()
+        for rank, own_bytes in enumerate(reasons):
+            if text := own_bytes.tobytes().rstrip(b"\0").decode(errors="ignore"):
+                raise SharedError(text if rank == 0 else f"rank {rank}: {text}") from error
 
     def leave(self) -> None:
         """Wait for no other rank any more: what is queued on a card fails. From any thread."""
@@ -131,6 +168,11 @@ class Ranks:
     def _lost(self, error: RuntimeError) -> RunnerDeadError:
         what = f"another rank has left, or has not answered for {self._seconds:g} s"
         return RunnerDeadError(f"{what} (runner.rank_timeout): {error}".partition("\n")[0])
+
+
+def together(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """`Ranks.together`, if there are several."""
+    return nullcontext() if ranks is None else ranks.together()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from aioserve.config import EngineConfig
+from aioserve.config import CacheConfig, EngineConfig, ModelConfig
 from aioserve.kv_cache import StatePool, StateSlots, WindowBlocks, WindowPool
 from aioserve.multimodal.families import GRID
 from aioserve.request import EncoderInput
@@ -39,6 +39,21 @@ class Sampled(msgspec.Struct, frozen=True, tag=True):
     token_ids: list[int] | None
 
 
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Load this model, which differs from the last one in its weights at most, with a KV cache of
+    this size; then give the last one back, if that has not been done.
+    """
+
+    model: ModelConfig
+    cache: CacheConfig
+
+
+class Free(msgspec.Struct, frozen=True, tag=True):
+    """Give back the memory of the KV cache, or of weights and all."""
+
+    weights: bool
+
+
 class Answer(msgspec.Struct, frozen=True):
     """A message of a rank: that it comes to the meeting, that it has loaded, or why it ends."""
 
@@ -46,7 +61,7 @@ class Answer(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-Message: TypeAlias = Start | Step | Sampled
+Message: TypeAlias = Start | Step | Sampled | Load | Free
 
 #: What resources of several kinds tell the runner of a step, by their names.
 _PLANS: dict[str, Any] = {

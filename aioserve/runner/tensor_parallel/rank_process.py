@@ -12,20 +12,19 @@ from aioserve.errors import RunnerDeadError
 from aioserve.log_format import set_up_logging
 from aioserve.model_info import ModelInfo
 from aioserve.progress import show_no_bars
-from aioserve.runner.tensor_parallel.messages import Answer, Start, Step, decode
+from aioserve.runner.tensor_parallel.messages import Answer, Message, Start, decode
 from aioserve.runner.tensor_parallel.processes import FirstRank, in_a_line
-from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     import torch
 
     from aioserve.runner.tensor_parallel.group import Ranks
 
-#: Loads a share of a model; what it returns does a step.
-Load = Callable[[FirstRank, Start, ModelInfo], Callable[[SchedulerOutput], None]]
+#: Loads a share of a model; what it returns does what the first rank says.
+LoadShare = Callable[[FirstRank, Start, ModelInfo], Callable[[Message], None]]
 
 
-def run_rank(file: int, load: Load) -> int:
+def run_rank(file: int, load: LoadShare) -> int:
     """Serve as a rank until there is no more to do; `file` is the socket. Returns the exit code."""
     first = FirstRank(file)
     try:
@@ -40,8 +39,8 @@ def run_rank(file: int, load: Load) -> int:
 
 
 def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -> "Ranks":
-    """To be called by `Load` when nothing but the model is left to load: it is noticed late if a
-    rank is expected there and does not come.
+    """To be called by `LoadShare` when nothing but the model is left to load: it is noticed late if
+    a rank is expected there and does not come.
     """
     from aioserve.runner.tensor_parallel.group import Ranks
 
@@ -56,7 +55,7 @@ def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -
     )
 
 
-def _run(first: FirstRank, start: Start, load: Load) -> int:
+def _run(first: FirstRank, start: Start, load: LoadShare) -> int:
     from aioserve.runner.tensor_parallel.plan import check_model
 
     server = start.config.server
@@ -66,11 +65,9 @@ def _run(first: FirstRank, start: Start, load: Load) -> int:
     show_no_bars()
     info = ModelInfo(start.config.model)
     check_model(start.config, info)
-    execute = load(first, start, info)
+    obey = load(first, start, info)
     gc.collect()
     gc.freeze()  # else it is looked at again and again
     first.answer(Answer(has_loaded=True))
     while True:
-        message = first.hear(decode)
-        assert isinstance(message, Step)
-        execute(message.step)
+        obey(first.hear(decode))

@@ -17,7 +17,6 @@ from aioserve.runner.tensor_parallel.processes import OtherRanks, in_a_line
 if TYPE_CHECKING:
     import torch
 
-    from aioserve.model_source.adapter import AdapterFiles
     from aioserve.runner.tensor_parallel.group import Ranks
 
 
@@ -58,9 +57,6 @@ class FirstRankRunner(RunnerInterface):
     def watch(self, on_death: Callable[[], None]) -> None:
         self._on_death = on_death
 
-    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
-        raise ConfigError("adapters are not served with runner.tensor_parallel_size above 1")
-
     async def close(self) -> None:
         try:
             await super().close()  # type: ignore[safe-super]  # of that runner
@@ -74,6 +70,11 @@ class FirstRankRunner(RunnerInterface):
     def _others(self) -> OtherRanks:
         assert self._other_ranks is not None, "load() first"
         return self._other_ranks
+
+    @property
+    def _met(self) -> "Ranks":
+        assert self._ranks is not None, "load() first"
+        return self._ranks
 
     @contextlib.contextmanager
     def _loading(self, device: "torch.device | None" = None) -> "Iterator[Ranks]":
@@ -93,10 +94,12 @@ class FirstRankRunner(RunnerInterface):
                 raise ConfigError(in_a_line(why)) from error
             raise
 
-    def _end_of_step(self, error: Exception) -> RunnerDeadError:
-        """What it means that a step fails here which the others were told."""
+    def _end_of(self, error: Exception) -> RunnerDeadError:
+        """What it means that here a step fails, or what else the others were told to do."""
         why = self._others.why(error)
         if isinstance(why, RunnerDeadError):
             return why
-        reason = f"a step has failed, and the ranks may no longer agree: {in_a_line(error)}"
+        if isinstance(error, RunnerDeadError):
+            return error
+        reason = f"the ranks may no longer agree, as one has failed: {in_a_line(error)}"
         return RunnerDeadError(reason)

@@ -7,15 +7,14 @@ import torch
 
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cuda.rank import follow
-from aioserve.runner.tensor_parallel.messages import Start
+from aioserve.runner.tensor_parallel.messages import Message, Start
 from aioserve.runner.tensor_parallel.processes import FirstRank
 from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
-from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_rank
 
 
-def load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
+def load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:
     torch.set_num_threads(1)
     if start.config.model.served_model_name == "failing":
         raise MemoryError("as asked")
