@@ -2,7 +2,8 @@
 
 `model_source/gguf_written.json` holds what convert_hf_to_gguf.py of llama.cpp (as the package
 llama-cpp-python 0.3.36 brings it) wrote for tiny models with unusual values: rotary bases, scales,
-epsilons. What it does to the weights is written here once more, so that no test needs it.
+epsilons; for what has states or latent attention, conversion/ of llama.cpp in 2026. What it does
+to weights is in `gguf_converted`.
 """
 
 import json
@@ -14,6 +15,7 @@ import gguf
 import numpy as np
 
 from tests.architectures.tiny import Case, make_config, make_model
+from tests.gguf_converted import parts, stored
 from tests.gguf_models import add_tokenizer
 
 _FILE = Path(__file__).parent / "model_source" / "gguf_written.json"
@@ -28,16 +30,20 @@ _NAMES = {
     ".router.scale": "ffn_gate_inp.scale",
     ".shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
     "mixer.dt_bias": "ssm_dt.bias",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "linear_attn.dt_bias": "ssm_dt.bias",
     "word_embeddings_layernorm.weight": "token_embd_norm.weight",
     "word_embeddings_layernorm.bias": "token_embd_norm.bias",
 }
 _NAMES_OF = {
     "bloom": {f"post_attention_layernorm.{end}": f"ffn_norm.{end}" for end in ("weight", "bias")},
     "gemma4": {".experts.gate_up_proj": "ffn_gate_up_exps.weight"},
+    "nemotron_h_moe": {
+        ".experts.up_proj": "ffn_up_exps.weight",
+        ".experts.down_proj": "ffn_down_exps.weight",
+    },
     "gpt-oss": {"post_attention_layernorm.weight": "post_attention_norm.weight"},
 }
-_PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "smollm3", "olmo", "arcee"}
-_ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron"}
 
 
 class Written(NamedTuple):
@@ -104,65 +110,31 @@ def _tensors(module: Any, case: Written) -> Iterator[tuple[str, np.ndarray]]:
     config = module.config
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[case.architecture], config.num_hidden_layers)
+    own = _NAMES_OF.get(case.architecture, {})
     for name, tensor in module.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         block = "".join(f"blk.{part}." for part in name.split(".") if part.isdecimal())
         weights = tensor.numpy()
-        known = {**_NAMES_OF.get(case.architecture, {}), **_NAMES}
-        found = next((block + ours for end, ours in known.items() if name.endswith(end)), None)
-        is_two = name.endswith((".gate_up_proj", ".gate_up_proj_bias", ".input_linear.weight"))
-        if is_two and found is None:
-            for end, part in _halves(name, weights, case.architecture):
-                yield block + end, part
+        found = _known(name, own)
+        is_whole = "kv_b_proj" in name and "attention.key_length_mla" not in case.metadata
+        if found is None and not is_whole and (cut := parts(name, weights, config)):
+            yield from ((block + end, part) for end, part in cut)
             continue
-        for theirs in (name, name.partition(".")[2]):
+        found = found or _known(name, _NAMES)
+        found = found and block + found
+        rest = name.partition(".")[2]
+        for theirs in (name, rest, f"backbone.{rest}"):
             found = found or names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         if found.endswith(("attn_sinks", "layer_output_scale")):
             found += ".weight"
-        yield found, _stored(found, weights, case.architecture, config)
+        yield found, stored(found, weights, case.architecture, config)
     yield from _rope(config)
 
 
-def _halves(name: str, weights: np.ndarray, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
-    kind = "shexp" if "shared_mlp" in name else "exps"
-    for number, which in enumerate(("gate", "up")):
-        if architecture == "gpt-oss":
-            part = weights[..., number::2]
-            is_bias = name.endswith("bias")
-            end = "bias" if is_bias else "weight"
-            yield f"ffn_{which}_exps.{end}", part if is_bias else part.swapaxes(1, 2)
-        else:
-            axis = weights.ndim - 2
-            yield f"ffn_{which}_{kind}.weight", np.split(weights, 2, axis)[number]
-
-
-def _stored(name: str, weights: np.ndarray, architecture: str, config: Any) -> np.ndarray:
-    heads = config.num_attention_heads if hasattr(config, "num_attention_heads") else 0
-    if architecture in _PERMUTED and (".attn_q." in name or ".attn_k." in name):
-        count = heads if ".attn_q." in name else config.num_key_value_heads
-        pairs = weights.reshape(count, 2, weights.shape[0] // count // 2, -1)
-        return pairs.swapaxes(1, 2).reshape(weights.shape)
-    if architecture in _ONE_MORE and name.endswith("norm.weight"):
-        return weights + 1
-    if architecture == "gpt-oss" and name.endswith("ffn_down_exps.weight"):
-        return weights.swapaxes(1, 2)
-    if architecture == "gpt2" and name.startswith("blk.") and weights.ndim == 2:
-        return weights.T
-    if architecture in ("bloom", "gptneox") and ".attn_qkv." in name:
-        parts = weights.reshape(heads, 3, -1, *weights.shape[1:])
-        return parts.swapaxes(0, 1).reshape(weights.shape)
-    if name.endswith("ssm_a"):
-        weights = -np.exp(weights)
-    if architecture == "mamba2":
-        if name.endswith(("ssm_a", "ssm_d")):
-            return weights[:, None]
-        if name.endswith("ssm_norm.weight"):
-            return weights.reshape(config.n_groups, -1)
-    if name.endswith(("conv1d.weight", "shortconv.conv.weight")):
-        return weights.squeeze(1)
-    return weights[0] if name.endswith("ffn_gate_inp_shexp.weight") else weights
+def _known(name: str, known: dict[str, str]) -> str | None:
+    return next((ours for end, ours in known.items() if name.endswith(end)), None)
 
 
 def _rope(config: Any) -> Iterator[tuple[str, np.ndarray]]:

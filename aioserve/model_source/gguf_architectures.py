@@ -6,9 +6,20 @@ What a key means is what llama.cpp's converter wrote it from; what no key says, 
 from collections.abc import Mapping
 
 from aioserve.model_source.gguf_config import Architecture
+from aioserve.model_source.gguf_delta_net import DELTA_NETS
 from aioserve.model_source.gguf_dense import DENSE
 from aioserve.model_source.gguf_experts import EXPERTS
 from aioserve.model_source.gguf_gemma4 import GEMMA4
+from aioserve.model_source.gguf_hybrids import HYBRIDS
+from aioserve.model_source.gguf_latent import LATENT
 from aioserve.model_source.gguf_others import OTHERS
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **EXPERTS, **OTHERS, **GEMMA4}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    **DENSE,
+    **EXPERTS,
+    **OTHERS,
+    **GEMMA4,
+    **DELTA_NETS,
+    **HYBRIDS,
+    **LATENT,
+}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from aioserve.model_source import gguf_stacked as stacked
 from aioserve.model_source.gguf_metadata import Metadata
 from aioserve.model_source.gguf_rope import RopeTensors, read_rope
 
@@ -16,6 +17,8 @@ _USUAL = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": _HEADS,
 }
+#: The same without the width of dense layers, where there are none or it is read on its own.
+USUAL_WITHOUT_WIDTH = {key: name for key, name in _USUAL.items() if name != "intermediate_size"}
 LAYER_NORM, RMS_KEY = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 RMS = {RMS_KEY: "rms_norm_eps"}
 
@@ -101,6 +104,8 @@ class Architecture:
     #: `layout(name, weights, fields)` is a tensor of the file as `transformers` stores it.
     layout: Callable[[str, Any, Mapping[str, Any]], Any] = lambda name, weights, fields: weights
     names: Mapping[str, str] = field(default_factory=dict)  # more names of tensors: ends, GGUF
+    parts: stacked.Parts = stacked.experts  # tensors that hold parts of a parameter
+    stem: str = ""  # what the package gguf calls the part of the model before its head
     usual: Mapping[str, str] = field(default_factory=lambda: _USUAL)
 
 

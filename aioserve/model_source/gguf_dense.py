@@ -134,6 +134,11 @@ DENSE: Mapping[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2", fixed={"use_sliding_window": False}),
     "qwen3": Architecture("qwen3", fixed={"use_sliding_window": False}),
+    # the text of models that see: their positions have axes, which text has in common
+    "qwen2vl": Architecture("qwen2", fixed={"use_sliding_window": False}),
+    "qwen3vl": Architecture(
+        "qwen3", fixed={"use_sliding_window": False}, ignored=("n_deepstack_layers",)
+    ),
     "phi2": Architecture("phi", keys={LAYER_NORM: "layer_norm_eps"}, turned="part"),
     "phi3": Architecture("phi3", turned="part", more=_phi3),
     "stablelm": Architecture(

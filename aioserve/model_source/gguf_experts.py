@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from aioserve.model_source import gguf_layouts as layouts
+from aioserve.model_source import gguf_stacked as stacked
 from aioserve.model_source.gguf_config import RMS, RMS_KEY, Architecture, Facts, biases
 from aioserve.model_source.gguf_dense import GRANITE, GRANITE_FIXED, glm4_facts, granite_facts
 from aioserve.model_source.gguf_others import lfm2_facts
@@ -76,6 +77,15 @@ def _exaone_moe(facts: Facts) -> None:
     facts.same_theta()
 
 
+def _hunyuan_moe(facts: Facts) -> None:
+    """Its experts, and the one that all tokens share, are as wide as `feed_forward_length`."""
+    width = facts.fields["intermediate_size"]
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        facts.metadata.expect(key, width.__eq__, str(width))
+    facts.metadata.expect("expert_shared_count", lambda count: count == 1, "1")
+    facts.fields["attention_bias"] = facts.has("attn_q.bias")
+
+
 def _minimax(facts: Facts) -> None:
     facts.metadata.expect("expert_gating_func", lambda kind: kind == _SIGMOID, "2, a sigmoid,")
     width = facts.fields["intermediate_size"]
@@ -106,6 +116,17 @@ EXPERTS: Mapping[str, Architecture] = {
         ignored=_DENSE_WIDTH,
         fixed={"use_sliding_window": False, "norm_topk_prob": True},
     ),
+    "qwen3vlmoe": Architecture(
+        "qwen3_moe",
+        keys={**RMS, **_EXPERTS},
+        ignored=(*_DENSE_WIDTH, "n_deepstack_layers"),
+        fixed={"use_sliding_window": False, "norm_topk_prob": True},
+    ),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        keys={**RMS, "expert_count": "num_experts", "expert_used_count": "moe_topk"},
+        more=_hunyuan_moe,
+    ),
     "gpt-oss": Architecture(
         "gpt_oss",
         keys={
@@ -115,6 +136,7 @@ EXPERTS: Mapping[str, Architecture] = {
         },
         ignored=_DENSE_WIDTH,
         more=_gpt_oss,
+        parts=stacked.gpt_oss,
         names={
             "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
             "post_attention_layernorm.weight": "post_attention_norm.weight",

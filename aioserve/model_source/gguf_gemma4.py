@@ -1,9 +1,8 @@
 """Gemma 4 in GGUF files: two kinds of layers, each with heads and a rotary embedding of its own."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from aioserve.model_source.gguf_config import RMS, Architecture, Facts
+from aioserve.model_source.gguf_config import RMS, USUAL_WITHOUT_WIDTH, Architecture, Facts
 
 _NEVER = 1e29  # divisors from here on stand for dimensions that do not turn
 
@@ -86,13 +85,6 @@ def _experts(facts: Facts) -> None:
         }
 
 
-_USUAL: Mapping[str, Any] = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-}
-
 GEMMA4: Mapping[str, Architecture] = {
     "gemma4": Architecture(
         "gemma4_text",
@@ -100,7 +92,7 @@ GEMMA4: Mapping[str, Architecture] = {
         fixed={"final_logit_softcapping": None},
         heads="own",
         turned="none",
-        usual=_USUAL,
+        usual=USUAL_WITHOUT_WIDTH,
         more=_gemma4,
         names={
             "router.per_expert_scale": "ffn_down_exps.scale",

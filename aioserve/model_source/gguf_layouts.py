@@ -59,3 +59,62 @@ def transposed(name: str, weights: Any, fields: Mapping[str, Any]) -> Any:
     """Matrices of GPT-2's layers, which `transformers` multiplies from the other side."""
     is_layer = name.startswith("blk.") and name.endswith(".weight") and weights.ndim == 2
     return weights.T if is_layer else weights
+
+
+def hybrid(name: str, weights: Any, fields: Mapping[str, Any]) -> Any:
+    """Mamba layers beside attention whose rotated pairs stand side by side."""
+    return permuted(name, mamba(name, weights, fields), fields)
+
+
+def delta_net(name: str, weights: Any, fields: Mapping[str, Any]) -> Any:
+    """Norms and decays of linear attention (Qwen3-Next), whose queries, keys and values stand
+    together for each key head; the file has all queries first.
+    """
+    import numpy as np
+
+    part = name.split(".")[2] if name.startswith("blk.") else name
+    if part == "attn_qkv":
+        heads = fields["linear_num_key_heads"]
+        keys = heads * fields["linear_key_head_dim"]
+        parts = np.split(weights, [keys, 2 * keys])
+        return np.concatenate([rows.reshape(heads, -1, rows.shape[1]) for rows in parts], axis=1)
+    if part == "attn_gate":
+        return weights.reshape(fields["linear_num_key_heads"], -1, weights.shape[1])
+    return _norms_and_decays(part, weights)
+
+
+def tiled_delta_net(name: str, weights: Any, fields: Mapping[str, Any]) -> Any:
+    """Linear attention (Qwen3.5) whose value heads stand together for each key head; the file has
+    the first value head of each key head, then the second ones.
+    """
+    import numpy as np
+
+    part = name.split(".")[2] if name.startswith("blk.") else name
+    keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    size = fields["linear_value_head_dim"]
+
+    def together(rows: Any, size: int) -> Any:
+        tiles = rows.reshape(values // keys, keys, size, *rows.shape[1:])
+        return tiles.swapaxes(0, 1).reshape(rows.shape)
+
+    if part in ("ssm_a", "ssm_alpha", "ssm_beta", "ssm_dt"):
+        weights = together(weights, 1)
+    elif part == "attn_gate":
+        weights = together(weights, size)
+    elif part in ("attn_qkv", "ssm_conv1d"):
+        first = 2 * keys * fields["linear_key_head_dim"]
+        weights = np.concatenate([weights[:first], together(weights[first:], size)])
+    elif part == "ssm_out" and keys != values:
+        if weights.shape[1] != values * size:  # asked about the order of rows alone
+            return weights.T
+        weights = together(weights.T, size).T
+    return _norms_and_decays(part, weights)
+
+
+def _norms_and_decays(part: str, weights: Any) -> Any:
+    import numpy as np
+
+    if part == "ssm_a":
+        return np.log(-weights)
+    is_norm = part.removesuffix(".weight").endswith("norm") and part != "ssm_norm"
+    return weights - 1 if is_norm else weights

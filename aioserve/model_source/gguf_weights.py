@@ -51,7 +51,7 @@ def fill(
     parameters = module.state_dict(keep_vars=True)
     targets = filling.targets(parameters, {tensor.name for tensor in tensors})
     missing, left, unpacked = set(parameters), [], Counter[str]()
-    parts = Counter(target.parameter for target in targets.values())  # that are still to come
+    lacking = {name: parameter.numel() for name, parameter in parameters.items()}
     products = (nn.Linear, nn.Embedding)
     multiplied = {id(m.weight) for m in module.modules() if type(m) in products}
     with torch.no_grad():
@@ -67,13 +67,14 @@ def fill(
             if stored is not None and stored.shape == parameter.shape:
                 parameter.data = stand_in(stored.shape, parameter.dtype)
                 attach(parameter, stored)
+                lacking[target.parameter] = 0
             else:
                 unpacked[GGMLQuantizationType(tensor.type_id).name] += tensor.num_bytes
                 weights = torch.from_numpy(filling.unpacked(tensor))
                 place = parameter if target.part is None else target.part(parameter)
                 place.copy_(_shaped(weights, place, f"{path}: tensor {tensor.name}", name_of))
-            parts[target.parameter] -= 1
-            if parts[target.parameter] == 0:
+                lacking[target.parameter] -= place.numel()
+            if lacking[target.parameter] <= 0:
                 missing -= {name for name, other in parameters.items() if other is parameter}
     sizes = {kind: size for kind, size in unpacked.items() if kind not in _WHOLE}
     if sizes:
@@ -157,10 +158,11 @@ class Filling:
                 yield block + name, Target(parameter)
         yield from (
             (block + name, Target(parameter, part))
-            for name, part in _parts_of(parameter, self._name)
+            for name, part in self._architecture.parts(parameter, self._fields)
         )
         # some were converted from the part of the model that has no head
-        for name in (parameter, parameter.partition(".")[2]):
+        inner = parameter.partition(".")[2]
+        for name in (parameter, inner, f"{self._architecture.stem}.{inner}"):
             ours = known.get_name(name, try_suffixes=(".weight", ".bias"))
             if ours is not None:
                 yield from ((ours + end, Target(parameter)) for end in ("", ".weight"))
@@ -191,38 +193,6 @@ class Filling:
             return None
         rows = _read(tensor).reshape(tensor.shape[0], -1)
         return QuantizedWeight(kind, torch.from_numpy(rows[order[:, 0]]))
-
-
-def _parts_of(parameter: str, name: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Tensors of a layer that hold parts of a parameter which `transformers` keeps in one: gate and
-    up of experts, behind each other along their outputs. gpt-oss multiplies from the other side,
-    and has gate and up by turns.
-    """
-    if name == "gpt-oss":
-        end = parameter.rpartition(".experts.")[2]
-        for which, part in (("gate", 0), ("up", 1)):
-            if end == "gate_up_proj":
-                yield f"ffn_{which}_exps.weight", _every_second(part, is_matrix=True)
-            elif end == "gate_up_proj_bias":
-                yield f"ffn_{which}_exps.bias", _every_second(part, is_matrix=False)
-        if end == "down_proj":
-            yield "ffn_down_exps.weight", lambda whole: whole.transpose(1, 2)
-    elif parameter.endswith(".experts.gate_up_proj"):
-        yield "ffn_gate_exps.weight", _half(1, 0)
-        yield "ffn_up_exps.weight", _half(1, 1)
-    elif parameter.endswith(".shared_mlp.input_linear.weight"):
-        yield "ffn_gate_shexp.weight", _half(0, 0)
-        yield "ffn_up_shexp.weight", _half(0, 1)
-
-
-def _half(dim: int, which: int) -> Callable[[Any], Any]:
-    return lambda whole: whole.chunk(2, dim)[which]
-
-
-def _every_second(which: int, *, is_matrix: bool) -> Callable[[Any], Any]:
-    if is_matrix:
-        return lambda whole: whole[..., which::2].transpose(1, 2)
-    return lambda whole: whole[..., which::2]
 
 
 def _read(tensor: Tensor) -> Any:

@@ -27,6 +27,13 @@ from tests.slow import mostly_slow
 IDS = torch.randint(3, 250, (1, 60), generator=torch.Generator().manual_seed(5))
 #: Keys that say how long a text may be, which no token of a shorter one feels.
 LIMITS = {"context_length"}
+#: Keys of which another one makes nothing.
+UNFELT = {
+    "granitemoehybrid-dense": {"feed_forward_length"},
+    "qwen3_5": {"full_attention_interval"},
+    "qwen3_5-equal": {"full_attention_interval"},
+    "qwen3_5-mtp": {"full_attention_interval"},
+}
 ORIGINAL = "rope.scaling.original_context_length"
 
 
@@ -47,8 +54,8 @@ def test_a_file_computes_what_its_directory_computes(name: str, tmp_path: Path) 
     directory, path = make_written(case, tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     found, wanted = logits(load(path)), logits(expected.eval())
-    if case.architecture.startswith("mamba"):  # decays went through an exponential and back
-        assert torch.allclose(found, wanted, rtol=0, atol=1e-4)
+    if "ssm.state_size" in case.metadata:  # decays went through an exponential and back
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-3)
     else:
         assert torch.equal(found, wanted)
 
@@ -63,6 +70,7 @@ def test_the_page_lists_them_all() -> None:
     types = {case.architecture: case.model_type for case in WRITTEN.values()}
     assert [name for name, _ in rows[1:]] == sorted(ARCHITECTURES)
     assert {name for name, model_type in rows[1:] if types.get(name, model_type) != model_type} <= {
+        "deepseek2",
         "granitemoe",  # as what it is served depends on the file
         "llama",
         "olmo2",
@@ -146,6 +154,7 @@ def test_each_key_changes_the_model_or_is_refused_or_known_to_change_nothing(nam
     ignored = {*WITHOUT_EFFECT, *ARCHITECTURES[of.case.architecture].ignored, *LIMITS}
     if metadata.get("rope.scaling.type") != "yarn":
         ignored |= set(OF_STRETCHES) - ({ORIGINAL} if name == "phi3-long" else set())
+    ignored |= UNFELT.get(name, set())
     if metadata.get("rope.scaling.type") == "none":
         ignored.add("rope.scaling.factor")
 

@@ -337,6 +337,7 @@ def test_a_directory_with_a_file_in_it_is_told_which_to_name(tmp_path: Path) -> 
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " a", ",,!\n", "x"]),
         ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", "5", " a", ",,!", "\n", "x"]),
         ("hunyuan-dense", ["It", "'s", " ", "123", "45", " a", ",,!\n", "x"]),
+        ("deepseek-llm", ["It", "'", "s", " ", "1", "2", "3", "4", "5", " a", ",,!", "\n", "x"]),
         ("falcon", ["It", "'", "s", " ", "123", "45", " a", ",,!", "\n", "x"]),
     ],
 )

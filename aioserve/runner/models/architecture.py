@@ -108,7 +108,7 @@ _RANGES = {
     "num_attention_heads": (1, 1 << 16),
     "num_key_value_heads": (1, 1 << 16),
     "head_dim": (1, 1 << 16),
-    "num_experts_per_tok": (1, 1 << 12),
+    "num_experts_per_tok": (0, 1 << 12),  # 0: of Granite 4 without experts
     "sliding_window": (0, 1 << 62),  # 0: of Qwen2-MoE without `use_sliding_window`
     "attention_chunk_size": (1, 1 << 62),
     # Of layers that keep states, by all the names that they have.
