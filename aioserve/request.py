@@ -121,6 +121,7 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pooling_params: PoolingParams | None = None  # set: an embedding request, no output tokens
     key_name: str = ""  # name of its API key; empty: none is required
     hints: Hints = {}  # what the client tells the policy, by name; never changed
+    output_token_ids: Sequence[int] = ()  # of another engine, which had it: it goes on after them
 
     def __post_init__(self) -> None:
         if self.hints != {}:
@@ -224,9 +225,9 @@ class Request:
         self.pooling_params = spec.pooling_params
         self.status = RequestStatus.WAITING  # set by the scheduler alone
         self.stop_reason: int | None = None  # the stop token that ended it
-        self.token_ids = list(spec.prompt_token_ids)  # prompt, then output
-        self.num_prompt_tokens = len(self.token_ids)  # tokens of the prompt
-        self.num_tokens = self.num_prompt_tokens  # tokens of the prompt and the output so far
+        self.token_ids = [*spec.prompt_token_ids, *spec.output_token_ids]  # prompt, then output
+        self.num_prompt_tokens = len(spec.prompt_token_ids)  # tokens of the prompt
+        self.num_tokens = len(self.token_ids)  # tokens of the prompt and the output so far
         self.max_total_tokens = 0  # limit of num_tokens; set by add_request
         eos = () if params.ignore_eos else spec.eos_token_ids
         self.stop_token_ids = frozenset((*eos, *params.stop_token_ids))  # any of them ends it

@@ -182,9 +182,8 @@ class EngineBuilder:
             loop.observers.subscribe(relay)
         delivery = OutputRouter(output_processor, clock)
         sink: OutputSink = delivery
-        if kv_cache.connector is not None and config.cache.kv_role == "producer":
-            reader_of = output_processor.reader_of
-            sink = HeldBack(delivery, kv_cache.connector, reader_of)
+        if kv_cache.connector is not None and config.cache.kv_connector == "disk":
+            sink = HeldBack(delivery, kv_cache.connector, output_processor.reader_of, config.cache)
         core = EngineCore(loop, self.runner, sink, clock=clock)
         return EngineParts(
             info,

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from aioserve.config import EngineConfig
+from aioserve.config import CacheConfig, EngineConfig
 from aioserve.engine.core import OutputSink
+from aioserve.engine.samples import SampleState
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.kv_connector import (
@@ -129,26 +131,40 @@ def _identity(
 class HeldBack:
     """Delivery for an engine that hands its blocks to others: the end of a request is told when
     they can be found, so that the client can then send the request on; or after `HOLD_SECONDS`.
+    A producer holds all ends back, other engines those of requests that are handed over.
     """
 
     def __init__(
         self,
         sink: OutputSink,
         connector: KVConnectorBase,
-        reader_of: Callable[[str], object | None],
+        reader_of: Callable[[str], SampleState | None],
+        config: CacheConfig,
     ) -> None:
         """`reader_of` returns what reads the outputs of the request of that id now."""
         self._sink = sink
         self.expire, self.fail = sink.expire, sink.fail
         self._connector = connector
         self._reader_of = reader_of
+        self._holds_all = config.kv_role == "producer"
 
     def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
-        """Hand a step's outputs on, but for the ends of requests."""
+        """Hand a step's outputs on, but for the ends of requests that are held back."""
         ends = [output for output in outputs if output.finish_reason is not None]
-        if ends:  # their readers may have left by then: no reader is told
-            self._hold(client_index, ends)
-            outputs = [output for output in outputs if output.finish_reason is None]
+        held: dict[str, EngineCoreOutput] = {}
+        early: list[EngineCoreOutput] = []  # tokens for whose reader an end behind them is enough
+        for end in ends:
+            reader = self._reader_of(end.request_id)
+            if reader is not None and reader.hands_over and end.new_token_ids:
+                early.append(msgspec.structs.replace(end, finish_reason=None, stop_reason=None))
+                held[end.request_id] = EngineCoreOutput(
+                    end.request_id, [], end.finish_reason, end.stop_reason
+                )
+            elif self._holds_all or (reader is not None and reader.hands_over):
+                held[end.request_id] = end
+        if held:  # their readers may have left by then: no reader is told
+            self._hold(client_index, list(held.values()))
+            outputs = [output for output in outputs if output.request_id not in held] + early
         return self._sink.deliver(client_index, outputs)
 
     def _hold(self, client_index: int, ends: list[EngineCoreOutput]) -> None:

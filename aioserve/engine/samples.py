@@ -43,8 +43,7 @@ class Samples:
 
     def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
-        self.ids = [self.request_id]
-        self.claimed_ids = self.ids
+        self.ids = self.claimed_ids = [self.request_id]
         if n > 1:
             self.ids = [f"{self.request_id}-{i}" for i in range(n)]
             self.claimed_ids = [self.request_id, *self.ids]
@@ -130,6 +129,7 @@ class SampleState(ABC):
     """What delivery needs to know of one sample between two of its outputs, wherever read."""
 
     is_read_here = True  # else in another process, which knows where it comes from
+    hands_over = False  # another engine goes on with it, from its KV blocks
     __slots__ = (
         "first_token_time",
         "last_token_time",

@@ -72,9 +72,11 @@ class EngineEnd:
         seconds: float | None,
         origin: Origin,
         accept: Callable[[], None],
+        *,
+        hands_over: bool = False,
     ) -> "asyncio.Future[bytes]":
         """Send a request. The future is done when it is accepted, or has the error; `accept` is
-        called before any output of it is taken.
+        called before any output of it is taken. `hands_over`: another engine will go on with it.
         """
         forms, arrays = arrays_of(spec)
         number, future = self.calls.begin()
@@ -82,7 +84,7 @@ class EngineEnd:
         self._accepting[number] = accept
         future.add_done_callback(lambda _: self._accepting.pop(number))
         sent = encode_spec(spec.without_arrays())  # these are attached
-        self.say(Add(number, *sent, adapter, seconds, origin, forms), arrays)
+        self.say(Add(number, *sent, adapter, seconds, origin, forms, hands_over), arrays)
         return future
 
     def say(self, message: MessageToEngine, arrays: Attachments = ()) -> None:

@@ -104,21 +104,26 @@ def _merge(before: EngineCoreOutput, newer: EngineCoreOutput) -> EngineCoreOutpu
 class _ForwardedState(SampleState):
     """A sample that is read in a worker."""
 
-    __slots__ = ("_worker",)
+    __slots__ = ("_worker", "hands_over")
 
     is_read_here = False
 
-    def __init__(self, request: Request, samples: Samples, worker: "Forwarder") -> None:
+    def __init__(
+        self, request: Request, samples: Samples, worker: "Forwarder", *, hands_over: bool
+    ) -> None:
         waits = wants_only_end(request.sampling_params)
         super().__init__(request, samples, waits_for_end=waits)
         self._worker = worker
+        self.hands_over = hands_over
 
     def deliver(self, output: EngineCoreOutput, now: float) -> FinishReason | None:
         outbox, request = self._worker.outbox, self.request
-        if not self.num_output_tokens and request.num_cached_tokens:
+        num_told = len(request.spec.output_token_ids)  # by the engine that had it
+        if not (self.num_output_tokens or num_told) and request.num_cached_tokens:
             outbox.num_cached_tokens[request.request_id] = request.num_cached_tokens
         if self.waits_for_end:
-            output = msgspec.structs.replace(output, new_token_ids=request.output_token_ids)
+            own = request.output_token_ids[num_told:]
+            output = msgspec.structs.replace(output, new_token_ids=own)
         if output.embedding is not None:
             outbox.vectors[request.request_id] = output.embedding.astype("<f4").tobytes()
             output = msgspec.structs.replace(output, embedding=None)
@@ -257,7 +262,9 @@ class Forwarder(ABC):
                     spec,
                     add.adapter,
                     add.timeout,
-                    lambda request, samples: _ForwardedState(request, samples, self),
+                    lambda request, samples: _ForwardedState(
+                        request, samples, self, hands_over=add.hands_over
+                    ),
                     add.origin,
                 )
                 if samples.num_live:

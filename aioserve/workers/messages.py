@@ -163,6 +163,7 @@ class Add(msgspec.Struct, array_like=True, frozen=True, tag=True):
     timeout: float | None
     origin: Origin
     arrays: list[ArrayForm] = []  # as many as are attached
+    hands_over: bool = False  # its end is told when other engines find its KV blocks
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from aioserve.config import EngineConfig
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
 from aioserve.kv_cache import KVCacheManager, KVEvent
@@ -71,10 +73,8 @@ class Blueprint:
 
 def resumed(request: Request) -> Request:
     """The request with the tokens that it has, before an engine has seen it."""
-    again = Request(request.spec)
-    again.token_ids = list(request.token_ids)
-    again.num_tokens = again.num_target_tokens = request.num_tokens
-    return again
+    spec = msgspec.structs.replace(request.spec, output_token_ids=request.output_token_ids)
+    return Request(spec)
 
 
 class _Stretch(NamedTuple):
