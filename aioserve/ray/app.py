@@ -12,9 +12,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
+from aioserve.ray.groups import Autoscaling, ReplicaGroup, names_of
 from aioserve.ray.ingress import Ingress
 from aioserve.ray.replica import EngineReplica
-from aioserve.ray.settings import Autoscaling, ModelSettings, RaySettings, check_served
+from aioserve.ray.settings import ModelSettings, RaySettings, check_served
 
 logger = logging.getLogger(__name__)
 
@@ -22,22 +23,19 @@ logger = logging.getLogger(__name__)
 def make_app(args: dict[str, object]) -> Application:
     """The Serve application that `args`, a `RaySettings`, describes. Raises `ConfigError`."""
     settings = RaySettings.of(args)
-    models: dict[str, tuple[EngineConfig, ModelSettings, Application]] = {}
+    models: dict[str, EngineConfig] = {}
+    parts: list[Any] = []  # as the ingress takes them
     for model in settings.models:
         config = model.engine_config()
         _check(config)
         name = config.model.served_name
-        taken = {own for other, _, _ in models.values() for own in other.model.served_names}
+        taken = {own for other in models.values() for own in other.model.served_names}
         for own in taken.intersection(config.model.served_names):
             raise ConfigError(
                 f"two models are served as {own!r}: give them a model.served_model_name each"
             )
-        _warn_of_resources(name, model.ray_actor_options)
-        try:
-            models[name] = config, model, _deployment(name, model).bind(config)
-        except (TypeError, ValueError) as error:  # Ray's, of what it was given
-            told = " ".join(str(error).split())
-            raise ConfigError(f"the deployment of {name!r} cannot be: {told}") from error
+        models[name] = config
+        parts += [config, model, *_deployments(name, model)]
     _warn_of_total(settings)
     ingress = serve.deployment(Ingress).options(
         num_replicas=settings.num_ingress_replicas,
@@ -45,21 +43,40 @@ def make_app(args: dict[str, object]) -> Application:
         max_ongoing_requests=max(model.max_ongoing_requests for model in settings.models),
     )
     shares_load = settings.num_ingress_replicas > 1
-    return ingress.bind(shares_load, *(item for parts in models.values() for item in parts))
+    return ingress.bind(shares_load, *parts)
 
 
-def _deployment(name: str, model: ModelSettings) -> serve.Deployment:
+def _deployments(name: str, model: ModelSettings) -> list[Application]:
+    """One for each group of replicas."""
+    made = []
+    groups, configs = model.all_groups, model.group_configs()
+    for group, config, suffix in zip(groups, configs, names_of(groups), strict=True):
+        _check(config)
+        options = model.ray_actor_options | group.ray_actor_options
+        _warn_of_resources(name, options)
+        try:
+            deployment = _deployment(f"{name}-{suffix}" if suffix else name, model, group, options)
+            made.append(deployment.bind(config))
+        except (TypeError, ValueError) as error:  # Ray's, of what it was given
+            told = " ".join(str(error).split())
+            raise ConfigError(f"the deployment of {name!r} cannot be: {told}") from error
+    return made
+
+
+def _deployment(
+    name: str, model: ModelSettings, group: ReplicaGroup, options: dict[str, Any]
+) -> serve.Deployment:
     deployment = serve.deployment(EngineReplica).options(
         name=f"engine-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}",
-        ray_actor_options=model.ray_actor_options,
+        ray_actor_options=options,
         max_ongoing_requests=model.max_ongoing_requests,
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         health_check_period_s=5.0,
         request_router_config=_router(model),
     )
-    if model.autoscaling is None:
-        return deployment.options(num_replicas=model.num_replicas or 1)
-    return deployment.options(num_replicas=None, autoscaling_config=_autoscaling(model.autoscaling))
+    if group.autoscaling is None:
+        return deployment.options(num_replicas=group.least)
+    return deployment.options(num_replicas=None, autoscaling_config=_autoscaling(group.autoscaling))
 
 
 def _router(model: ModelSettings) -> RequestRouterConfig:
@@ -106,9 +123,8 @@ def _warn_of_total(settings: RaySettings) -> None:
     total: dict[str, float] = {}
     parts = [(settings.ingress_actor_options, settings.num_ingress_replicas)]
     for model in settings.models:
-        scaled = model.autoscaling
-        least = scaled.min_replicas if scaled is not None else model.num_replicas or 1
-        parts.append((model.ray_actor_options, least))
+        for group in model.all_groups:
+            parts.append((model.ray_actor_options | group.ray_actor_options, group.least))
     for options, number in parts:
         for key, value in _needed(options).items():
             total[key] = total.get(key, 0) + number * value

@@ -184,7 +184,7 @@ class Call(RequestStream):
         if self._avoid:
             request = msgspec.structs.replace(request, num_attempts=len(self._avoid))
         try:
-            choice = await self._chooser.choose(request, self._avoid, self._spec)
+            choice = await self._choose(request)
             if not isinstance(choice, Wait):
                 await self._submit(choice)
                 return True
@@ -197,20 +197,34 @@ class Call(RequestStream):
             self._check_again(error)
         return False
 
+    async def _choose(self, request: RoutedRequest) -> Seat | Wait:
+        return await self._chooser.choose(request, self._avoid, self._spec)
+
     async def _submit(self, seat: Seat) -> None:
         """Return when the replica has accepted it; raises its refusal."""
+        await self._add(seat, self._spec, self._register)
+
+    def _register(self) -> None:
+        """Its samples are read from now on, from their first tokens."""
+        self._has_readers = True
+        for index, own in enumerate(self._samples.specs(self._spec.without_arrays())):
+            self._delivery.processor.add_request(Request(own), self._samples, index, self)
+
+    async def _add(
+        self, seat: Seat, spec: RequestSpec, on_accepted: Callable[[], None], **asked: bool
+    ) -> None:
+        """Return when the replica has accepted `spec`; `asked` is what else `EngineEnd.add` takes.
+        Raises its refusal.
+        """
         self._seat = seat
-        spec, samples, deadline = self._spec, self._samples, self._spec.deadline
-        requests = [Request(own) for own in samples.specs(spec.without_arrays())]
+        origin, deadline = self._samples.origin, spec.deadline
 
         def accept() -> None:
-            self._has_readers = True
-            for index, request in enumerate(requests):
-                self._delivery.processor.add_request(request, samples, index, self)
+            on_accepted()
             seat.line.calls[self.request_id] = self
 
         seconds = None if deadline is None else max(deadline - self._clock(), 1e-3)
-        self._replying = seat.line.end.add(spec, self._adapter, seconds, samples.origin, accept)
+        self._replying = seat.line.end.add(spec, self._adapter, seconds, origin, accept, **asked)
         try:
             await self._replying
         except EngineDeadError as error:
@@ -235,9 +249,11 @@ class Call(RequestStream):
             async with asyncio.timeout(min(max(answer.seconds, MIN_WAIT_SECONDS), left)):
                 await self._let_go.wait()
 
-    async def _send_again(self, error: Exception) -> None:
+    async def _send_again(self, error: Exception | None) -> None:
+        """To another replica, after the one that has failed it with `error`, if one has."""
         try:
-            self._check_again(error)
+            if error is not None:
+                self._check_again(error)
             await self._send()
         except Exception as failure:
             self._fail(failure)

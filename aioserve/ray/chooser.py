@@ -67,9 +67,16 @@ class Chooser(ABC):
 class AccountSeat(Seat):
     """Of a router that keeps account."""
 
-    def __init__(self, line: ReplicaLine, assignment: Assignment) -> None:
+    def __init__(self, line: ReplicaLine, assignment: Assignment, decode: str = "") -> None:
+        """`decode` is the name of the replica that is to go on behind the first token."""
         super().__init__(line)
+        self.decode = decode
         self._assignment = assignment
+
+    @property
+    def assignment(self) -> Assignment:
+        """The request, as the account of its replica has it."""
+        return self._assignment
 
     def has_started(self) -> None:
         try:
@@ -106,7 +113,9 @@ class OwnChooser(Chooser):
             return NO_REPLICA
         shunned = frozenset(avoid if lines.keys() - avoid else ())
         while True:
-            answer = self._ask(request, shunned)
+            answer, decode = self._ask(request, shunned)
+            if decode is not None and spec.sampling_params.n > 1:  # replies that cannot be shared
+                answer, decode = decode, None
             if answer is None:
                 metrics.outcomes["full"] += 1
                 return ALL_FULL
@@ -118,20 +127,47 @@ class OwnChooser(Chooser):
                 raise EngineOverloadedError(answer.reason, answer.retry_after)
             if self._dispatcher.num_requests_of(answer) < self._max_requests:
                 metrics.on_sent(time.monotonic() - self._dispatcher.known_at(answer))
-                return AccountSeat(lines[answer], self._dispatcher.assign(request, answer))
+                assignment = self._dispatcher.assign(request, answer)
+                return AccountSeat(lines[answer], assignment, decode or "")
             shunned |= {answer}
 
-    def _ask(self, request: RoutedRequest, shunned: frozenset[str]) -> str | Refuse | Wait | None:
+    def moved(self, seat: Seat, name: str) -> AccountSeat | None:
+        """The place of a request at the replica of this name, with the account of `seat`; None if
+        there is no line to it.
+        """
+        line = self._fleet.lines.get(name)
+        if line is None or not isinstance(seat, AccountSeat):
+            return None
+        if name != seat.assignment.name:
+            try:
+                self._dispatcher.move(seat.assignment, name)
+            except RouterError:
+                logger.exception("the router has not taken in that a request moves")
+        return AccountSeat(line, seat.assignment)
+
+    def has_moved(self, source: str, seat: Seat) -> None:
+        """The replica of `seat` goes on with a request that `source` had."""
+        self._metrics.num_moved += seat.line.name != source
+
+    def has_room(self, name: str, num_tokens: int) -> bool:
+        """Whether the replica of this name could take a request of as many tokens in now, as far as
+        it has reported.
+        """
+        return name in self._fleet.lines and self._dispatcher.has_room(name, num_tokens)
+
+    def _ask(
+        self, request: RoutedRequest, shunned: frozenset[str]
+    ) -> tuple[str | Refuse | Wait | None, str | None]:
         since = time.perf_counter()
         try:
-            return self._dispatcher.choose(request, shunned)
+            return self._dispatcher.choose_both(request, shunned)
         except RouterError as error:
             self._metrics.outcomes["failed"] += 1
             if str(error) != self._last_error:
                 logger.error("%s; the replica with the least work gets the request", error)
                 self._last_error = str(error)
             names = self._fleet.lines.keys() - shunned
-            return min(names, key=self._dispatcher.work_of)
+            return min(names, key=self._dispatcher.work_of), None
         finally:
             self._metrics.decision_seconds.observe(time.perf_counter() - since)
 

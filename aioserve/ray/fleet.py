@@ -17,6 +17,7 @@ from aioserve.errors import AioserveError, EngineDeadError
 from aioserve.kv_cache.events import KVEvent
 from aioserve.ray.kv_feed import Listener, Ticket, attach, follow
 from aioserve.ray.line import connecting_line
+from aioserve.ray.movable import Movable, keep_tokens
 from aioserve.routing import Dispatcher, ReplicaReport, RouterError, SentLoad
 from aioserve.workers.engine_end import EngineEnd
 from aioserve.workers.messages import Quit, ToWorker
@@ -46,8 +47,12 @@ class ReplicaLine:
         delivery: RemoteDelivery,
         clock: Callable[[], float],
         on_lost: Callable[[str], object],
+        *,
+        keeps_tokens: bool = False,
     ) -> None:
-        """`on_lost` gets the name, before any request hears that the line is gone."""
+        """`on_lost` gets the name, before any request hears that the line is gone. With
+        `keeps_tokens` requests hear what tokens they get, as they may go on elsewhere.
+        """
         self.name = name
         self._on_lost = on_lost
         self.calls: dict[str, Accepted] = {}  # that it has accepted, by request id
@@ -55,11 +60,17 @@ class ReplicaLine:
         self.end: EngineEnd
         self._delivery = delivery
         self._clock = clock
+        self._keeps_tokens = keeps_tokens
 
     def take(self, said: ToWorker) -> None:
         """What the replica says, answers apart."""
+        left: list[Movable] = []
+        if self._keeps_tokens:
+            said, left = keep_tokens(self.calls, said)
         if said.outputs and (stopped := self._delivery.deliver(said)) is not None:
             self.end.say(stopped)
+        for call in left:
+            call.has_left()
         for failed in said.failed:
             error = failed.failure.to_error()
             if isinstance(error, EngineDeadError):  # that is all that it has
@@ -117,15 +128,19 @@ class Fleet:
         dispatcher: Dispatcher | None,
         *,
         shares_load: bool = False,
+        role_of: Callable[[str], str] = lambda name: "",
     ) -> None:
         """`dispatcher` hears of all that comes and goes, unless a router of Ray's chooses. With
-        `shares_load` other ingresses are told what this one has sent.
+        `shares_load` other ingresses are told what this one has sent. `role_of` gives the role of
+        a replica by its name.
         """
         self.lines: dict[str, ReplicaLine] = {}  # of replicas that get requests
         self._delivery = delivery
         self._clock = clock
         self.dispatcher = dispatcher
         self._shares_load = shares_load
+        self._role_of = role_of
+        self._keeps_tokens = dispatcher is not None and dispatcher.kind.moves()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._served: dict[str, ReplicaLine] = {}  # also those of replicas that were dismissed
@@ -205,7 +220,9 @@ class Fleet:
 
     async def _connect(self, name: str, ticket: Ticket) -> ReplicaLine:
         line_ticket = await attach(ticket)
-        line = ReplicaLine(name, self._delivery, self._clock, self._leave)
+        line = ReplicaLine(
+            *(name, self._delivery, self._clock, self._leave), keeps_tokens=self._keeps_tokens
+        )
 
         def has_gone() -> None:
             line.lose(EngineDeadError("the replica has died"))
@@ -245,7 +262,8 @@ class Fleet:
     def _enter(self, line: ReplicaLine) -> None:
         self.lines[line.name] = line
         if self.dispatcher is not None:
-            self._tell_router(self.dispatcher.join, line.name)
+            join = functools.partial(self.dispatcher.join, role=self._role_of(line.name))
+            self._tell_router(join, line.name)
         self._has_changed.set()
 
     def _leave(self, name: str) -> ReplicaLine | None:

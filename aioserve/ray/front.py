@@ -29,10 +29,10 @@ from aioserve.operations.answers import Health
 from aioserve.operations.command import Answer
 from aioserve.ray.call import Call
 from aioserve.ray.chooser import Chooser, OwnChooser, RayChooser
-from aioserve.ray.directory import subscribe, unsubscribe
 from aioserve.ray.fleet import Fleet
+from aioserve.ray.mover import Mover
 from aioserve.ray.replica import ReplicaInfo
-from aioserve.ray.router import deployment_key
+from aioserve.ray.replica_groups import ReplicaGroups
 from aioserve.ray.router_metrics import RouterMetrics, render
 from aioserve.ray.settings import ModelSettings
 from aioserve.request import Request, RequestSpec
@@ -43,7 +43,6 @@ from aioserve.workers.remote_delivery import RemoteDelivery
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 5.0  # in which a replica says that it is there. A guess
-PATIENCE_SECONDS = 30.0  # after which the log says that no replica has started
 
 # Blocks of a prompt that are hashed before others have a turn on the loop: 2 ms, a guess.
 BLOCKS_AT_ONCE = 1_000
@@ -61,6 +60,7 @@ class RayParts(NamedTuple):
     fleet: Fleet
     chooser: Chooser
     metrics: RouterMetrics
+    mover: Mover
 
     @property
     def claims(self) -> Claims:
@@ -74,21 +74,22 @@ class RayFront(EngineClientBase[RayParts]):
     def __init__(
         self,
         config: EngineConfig,
-        handle: DeploymentHandle,
+        handles: Sequence[DeploymentHandle],
         model: ModelSettings,
         *,
         seed: int,
         shares_load: bool = False,
     ) -> None:
-        """`config` is that of the replicas, `handle` leads to them, and `model` says by which
-        router. Of front ends with the same `seed`, all would draw the same. With `shares_load`
-        others are told what this one sends, and it hears of theirs. `start` comes first.
+        """`config` is that of the replicas, each of `handles` leads to a group of them, and `model`
+        says which groups there are, behind which router. Of front ends with the same `seed`, all
+        would draw the same. With `shares_load` others are told what this one sends, and it hears of
+        theirs. `start` comes first.
         """
         self.config = config
         self.model_info = ModelInfo(config.model)
         self.max_model_len = 0
         self.started_at = 0
-        self._handle = handle
+        self._groups = ReplicaGroups(handles, model)
         self._model = model
         self._hashes = config.cache.enable_prefix_caching and model.wants_hashes
         self._seed = seed
@@ -128,7 +129,7 @@ class RayFront(EngineClientBase[RayParts]):
         """Ask a replica what they all are, and return when one can be sent requests. Raises
         `ConfigError` for one of another version.
         """
-        info = await self._ask_first()
+        info = await self._groups.describe(self.config.model.served_name)
         if info.version != __version__:
             raise ConfigError(
                 f"the replicas run aioserve {info.version}, the ingress {__version__}: give them "
@@ -144,11 +145,13 @@ class RayFront(EngineClientBase[RayParts]):
         metrics = RouterMetrics(served_name, router, lambda: len(fleet.lines))
         if self._model.router_class is None:
             fleet = Fleet(delivery, clock, None)
-            chooser = RayChooser(self._handle, fleet, metrics)
+            chooser = RayChooser(self._groups.handles[0], fleet, metrics)
         else:
             kind = load_router(self._model.router)
             dispatcher = Dispatcher(kind, self._model.router_options, seed=self._seed, clock=clock)
-            fleet = Fleet(delivery, clock, dispatcher, shares_load=self._shares_load)
+            role_of = self._groups.role_of
+            shares = self._shares_load
+            fleet = Fleet(delivery, clock, dispatcher, shares_load=shares, role_of=role_of)
             most = self._model.max_ongoing_requests
             chooser = OwnChooser(dispatcher, fleet, most, metrics)
         self._parts = RayParts(
@@ -166,11 +169,13 @@ class RayFront(EngineClientBase[RayParts]):
             fleet,
             chooser,
             metrics,
+            Mover(fleet.dispatcher, info.max_model_len),
         )
         self._loop = loop
         if self._model.router_class is not None:
-            subscribe(self._deployment, self._hear_of_replicas)
+            self._groups.subscribe(self._hear_of_replicas)
             await fleet.first()
+            self._parts.mover.start(fleet, self._calls)
 
     async def close(self) -> None:
         """End all requests, and close the lines to all replicas. Idempotent."""
@@ -178,31 +183,19 @@ class RayFront(EngineClientBase[RayParts]):
         if parts is None:
             return
         if self._model.router_class is not None:
-            unsubscribe(self._deployment, self._hear_of_replicas)
+            self._groups.unsubscribe()
+            parts.mover.close()
         for call in list(self._calls.values()):
             call.stop(EngineDeadError("the ingress has ended"))
         self._parts = None
         await parts.fleet.close()
         parts.input_processor.close()
 
-    @property
-    def _deployment(self) -> str:
-        return deployment_key(self._handle.deployment_name, self._handle.app_name)
-
     def _hear_of_replicas(self, tickets: dict[str, str]) -> None:
         """On the thread of Ray's router."""
         if (parts := self._parts) is not None:
             with suppress(RuntimeError):  # our loop has ended
                 self._loop.call_soon_threadsafe(parts.fleet.update, tickets)
-
-    async def _ask_first(self) -> ReplicaInfo:
-        asking = asyncio.ensure_future(self._handle.describe.remote())
-        while not (await asyncio.wait([asking], timeout=PATIENCE_SECONDS))[0]:
-            logger.warning(
-                "no replica of %r has started yet: `serve status` and `ray status` say why",
-                self.config.model.served_name,
-            )
-        return cast(ReplicaInfo, asking.result())
 
     def abort(self, request_id: str) -> bool:
         return self._parts is not None and self._abort_if_here(request_id, self._parts)
@@ -228,7 +221,7 @@ class RayFront(EngineClientBase[RayParts]):
     async def _ask_health(self) -> Health:
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
-                await self._handle.describe.remote()
+                await self._groups.ask_all()
         except Exception as error:
             return Health("silent", f"no replica answers ({type(error).__name__})")
         return Health()
@@ -248,16 +241,10 @@ class RayFront(EngineClientBase[RayParts]):
             if self._calls.get(spec.request_id) is call:
                 del self._calls[spec.request_id]
 
-        call = Call(
+        call = parts.mover.make_call(
             parts.chooser,
-            parts.delivery,
-            parts.clock,
             spec,
-            samples,
-            adapter,
-            routed,
-            stream,
-            on_end,
+            *(parts.delivery, parts.clock, spec, samples, adapter, routed, stream, on_end),
             parts.metrics.on_resent,
         )
         self._calls[spec.request_id] = call

@@ -7,7 +7,7 @@ Knows no fields of any body but `model`.
 import contextlib
 import tempfile
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,17 @@ def _anybody(config: EngineConfig) -> Access:
     return Access(config.access, (), Accounts(lambda name: Rights()))
 
 
+def _by_model(
+    parts: Sequence[Any],
+) -> Iterator[tuple[EngineConfig, ModelSettings, Sequence[DeploymentHandle]]]:
+    """What the ingress was given, for each model."""
+    while parts:
+        config, settings, *rest = parts
+        count = len(settings.all_groups)
+        yield config, settings, rest[:count]
+        parts = rest[count:]
+
+
 class _Named(msgspec.Struct):
     """All that is read of a body here."""
 
@@ -102,22 +113,19 @@ class Ingress:
     """The deployment that Ray's proxies call."""
 
     async def __init__(self, shares_load: bool, *models: Any) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Three for each model, one after the other: the settings of its replicas, what the
-        application says of it, and their handle. With `shares_load` there are other ingresses.
+        """For each model, one after the other: the settings of its replicas, what the application
+        says of it, and a handle for each group of them. With `shares_load` there are other
+        ingresses.
         """
         self._pace = Pace()
         self._folder = tempfile.TemporaryDirectory(prefix="aioserve-")
         self._named: dict[str, _Model] = {}
         self._models: list[_Model] = []
-        configs: tuple[EngineConfig, ...] = models[::3]
-        settings: tuple[ModelSettings, ...] = models[1::3]
-        handles: tuple[DeploymentHandle, ...] = models[2::3]
         responses = ResponseStore()
         own = zlib.crc32(serve.get_replica_context().replica_id.unique_id.encode())
-        parts = zip(configs, settings, handles, strict=True)
-        for i, (config, model_settings, handle) in enumerate(parts):
+        for i, (config, model_settings, handles) in enumerate(_by_model(models)):
             seed = config.runner.seed + (own << 32) + i
-            front = RayFront(config, handle, model_settings, seed=seed, shares_load=shares_load)
+            front = RayFront(config, handles, model_settings, seed=seed, shares_load=shares_load)
             await front.start()
             model = _Model(front, Path(self._folder.name) / f"{i}.sock", responses)
             await model.start(model_settings)

@@ -41,6 +41,7 @@ class RouterMetrics:
         self.outcomes: Counter[Outcome] = Counter()
         self.refusals: Counter[str] = Counter()  # by reason
         self.num_resent = 0  # requests whose replica was gone before it had told anything
+        self.num_moved = 0  # requests with which another replica went on
         self.decision_seconds = Histogram(DECISION_BUCKETS)
         self.knowledge_age = Histogram()  # seconds, of the replica that was chosen
 
@@ -91,6 +92,11 @@ class _Collected(Collector):
             "Requests sent again, since their replica was gone before it told anything",
             labels=own,
         )
+        moved = CounterMetricFamily(
+            "aioserve_router_moved_requests",
+            "Requests with which another replica went on",
+            labels=own,
+        )
         replicas = GaugeMetricFamily(
             "aioserve_router_replicas", "Replicas that can be sent requests", labels=own
         )
@@ -109,10 +115,11 @@ class _Collected(Collector):
             for reason, count in one.refusals.items():
                 refusals.add_metric([*labels, reason], count)
             resent.add_metric(labels, one.num_resent)
+            moved.add_metric(labels, one.num_moved)
             replicas.add_metric(labels, one.get_num_replicas())
             for family, histogram in ((seconds, one.decision_seconds), (age, one.knowledge_age)):
                 family.add_metric(labels, histogram.cumulative(), histogram.total)
-        yield from (decisions, refusals, resent, replicas, seconds, age)
+        yield from (decisions, refusals, resent, moved, replicas, seconds, age)
         for told in self._counted:
             kind = GaugeMetricFamily if told.is_gauge else CounterMetricFamily
             labels_of = [*told.labels, "process"]

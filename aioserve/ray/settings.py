@@ -13,12 +13,17 @@ from msgspec import Meta, field
 
 from aioserve.config import AccessConfig, BatchConfig, EngineConfig, Section, ServerConfig
 from aioserve.errors import ConfigError
-from aioserve.routing import BaseRouter, load_router
+from aioserve.ray.groups import (
+    Autoscaling,
+    PositiveFloat,
+    PositiveInt,
+    ReplicaGroup,
+    check_hand_over,
+    check_shared,
+    names_of,
+)
+from aioserve.routing import BaseRouter, check_roles, load_router
 from aioserve.server.access.keyring import ENVIRONMENT
-
-PositiveInt = Annotated[int, Meta(ge=1)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-
 
 # Of the server's settings, those that its handlers read; the others are of its socket and its life.
 SERVED = {
@@ -29,25 +34,6 @@ SERVED = {
 }
 
 
-class Autoscaling(Section, frozen=True, kw_only=True):
-    """Between how many replicas there are, and when there should be more."""
-
-    min_replicas: PositiveInt = 1
-    max_replicas: PositiveInt
-    target_queued_prompt_tokens: PositiveFloat = 8192.0  # of one replica
-    target_kv_cache_usage: Annotated[float, Meta(gt=0, le=1)] = 0.8  # of one replica
-    upscale_delay_s: Annotated[float, Meta(ge=0)] = 5.0
-    downscale_delay_s: Annotated[float, Meta(ge=0)] = 300.0
-    look_back_period_s: Annotated[float, Meta(gt=10)] = 30.0  # Ray asks every ten
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_replicas < self.min_replicas:
-            raise ConfigError(
-                f"max_replicas is {self.max_replicas}, below min_replicas ({self.min_replicas})"
-            )
-
-
 class ModelSettings(Section, frozen=True, kw_only=True):
     """The settings of one model and of its replicas."""
 
@@ -55,6 +41,7 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     settings: dict[str, Any] = field(default_factory=dict)  # laid over it, as by `--set`
     num_replicas: PositiveInt | None = None  # one, unless they are scaled
     autoscaling: Autoscaling | None = None
+    groups: tuple[ReplicaGroup, ...] = ()  # of replicas that are alike (default: all are)
     router: str = "prefix"  # a name, file.py or module:Class, also one of Ray's own
     router_options: dict[str, Any] = field(default_factory=dict)
     ray_actor_options: dict[str, Any] = field(default_factory=dict)  # num_cpus, num_gpus, ...
@@ -67,15 +54,22 @@ class ModelSettings(Section, frozen=True, kw_only=True):
         super().__post_init__()
         if (router := self.router_class) is not None:
             router.parse_options(self.router_options)
-            router.check_moves(
-                "replicas on Ray hand no KV blocks over; compare --fleet simulates it"
-            )
         elif self.router_options:
             raise ConfigError(
                 f"router_options are of aioserve's routers, and {self.router} is a class of Ray's"
             )
-        if self.num_replicas is not None and self.autoscaling is not None:
-            raise ConfigError("num_replicas has no effect beside autoscaling: leave one out")
+        own = ReplicaGroup(num_replicas=self.num_replicas, autoscaling=self.autoscaling)
+        if self.groups and own != ReplicaGroup():
+            raise ConfigError("num_replicas and autoscaling have no effect beside groups")
+        if self.groups and self.router_class is None:
+            raise ConfigError(f"groups are for aioserve's routers, and {self.router} is Ray's")
+        check_roles(group.role for group in self.all_groups)
+
+    @property
+    def all_groups(self) -> tuple[ReplicaGroup, ...]:
+        """The groups of its replicas, one at least."""
+        own = ReplicaGroup(num_replicas=self.num_replicas, autoscaling=self.autoscaling)
+        return self.groups or (own,)
 
     @property
     def router_class(self) -> type[BaseRouter] | None:
@@ -95,10 +89,24 @@ class ModelSettings(Section, frozen=True, kw_only=True):
         return self.router_class is not None and self.router_class.uses_prefixes
 
     def engine_config(self) -> EngineConfig:
-        """What each replica is started with. Raises `ConfigError`."""
-        config = EngineConfig.load(self.config, list(self.settings.items()))
+        """What each replica is started with, but for its group's own. Raises `ConfigError`."""
+        return self._load({})
+
+    def group_configs(self) -> list[EngineConfig]:
+        """What the replicas of each group are started with. Raises `ConfigError`."""
+        shared, configs = self.engine_config(), []
+        for group, name in zip(self.all_groups, names_of(self.all_groups), strict=True):
+            config = self._load(group.settings)
+            check_shared(config, shared, name)
+            if (router := self.router_class) is not None:
+                check_hand_over(router, config)
+            configs.append(config)
+        return configs
+
+    def _load(self, more: dict[str, Any]) -> EngineConfig:
+        config = EngineConfig.load(self.config, list((self.settings | more).items()))
+        is_alone = len(self.all_groups) == 1 and self.all_groups[0].is_alone
         for name in ("decision_log", "request_log"):
-            is_alone = self.autoscaling is None and self.num_replicas in (None, 1)
             if getattr(config.scheduler, name) is not None and not is_alone:
                 raise ConfigError(
                     f"scheduler.{name} is the file of one engine, and all replicas would write it: "

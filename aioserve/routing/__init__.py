@@ -35,6 +35,7 @@ from aioserve.routing.registry import (
     make_dispatcher,
     short_name,
 )
+from aioserve.routing.roles import check_roles
 from aioserve.routing.step_times import StepTimes
 from aioserve.routing.views import (
     REPORTED,
@@ -78,6 +79,7 @@ __all__ = [
     "available_autoscalers",
     "available_routers",
     "blamed",
+    "check_roles",
     "load_autoscaler",
     "load_router",
     "make_dispatcher",

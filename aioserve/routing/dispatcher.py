@@ -122,6 +122,11 @@ class Dispatcher:
         reported = self._accounts[name].reported
         return -math.inf if reported is None else reported[1]
 
+    def has_room(self, name: str, num_tokens: int) -> bool:
+        """Whether as many tokens are free in the KV cache of a replica, as far as it has said."""
+        reported = self._accounts[name].reported
+        return reported is None or reported[0].num_free_kv_tokens >= num_tokens
+
     def num_requests_of(self, name: str) -> int:
         """Requests that all senders have sent to a replica and have not ended."""
         account = self._accounts[name]

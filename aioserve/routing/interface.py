@@ -109,10 +109,15 @@ class BaseRouter(RouterInterface):
         return convert_options(options, cls.Options, RouterOptions, f"router {cls.__name__}")
 
     @classmethod
+    def moves(cls) -> bool:
+        """Whether requests may move from one replica to another."""
+        return cls.splits or cls.rebalance_seconds is not None
+
+    @classmethod
     def check_moves(cls, what_is_missing: str) -> None:
         """Raises `ConfigError` if the router moves requests, for a sender that hands no KV blocks
         over: `what_is_missing` says why, and what to do.
         """
-        if cls.splits or cls.rebalance_seconds is not None:
+        if cls.moves():
             how = "answers Split" if cls.splits else "answers Migrate"
             raise ConfigError(f"router {cls.__name__} {how}: {what_is_missing}")

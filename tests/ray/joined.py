@@ -90,12 +90,21 @@ class Joined:
         self.model = model
         self.replicas: list[Replica] = []
         self.fronts: list[RayFront] = []
-        self.handle: Handle
+        self.handles: list[Handle] = []  # one for each group
+
+    @property
+    def handle(self) -> Handle:
+        """Of the first group."""
+        return self.handles[0]
 
     def tell(self, *replicas: Replica) -> None:
         """As Ray does: these are all that there are."""
-        tickets = {replica.name: replica.feed.ticket.encode() for replica in replicas}
-        publish(f"{self.handle.app_name}#engine", tickets)
+        for handle in self.handles:
+            own = [replica for replica in replicas if replica in handle.replicas]
+            if handle is self.handle:  # and what came later
+                own += [r for r in replicas if all(r not in h.replicas for h in self.handles)]
+            tickets = {replica.name: replica.feed.ticket.encode() for replica in own}
+            publish(f"{handle.app_name}#{handle.deployment_name}", tickets)
 
     def dispatcher(self, number: int = 0) -> Dispatcher:
         """Of a front end."""
@@ -117,21 +126,26 @@ async def joined(
     **model: Any,
 ) -> AsyncIterator[Joined]:
     """All have started, and each front end has a line to each replica. `runner` is the first
-    replica's.
+    replica's. Groups of the model say how many replicas there are.
     """
     both = Joined(config, ModelSettings(**({"router": "round_robin"} | model)))
     async with AsyncExitStack() as stack:
-        for i in range(num_replicas):
-            replica = Replica(config, None if i else runner)
-            await replica.start()
-            stack.push_async_callback(replica.die)
-            both.replicas.append(replica)
-        both.handle = Handle(info_of(both.replicas[0].engine), both.replicas)
+        for group in both.model.all_groups:
+            count = group.least if both.model.groups else num_replicas
+            own: list[Replica] = []
+            for _ in range(count):
+                is_first = not both.replicas
+                replica = Replica(config, runner if is_first else None)
+                await replica.start()
+                stack.push_async_callback(replica.die)
+                both.replicas.append(replica)
+                own.append(replica)
+            both.handles.append(Handle(info_of(own[0].engine), own))
         both.tell(*both.replicas)
         for seed in range(num_fronts):
             front = RayFront(
                 config,
-                both.handle,  # type: ignore[arg-type]
+                both.handles,  # type: ignore[arg-type]
                 both.model,
                 seed=seed,
                 shares_load=num_fronts > 1,
@@ -140,7 +154,7 @@ async def joined(
             stack.push_async_callback(front.close)
             both.fronts.append(front)
             if both.model.router_class is not None:
-                await both.expect_lines(num_replicas, seed)
+                await both.expect_lines(len(both.replicas), seed)
         yield both
 
 

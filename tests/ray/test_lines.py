@@ -451,8 +451,8 @@ class _Recorded:
 
     def __init__(self, both: Joined) -> None:
         self.requests: list[RoutedRequest] = []
-        self._choose = both.dispatcher().choose
-        both.dispatcher().choose = self  # type: ignore[method-assign, assignment]
+        self._choose = both.dispatcher().choose_both
+        both.dispatcher().choose_both = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, request: RoutedRequest, avoid: Set[str] = frozenset()) -> Any:
         self.requests.append(request)

@@ -6,6 +6,7 @@ import yaml
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.ray.groups import names_of
 from aioserve.ray.settings import RaySettings, check_served
 
 CONFIGS = Path(__file__).parents[2] / "configs/ray"
@@ -26,6 +27,53 @@ CONFIGS = Path(__file__).parents[2] / "configs/ray"
 def test_settings_that_cannot_work_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RaySettings.of(config)
+
+
+def test_a_router_that_moves_requests_needs_a_directory_for_their_blocks(tmp_path: Path) -> None:
+    for router, answer in (("llumnix", "Llumnix answers Migrate"), ("prefill_decode", "Split")):
+        model: dict[str, Any] = {"router": router}
+        with pytest.raises(ConfigError, match=f"{answer}: .*cache.kv_connector is to be disk"):
+            RaySettings.of({"models": [model]}).models[0].group_configs()
+        model["settings"] = {
+            "cache.kv_connector": "disk",
+            "cache.kv_connector_path": str(tmp_path),
+        }
+        RaySettings.of({"models": [model]}).models[0].group_configs()
+
+
+def test_groups_are_as_the_model_but_for_what_they_state() -> None:
+    groups = [
+        {"role": "prefill", "settings": {"scheduler.max_num_seqs": 3}},
+        {"role": "decode", "num_replicas": 2},
+        {"role": "decode", "autoscaling": {"min_replicas": 1, "max_replicas": 4}},
+    ]
+    (model,) = RaySettings.of({"models": [{"groups": groups}]}).models
+    first, second, _ = model.group_configs()
+    assert (first.scheduler.max_num_seqs, second) == (3, model.engine_config())
+    assert [group.least for group in model.all_groups] == [1, 2, 1]
+    assert names_of(model.all_groups) == ["prefill", "decode-1", "decode-2"]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"groups": [{"role": "prefill"}]}, "none would decode"),
+        ({"groups": [{"role": "all"}]}, "role"),
+        ({"groups": [{}], "num_replicas": 2}, "have no effect beside groups"),
+        ({"groups": [{}], "router": "ray.serve:X"}, "groups are for aioserve's routers"),
+        (
+            {"groups": [{"settings": {"cache.block_size": 32}}, {}]},
+            r"cache.block_size differs .*all",
+        ),
+        (
+            {"groups": [{"settings": {"scheduler.request_log": "a"}}, {}]},
+            "all replicas would write",
+        ),
+    ],
+)
+def test_groups_that_cannot_work_are_refused(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RaySettings.of({"models": [model]}).models[0].group_configs()
 
 
 def test_a_replica_is_set_up_as_a_server_is() -> None:
@@ -51,7 +99,7 @@ def test_replicas_do_not_write_into_one_log(name: str, many: dict[str, Any]) -> 
 def test_the_files_that_ship_say_what_can_work(path: Path) -> None:
     (application,) = yaml.safe_load(path.read_text())["applications"]
     for model in RaySettings.of(application["args"]).models:
-        model.engine_config()
+        model.group_configs()
 
 
 def test_the_manifest_of_kuberay_says_what_its_cluster_can_hold() -> None:
@@ -75,8 +123,9 @@ def test_the_files_that_ship_come_up_on_two_cores(path: Path) -> None:
     settings = RaySettings.of(application["args"])
     needed = settings.num_ingress_replicas * settings.ingress_actor_options["num_cpus"]
     for model in settings.models:
-        least = model.autoscaling.min_replicas if model.autoscaling else model.num_replicas or 1
-        needed += least * model.ray_actor_options["num_cpus"]
+        for group in model.all_groups:
+            options = model.ray_actor_options | group.ray_actor_options
+            needed += group.least * options["num_cpus"]
     assert needed <= 2
 
 

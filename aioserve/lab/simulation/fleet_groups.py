@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.routing import check_roles
 
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -39,10 +40,7 @@ def check_groups(groups: Sequence[ReplicaGroup], num_replicas: int) -> None:
     count = sum(group.replicas for group in groups)
     if count != num_replicas:
         raise ConfigError(f"the groups have {count} replicas, and the fleet has {num_replicas}")
-    roles = {group.role for group in groups}
-    for role, other in (("prefill", "decode"), ("decode", "prefill")):
-        if role in roles and not roles & {"", other}:
-            raise ConfigError(f"all replicas have the role {role}: none would {other}")
+    check_roles(group.role for group in groups)
 
 
 def group_of_places(groups: Sequence[ReplicaGroup], num_replicas: int) -> list[ReplicaGroup]:

@@ -14,7 +14,6 @@ from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import simulated
 from aioserve.lab.workloads.incidents import Deploy, Failure, Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.ray.settings import ModelSettings
 from aioserve.routing import RouterError
 
 HEAD = """
@@ -182,8 +181,6 @@ def test_what_moves_no_blocks_refuses_such_a_router_at_the_start(tmp_path: Path)
     router = written(tmp_path, SPLIT)
     with pytest.raises(ConfigError, match=r"Mine answers Split: .*transfer_gb_per_second"):
         run(asked(1.0), router, transfer_gb_per_second=None)
-    with pytest.raises(ConfigError, match="Llumnix answers Migrate: replicas on Ray hand no KV"):
-        ModelSettings(router="llumnix")
 
 
 @pytest.mark.parametrize(
