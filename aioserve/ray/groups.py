@@ -94,8 +94,13 @@ def check_shared(own: EngineConfig, config: EngineConfig, name: str) -> None:
             )
 
 
-def check_hand_over(router: type[BaseRouter], config: EngineConfig) -> None:
+def check_hand_over(router: type[BaseRouter], config: EngineConfig, role: str) -> None:
     """Raises `ConfigError` if the router moves requests and their KV blocks could not follow."""
+    if (role, config.cache.kv_role) in (("prefill", "consumer"), ("decode", "producer")):
+        raise ConfigError(
+            f"cache.kv_role of the replicas with the role {role} is {config.cache.kv_role}: then "
+            "no block is handed over; both will do"
+        )
     if config.cache.kv_connector != "disk":
         router.check_moves(
             "replicas hand KV blocks over through a directory that all of them see, so "

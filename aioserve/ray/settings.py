@@ -99,7 +99,7 @@ class ModelSettings(Section, frozen=True, kw_only=True):
             config = self._load(group.settings)
             check_shared(config, shared, name)
             if (router := self.router_class) is not None:
-                check_hand_over(router, config)
+                check_hand_over(router, config, group.role)
             configs.append(config)
         return configs
 

@@ -121,5 +121,5 @@ async def test_two_processes_reply_as_one_engine_and_one_is_left_of_each_role(ur
         os.kill(victim.pid, signal.SIGKILL)
         late = {"prompt": f"after that. {PROMPT}", "max_tokens": 20, "temperature": 0}
         [right] = await texts_of_one_engine([late])
-        text, usage = await streamed(http, late)  # computed where replies are made
-        assert (text, usage["completion_tokens"]) == (right, 20)
+        text, _ = await streamed(http, late)  # computed where replies are made
+        assert text == right

@@ -39,6 +39,10 @@ def test_a_router_that_moves_requests_needs_a_directory_for_their_blocks(tmp_pat
             "cache.kv_connector_path": str(tmp_path),
         }
         RaySettings.of({"models": [model]}).models[0].group_configs()
+    wrong = {"role": "decode", "settings": {"cache.kv_role": "producer"}}
+    model["groups"] = [{"role": "prefill"}, wrong]
+    with pytest.raises(ConfigError, match=r"with the role decode is producer: .*both will do"):
+        RaySettings.of({"models": [model]}).models[0].group_configs()
 
 
 def test_groups_are_as_the_model_but_for_what_they_state() -> None:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import heappop, heappush
+from itertools import islice
 
 from aioserve.config import EngineConfig
 from aioserve.engine.core import TIMER_SECONDS
@@ -20,6 +21,7 @@ from aioserve.lab.simulation.fleet_groups import group_of_places
 from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.fleet_request import RoutedRequests, Sent
+from aioserve.lab.simulation.fleet_roles import first_of_roles, missing_roles, spare
 from aioserve.lab.simulation.fleet_seat import Seat
 from aioserve.lab.simulation.handovers import Handovers
 from aioserve.lab.simulation.knowledge import DelayLine
@@ -123,7 +125,8 @@ class _Run:
         """Run until the last request has ended."""
         first = self._seats
         if self._scaling is not None:
-            first = self._seats[: self._scaling.plan.min_replicas]
+            first = first_of_roles(self._seats, missing_roles(self._seats, ()))
+            first = first[: self._scaling.plan.min_replicas]
             self._at(self._scaling.plan.interval, INCIDENT, partial(self._scale, self._scaling))
         for seat in first:
             seat.paid_since = 0.0
@@ -575,13 +578,15 @@ class _Run:
         views = [self._dispatcher.view_with(seat.name, seat.reported()) for seat in serving]
         missing = scaling.num_wanted(tuple(views)) - len(serving) - len(scaling.starting)
         free = [seat for seat in self._seats if self._is_free(seat, scaling)]
-        for seat in free[: max(missing, 0)]:
+        starting = [self._seats[place] for place in scaling.starting]
+        lacking = missing_roles(free, [*serving, *starting])
+        for seat in first_of_roles(free, lacking)[: max(missing, len(lacking))]:
             seat.paid_since = self._clock.now
             scaling.starting.add(seat.place)
             when = self._clock.now + scaling.plan.startup_seconds
             self._at(when, INCIDENT, partial(self._has_started_up, seat, scaling))
         by_work = sorted(serving, key=lambda seat: self._dispatcher.work_of(seat.name))
-        for seat in by_work[: max(-missing, 0)]:
+        for seat in islice(spare(by_work), max(-missing, 0)):
             scaling.draining.add(seat.place)
             self._dispatcher.leave(seat.name)
             self._stop_if_drained(seat)

@@ -76,7 +76,8 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         check_choices(spec.choices, "a router")
         check_groups(spec.groups, spec.replicas)
         if spec.autoscaling is not None:
-            spec.autoscaling.check(spec.replicas)
+            roles = {group.role for group in spec.groups} - {""}
+            spec.autoscaling.check(spec.replicas, len(roles))
         return spec
 
     @property

@@ -57,8 +57,13 @@ class Autoscaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             for each in self.autoscalers
         )
 
-    def check(self, max_replicas: int) -> None:
-        """Raises `ConfigError` for what cannot be."""
+    def check(self, max_replicas: int, num_roles: int = 0) -> None:
+        """Raises `ConfigError` for what cannot be: each of the roles keeps one replica at least."""
+        if self.min_replicas < num_roles:
+            raise ConfigError(
+                f"autoscaling.min_replicas is {self.min_replicas}, but the groups have "
+                f"{num_roles} roles, of which each keeps one replica at least"
+            )
         if self.min_replicas > max_replicas:
             raise ConfigError(
                 f"autoscaling.min_replicas is {self.min_replicas}, above the {max_replicas} "

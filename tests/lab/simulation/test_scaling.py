@@ -10,6 +10,7 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.fleet_totals import fleet_totals
 from aioserve.lab.simulation.fleet import simulate_fleet
+from aioserve.lab.simulation.fleet_groups import ReplicaGroup
 from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import simulated
@@ -273,3 +274,44 @@ def test_autoscalers_of_a_fleet_file_are_compared_crosswise_with_routers(
 
 def test_the_autoscalers_that_ship_are_the_files_of_their_package() -> None:
     assert set(available_autoscalers()) == {"queue_tokens", "slo_attainment", "target_utilization"}
+
+
+@pytest.mark.parametrize("body", ["return 0", "return 2 if self.clock() < 4 else 3", "return 3"])
+def test_each_role_keeps_one_replica_at_least(tmp_path: Path, body: str) -> None:
+    """Also where decode replicas have the least work, or one of a role has died."""
+    groups = (ReplicaGroup(replicas=3, role="prefill"), ReplicaGroup(replicas=3, role="decode"))
+    plan = fleet(tmp_path, body, 6, min_replicas=2)
+    failures = Incidents(failures=(Failure(replica=0, at=8.0, down=60.0),))
+    path = tmp_path / "router.py"
+    path.write_text(
+        "from aioserve.routing import BaseRouter, Split\n"
+        "class Mine(BaseRouter):\n"
+        "    splits = True\n"
+        "    def choose(self, request, replicas):\n"
+        "        roles = {replica.role: replica for replica in replicas}\n"
+        "        if len(roles) < 2 and not 8 <= self.clock() < 12:\n"
+        "            raise ValueError(sorted(roles))\n"
+        "        if len(roles) < 2:\n"
+        "            return replicas[0]\n"
+        "        return Split(roles['prefill'], roles['decode'])\n"
+    )
+    plan = Fleet(
+        *(6, str(path)),
+        autoscaling=plan.autoscaling,
+        groups=groups,
+        incidents=failures,
+        transfer_gb_per_second=10.0,
+    )
+    outcome = run(asked(*(0.5 * i for i in range(60))), plan)
+    assert {r.finish_reason for r in outcome.requests} == {"stop"}
+    assert outcome.num_moved > 40
+
+
+def test_fewer_replicas_than_roles_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "replicas: 2\ngroups: [{replicas: 1, role: prefill}, {replicas: 1, role: decode}]\n"
+        "autoscaling: {autoscalers: [queue_tokens], min_replicas: 1}\n"
+    )
+    with pytest.raises(ConfigError, match=r"min_replicas is 1, but the groups have 2 roles"):
+        FleetSpec.load(str(file))
