@@ -12,7 +12,7 @@ import numpy as np
 
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
-from aioserve.multimodal.families import FAMILIES
+from aioserve.multimodal.families import family_of
 from aioserve.multimodal.processing import load_processor
 
 NUM_TOKENS = 12
@@ -227,11 +227,118 @@ def _internvl(marks: dict[str, int]) -> tuple[Fields, Fields]:
     return config, processor
 
 
+def _pixtral(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config = {
+        "vision_config": {"model_type": "pixtral", **_VISION},
+        "text_config": {"model_type": "llama", **_TEXT},
+        "image_token_index": marks["[IMG]"],
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "image_seq_length": 1,
+    }
+    processor = {
+        "processor_class": "PixtralProcessor",
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": 52},
+        "patch_size": 8,
+    }
+    return config, processor
+
+
+def _mistral3(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config, processor = _pixtral(marks)
+    del config["vision_feature_select_strategy"], config["image_seq_length"]
+    config |= {"text_config": {"model_type": "mistral", **_TEXT}, "tie_word_embeddings": False}
+    return config | {"spatial_merge_size": 2}, {
+        **processor,
+        "size": {"longest_edge": 84},
+        "spatial_merge_size": 2,
+    }
+
+
+def _llava_onevision(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    pinpoints = [[32, 32], [32, 64], [64, 32]]
+    config = {
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+            **_VISION,
+        },
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "image_token_index": marks["<image>"],
+        "video_token_index": marks["<video>"],
+        "image_grid_pinpoints": pinpoints,
+    }
+    processor = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "image_grid_pinpoints": pinpoints,
+        "num_image_tokens": 16,
+        "vision_feature_select_strategy": "full",
+    }
+    return config, processor
+
+
+def _gemma4(marks: dict[str, int], **text: Any) -> tuple[Fields, Fields]:
+    config = {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 2,
+            "position_embedding_size": 640,
+            "initializer_range": 0.2,
+        },
+        "text_config": {
+            **_TEXT,
+            "pad_token_id": 0,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 24,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+            "use_bidirectional_attention": "vision",
+            **text,
+        },
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        **{
+            f"{name}_token_id": marks[mark]
+            for name, mark in (("image", "<|image|>"), ("boi", "<|image>"), ("eoi", "<image|>"))
+        },
+        "video_token_id": marks["<|video|>"],
+        "audio_token_id": marks["<|audio|>"],
+    }
+    processor = {
+        "processor_class": "Gemma4Processor",
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 2,
+        "max_soft_tokens": 70,
+        "pooling_kernel_size": 3,
+    }
+    return config, processor
+
+
+def _gemma4_small(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    layer_rows = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": _VOCAB_SIZE}
+    return _gemma4(marks, use_bidirectional_attention=None, num_kv_shared_layers=2, **layer_rows)
+
+
 _KINDS = {
     "internvl": _internvl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_vl": _qwen3_vl,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_small": _gemma4_small,
+    "llava_onevision": _llava_onevision,
+    "mistral3": _mistral3,
+    "pixtral": _pixtral,
     "llava": _llava,
     "llava_next": _llava_next,
     "qwen2_vl": _qwen2_vl,
@@ -246,6 +353,12 @@ _MARKS = {
     ],
 }
 _MARKS["llava"] = _MARKS["llava_next"] = ["<image>"]
+_MARKS["llava_onevision"] = ["<image>", "<video>"]
+_MARKS["pixtral"] = _MARKS["mistral3"] = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+_MARKS["gemma4"] = _MARKS["gemma4_small"] = [
+    *("<|image|>", "<|image>", "<image|>", "<|video|>"),
+    *("<|audio|>", "<|audio>", "<audio|>"),
+]
 _MARKS["gemma3"] = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
 _NAMED_MARKS = {
     "internvl": {
@@ -260,6 +373,14 @@ _NAMED_MARKS = {
         "eoi_token": "<end_of_image>",
     },
 }
+_NAMED_MARKS["gemma4"] = _NAMED_MARKS["gemma4_small"] = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
 _MARKS["smolvlm"] = _MARKS["idefics3"]
 _MARKS["internvl"] = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
 _MARKS["qwen3_vl_moe"] = _MARKS["qwen3_vl"] = _MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
@@ -269,13 +390,16 @@ _MARKS["qwen3_vl_moe"] = _MARKS["qwen3_vl"] = _MARKS["qwen2_vl"] = _MARKS["qwen2
     "<|vision_end|>",
 ]
 SEEING_KINDS = tuple(_KINDS)
+_MODEL_TYPES = {"pixtral": "llava", "gemma4_small": "gemma4"}  # where a type has several kinds
 # Of the processor itself; the rest is of its image processor.
 _OWN_FIELDS = (
     "processor_class",
     "image_seq_len",
     "image_seq_length",
     "num_additional_image_tokens",
+    "num_image_tokens",
     "patch_size",
+    "spatial_merge_size",
     "vision_feature_select_strategy",
 )
 #: What stands for an image in a text.
@@ -283,6 +407,11 @@ PLACEHOLDERS = {
     "internvl": "<IMG_CONTEXT>",
     "qwen3_vl_moe": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
+    "gemma4_small": "<|image|>",
+    "llava_onevision": "<image>",
+    "mistral3": "[IMG]",
+    "pixtral": "[IMG]",
     "llava": "<image>",
     "llava_next": "<image>",
     "idefics3": "<image>",
@@ -309,13 +438,17 @@ def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:
     fields, processor = _KINDS[kind](marks)
     fields["text_config"] |= overrides
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **fields))
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(_MODEL_TYPES.get(kind, kind), **fields)
+    )
     if kind == "gemma3":  # else images are zeros, and layers too quiet beside the embedding
         for name, parameter in model.named_parameters():
             if "mm_input_projection" in name:
                 torch.nn.init.normal_(parameter)
             if "layernorm" in name and "post" in name:
                 torch.nn.init.constant_(parameter, 6.0)
+    if kind.startswith("gemma4"):  # never to be sampled: its code embeds these as padding
+        model.lm_head.weight.data[list(marks.values())] = 0
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -335,8 +468,9 @@ class Seeing:
         self.path = make_seeing_model(kind, path, **overrides)
         self.model: Any = AutoModelForImageTextToText.from_pretrained(path).eval()
         info = ModelInfo(ModelConfig(model=str(path)))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        self.processor: Any = load_processor(FAMILIES[kind], info, tokenizer)
+        tokenizer, family = AutoTokenizer.from_pretrained(path), family_of(info)
+        assert family is not None, "all of these see"
+        self.processor: Any = load_processor(family, info, tokenizer)
 
     def tokens(self, text: str, images: Sequence[Any], num_tokens: int = NUM_TOKENS) -> list[int]:
         """All images in one call, as they come."""

@@ -4,6 +4,8 @@ Data, and nothing that computes. What a family's processor makes of an image, an
 makes of that, is the business of `transformers`.
 """
 
+from functools import reduce
+
 import msgspec
 
 from aioserve.model_info import ModelInfo
@@ -21,23 +23,70 @@ class Family(msgspec.Struct, frozen=True):
     axes: bool = False
     #: Whether its tokens see each other in both directions: all of them run in one step.
     together: bool = False
+    #: Whether they do so in layers with a sliding window alone.
+    together_in_windows: bool = False
+    #: Whether an image is prepared in another way where its prompt has others.
+    beside: bool = False
+    #: Whether the encoder gets one image at a time: of several, each would attend to all, masked.
+    apart: bool = False
+    #: A name in the configuration and its value, of models of this type that belong here; None: of
+    #: those that belong nowhere before.
+    only: tuple[str, str] | None = None
+    #: The name of a class here that is the processor, where that of `transformers` cannot be had
+    #: without torchvision.
+    processor: str = ""
 
 
+_PIXTRAL = "aioserve.multimodal.pixtral:PixtralProcessor"
+_SIZED = ("pixel_values", "image_sizes")
+_PLACED = ("pixel_values", "image_position_ids")
 _FAMILIES = [
     Family("idefics3", ("pixel_values", "pixel_attention_mask")),
     Family("smolvlm", ("pixel_values", "pixel_attention_mask")),
     Family("gemma3", ("pixel_values",), together=True),
+    Family(
+        "gemma4",
+        _PLACED,
+        together=True,
+        together_in_windows=True,
+        only=("text_config.use_bidirectional_attention", "vision"),
+    ),
+    Family("gemma4", _PLACED),
     Family("internvl", ("pixel_values",)),
+    Family(
+        "llava",
+        _SIZED,
+        apart=True,
+        only=("vision_config.model_type", "pixtral"),
+        processor=_PIXTRAL,
+    ),
     Family("llava", ("pixel_values",)),
-    Family("llava_next", ("pixel_values", "image_sizes")),
+    Family("llava_next", _SIZED),
+    Family("llava_onevision", (*_SIZED, "batch_num_images"), beside=True),
+    Family("mistral3", _SIZED, apart=True, processor=_PIXTRAL),
     Family("qwen2_vl", ("pixel_values", GRID), axes=True),
     Family("qwen2_5_vl", ("pixel_values", GRID), axes=True),
     Family("qwen3_vl", ("pixel_values", GRID), axes=True),
     Family("qwen3_vl_moe", ("pixel_values", GRID), axes=True),
 ]
-FAMILIES = {family.model_type: family for family in _FAMILIES}
+#: By `model_type`, in the order in which a model may belong to them.
+FAMILIES = {
+    known.model_type: tuple(f for f in _FAMILIES if f.model_type == known.model_type)
+    for known in _FAMILIES
+}
 
 
 def family_of(info: ModelInfo) -> Family | None:
     """None for a model that reads text alone, as far as is known here."""
-    return FAMILIES.get(info.source.model_type)
+    for family in FAMILIES.get(info.source.model_type, ()):
+        if getattr(info.whole_config, "vision_config", None) is None:
+            return None
+        if family.only is None:
+            return family
+        name, value = family.only
+        found = reduce(
+            lambda part, own: getattr(part, own, None), name.split("."), info.whole_config
+        )
+        if found == value:
+            return family
+    return None

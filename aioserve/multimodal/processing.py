@@ -7,6 +7,7 @@ encoder. Used off the event loop.
 
 import hashlib
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -58,6 +59,8 @@ class ImageProcessor:
         `RequestError` for what is no image.
         """
         sizes = [_size(image, i) for i, image in enumerate(images)]
+        if self._family.beside and len(images) > 1:  # fewer than it would be told
+            return len(images)
         try:
             told = self._processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens
         except Exception:  # of a size that it cannot do: `prepare` of that image will say so
@@ -66,7 +69,8 @@ class ImageProcessor:
 
     def prepare(self, images: Sequence[Any]) -> list[Prepared]:
         """What the processor makes of each. Raises `RequestError` that names one."""
-        return [self._prepare(image, i) for i, image in enumerate(images)]
+        others = [_nothing()] if self._family.beside and len(images) > 1 else []
+        return [self._prepare(image, i, others) for i, image in enumerate(images)]
 
     def expand(self, text: str, prepared: Sequence[Prepared]) -> str:
         """The text with all that images stand for."""
@@ -106,23 +110,28 @@ class ImageProcessor:
             first += own.num_rows
         return items
 
-    def _prepare(self, image: Any, i: int) -> Prepared:
+    def _prepare(self, image: Any, i: int, others: list[Any]) -> Prepared:
+        """`others` are images that make it prepared as one of several; each stands for as much."""
+        shown = [_as_rgb(image, i), *others]
         try:
             made = self._processor(
-                images=[_as_rgb(image, i)],
-                text=[self.placeholder],
+                images=[shown] if others else shown,
+                text=[self.placeholder * len(shown)],
                 return_text_replacement_offsets=True,
                 return_tensors="np",
             )
-            arrays = {name: np.ascontiguousarray(made[name]) for name in self._family.arrays}
-            [[replaced]] = made["text_replacement_offsets"]
+            arrays = {name: made[name] for name in self._family.arrays}
+            if others:
+                arrays = {name: array[:1] for name, array in arrays.items()}
+            arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            replaced = made["text_replacement_offsets"][0][0]
         except RequestError:
             raise
         except Exception as error:  # Pillow and transformers raise what they like
             raise RequestError(
                 f"the image cannot be prepared: {one_line(error)}", f"images[{i}]"
             ) from error
-        num_rows = int((np.asarray(made["input_ids"]) == self.token_id).sum())
+        num_rows = int((np.asarray(made["input_ids"]) == self.token_id).sum()) // len(shown)
         if not num_rows:
             raise RequestError("the image stands for no token", f"images[{i}]")
         return Prepared(replaced["replacement"], num_rows, arrays, self._hash(arrays))
@@ -144,10 +153,26 @@ def load_processor(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
     image_processor = transformers.AutoImageProcessor.from_pretrained(
         path, backend="pil", local_files_only=True
     )
-    cls = getattr(transformers, PROCESSOR_MAPPING_NAMES[family.model_type])
+    if family.processor:
+        module, _, name = family.processor.partition(":")
+        cls = getattr(import_module(module), name)
+    else:
+        cls = getattr(transformers, PROCESSOR_MAPPING_NAMES[family.model_type])
     parts = {"image_processor": image_processor, "tokenizer": tokenizer}
     names = [name for name in cls.get_attributes() if name in parts]
-    own: Any = type(cls.__name__, (cls,), {"get_attributes": classmethod(lambda _: names)})
+
+    class WithoutOthers(transformers.ProcessorMixin):  # type: ignore[misc]
+        """Stands behind `cls`, which may hand on by name what it was not given."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = {name: value for name, value in kwargs.items() if value is not None}
+            super().__init__(*args, **given)
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return names
+
+    own: Any = type(cls.__name__, (cls, WithoutOthers), {})
     stated, _ = cls.get_processor_dict(path, local_files_only=True)
     given = [parts.get(name) for name in cls.get_attributes()]
     return own.from_args_and_dict(given, stated)
@@ -177,6 +202,13 @@ def _size(image: Any, i: int) -> tuple[int, int]:
             param=f"images[{i}]",
         )
     return height, width
+
+
+def _nothing() -> Any:
+    """An image of one pixel."""
+    from PIL import Image
+
+    return Image.new("RGB", (1, 1))
 
 
 def _as_rgb(image: Any, i: int) -> Any:

@@ -123,22 +123,11 @@ class AnyModel(ServedModel, Halves):
 
     def _arguments(self, inputs: ModelInputs) -> dict[str, Any]:
         arguments: dict[str, Any] = {"input_ids": inputs.input_ids[None]}
-        if inputs.given is not None:
-            embed = self.module.get_input_embeddings()  # type: ignore[operator]
-            rows = embed(arguments.pop("input_ids"))
-            rows[0, inputs.given.places] = inputs.given.rows
-            arguments["inputs_embeds"] = rows
-            if inputs.given.deep:
-                seen = torch.zeros_like(inputs.input_ids, dtype=torch.bool)
-                seen[inputs.given.places] = True
-                arguments["visual_pos_masks"] = seen[None]
-                arguments["deepstack_visual_embeds"] = list(inputs.given.deep)
         if self._takes_positions:
             arguments["position_ids"] = inputs.positions[None]
-        if inputs.given is not None and inputs.given.axes is not None:
-            axes = inputs.positions.expand(3, 1, -1).clone()
-            axes[:, 0, inputs.given.places] = inputs.given.axes
-            arguments["position_ids"] = axes
+        if inputs.given is not None:
+            assert isinstance(self.module, TextPart), "rows of images are for these"
+            arguments |= self.module.given(inputs.input_ids, inputs.positions, inputs.given)
         if self._counts_tokens:
             arguments["past_key_values"] = SeenTokens(inputs.positions)
         return arguments

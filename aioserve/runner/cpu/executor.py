@@ -152,7 +152,10 @@ class StepExecutor:
             owners = inputs.parts.get(AdapterRows.name)
             attention: LayerAttention = self._backend
             if inputs.together:
-                attention = BidirectionalImageAttention(self._backend, inputs, self._block_size)
+                assert self._encoder is not None, "there are images"
+                attention = BidirectionalImageAttention(
+                    self._backend, inputs, self._block_size, self._encoder.only_in_windows
+                )
             looked: Looked | None = None
             if wanted is None and pooled is None:
                 logits = self._model.forward(ModelInputs.of(inputs, owners), attention)

@@ -1,4 +1,4 @@
-"""Attention of images whose tokens see each other, in both directions (Gemma 3).
+"""Attention of images whose tokens see each other, in both directions (Gemma 3, Gemma 4).
 
 All else of a step is computed as ever, as if they saw only what is before them; then their rows are
 computed again, in plain torch. Knows tokens and blocks; knows nothing about models.
@@ -17,8 +17,12 @@ class BidirectionalImageAttention(LayerAttention):
     the step.
     """
 
-    def __init__(self, backend: AttentionBackend, step: StepInputs, block_size: int) -> None:
+    def __init__(
+        self, backend: AttentionBackend, step: StepInputs, block_size: int, only_in_windows: bool
+    ) -> None:
+        """`only_in_windows`: whether layers that see everything before keep to that."""
         self._backend, self._step, self._block_size = backend, step, block_size
+        self._only_in_windows = only_in_windows
         self._groups: dict[tuple[bool, int | None, int], list[Group]] = {}
 
     def forward(
@@ -31,6 +35,8 @@ class BidirectionalImageAttention(LayerAttention):
     ) -> Tensor:
         """As `LayerAttention.forward`, but tokens of the same image see each other."""
         out = self._backend.forward(layer, query, key, value, options)
+        if self._only_in_windows and options.sliding_window is None:
+            return out
         caches = self._backend.key_caches[layer], self._backend.value_caches[layer]
         is_own = layer in self._backend.window_layers
         kind = (is_own, options.sliding_window, key.shape[1])

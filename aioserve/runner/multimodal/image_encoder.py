@@ -55,6 +55,7 @@ class ImageEncoder(ImageRows):
     def __init__(self, module: Any, family: Family, token_id: int) -> None:
         """`module` is the whole model; `token_id` stands for a row in its prompts."""
         self.has_axes = family.axes  # whether the text model turns image tokens by three axes
+        self.only_in_windows = family.together_in_windows  # where image tokens see each other
         merged = module.config.vision_config.spatial_merge_size if family.axes else None
         super().__init__(token_id, merged)
         self._module, self._family = module, family
@@ -109,7 +110,8 @@ class ImageEncoder(ImageRows):
             assert item.arrays is not None, "refused at the door"
             self._gone.discard(item.content_hash)  # what is made of it now is news
             shapes = tuple(array.shape[1:] for array in item.arrays.values())
-            batches.setdefault(shapes, []).append((item, count))
+            key = (item.content_hash, *shapes) if self._family.apart else shapes
+            batches.setdefault(key, []).append((item, count))
         for batch in batches.values():
             try:
                 self._encode(batch)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from aioserve.errors import ConfigError, one_line
+from aioserve.runner.attention.backend import GivenRows
 from aioserve.runner.attention.bridge import AttentionProbe, serving
 
 _IN_TEXT = re.compile(r"(?!.*\bvis(?:ion|ual))(?:\w+\.)*?(layers\.\d+\..+|embed_tokens)")
@@ -25,6 +26,9 @@ class TextPart(nn.Module):
         self.model: nn.Module = whole.get_decoder()
         self.lm_head: nn.Module = whole.get_output_embeddings()
         self.config: Any = self.model.config
+        self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        # Gemma 4 E2B and E4B: each layer adds a row by token, for an image that of padding.
+        self._has_layer_rows = bool(getattr(self.config, "hidden_size_per_layer_input", None))
 
     @property
     def tp_plan(self) -> dict[str, str]:
@@ -53,6 +57,26 @@ class TextPart(nn.Module):
         match = _IN_TEXT.fullmatch(name)
         return name if match is None else f"model.{match[1]}"
 
+    def given(self, input_ids: Tensor, positions: Tensor, given: GivenRows) -> dict[str, Any]:
+        """Arguments of `forward` for T tokens some of whose rows are `given`."""
+        embed = self.get_input_embeddings()
+        rows = embed(input_ids[None])
+        rows[0, given.places] = given.rows
+        arguments: dict[str, Any] = {"input_ids": None, "inputs_embeds": rows}
+        if self._has_layer_rows:
+            ids = input_ids.index_fill(0, given.places, self.config.pad_token_id)
+            arguments["per_layer_inputs"] = self.model.get_per_layer_inputs(ids[None])  # type: ignore[operator]
+        if given.deep:
+            seen = torch.zeros_like(input_ids, dtype=torch.bool)
+            seen[given.places] = True
+            arguments["visual_pos_masks"] = seen[None]
+            arguments["deepstack_visual_embeds"] = list(given.deep)
+        if given.axes is not None:
+            axes = positions.expand(3, 1, -1).clone()
+            axes[:, 0, given.places] = given.axes
+            arguments["position_ids"] = axes
+        return arguments
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -73,7 +97,10 @@ class TextPart(nn.Module):
             **of_images,
         ).last_hidden_state
         keep = slice(None) if logits_to_keep is None else logits_to_keep
-        return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, keep]))
+        logits = self.lm_head(hidden[:, keep])
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return CausalLMOutputWithPast(logits=logits)
 
 
 @torch.inference_mode()
