@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from aioserve import MultimodalPrompt
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_params import SamplingParams
 from aioserve.structured_outputs import StructuredOutputs
+from tests.seeing_models import make_seeing_model, picture
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
@@ -246,6 +248,63 @@ async def test_without_a_decode_replica_the_request_goes_on_where_it_was(tmp_pat
         assert told(output) == right
         assert both.fronts[0].router_metrics.num_moved == 0
         await is_idle(both)
+
+
+async def test_a_decode_replica_that_refuses_leaves_the_request_where_it_was(
+    tmp_path: Path,
+) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    [right] = await alone(tmp_path, [(PROMPT, params)])
+    async with joined(sharing(tmp_path), router="prefill_decode", groups=APART) as both:
+        await both.replicas[1].engine.pause(arrivals="refuse")
+        [output] = await whole(both.fronts[0], PROMPT, params)
+        assert told(output) == right
+        metrics = both.fronts[0].router_metrics
+        assert (metrics.num_moved, metrics.num_resent) == (0, 0)
+        assert not any(work(both))
+
+
+async def test_a_request_with_an_image_is_split(tmp_path: Path) -> None:
+    path = make_seeing_model("idefics3", tmp_path / "seeing")
+    config = sharing(tmp_path / "kv")
+    model = msgspec.structs.replace(config.model, model=str(path))
+    config = msgspec.structs.replace(config, model=model)
+    said = {"type": "text", "text": "What is it?"}
+    shown = MultimodalPrompt(
+        [{"role": "user", "content": [said, {"type": "image"}]}], [picture(0, 60, 40)]
+    )
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    options = {"most_local": 0}  # the prompt is short
+    fields: dict[str, Any] = {"router": "prefill_decode", "router_options": options}
+    async with joined(config, groups=APART, **fields) as both:
+        front, [prefill, decode] = both.fronts[0], both.replicas
+        [output] = await whole(front, shown, params)
+        assert front.router_metrics.num_moved == 1
+        assert fetched(decode) > 0
+        [right] = await whole(prefill.engine, shown, params)  # type: ignore[arg-type]
+        assert output.token_ids == right.token_ids
+        await is_idle(both)
+
+
+async def test_llumnix_moves_running_requests_off_a_full_replica(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=400, temperature=0.8, seed=1, ignore_eos=True)
+    asked = [(f"{i} of the clock.", params) for i in range(6)]
+    expected = await alone(tmp_path, asked)
+    options = {"out_below": 1e6, "in_above": 1.0}
+    config = sharing(tmp_path / "kv")
+    async with joined(config, 1, router="llumnix", router_options=options) as both:
+        front = both.fronts[0]
+        running = [asyncio.create_task(whole(front, *each)) for each in asked]
+        late = Replica(config)
+        await late.start()
+        both.replicas.append(late)
+        both.tell(*both.replicas)
+        outputs = await asyncio.gather(*running)
+        assert [told(output) for [output] in outputs] == expected
+        assert front.router_metrics.num_moved > 0
+        await is_idle(both)
+        assert work(both) == [0, 0]
+        await late.die()
 
 
 @pytest.mark.parametrize("way", ["abort", "leave", "timeout"])
