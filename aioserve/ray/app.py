@@ -41,6 +41,9 @@ def make_app(args: dict[str, object]) -> Application:
         num_replicas=settings.num_ingress_replicas,
         ray_actor_options=settings.ingress_actor_options,
         max_ongoing_requests=max(model.max_ongoing_requests for model in settings.models),
+        graceful_shutdown_timeout_s=max(
+            model.graceful_shutdown_timeout_s for model in settings.models
+        ),
     )
     shares_load = settings.num_ingress_replicas > 1
     return ingress.bind(shares_load, *parts)

@@ -4,6 +4,7 @@ Ray's proxies speak ASGI, our handlers aiohttp: between them lies a Unix socket 
 Knows no fields of any body but `model`.
 """
 
+import asyncio
 import contextlib
 import tempfile
 import zlib
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from aioserve.config import EngineConfig
+from aioserve.ray.direct_port import DirectPort
 from aioserve.ray.front import RayFront
 from aioserve.ray.pace import Pace
 from aioserve.ray.router_metrics import render
@@ -42,8 +44,10 @@ class _Model:
         self.front = front
         self.max_bytes = max_body_mib(front) * 2**20
         self._path = path
+        app = build_app(front, responses, access=_anybody(front.config))
+        self._direct = DirectPort(app)
         self._runner = web.AppRunner(
-            build_app(front, responses, access=_anybody(front.config)),
+            app,
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
@@ -55,9 +59,10 @@ class _Model:
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self._path)).start()
         if settings.direct_port is not None:
-            # Several ingresses of one node share the port.
-            host, port = settings.direct_host, settings.direct_port
-            await web.TCPSite(self._runner, host, port, reuse_port=True).start()
+            assert self._runner.server is not None
+            await self._direct.start(
+                self._runner.server, settings.direct_host, settings.direct_port
+            )
         self._session = ClientSession(
             connector=UnixConnector(path=str(self._path), limit=0),
             timeout=ClientTimeout(total=None),
@@ -73,9 +78,13 @@ class _Model:
             method, f"http://aioserve{target}", data=body, headers=headers, allow_redirects=False
         )
 
-    async def close(self) -> None:
+    async def leave(self) -> None:
+        """Return when all requests that Ray does not know are answered, and none can come."""
         if self._session is not None:
             await self._session.close()
+        await self._direct.leave()
+
+    async def close(self) -> None:
         await self._runner.cleanup()
         await self.front.close()
 
@@ -159,6 +168,10 @@ class Ingress:
         return made
 
     async def __del__(self) -> None:
+        """Ray waits for requests of its proxies before, and ends the process when it has waited as
+        long as `graceful_shutdown_timeout_s` says.
+        """
+        await asyncio.gather(*(model.leave() for model in self._models))
         for model in self._models:
             await model.close()
         self._folder.cleanup()
