@@ -197,11 +197,13 @@ def deploy(given: argparse.Namespace, direct: int, max_num_seqs: int) -> None:
         "ray_actor_options": cpu,
         "router": given.router,
         "direct_port": direct,
+        "max_surge_percent": given.surge,
     }
     app = {
         "models": [model],
         "num_ingress_replicas": given.ingresses,
         "ingress_actor_options": cpu,
+        "ingress_max_surge_percent": given.surge,
     }
     serve.run(build_app(app), name="aioserve", route_prefix="/")
 
@@ -262,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--ingresses", type=int, default=2)
+    parser.add_argument("--surge", type=int, default=0, help="percent that start before others go")
     parser.add_argument("--ways", nargs="+", choices=("proxy", "direct", "haproxy"))
     parser.add_argument("--router", default="prefix")
     parser.add_argument("--streams", type=int, default=8, help="at the same time, of each way")

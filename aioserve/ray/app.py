@@ -1,5 +1,6 @@
 """Puts an application of Ray Serve together from its settings. Knows no request."""
 
+import inspect
 import logging
 import re
 from typing import Any
@@ -35,7 +36,8 @@ def make_app(args: dict[str, object]) -> Application:
                 f"two models are served as {own!r}: give them a model.served_model_name each"
             )
         models[name] = config
-        parts += [config, model, *_deployments(name, model)]
+        configs = model.group_configs()
+        parts += [config, model, configs, *_deployments(name, model, configs)]
     _warn_of_total(settings)
     ingress = serve.deployment(Ingress).options(
         num_replicas=settings.num_ingress_replicas,
@@ -44,15 +46,16 @@ def make_app(args: dict[str, object]) -> Application:
         graceful_shutdown_timeout_s=max(
             model.graceful_shutdown_timeout_s for model in settings.models
         ),
+        **_surge(settings.ingress_max_surge_percent),
     )
     shares_load = settings.num_ingress_replicas > 1
     return ingress.bind(shares_load, *parts)
 
 
-def _deployments(name: str, model: ModelSettings) -> list[Application]:
-    """One for each group of replicas."""
+def _deployments(name: str, model: ModelSettings, configs: list[EngineConfig]) -> list[Application]:
+    """One for each group of replicas, with its settings."""
     made = []
-    groups, configs = model.all_groups, model.group_configs()
+    groups = model.all_groups
     for group, config, suffix in zip(groups, configs, names_of(groups), strict=True):
         _check(config)
         options = model.ray_actor_options | group.ray_actor_options
@@ -76,10 +79,21 @@ def _deployment(
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         health_check_period_s=5.0,
         request_router_config=_router(model),
+        **_surge(model.max_surge_percent),
     )
     if group.autoscaling is None:
         return deployment.options(num_replicas=group.least)
     return deployment.options(num_replicas=None, autoscaling_config=_autoscaling(group.autoscaling))
+
+
+def _surge(percent: int) -> dict[str, int]:
+    """Raises `ConfigError` where this Ray replaces replicas in one way only."""
+    if not percent:
+        return {}
+    name = "max_surge_percent"
+    if name not in inspect.signature(serve.Deployment.options).parameters:
+        raise ConfigError(f"{name} is {percent}, and Ray {ray.__version__} does not know it")
+    return {name: percent}
 
 
 def _router(model: ModelSettings) -> RequestRouterConfig:

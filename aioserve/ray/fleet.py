@@ -44,16 +44,19 @@ class ReplicaLine:
     def __init__(
         self,
         name: str,
+        ticket: Ticket,
         delivery: RemoteDelivery,
         clock: Callable[[], float],
         on_lost: Callable[[str], object],
         *,
         keeps_tokens: bool = False,
     ) -> None:
-        """`on_lost` gets the name, before any request hears that the line is gone. With
-        `keeps_tokens` requests hear what tokens they get, as they may go on elsewhere.
+        """`ticket` is the replica's; `on_lost` gets the name, before any request hears that the
+        line is gone. With `keeps_tokens` requests hear what tokens they get, as they may go on
+        elsewhere.
         """
         self.name = name
+        self.ticket = ticket
         self._on_lost = on_lost
         self.calls: dict[str, Accepted] = {}  # that it has accepted, by request id
         self.gone: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
@@ -86,8 +89,11 @@ class ReplicaLine:
             self.gone.set_result(error)
             self._on_lost(self.name)
             for call in list(self.calls.values()):
-                call.lost(error)
-            self.end.calls.fail(error)
+                try:
+                    call.lost(error)
+                except Exception:  # the others are to hear of it
+                    logger.exception("a request has not taken in that its replica is gone")
+            self.end.fail(error)
             self.end.line.close()
 
     def has_fault(self, error: Exception) -> None:
@@ -127,28 +133,33 @@ class Fleet:
         clock: Callable[[], float],
         dispatcher: Dispatcher | None,
         *,
+        model: str = "",
         shares_load: bool = False,
         role_of: Callable[[str], str] = lambda name: "",
     ) -> None:
-        """`dispatcher` hears of all that comes and goes, unless a router of Ray's chooses. With
-        `shares_load` other ingresses are told what this one has sent. `role_of` gives the role of
-        a replica by its name.
+        """`dispatcher` hears of all that comes and goes, unless a router of Ray's chooses. Replicas
+        with another `model`, as their tickets say, get nothing. With `shares_load` other ingresses
+        are told what this one has sent. `role_of` gives the role of a replica by its name.
         """
         self.lines: dict[str, ReplicaLine] = {}  # of replicas that get requests
         self._delivery = delivery
         self._clock = clock
         self.dispatcher = dispatcher
+        self._model = model
         self._shares_load = shares_load
         self._role_of = role_of
         self._keeps_tokens = dispatcher is not None and dispatcher.kind.moves()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._served: dict[str, ReplicaLine] = {}  # also those of replicas that were dismissed
+        self._following: dict[str, asyncio.Task[None]] = {}  # what replicas tell, by their names
+        self._tasks: set[asyncio.Task[None]] = set()  # those that follow, and have not ended
         self._wanted: set[str] = set()  # names of replicas that there are, as Ray says
         self._has_changed = asyncio.Event()
 
     def update(self, tickets: dict[str, str]) -> None:
         """These are all replicas from now on: their tickets, by their names."""
+        tickets = {name: ticket for name, ticket in tickets.items() if self._is_ours(name, ticket)}
         for name in self._wanted - tickets.keys():
             self._dismiss(name)
         self._wanted = set(tickets)
@@ -157,14 +168,23 @@ class Fleet:
 
     async def reach(self, name: str, ticket: str) -> ReplicaLine:
         """The line to a replica that Ray has chosen. Raises `EngineDeadError` if there is none."""
-        self._wanted.add(name)
-        self._keep(name, ticket)
+        if self._is_ours(name, ticket):
+            self._wanted.add(name)
+            self._keep(name, ticket)
         while (line := self.lines.get(name)) is None:
             if name not in self._keepers:
                 raise EngineDeadError(f"replica {name} cannot be reached")
             self._has_changed.clear()
             await self._has_changed.wait()
         return line
+
+    def _is_ours(self, name: str, ticket: str) -> bool:
+        """Whether the tokens of this front end mean to a replica what they mean here."""
+        model = Ticket.decode(ticket).model
+        if model == self._model:
+            return True
+        logger.info("replica %s serves %s, and gets nothing of %s", name, model, self._model)
+        return False
 
     async def first(self) -> None:
         """Return when there is a line."""
@@ -178,6 +198,7 @@ class Fleet:
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
 
     def _keep(self, name: str, ticket: str) -> None:
@@ -209,7 +230,7 @@ class Fleet:
                 async with asyncio.timeout(ATTACH_SECONDS):
                     line = await self._connect(name, ticket)
                 delay = FIRST_DELAY
-                await self._serve(line, ticket)
+                await self._serve(line)
             except (AioserveError, OSError) as error:  # a timeout is one
                 logger.warning("replica %s cannot be reached: %s", name, error or "no answer")
             if self.dispatcher is None:
@@ -221,7 +242,8 @@ class Fleet:
     async def _connect(self, name: str, ticket: Ticket) -> ReplicaLine:
         line_ticket = await attach(ticket)
         line = ReplicaLine(
-            *(name, self._delivery, self._clock, self._leave), keeps_tokens=self._keeps_tokens
+            *(name, ticket, self._delivery, self._clock, self._leave),
+            keeps_tokens=self._keeps_tokens,
         )
 
         def has_gone() -> None:
@@ -241,12 +263,8 @@ class Fleet:
             raise
         return line
 
-    async def _serve(self, line: ReplicaLine, ticket: Ticket) -> None:
+    async def _serve(self, line: ReplicaLine) -> None:
         """Return when the line is gone."""
-        following: asyncio.Task[None] | None = None
-        if self.dispatcher is not None:
-            hearing = _Hearing(line.name, self.dispatcher, shares_load=self._shares_load)
-            following = asyncio.create_task(follow(ticket, hearing))
         self._served[line.name] = line
         self._enter(line)
         try:
@@ -255,22 +273,29 @@ class Fleet:
         finally:
             del self._served[line.name]
             line.lose(EngineDeadError("the ingress has ended"))
-            if following is not None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
 
     def _enter(self, line: ReplicaLine) -> None:
         self.lines[line.name] = line
-        if self.dispatcher is not None:
-            join = functools.partial(self.dispatcher.join, role=self._role_of(line.name))
+        if (dispatcher := self.dispatcher) is not None:
+            join = functools.partial(dispatcher.join, role=self._role_of(line.name))
             self._tell_router(join, line.name)
+            self._follow(line, dispatcher)
         self._has_changed.set()
 
     def _leave(self, name: str) -> ReplicaLine | None:
         line = self.lines.pop(name, None)
         if line is not None and self.dispatcher is not None:
+            self._following.pop(name).cancel()
             self._tell_router(self.dispatcher.leave, name)
         return line
+
+    def _follow(self, line: ReplicaLine, dispatcher: Dispatcher) -> None:
+        """Until the replica leaves: a router that meets it again is told all that there is."""
+        hearing = _Hearing(line.name, dispatcher, shares_load=self._shares_load)
+        following = asyncio.create_task(follow(line.ticket, hearing))
+        self._following[line.name] = following
+        self._tasks.add(following)
+        following.add_done_callback(self._tasks.discard)
 
     def _tell_router(self, tell: Callable[[str], None], name: str) -> None:
         """A router that raises when replicas come and go keeps no replica from serving."""

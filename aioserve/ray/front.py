@@ -20,7 +20,7 @@ from aioserve.engine.client_base import EngineClientBase
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import ConfigError, EngineDeadError, RequestError
+from aioserve.errors import EngineDeadError, RequestError
 from aioserve.hints import SESSION
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.model_info import ModelInfo
@@ -30,6 +30,7 @@ from aioserve.operations.command import Answer
 from aioserve.ray.call import Call
 from aioserve.ray.chooser import Chooser, OwnChooser, RayChooser
 from aioserve.ray.fleet import Fleet
+from aioserve.ray.kv_feed import model_of
 from aioserve.ray.mover import Mover
 from aioserve.ray.replica import ReplicaInfo
 from aioserve.ray.replica_groups import ReplicaGroups
@@ -37,7 +38,6 @@ from aioserve.ray.router_metrics import RouterMetrics, render
 from aioserve.ray.settings import ModelSettings
 from aioserve.request import Request, RequestSpec
 from aioserve.routing import Dispatcher, RoutedRequest, load_router, short_name
-from aioserve.version import __version__
 from aioserve.workers.remote_delivery import RemoteDelivery
 
 logger = logging.getLogger(__name__)
@@ -78,18 +78,21 @@ class RayFront(EngineClientBase[RayParts]):
         model: ModelSettings,
         *,
         seed: int,
+        group_configs: Sequence[EngineConfig] = (),
         shares_load: bool = False,
     ) -> None:
-        """`config` is that of the replicas, each of `handles` leads to a group of them, and `model`
-        says which groups there are, behind which router. Of front ends with the same `seed`, all
-        would draw the same. With `shares_load` others are told what this one sends, and it hears of
-        theirs. `start` comes first.
+        """`config` is that of the replicas, each of `handles` leads to a group of them, which has
+        the settings of `group_configs` if they differ, and `model` says which groups there are,
+        behind which router. Of front ends with the same `seed`, all would draw the same. With
+        `shares_load` others are told what this one sends, and it hears of theirs. `start` comes
+        first.
         """
         self.config = config
         self.model_info = ModelInfo(config.model)
         self.max_model_len = 0
         self.started_at = 0
-        self._groups = ReplicaGroups(handles, model)
+        configs = group_configs or [config] * len(handles)
+        self._groups = ReplicaGroups(handles, model, configs)
         self._model = model
         self._hashes = config.cache.enable_prefix_caching and model.wants_hashes
         self._seed = seed
@@ -126,15 +129,10 @@ class RayFront(EngineClientBase[RayParts]):
         return self._alive().claims.ids()
 
     async def start(self) -> None:
-        """Ask a replica what they all are, and return when one can be sent requests. Raises
-        `ConfigError` for one of another version.
+        """Ask a replica with the same settings and version what they all are, and return when one
+        can be sent requests.
         """
         info = await self._groups.describe(self.config.model.served_name)
-        if info.version != __version__:
-            raise ConfigError(
-                f"the replicas run aioserve {info.version}, the ingress {__version__}: give them "
-                "the same environment"
-            )
         self.max_model_len, self.started_at = info.max_model_len, info.started_at
         loop = asyncio.get_running_loop()
         clock = clock_of(loop)
@@ -144,14 +142,17 @@ class RayFront(EngineClientBase[RayParts]):
         served_name = self.config.model.served_name
         metrics = RouterMetrics(served_name, router, lambda: len(fleet.lines))
         if self._model.router_class is None:
-            fleet = Fleet(delivery, clock, None)
+            fleet = Fleet(delivery, clock, None, model=model_of(self.config))
             chooser = RayChooser(self._groups.handles[0], fleet, metrics)
         else:
             kind = load_router(self._model.router)
             dispatcher = Dispatcher(kind, self._model.router_options, seed=self._seed, clock=clock)
-            role_of = self._groups.role_of
-            shares = self._shares_load
-            fleet = Fleet(delivery, clock, dispatcher, shares_load=shares, role_of=role_of)
+            fleet = Fleet(
+                *(delivery, clock, dispatcher),
+                model=model_of(self.config),
+                shares_load=self._shares_load,
+                role_of=self._groups.role_of,
+            )
             most = self._model.max_ongoing_requests
             chooser = OwnChooser(dispatcher, fleet, most, metrics)
         self._parts = RayParts(

@@ -10,7 +10,7 @@ import tempfile
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import ClientResponse, ClientSession, ClientTimeout, UnixConnector, web
@@ -36,6 +36,10 @@ HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", 
 # Headers that the HTTP client writes when it forwards a request.
 OUR_OWN = {"content-length"}
 
+# Connections that the system keeps while the loop is busy: requests that have waited for an ingress
+# come at once. It may be set to keep fewer (net.core.somaxconn).
+BACKLOG = 4096
+
 
 class _Model:
     """The routes of one model, on a socket."""
@@ -44,6 +48,7 @@ class _Model:
         self.front = front
         self.max_bytes = max_body_mib(front) * 2**20
         self._path = path
+        self._session: ClientSession | None = None
         app = build_app(front, responses, access=_anybody(front.config))
         self._direct = DirectPort(app)
         self._runner = web.AppRunner(
@@ -53,11 +58,10 @@ class _Model:
             access_log=None,
             shutdown_timeout=1.0,
         )
-        self._session: ClientSession | None = None
 
     async def start(self, settings: ModelSettings) -> None:
         await self._runner.setup()
-        await web.UnixSite(self._runner, str(self._path)).start()
+        await web.UnixSite(self._runner, str(self._path), backlog=BACKLOG).start()
         if settings.direct_port is not None:
             assert self._runner.server is not None
             await self._direct.start(
@@ -94,14 +98,20 @@ def _anybody(config: EngineConfig) -> Access:
     return Access(config.access, (), Accounts(lambda name: Rights()))
 
 
-def _by_model(
-    parts: Sequence[Any],
-) -> Iterator[tuple[EngineConfig, ModelSettings, Sequence[DeploymentHandle]]]:
-    """What the ingress was given, for each model."""
+class _Given(NamedTuple):
+    """What the ingress is given for one model."""
+
+    config: EngineConfig
+    settings: ModelSettings
+    group_configs: Sequence[EngineConfig]
+    handles: Sequence[DeploymentHandle]
+
+
+def _by_model(parts: Sequence[Any]) -> Iterator[_Given]:
     while parts:
-        config, settings, *rest = parts
-        count = len(settings.all_groups)
-        yield config, settings, rest[:count]
+        config, settings, group_configs, *rest = parts
+        count = len(group_configs)
+        yield _Given(config, settings, group_configs, rest[:count])
         parts = rest[count:]
 
 
@@ -123,8 +133,8 @@ class Ingress:
 
     async def __init__(self, shares_load: bool, *models: Any) -> None:  # type: ignore[misc]  # Ray awaits it
         """For each model, one after the other: the settings of its replicas, what the application
-        says of it, and a handle for each group of them. With `shares_load` there are other
-        ingresses.
+        says of it, a list with the settings of each group of them, and a handle for each group.
+        With `shares_load` there are other ingresses.
         """
         self._pace = Pace()
         self._folder = tempfile.TemporaryDirectory(prefix="aioserve-")
@@ -132,14 +142,18 @@ class Ingress:
         self._models: list[_Model] = []
         responses = ResponseStore()
         own = zlib.crc32(serve.get_replica_context().replica_id.unique_id.encode())
-        for i, (config, model_settings, handles) in enumerate(_by_model(models)):
-            seed = config.runner.seed + (own << 32) + i
-            front = RayFront(config, handles, model_settings, seed=seed, shares_load=shares_load)
+        for i, given in enumerate(_by_model(models)):
+            front = RayFront(
+                *(given.config, given.handles, given.settings),
+                seed=given.config.runner.seed + (own << 32) + i,
+                group_configs=given.group_configs,
+                shares_load=shares_load,
+            )
             await front.start()
             model = _Model(front, Path(self._folder.name) / f"{i}.sock", responses)
-            await model.start(model_settings)
+            await model.start(given.settings)
             self._models.append(model)
-            for name in (*config.model.served_names, *front.adapters.paths):
+            for name in (*given.config.model.served_names, *front.adapters.paths):
                 self._named[name] = model
         exempt_from_garbage_collection()
 

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from aioserve.config import EngineConfig
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.ray.line import LineTicket
@@ -48,6 +49,7 @@ class Ticket(msgspec.Struct, frozen=True):
     address: str
     server_key: bytes  # the feed's public key
     token: bytes  # what a router says first in each message
+    model: str = ""  # what the replica has loaded: its tokens mean nothing to another model
 
     def encode(self) -> str:
         """The hashes as one text that Ray can send."""
@@ -57,6 +59,11 @@ class Ticket(msgspec.Struct, frozen=True):
     def decode(cls, text: str) -> "Ticket":
         """Read a ticket. Raises `msgspec.MsgspecError` for a text that `encode` did not write."""
         return msgspec.json.decode(text, type=cls)
+
+
+def model_of(config: EngineConfig) -> str:
+    """What tells models apart whose replicas live side by side while an application changes."""
+    return " ".join(filter(None, (config.model.model, config.model.revision)))
 
 
 class Changes(msgspec.Struct, frozen=True, array_like=True):
@@ -91,10 +98,11 @@ class KVFeed:
         host: str,
         get_report: Callable[[], ReplicaReport | None] = lambda: None,
         open_line: Callable[[], LineTicket] | None = None,
+        model: str = "",
     ) -> None:
         """Binds a free port of `host`, an address of this machine that routers can reach;
-        `get_report` says how busy the replica is, and `open_line` gives a router a line to it.
-        Raises `ConfigError` if the ZeroMQ here cannot encrypt.
+        `get_report` says how busy the replica is, and `open_line` gives a router a line to it;
+        `model` is that of the ticket. Raises `ConfigError` if the ZeroMQ here cannot encrypt.
         """
         if not zmq.has("curve"):
             raise ConfigError(
@@ -113,7 +121,7 @@ class KVFeed:
         bracketed = f"[{host}]" if ":" in host else host
         port = self._socket.bind_to_random_port(f"tcp://{bracketed}")
         token = secrets.token_bytes(TOKEN_BYTES)
-        self.ticket = Ticket(f"tcp://{bracketed}:{port}", public, token)
+        self.ticket = Ticket(f"tcp://{bracketed}:{port}", public, token, model)
         self._held: dict[bytes, None] = {}  # oldest first
         self._changed: dict[bytes, bool] = {}  # since the last message: stored, or removed
         self._is_cleared = False

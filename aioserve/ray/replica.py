@@ -21,7 +21,7 @@ from aioserve.outputs import RequestOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.ray.door import Door
 from aioserve.ray.gauges import StatsGauges
-from aioserve.ray.kv_feed import KVFeed
+from aioserve.ray.kv_feed import KVFeed, model_of
 from aioserve.ray.report import Reporter
 from aioserve.ray.router import TICKET
 from aioserve.runner.info import RunnerInfo
@@ -34,6 +34,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a front end must know of the engines behind it."""
 
     version: str
+    config: EngineConfig  # what it was started with
     max_model_len: int
     adapters: dict[str, Path]
     adapter_ids: dict[str, str]  # by name, of those in memory
@@ -53,6 +54,7 @@ class EngineReplica:
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Raises what `AsyncEngine.start` does: Ray tells it and tries again."""
+        self._config = config
         reporter = Reporter(
             config,
             lambda: self._engine.get_stats(),
@@ -60,7 +62,7 @@ class EngineReplica:
             lambda: self._engine.adapters.ids,
         )
         host = ray.util.get_node_ip_address()
-        self._feed = KVFeed(host, reporter.make, lambda: self._door.open())
+        self._feed = KVFeed(host, reporter.make, lambda: self._door.open(), model=model_of(config))
         self._engine = AsyncEngine(config, on_kv_event=self._feed.note)
         try:
             await self._engine.start()
@@ -96,6 +98,7 @@ class EngineReplica:
         engine = self._engine
         return ReplicaInfo(
             version=__version__,
+            config=self._config,
             max_model_len=engine.max_model_len,
             adapters=engine.adapters.paths,
             adapter_ids=engine.adapters.ids,

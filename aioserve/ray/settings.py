@@ -25,6 +25,8 @@ from aioserve.ray.groups import (
 from aioserve.routing import BaseRouter, check_roles, load_router
 from aioserve.server.access.keyring import ENVIRONMENT
 
+Percent = Annotated[int, Meta(ge=0, le=100)]
+
 # Of the server's settings, those that its handlers read; the others are of its socket and its life.
 SERVED = {
     "tool_call_parser",
@@ -47,6 +49,7 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     ray_actor_options: dict[str, Any] = field(default_factory=dict)  # num_cpus, num_gpus, ...
     max_ongoing_requests: PositiveInt = 10_000  # of a replica; its engine refuses what is too much
     graceful_shutdown_timeout_s: PositiveFloat = 600.0  # for a replica's requests, when it goes
+    max_surge_percent: Percent = 0  # of the replicas, that start before others go in a change
     direct_port: Annotated[int, Meta(ge=1, le=65535)] | None = None  # of each ingress, for HTTP
     direct_host: str = "127.0.0.1"  # the address of that port
 
@@ -121,6 +124,7 @@ class RaySettings(Section, frozen=True, kw_only=True):
     models: Annotated[tuple[ModelSettings, ...], Meta(min_length=1)]
     num_ingress_replicas: PositiveInt = 1  # processes that do HTTP
     ingress_actor_options: dict[str, Any] = field(default_factory=dict)
+    ingress_max_surge_percent: Percent = 0  # of the ingresses, as of the replicas
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "RaySettings":

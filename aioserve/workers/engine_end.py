@@ -95,6 +95,13 @@ class EngineEnd:
             self._is_sending_soon = True
             asyncio.get_running_loop().call_soon(self._send)
 
+    def fail(self, error: Exception) -> None:
+        """The engine will say nothing more, neither to a call nor to a greeting."""
+        self.calls.fail(error)
+        if not self._greeting.done():
+            self._greeting.set_exception(error)
+            self._greeting.exception()  # seen, whether or not it is awaited
+
     def _send(self) -> None:
         self._is_sending_soon = False
         try:

@@ -13,7 +13,7 @@ from aioserve.outputs import RequestOutput
 from aioserve.ray.directory import publish
 from aioserve.ray.door import Door
 from aioserve.ray.front import RayFront
-from aioserve.ray.kv_feed import KVFeed
+from aioserve.ray.kv_feed import KVFeed, model_of
 from aioserve.ray.replica import ReplicaInfo
 from aioserve.ray.report import Reporter
 from aioserve.ray.settings import ModelSettings
@@ -31,7 +31,9 @@ class Replica:
         self.name = f"replica-{next(_numbers)}"
         clock = asyncio.get_running_loop().time
         reporter = Reporter(config, lambda: self.engine.get_stats(), clock)
-        self.feed = KVFeed("127.0.0.1", reporter.make, lambda: self.door.open())
+        self.feed = KVFeed(
+            "127.0.0.1", reporter.make, lambda: self.door.open(), model=model_of(config)
+        )
         self.engine = AsyncEngine(config, runner=runner, on_kv_event=self.feed.note)
         self.door: Door
 
@@ -140,7 +142,7 @@ async def joined(
                 stack.push_async_callback(replica.die)
                 both.replicas.append(replica)
                 own.append(replica)
-            both.handles.append(Handle(info_of(own[0].engine), own))
+            both.handles.append(Handle(info_of(own[0].engine, config), own))
         both.tell(*both.replicas)
         for seed in range(num_fronts):
             front = RayFront(
@@ -158,10 +160,11 @@ async def joined(
         yield both
 
 
-def info_of(engine: AsyncEngine) -> ReplicaInfo:
+def info_of(engine: AsyncEngine, config: EngineConfig) -> ReplicaInfo:
     """As `EngineReplica.describe` tells it."""
     return ReplicaInfo(
         version=__version__,
+        config=config,
         max_model_len=engine.max_model_len,
         adapters=dict(engine.adapters.paths),
         adapter_ids=engine.adapters.ids,

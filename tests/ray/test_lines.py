@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.errors import (
-    ConfigError,
     EngineDeadError,
     EngineOverloadedError,
     RequestError,
@@ -40,8 +39,11 @@ with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
     pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
     from aioserve.ray import call as ray_call
+    from aioserve.ray import fleet as ray_fleet
     from aioserve.ray import front as ray_front
+    from aioserve.ray import replica_groups
     from aioserve.ray.door import IngressClient
+    from aioserve.ray.front import RayFront
     from aioserve.ray.kv_feed import Ticket, attach
     from aioserve.workers import engine_end
     from tests.ray.joined import Joined, Replica, is_idle, joined, whole
@@ -436,14 +438,96 @@ async def test_a_ticket_with_a_wrong_token_leads_to_no_line() -> None:
                 await attach(Ticket(own.address, own.server_key, b"x" * 32))
 
 
-async def test_replicas_of_another_version_are_refused_in_a_line() -> None:
+async def test_an_ingress_waits_for_a_replica_of_its_own_version_and_settings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replica_groups, "PATIENCE_SECONDS", 0.1)
     async with joined(SLOW, num_replicas=1) as both:
-        front = both.fronts[0]
-        info = await both.handle.describe.remote()
-        wrong = msgspec.structs.replace(info, version="0.0.1")
-        both.handle.describe.remote = lambda: asyncio.sleep(0, wrong)
-        with pytest.raises(ConfigError, match=r"the replicas run aioserve 0\.0\.1, the ingress"):
-            await front.start()
+        own = await both.handles[0].describe.remote()
+        answers = [
+            msgspec.structs.replace(own, version="0.0.1"),
+            msgspec.structs.replace(own, config=MODEL, max_model_len=7),
+            own,
+        ]
+        both.handles[0].describe.remote = lambda: asyncio.sleep(0, answers.pop(0))
+        front = RayFront(SLOW, both.handles, both.model, seed=1)  # type: ignore[arg-type]
+        await front.start()
+        assert front.max_model_len == own.max_model_len
+        assert not answers
+        assert "with the settings of this ingress" in caplog.text
+        await front.close()
+
+
+async def test_a_replica_with_another_model_gets_nothing_while_an_application_changes(
+    tmp_path: Path,
+) -> None:
+    async with joined(SLOW, num_replicas=1) as both:
+        other = Replica(SLOW)
+        await other.start()
+        ticket = msgspec.structs.replace(other.feed.ticket, model="another")
+        other.feed.ticket = ticket
+        both.replicas.append(other)
+        both.tell(*both.replicas)
+        for _ in range(4):
+            await whole(both.fronts[0], [1], SamplingParams(max_tokens=2))
+        await both.expect_lines(1)
+        assert not other.door.num_requests
+        await other.die()
+
+
+async def test_an_ingress_does_not_wait_for_the_greeting_of_a_replica_that_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_fleet, "ATTACH_SECONDS", 1000)
+    greeted: list[str] = []
+
+    def greet(client: IngressClient, hello: Any) -> None:
+        greeted.append(client.name)
+        monkeypatch.undo()
+        client.refuse()
+
+    async with joined(SLOW, num_replicas=1) as both:
+        late = Replica(SLOW)
+        await late.start()
+        both.replicas.append(late)
+        monkeypatch.setattr(IngressClient, "_greet", greet)
+        both.tell(*both.replicas)
+        await both.expect_lines(2)  # by another line
+        assert greeted == ["ingress-1"]
+        await late.die()
+
+
+async def test_a_request_that_fails_to_hear_that_its_replica_is_gone_keeps_no_other_from_it() -> (
+    None
+):
+    class Deaf:
+        def lost(self, error: EngineDeadError) -> None:
+            raise KeyError("deaf")
+
+    async with joined(SLOW) as both:
+        front, [victim, _] = both.fronts[0], both.replicas
+        front.fleet.lines[victim.name].calls["deaf"] = Deaf()
+        params = SamplingParams(max_tokens=20, ignore_eos=True, output_kind="final_only")
+        asked = [asyncio.create_task(whole(front, [i], params)) for i in range(4)]
+        while len(front.fleet.lines[victim.name].calls) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await victim.die()
+        for [output] in await asyncio.gather(*asked):
+            assert output.num_output_tokens == 20
+
+
+async def test_prefixes_of_a_replica_that_ray_left_out_for_a_while_are_found_again() -> None:
+    async with joined(MODEL, router="prefix") as both:
+        params = SamplingParams(max_tokens=3, temperature=0)
+        prompts = [f"{i} of the clock. {PROMPT}" for i in range(8)]
+        await asyncio.gather(*(whole(both.fronts[0], prompt, params) for prompt in prompts))
+        both.tell(both.replicas[1])
+        await both.expect_lines(1)
+        both.tell(*both.replicas)
+        await both.expect_lines(2)
+        await asyncio.sleep(0.5)  # what the router knows is as old as a message
+        again = [await whole(both.fronts[0], prompt, params) for prompt in prompts]
+        assert all(output.num_cached_tokens for [output] in again)
 
 
 class _Recorded:
@@ -520,7 +604,8 @@ async def test_decisions_are_counted_by_outcome_with_reasons_times_and_ages(tmp_
                 await front.add_request([1], params, user=f"refused {i}")
         long = SamplingParams(max_tokens=30, ignore_eos=True, output_kind="final_only")
         asked = asyncio.create_task(whole(front, [1], long))
-        await asyncio.sleep(0.2)
+        while not front.fleet.lines[first.name].calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         await first.die()
         await asked
         text = (await front.ask(ShowMetrics())).decode()
