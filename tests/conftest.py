@@ -16,6 +16,8 @@ import pytest
 import uvloop
 from hypothesis import settings
 
+from tests.slow import mark_twins_of_depth_one
+
 # What is asserted beside the tests tells its values as well.
 pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
 
@@ -39,6 +41,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No example is too slow: the machine may be busy.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_twins_of_depth_one(items)
 
 
 def pytest_collection_finish() -> None:

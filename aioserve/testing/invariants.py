@@ -12,7 +12,7 @@ from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.scheduler.gauges import checked_gauges
 from aioserve.testing.bench import Bench
-from aioserve.testing.ledger import STATED, stated
+from aioserve.testing.ledger import STATED, read_stated
 from aioserve.testing.rejections import states_times
 from aioserve.testing.violation import ContractViolation
 
@@ -69,12 +69,13 @@ def _check_places(bench: Bench, scheduler: BaseScheduler) -> None:
     running, loading = set(scheduler.running), scheduler.book.aside
     for life in bench.ledger.alive.values():
         request = life.request
-        for name, was, now in zip(STATED, life.stated, stated(request), strict=True):
-            if was != now:
-                raise ContractViolation(
-                    f"{bench.where}: the policy has changed {name} of {life.request_id} from "
-                    f"{was!r} to {now!r}"
-                )
+        if (values := read_stated(request)) != life.stated:
+            changed = zip(STATED, life.stated, values, strict=True)
+            name, was, now = next(each for each in changed if each[1] != each[2])
+            raise ContractViolation(
+                f"{bench.where}: the policy has changed {name} of {life.request_id} from "
+                f"{was!r} to {now!r}"
+            )
         if _has_nan(request.order_key):
             raise ContractViolation(
                 f"{bench.where}: order() returned {request.order_key[0]!r} for "
@@ -252,4 +253,9 @@ def _is_one_line(scheduler: BaseScheduler, one: Request, other: Request) -> bool
 
 def _has_nan(key: object) -> bool:
     """Whether it is NaN, or a tuple that has one."""
-    return any(map(_has_nan, key)) if isinstance(key, tuple) else bool(key != key)
+    if not isinstance(key, tuple):
+        return bool(key != key)
+    for part in key:  # written out: it is asked after every call, of every request
+        if _has_nan(part) if isinstance(part, tuple) else part != part:
+            return True
+    return False

@@ -5,6 +5,7 @@ Knows tokens, clients and endings. Knows nothing about steps, blocks or the sche
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, ModelRunnerOutput
@@ -16,9 +17,13 @@ from aioserve.testing.violation import ContractViolation
 STATED = ("priority", "user", "hints", "arrival_time", "deadline", "cache_salt", "adapter_id")
 
 
+#: The values of `STATED`, as they are now.
+read_stated = attrgetter(*STATED)
+
+
 def stated(request: Request) -> tuple[Any, ...]:
     """The values of `STATED`; of hints a copy."""
-    values = (getattr(request, name) for name in STATED)
+    values = read_stated(request)
     return tuple(dict(value) if isinstance(value, dict) else value for value in values)
 
 

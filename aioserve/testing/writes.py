@@ -3,6 +3,7 @@
 Knows attributes and the module of the code that sets them. Knows nothing about what they mean.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,7 @@ def _watched(kind: type[T], note: Callable[[T, str], None]) -> type[T]:
     return type(kind.__name__, (kind,), {"__slots__": (), "__setattr__": __setattr__})
 
 
+@functools.cache
 def is_ours(module: str) -> bool:
     """Whether code of this module is aioserve's own, and no policy or router."""
     return module.startswith("aioserve.") and not module.startswith(OPEN)

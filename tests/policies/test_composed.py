@@ -84,7 +84,7 @@ CHUNK = {"part": "chunk", "chunk_size": 16}
 DUE = {"ttft": 3.0, "tpot": 0.5}
 
 
-@pytest.mark.parametrize("num_blocks", [40, 14])
+@pytest.mark.parametrize("num_blocks", mostly_slow([40, 14], but=[14]))
 @pytest.mark.parametrize(
     ("policy", "options", "parts"),
     [

@@ -305,7 +305,7 @@ async def test_who_waits_for_the_encoder_says_so_and_what_nobody_needs_is_freed(
     assert len(NotingScheduler.freed) >= 2
 
 
-@pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=SEEING_KINDS[:3]))
+@pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=SEEING_KINDS[:1]))
 async def test_a_worker_hands_over_what_it_has_processed(kind, tmp_path):
     """Whatever arrays the family has."""
     sockets = bind("127.0.0.1", 0)

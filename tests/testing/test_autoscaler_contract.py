@@ -45,7 +45,7 @@ def broken_rules(autoscaler: type[AutoscalerInterface]) -> Iterator[str]:
             yield str(error)
 
 
-@pytest.mark.parametrize("name", available_autoscalers())
+@pytest.mark.parametrize("name", mostly_slow(available_autoscalers(), but=["slo_attainment"]))
 def test_an_autoscaler_that_ships_keeps_the_contract(name: str) -> None:
     assert list(broken_rules(load_autoscaler(name))) == []
 

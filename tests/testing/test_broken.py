@@ -36,7 +36,7 @@ RARE = {
     *("BeginsWithoutItsWindow", "KeepsWindows", "KeepsStates", "RunsPastStopTokens"),
     *("GivesWindowsBackTooEarly", "SendsTheLastDrafts"),
 }
-# Those that take half a second of CPU or more.
+# Those that take a third of a second of CPU or more.
 LONG = {
     *("WalksThroughASet", "RefusesOnceBusy", "CountsItsReaders", "RemembersEverybody"),
     *("ComparesEveryPair", "PreemptsInVain", "PutsHolesInPrefixes", "OrdersByTheWallClock"),
@@ -45,6 +45,10 @@ LONG = {
     *("Sleeps", "RanksByDice", "LosesTheLoading", "ForgetsEncoderInputs", "KeepsSlotsForNobody"),
     *("ForgetsWindows", "OffloadsOthers", "ForgetsWhoRan", "KeepsSlotsOfTheEnded"),
     *("ForgetsToLoad", "ForgetsMaxLoras", "NeverServesOffline", "DisguisesTimeouts"),
+    *("DraftsToTheEnd", "TiresOfLongSteps", "RemembersDecodes", "FindsNoAge", "PausesToBreathe"),
+    *("TakesSeatsAway", "ServesTheEnded", "FreesTheInFlight", "AgesIntoNothing"),
+    *("IgnoresDeadlines", "SharesBetweenTenants", "SharesWhatIsNotComputed"),
+    *("LearnsBeforeTheEnd", "LetsNewcomersPass", "PredictsTheTruth", "ForeseesEnds"),
 }
 
 

@@ -139,8 +139,8 @@ async def test_a_late_batch_expires_with_what_it_has(tmp_path: Path) -> None:
     slow = msgspec.structs.replace(SIMULATED.runner, step_base_ms=20)
     base = msgspec.structs.replace(SIMULATED, runner=slow)
     async with serving(tmp_path, base, batch_concurrency=2) as (server, client):
-        batch = await create(client, completions(500), completion_window="3s")
-        assert batch.expires_at == batch.created_at + 3
+        batch = await create(client, completions(500), completion_window="2s")
+        assert batch.expires_at == batch.created_at + 2
         batch = await until(client, batch.id, "expired")
         assert (await server.gauges())["num_requests_running"] == 0
         output = await results(client, batch.output_file_id)

@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 
+from aioserve.server.batches import runner
 from aioserve.server.batches.directory import Disk
 from aioserve.server.batches.room import sweep, usage
 from tests.server.batches.asking import completions, config, create, serving, until
@@ -201,7 +202,10 @@ async def test_a_file_that_has_expired_is_gone_and_then_deleted(tmp_path: Path) 
     disk.close()
 
 
-async def test_an_input_counts_although_its_client_deletes_it(tmp_path: Path) -> None:
+async def test_an_input_counts_although_its_client_deletes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "LOOK_SECONDS", 0.5)  # three million empty lines are not read
     slow = msgspec.structs.replace(SIMULATED.runner, step_base_ms=50)
     base = msgspec.structs.replace(SIMULATED, runner=slow)
     async with serving(tmp_path, base) as (_, client):

@@ -1,0 +1,12 @@
+"""Batches that are looked for at once: what waits for seconds in a server waits for less here."""
+
+import pytest
+
+from aioserve.server.batches import runner, verdict
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New batches are found, and lines that had to wait are run again, within a few hundredths."""
+    monkeypatch.setattr(runner, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(verdict, "MAX_WAIT", 0.05)
