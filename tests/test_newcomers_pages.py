@@ -50,7 +50,8 @@ def test_every_flag_and_code_of_troubleshooting_exists() -> None:
 def test_every_log_line_of_troubleshooting_is_in_the_code() -> None:
     page = (DOCS / "troubleshooting.md").read_text().partition("## What the log says")[2]
     lines = re.findall(r"^\| `([^`]+)` \|", page, re.M)
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "aioserve").rglob("*.py")]
+    sources = [path.read_text() for path in (ROOT / "aioserve").rglob("*.py")]
+    trees = [ast.parse(source) for source in sources if "logg" in source]
     texts = "\n".join(
         re.sub(r"%[a-z.0-9]+", "...", node.value)
         for tree in trees

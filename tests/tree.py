@@ -31,7 +31,8 @@ def modules() -> list[Path]:
 
 def first_sentence(source: str) -> str:
     """Of a module, in one line: to the first full stop, question mark or end of its paragraph."""
-    docstring = ast.get_docstring(ast.parse(source)) or ""
+    opening = re.match(r'"""(?:[^"\\]|"(?!""))*"""', source)  # the rest need not be parsed
+    docstring = ast.get_docstring(ast.parse(opening[0] if opening else source)) or ""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     ended = re.match(r".*?[.?!](?=\s|$)", paragraph)
     return ended[0] if ended else paragraph

@@ -255,7 +255,4 @@ def _has_nan(key: object) -> bool:
     """Whether it is NaN, or a tuple that has one."""
     if not isinstance(key, tuple):
         return bool(key != key)
-    for part in key:  # written out: it is asked after every call, of every request
-        if _has_nan(part) if isinstance(part, tuple) else part != part:
-            return True
-    return False
+    return any(_has_nan(part) if isinstance(part, tuple) else part != part for part in key)

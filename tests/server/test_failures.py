@@ -105,7 +105,7 @@ async def test_where_the_policy_fails_a_plain_one_plans_and_ready_says_so_until_
         async def switch(body):
             return (await server.request("POST", "/admin/policy", json=body)).status
 
-        response = await start_stream(server)
+        response = await start_stream(server, max_tokens=400)
         assert await switch(policy) == 200
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
         for _ in range(3):
