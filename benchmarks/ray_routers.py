@@ -92,7 +92,7 @@ async def measure(
     await asyncio.to_thread(serve.run, app, name="aioserve", route_prefix="/")
     front = RayFront(
         EngineConfig.load(None, list(settings.items())),
-        serve.get_deployment_handle("engine-embedded", "aioserve"),
+        [serve.get_deployment_handle("engine-embedded", "aioserve")],
         msgspec.convert(model, ModelSettings),
         seed=0,
     )

@@ -258,7 +258,8 @@ class Call(RequestStream):
         except Exception as failure:
             self._fail(failure)
         finally:
-            self._sending = None
+            if self._sending is asyncio.current_task():  # else its replica was lost meanwhile
+                self._sending = None
 
     def _check_again(self, error: Exception) -> None:
         """Raises what the caller should hear, unless another replica may do better."""

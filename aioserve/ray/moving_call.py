@@ -119,9 +119,7 @@ class MovingCall(Call, Movable):
         if self._goes_on:
             tokens = tuple(self._token_ids)
             spec = msgspec.structs.replace(self._spec, output_token_ids=tokens)
-            await self._add(seat, spec, lambda: None)
-            self._mover.has_moved(self._source, seat)
-            self._next = []
+            await self._add(seat, spec, lambda: self._has_arrived(seat))
             return
         self._token_ids = []
         if isinstance(seat, AccountSeat) and seat.decode and self._room > 1:
@@ -130,6 +128,11 @@ class MovingCall(Call, Movable):
             await self._add(seat, prompt_part(self._spec), self._register, hands_over=True)
         else:
             await super()._submit(seat)
+
+    def _has_arrived(self, seat: Seat) -> None:
+        """A replica has accepted it with its tokens so far."""
+        self._next = []
+        self._mover.has_moved(self._source, seat)
 
     def _leave_seat(self) -> None:
         """The account stays open while there is another replica to move it to."""

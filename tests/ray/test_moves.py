@@ -27,6 +27,7 @@ with warnings.catch_warnings():  # Ray's own
     pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
     from aioserve.kv_connector import BlockDirectory
     from aioserve.ray.door import IngressClient
+    from aioserve.ray.front import RayFront
     from aioserve.ray.groups import ReplicaGroup
     from tests.ray.joined import Joined, Replica, is_idle, joined, whole
 
@@ -286,25 +287,38 @@ async def test_a_request_with_an_image_is_split(tmp_path: Path) -> None:
         await is_idle(both)
 
 
+FILLS_ONE = """
+from aioserve.routers.llumnix import Llumnix
+
+class Mine(Llumnix):
+    rebalance_seconds = 0.1
+
+    def choose(self, request, replicas):
+        return replicas[0]
+"""
+
+
 async def test_llumnix_moves_running_requests_off_a_full_replica(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=400, temperature=0.8, seed=1, ignore_eos=True)
     asked = [(f"{i} of the clock.", params) for i in range(6)]
     expected = await alone(tmp_path, asked)
+    router = tmp_path / "mine.py"
+    router.write_text(FILLS_ONE)
     options = {"out_below": 1e6, "in_above": 1.0}
-    config = sharing(tmp_path / "kv")
-    async with joined(config, 1, router="llumnix", router_options=options) as both:
+    fields: dict[str, Any] = {"router": f"{router}:Mine", "router_options": options}
+    async with joined(sharing(tmp_path / "kv"), **fields) as both:
         front = both.fronts[0]
-        running = [asyncio.create_task(whole(front, *each)) for each in asked]
-        late = Replica(config)
-        await late.start()
-        both.replicas.append(late)
-        both.tell(*both.replicas)
-        outputs = await asyncio.gather(*running)
-        assert [told(output) for [output] in outputs] == expected
+        outputs = await asyncio.gather(*(reading(front, *each) for each in asked))
+        assert [told(output) for output in outputs] == expected
         assert front.router_metrics.num_moved > 0
         await is_idle(both)
         assert work(both) == [0, 0]
-        await late.die()
+
+
+async def reading(front: RayFront, prompt: str, params: SamplingParams) -> RequestOutput:
+    """All of a stream that is read as it comes."""
+    stream = await front.add_request(prompt, params)
+    return await rest_of(stream, await anext(stream))
 
 
 @pytest.mark.parametrize("way", ["abort", "leave", "timeout"])
@@ -414,3 +428,55 @@ async def test_the_metrics_tell_how_many_have_moved(tmp_path: Path) -> None:
         text = (await front.ask(ShowMetrics())).decode()
         [moved] = re.findall(r"aioserve_router_moved_requests_total{.*} (.*)", text)
         assert float(moved) == 1
+
+
+RESTLESS = """
+from aioserve.routing import BaseRouter, Migrate
+
+class Mine(BaseRouter):
+    rebalance_seconds = 0.02
+    running = ()
+
+    def choose(self, request, replicas):
+        return self.rng.choice(replicas)
+
+    def on_first_token(self, request, name, seconds):
+        self.running += (request.request_id,)
+
+    def on_end(self, request, name):
+        self.running = tuple(each for each in self.running if each != request.request_id)
+
+    def rebalance(self, replicas):
+        count = min(4, len(self.running))
+        return [Migrate(i, self.rng.choice(replicas)) for i in self.rng.sample(self.running, count)]
+"""
+
+
+async def test_no_stream_is_lost_while_requests_move_and_replicas_die(tmp_path: Path) -> None:
+    router = tmp_path / "mine.py"
+    router.write_text(RESTLESS)
+    asked = [
+        (
+            f"{i} of the clock. {PROMPT[: 9 * i]}",
+            msgspec.structs.replace(LONG, seed=i, max_tokens=120),
+        )
+        for i in range(1, 17)
+    ]
+    expected = await alone(tmp_path, asked)
+    config = sharing(tmp_path / "kv")
+    async with joined(config, 3, router=f"{router}:Mine") as both:
+        front, [victim, *_] = both.fronts[0], both.replicas
+
+        running = [asyncio.create_task(reading(front, *each)) for each in asked]
+        leaving = [asyncio.create_task(whole(front, PROMPT, LONG)) for _ in range(4)]
+        async with asyncio.timeout(60):
+            while front.router_metrics.num_moved < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        for task in leaving:
+            task.cancel()
+        await victim.die()
+        both.replicas.remove(victim)
+        outputs = await asyncio.gather(*running)
+        assert [told(output) for output in outputs] == expected
+        await is_idle(both)
+        assert work(both) == [0, 0]
