@@ -117,9 +117,7 @@ class Call(RequestStream):
             self.let_go()
             return True
         self._is_aborted = True
-        self._seat.line.end.say(Abort(self.request_id))
-        loop = asyncio.get_running_loop()
-        self._giving_up = loop.call_later(ABORT_SECONDS, self._give_up)
+        self._tell_abort(self._seat)
         return True
 
     def lost(self, error: EngineDeadError) -> None:
@@ -187,6 +185,8 @@ class Call(RequestStream):
             choice = await self._choose(request)
             if not isinstance(choice, Wait):
                 await self._submit(choice)
+                if self._is_aborted and not self._is_over:  # while the answer was on its way
+                    self._tell_abort(choice)
                 return True
             self._num_attempts -= 1
             await self._wait(choice)
@@ -275,6 +275,12 @@ class Call(RequestStream):
             self._avoid.add(self._seat.line.name)
             self._seat.has_ended()
             self._seat = None
+
+    def _tell_abort(self, seat: Seat) -> None:
+        """The replica ends it; its reader is told soon, whether or not the replica says so."""
+        seat.line.end.say(Abort(self.request_id))
+        loop = asyncio.get_running_loop()
+        self._giving_up = loop.call_later(ABORT_SECONDS, self._give_up)
 
     def _tell_replica_to_drop(self) -> None:
         """What it has of this request, or gets yet."""
