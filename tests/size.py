@@ -154,6 +154,7 @@ PARTS = (
     # Kernels of adapters and of experts.
     *("kernels/src/block_pairs.h", "kernels/src/code_pairs.h"),
     *("kernels/src/low_rank.h", "kernels/src/experts.h"),
+    "kernels/src/places.h",  # the KV cache read ahead
     # Quantization at load; activations quantized to int8.
     *("config/quantization.py", "runner/cpu/int8_activations.py"),
     *("kernels/src/int8_*.h", "kernels/src/linear_int8.h"),

@@ -33,38 +33,7 @@
 #define LOAD_QUERY(query, d) LOAD_PART((query) + (d) / PART * PART, (d) / W % 2)
 #endif
 
-// Where K and V of two tiles lie: of this one, and of what this thread takes next.
-typedef struct {
-    const K *keys[2][TILE], *values[2][TILE];
-    int now;
-    const item *next;  // whose first tile the other is, fetched already
-    const K *zeros;
-} OVER(places);
-
-// The first `count` places of a tile: zeros outside of what the item may see, which is never read,
-// as other requests may be writing there.
-static void OVER(find_rows)(const attention *args, const item *work, int64_t tile, int64_t count,
-                            const K *zeros, const K **keys, const K **values) {
-    int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
-    int64_t end = smaller(work->end_key - tile, work->tile), i = 0;
-    while (i < begin) keys[i] = values[i] = zeros, i++;
-    while (i < end) {
-        int64_t position = tile + i, offset = position % args->block_size;
-        int64_t slot = work->blocks[position / args->block_size] * args->kv_heads + work->kv_head;
-        slot = slot * args->block_size + offset;
-        const K *key = (const K *)args->key_cache + slot * ROW(args->key_dim);
-        const K *value = (const K *)args->value_cache + slot * ROW(args->value_dim);
-        int64_t block_end = smaller(end, i + args->block_size - offset);
-        for (; i < block_end; i++, key += ROW(args->key_dim), value += ROW(args->value_dim))
-            keys[i] = key, values[i] = value;
-    }
-    while (i < count) keys[i] = values[i] = zeros, i++;
-}
-
-// The processor cannot guess where the next block lies.
-INLINE void OVER(prefetch)(const K *row, int64_t n) {
-    for (int64_t i = 0; i < n; i += 64 / sizeof(K)) __builtin_prefetch(row + i);
-}
+#include "places.h"
 
 // Up to W * STEP of the `n` numbers at x, the rest 0.
 INLINE vf OVER(load_lanes)(const K *x, int64_t n) {
@@ -185,33 +154,22 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
     }
     memset(out, 0, rows * value_dim * sizeof(float));
 
-    int64_t tile = work->first_key / 16 * 16;
-    if (places->next != work) {
-        const K **keys = places->keys[!places->now], **values = places->values[!places->now];
-        OVER(find_rows)(args, work, tile, work->tile, places->zeros, keys, values);
-        for (int64_t i = 0; i < work->tile; i++) {
-            OVER(prefetch)(keys[i], key_dim);
-            OVER(prefetch)(values[i], value_dim);
-        }
-    }
-    places->next = after;
-    for (; tile < work->end_key; tile += work->tile) {
+    for (int64_t tile = first_tile(work); tile < work->end_key; tile += work->tile) {
         int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
         int64_t end = smaller(work->end_key - tile, work->tile);
         int64_t last = (end + 15) / 16 * 16;
-        places->now = !places->now;
-        const K **key_rows = places->keys[places->now], **next_keys = places->keys[!places->now];
-        const K **value_rows = places->values[places->now];
-        const K **next_values = places->values[!places->now];
-        int is_last = tile + work->tile >= work->end_key && after;
-        const item *next = is_last ? after : work;
-        OVER(find_rows)(args, next, is_last ? after->first_key / 16 * 16 : tile + work->tile,
-                        next->tile > last ? next->tile : last, places->zeros, next_keys,
-                        next_values);
-        for (int64_t i = last; i < next->tile; i++) {  // no key here to be fetched beside
-            OVER(prefetch)(next_keys[i], key_dim);
-            OVER(prefetch)(next_values[i], value_dim);
-        }
+        OVER(rows) *own = places->ring + places->now;
+        OVER(rows) *next = places->ring + (places->now + 1) % 3;
+        OVER(rows) *far = places->ring + (places->now + 2) % 3;
+        places->now = (places->now + 1) % 3;
+        const K **key_rows = own->keys, **value_rows = own->values;
+        const K **next_keys = next->keys, **next_values = next->values;
+        if (OVER(foresee)(args, work, tile, after, 0, places->zeros, own))
+            OVER(prefetch_all)(own, 0, key_dim, value_dim);
+        OVER(foresee)(args, work, tile, after, 1, places->zeros, next);
+        OVER(prefetch_all)(next, last, key_dim, value_dim);  // no key here to be fetched beside
+        OVER(foresee)(args, work, tile, after, 2, places->zeros, far);
+        if (is_direct) OVER(prefetch_far)(far->keys, far->work->tile, key_dim);
         float scales_of_keys[2][TILE] __attribute__((aligned(64)));
 #ifdef CODES
         for (int64_t i = 0; i < last; i++) {
@@ -248,6 +206,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
                                          own < end ? own : end, &maxima[r + i],
                                          totals + (r + i) * W);
             }
+            if (is_direct && !r) OVER(prefetch_far)(far->values, far->work->tile, value_dim);
             if (is_direct)
                 WEIGH_VALUES(mr, weights + from / step, value_rows + from, next_values + from,
                              to - from, scales, out + r * value_dim, value_dim);
@@ -321,14 +280,16 @@ void OVER(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
         K zeros[ROW(key_dim > value_dim ? key_dim : value_dim)];
         memset(zeros, 0, sizeof zeros);
         OVER(places) places;
-        places.now = 0, places.next = 0, places.zeros = zeros;
+        for (int i = 0; i < 3; i++) places.ring[i].work = 0;
+        places.now = 0, places.zeros = zeros;
 #pragma omp for schedule(dynamic, chunk)
         for (int64_t i = 0; i < work.count; i++) {
             int64_t after = (i + 1) % chunk ? i + 1 : i + 1 + (threads - 1) * chunk;
             OVER(attend_item)(&args, work.items + i, after < work.count ? work.items + after : 0,
                               &places);
         }
-#pragma omp for schedule(dynamic)
+        if (work.is_cut)  // else this would be a barrier, and a turn of all threads for each item
+#pragma omp for schedule(dynamic, 8)
         for (int64_t i = 0; i < work.count; i++)
             if (work.items[i].pieces > 1 && work.items[i].piece == work.items[i].pieces - 1)
                 NAME(combine)(&args, work.items + i);

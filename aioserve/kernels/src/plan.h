@@ -8,6 +8,7 @@
 // Measured, on Zen 5 with heads of 64:
 #define TILE 128          // keys packed at a time: both packed tiles fit the first-level cache
 #define SMALL_TILE 32     // to twice as many where a row has few queries: memory keeps busy
+#define FAR_BYTES 1024    // of K or V that one line, fetched two tiles ahead, brings along
 #define PIECE 512         // keys of one item, where a row has few queries
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
 #define ITEM_ROWS 192     // queries times heads of one item: each tile is packed once for all
@@ -62,6 +63,7 @@ typedef struct {
     row *rows;
     int64_t count;  // of items
     int64_t size;   // products of all items, about
+    int is_cut;     // whether the context of any row is in several pieces
 } plan;
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -72,6 +74,14 @@ INLINE int64_t first_seen(const attention *args, int64_t position) {
     if (args->window < 0) return position - position % -args->window;
     return args->window ? larger(position + 1 - args->window, 0) : 0;
 }
+
+// Addresses, side by side.
+#define AT_A_TIME 8
+typedef int64_t addresses __attribute__((vector_size(8 * AT_A_TIME)));
+#define ADDRESS_INDEXES ((addresses){0, 1, 2, 3, 4, 5, 6, 7})
+
+// Where the tiles of an item begin.
+INLINE int64_t first_tile(const item *work) { return work->first_key / 16 * 16; }
 
 // Keys at a time, of `count`. About as many each, as what is next is fetched beside them.
 static int64_t tile_of(int64_t count) {
@@ -161,6 +171,7 @@ static plan make_plan(const attention *args, const int32_t *block_table, int64_t
         if (tokens <= FEW_QUERIES && seq_lens[r] > PIECE)
             sums += tokens * ((seq_lens[r] - 1) / PIECE + 1);
     }
+    work.is_cut = sums > 0;
     sums *= args->q_heads * (args->value_dim + 2);
     qsort(work.rows, count, sizeof(row), compare_rows);
     while (count && !work.rows[count - 1].tokens) count--;
