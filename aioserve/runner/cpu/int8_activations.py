@@ -16,6 +16,7 @@ from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused import FusedModel
 from aioserve.runner.fused.decoder import GatedMLP
 from aioserve.runner.fused.ops import Linear
+from aioserve.runner.fused.shares import own_experts
 from aioserve.runner.served_model import ServedModel
 
 _SETTING = "model.activations is 'int8', which"
@@ -55,9 +56,8 @@ def quantize_activations(model: ServedModel, config: ModelConfig) -> None:
             f"{_SETTING} needs a model that the compiled kernels serve whole, and {model.name} is "
             "none: leave it out"
         )
-    experts = [
-        layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, CompiledExperts)
-    ]
+    found = [own_experts(layer.mlp) for layer in model.decoder.layers]
+    experts = [one for one in found if isinstance(one, CompiledExperts)]
     products = _products(model.decoder) + [linear for one in experts for linear in one.products]
     quantized = [linear for linear in products if isinstance(linear, BlockLinear)]
     if not quantized:

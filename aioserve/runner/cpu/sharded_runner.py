@@ -10,11 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from aioserve.config import EngineConfig
-from aioserve.errors import ConfigError, RunnerDeadError
+from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.cpu.sleeper import SleepingRunner
-from aioserve.runner.tensor_parallel.messages import Free, Load, Message, Sampled, Step
+from aioserve.runner.tensor_parallel.messages import (
+    DropAdapter,
+    Free,
+    Load,
+    Message,
+    ReadAdapter,
+    Sampled,
+    Step,
+    UseAdapter,
+)
 from aioserve.runner.tensor_parallel.plan import check_model, check_settings
 from aioserve.runner.tensor_parallel.watch import FirstRankRunner
 from aioserve.scheduler.output import SchedulerOutput
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
     from aioserve.runner.batch.sampling_columns import SamplingInputs
     from aioserve.runner.cpu.executor import StepExecutor
     from aioserve.runner.cpu.sampler import SampledTokens
+    from aioserve.runner.low_rank import Adapter
 
 
 T = TypeVar("T")
@@ -50,7 +60,15 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
         return None if own is None else own * self._config.runner.tensor_parallel_size
 
     async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
-        raise ConfigError("adapters are not served with runner.tensor_parallel_size above 1")
+        """All ranks read it beside steps; what one of them refuses, all leave out."""
+        self._check_awake()
+        if (executor := self._executor) is None:
+            raise RunnerDeadError("the model runner is closed")
+        told = ReadAdapter(adapter_id, str(files.path), files.digest)
+        await self._submit(lambda: self._others.tell(told))
+        putting = asyncio.to_thread(executor.adapters.put, files)
+        [adapter] = await asyncio.gather(putting, return_exceptions=True)
+        await self._submit(lambda: self._use_adapter(adapter_id, adapter))
 
     def _submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
         future = super()._submit(function)
@@ -83,6 +101,18 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
             with self._met.together():
                 pass  # the others read which model it is
             super()._load_again(info)
+
+    def _use_adapter(self, adapter_id: str, adapter: "Adapter | BaseException") -> None:
+        with self._all_told(UseAdapter(adapter_id)):
+            with self._met.together():
+                if isinstance(adapter, BaseException):
+                    raise adapter
+            assert self._executor is not None, "awake"
+            self._executor.adapters.load(adapter_id, adapter)
+
+    def _drop_adapter(self, adapter_id: str) -> None:
+        with self._all_told(DropAdapter(adapter_id)):
+            super()._drop_adapter(adapter_id)
 
     def _free(self, *, weights: bool) -> None:
         with self._all_told(Free(weights)):

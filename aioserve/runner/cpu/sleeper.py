@@ -56,13 +56,16 @@ class SleepingRunner(ThreadedRunner):
         return await asyncio.to_thread(read_same_model, config, known)
 
     async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+        self._check_awake()
+        await super().load_adapter(adapter_id, files)
+
+    def _check_awake(self) -> None:
         if self._executor is None and self._thread is not None:
             raise ConfigError("the engine is asleep: wake it first")
-        await super().load_adapter(adapter_id, files)
 
     def unload_adapter(self, adapter_id: str) -> None:
         if self._thread is not None and self._resident is not None:  # also in a sleep
-            self._submit(lambda: self._model.drop_adapter(adapter_id))
+            self._submit(lambda: self._drop_adapter(adapter_id))
 
     # What follows runs on the runner's thread.
 
@@ -86,6 +89,9 @@ class SleepingRunner(ThreadedRunner):
         """Load the model with as many blocks and slots as before: the scheduler counts on them."""
         self._model.load(info, self._model.geometry)
         self._executor, self._model_info = self._model.executor, info
+
+    def _drop_adapter(self, adapter_id: str) -> None:
+        self._model.drop_adapter(adapter_id)
 
     def _free(self, *, weights: bool) -> None:
         self._model.free(weights=weights)

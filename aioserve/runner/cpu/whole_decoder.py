@@ -29,7 +29,7 @@ from aioserve.runner.cpu.low_rank import CompiledAdapter
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, GatedMLP, LayerProduct
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
-from aioserve.runner.fused.shares import AllReduceLinear, GatherToRank0, own_product
+from aioserve.runner.fused.shares import AllReduceLinear, GatherToRank0, own_experts, own_product
 from aioserve.runner.low_rank import Adapter, TokenAdapters
 from aioserve.runner.tensor_parallel.group import Ranks
 
@@ -70,7 +70,7 @@ class WholeDecoder(FusedDecoder):
         ) and all(
             layer.mlp.activation in ("silu", "gelu_tanh")
             if isinstance(layer.mlp, GatedMLP)
-            else isinstance(layer.mlp, CompiledExperts)
+            else isinstance(own_experts(layer.mlp), CompiledExperts)
             for layer in layers
         )
 
@@ -211,7 +211,7 @@ def _packed(linear: Linear) -> PackedWeight:
 def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct:
     attention, options = layer.attention, layer.attention.options
     query_norm, key_norm = attention.head_norms or (None, None)
-    key_cache, mlp = caches.key_caches[attention.index], layer.mlp
+    key_cache, mlp = caches.key_caches[attention.index], own_experts(layer.mlp)
     return LayerStruct(
         qkv=_packed(layer.qkv),
         output=_packed(layer.output),

@@ -42,6 +42,11 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         ranks.
         """
         check_settings(config)
+        if config.adapters.lora:
+            raise ConfigError(
+                f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but "
+                "CUDA ranks do not serve adapters: leave adapters.lora out"
+            )
         if config.speculation.speculative_method != "none":
             raise ConfigError(
                 f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but "

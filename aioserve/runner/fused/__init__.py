@@ -34,7 +34,7 @@ from aioserve.runner.fused.recognize import (
     MRoPERows,
     find_parts,
 )
-from aioserve.runner.fused.shares import AllReduceLinear, GatherToRank0
+from aioserve.runner.fused.shares import AllReduceExperts, AllReduceLinear, GatherToRank0
 from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Halves, ServedModel, Taps
@@ -234,9 +234,9 @@ def _fuse_layer(parts: LayerParts, ops: Ops, ranks: Ranks | None) -> DecoderLaye
 def _fuse_mlp(parts: GatedParts | ExpertParts, ops: Ops, ranks: Ranks | None) -> GatedMLP | Experts:
     if isinstance(parts, ExpertParts):
         experts = ops.experts(parts.router, parts.activation, parts.weights())
-        if experts is None or ranks is not None:
-            raise NotFusedError("its experts are served by the kernels of a CPU, on one rank")
-        return experts
+        if experts is None:
+            raise NotFusedError("its experts are served by the kernels of a CPU")
+        return experts if ranks is None else AllReduceExperts(experts, ranks)
     down = _fuse_linears((parts.down,), ops)
     return GatedMLP(
         gate_up=_fuse_linears(parts.gate_up, ops),

@@ -20,6 +20,7 @@ from aioserve.runner.fused.ops import (
     Ops,
     RMSNorm,
 )
+from aioserve.runner.fused.shares import with_added
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Taps
 
@@ -83,10 +84,10 @@ class DecoderLayer:
     def _multiply(
         self, product: LayerProduct, linear: Linear, x: Tensor, adapters: TokenAdapters | None
     ) -> Tensor:
-        out = linear(x)
-        if adapters is not None:
-            adapters.add((self.attention.index, product), x, out)
-        return out
+        if adapters is None:
+            return linear(x)
+        place = (self.attention.index, product)
+        return with_added(linear, x, lambda out: adapters.add(place, x, out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,6 @@ class FusedDecoder:
         """The logits [N, V] of any rows of `hidden`, which have these LoRA `adapters`."""
         if not len(hidden):
             return hidden.new_empty(0, self.embedding.shape[0], dtype=LOGITS_DTYPE)
-        logits = self.head(hidden)
-        if adapters is not None:
-            adapters.add(HEAD, hidden, logits)
-        return logits
+        if adapters is None:
+            return self.head(hidden)
+        return with_added(self.head, hidden, lambda out: adapters.add(HEAD, hidden, out))

@@ -31,9 +31,11 @@ class Site(NamedTuple):
     """A linear module: a part of the outputs of a product."""
 
     place: Place
-    begin: int  # of its outputs, among those of the product
+    begin: int  # of its outputs that are here, among those of the product
     num_outputs: int
     num_inputs: int
+    outputs: slice = slice(None)  # those that this rank has of a module that ranks share
+    inputs: slice = slice(None)
 
 
 class AdapterSites:
@@ -55,7 +57,7 @@ class AdapterSites:
         """`find`: a linear module by its name; None if there is none of that name that can have
         adapters. `table_shape`: tokens and hidden size of the embedding; None if that cannot.
         `is_table` says which name means it, `rows_of_table` its rows [N, hidden] by token ids [N],
-        `head` logits of hidden states.
+        `head` logits of hidden states, those of this rank.
         """
         self._find = find
         self.dtype, self._device = dtype, device
@@ -82,13 +84,13 @@ class AdapterSites:
             if site is None:
                 raise ConfigError(f"the model has no linear layer {name} that can have an adapter")
             _check_shape(name, part, site.num_outputs, site.num_inputs)
-            pieces.setdefault(site.place, []).append(self._piece(part, site.begin))
+            pieces.setdefault(site.place, []).append(self._piece(part, site))
         table = None
         for name, part in files.embeddings.items():
             if self._table_shape is None or not self._is_table(name):
                 raise ConfigError(f"the model has no embedding {name} that can have an adapter")
             _check_shape(name, part, self._table_shape[1], self._table_shape[0])
-            table = self._piece(part, 0)
+            table = self._piece(part, Site(name, 0, *self._table_shape[::-1]))
         for name, weight in files.base_weights.items():
             self._compare(name, weight)
         return Adapter(
@@ -100,10 +102,10 @@ class AdapterSites:
             files.num_parameters * self.dtype.itemsize,
         )
 
-    def _piece(self, part: LowRank, begin: int) -> Piece:
-        a = part.a.to(self._device, self.dtype)
-        b = (part.b.float() * part.scale).to(self._device, self.dtype)
-        return Piece(begin, a, b)
+    def _piece(self, part: LowRank, site: Site) -> Piece:
+        a = part.a[:, site.inputs].to(self._device, self.dtype)
+        b = (part.b[site.outputs].float() * part.scale).to(self._device, self.dtype)
+        return Piece(site.begin, a, b)
 
     def _compare(self, name: str, weight: Tensor) -> None:
         """PEFT saves the base model's weights of embeddings and heads with their adapters."""
@@ -116,10 +118,11 @@ class AdapterSites:
         if is_table:
             ids = torch.linspace(0, shape[0] - 1, _NUM_COMPARED, device=self._device).long()
             own, other = self._rows_of_table(ids), weight[ids]
-        elif name.endswith("lm_head"):
+        elif site is not None and name.endswith("lm_head"):
             count = min(_NUM_COMPARED, shape[1])
             unit = torch.eye(shape[1], dtype=self.dtype, device=self._device)[:count]
-            own, other = self._head(unit), weight[:, :count].T
+            other = weight[site.outputs, :count].T
+            own = self._head(unit)[:, : other.shape[1]]
         else:
             raise ConfigError(f"it brings weights of {name}: only those of adapters are served")
         if not (own - other).float().norm() <= _MOST_DIFFERENT * other.float().norm():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aioserve.runner.lora.adapter_sites import AdapterSites, Site
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.models.stateful_layers import StatefulLayers
+from aioserve.runner.tensor_parallel.shard import share_of
 
 
 class HookedAdapters:
@@ -46,7 +47,9 @@ class HookedAdapters:
                 self._table = (name, module)
                 module.register_forward_hook(self._embed)
         for name, module in self._names.items():
-            module.register_forward_hook(self._adapted(name, module is self._head))
+            # First: ranks put their parts of an output together by a hook of their own.
+            hook = self._adapted(name, module is self._head)
+            module.register_forward_hook(hook, prepend=True)
 
     @contextmanager
     def used(self, tokens: TokenAdapters | None, sampling: TokenAdapters | None) -> Iterator[None]:
@@ -72,7 +75,7 @@ class HookedAdapters:
             module = self._names.get(name)
             if module is None:
                 return None
-            return Site(name, 0, module.out_features, module.in_features)
+            return Site(name, 0, *share_of(module))
 
         return AdapterSites(
             find,

@@ -72,6 +72,11 @@ class Ranks:
         part = whole // self.size
         return slice(self.rank * part, (self.rank + 1) * part)
 
+    def padded_share(self, whole: int) -> slice:
+        """The same of any `whole`: the last parts may be smaller, or empty."""
+        part = -(-whole // self.size)
+        return slice(min(self.rank * part, whole), min((self.rank + 1) * part, whole))
+
     def add_up(self, x: Tensor) -> None:
         """Replace `x`, contiguous, by its sum over all ranks: the same bits on each."""
         try:

@@ -54,6 +54,26 @@ class Free(msgspec.Struct, frozen=True, tag=True):
     weights: bool
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Begin to read the LoRA adapter at `path`, beside steps; `digest`: that of its files."""
+
+    adapter_id: str
+    path: str
+    digest: str
+
+
+class UseAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Requests of this adapter come from now on, unless a rank could not read it."""
+
+    adapter_id: str
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """No request of this adapter comes any more."""
+
+    adapter_id: str
+
+
 class Answer(msgspec.Struct, frozen=True):
     """A message of a rank: that it comes to the meeting, that it has loaded, or why it ends."""
 
@@ -61,7 +81,7 @@ class Answer(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-Message: TypeAlias = Start | Step | Sampled | Load | Free
+Message: TypeAlias = Start | Step | Sampled | Load | Free | ReadAdapter | UseAdapter | DropAdapter
 
 #: What resources of several kinds tell the runner of a step, by their names.
 _PLANS: dict[str, Any] = {

@@ -16,6 +16,10 @@ _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_spl
 # Every rank keeps all of these. An embedding, too, whatever the plan says: to look a row up costs
 # nothing, while a sum over ranks costs as much as one in a layer.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
+#: Of a module with the weights of all experts: each expert is shared as a gated MLP is.
+EXPERTS = "moe_tp_experts"
+_IN_EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+_OF_PARAMETERS = "local_params"  # such as sinks of heads, which have a style of their own
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -26,8 +30,6 @@ def check_settings(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{ranks}, but ranks do not serve model.{name}: leave one of them out"
             )
-    if config.adapters.lora:
-        raise ConfigError(f"{ranks}, but ranks do not serve adapters: leave adapters.lora out")
     if config.speculation.drafts_by_model:
         method = config.speculation.speculative_method
         raise ConfigError(
@@ -64,7 +66,10 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
     if not styles & set(STYLES):
         raise ConfigError(f"{ranks} transformers has no plan for {name}")
     for module, style in body.items():
-        if _SYNONYMS.get(style, style) not in (*STYLES, *_WHOLE):
+        owner, _, own = module.rpartition(".")
+        if body.get(owner) == EXPERTS and _IN_EXPERTS.get(own) == style:
+            continue
+        if _SYNONYMS.get(style, style) not in (*STYLES, *_WHOLE, EXPERTS, _OF_PARAMETERS):
             raise ConfigError(
                 f"{ranks} the plan for {name} shares {module} as {style!r}, not served"
             )
@@ -76,6 +81,10 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
         (kv_heads, "KV heads"),
         (heads, "attention heads"),
         (getattr(hf_config, "intermediate_size", size), "numbers between the layers of its MLP"),
+        (
+            getattr(hf_config, "moe_intermediate_size", size),
+            "numbers between the layers of experts",
+        ),
     ):
         if not isinstance(count, int) or count % size:
             raise ConfigError(f"{ranks} {name} has {count} {what}, which is no multiple of it")
@@ -94,6 +103,16 @@ def plan_of(module: Any) -> dict[str, str]:
     found = {}
     for name, _ in module.named_modules():
         style = patterns.get(re.sub(r"\d+", "*", name))
-        if style is not None and style not in _WHOLE:
+        if style is not None and style not in (*_WHOLE, _OF_PARAMETERS):
             found[name] = _SYNONYMS.get(style, style)
     return found
+
+
+def vectors_of(module: Any) -> list[str]:
+    """The names of the parameters with a number for each of the heads that are shared."""
+    patterns: dict[str, str] = module.tp_plan
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.dim() == 1 and patterns.get(re.sub(r"\d+", "*", name)) == "colwise"
+    ]

@@ -4,14 +4,29 @@ Knows linear layers and what plans call them; knows nothing about attention or s
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
 from aioserve.runner.tensor_parallel.group import Ranks
-from aioserve.runner.tensor_parallel.plan import plan_of
+from aioserve.runner.tensor_parallel.plan import EXPERTS, plan_of, vectors_of
+
+
+class Share(NamedTuple):
+    """What this rank has of a linear layer."""
+
+    num_outputs: int  # of the layer, on all ranks
+    num_inputs: int
+    outputs: slice = slice(None)  # those that are here
+    inputs: slice = slice(None)
+
+
+def share_of(part: nn.Linear) -> Share:
+    """Which part of a linear layer is here: all of it, unless `shard` has left some."""
+    found: Share | None = getattr(part, "share_of_rank", None)
+    return Share(part.out_features, part.in_features) if found is None else found
 
 
 @torch.no_grad()
@@ -25,9 +40,13 @@ def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     parts: dict[str, Any] = dict(module.named_modules())
     for name, style in plan_of(module).items():
         part = parts[name]
-        if type(part) is not nn.Linear:
+        if type(part) is not nn.Linear and style != EXPERTS:
             raise ConfigError(f"the plan shares {name}, which is a {type(part).__name__}")
         _SHARES[style](name, part, ranks, part is head)
+    for name in vectors_of(module):
+        vector = module.get_parameter(name)
+        _check(name, len(vector), ranks)
+        vector.data = vector.data[ranks.share(len(vector))].clone()
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -36,7 +55,8 @@ def _columns(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
     """Keep this rank's share of a linear layer's outputs: rows of its weight and bias."""
     _check(name, part.out_features, ranks)
     own = ranks.share(part.out_features)
-    _keep(part, part.weight[own], None if part.bias is None else part.bias[own])
+    share = Share(part.out_features, part.in_features, outputs=own)
+    _keep(part, part.weight[own], None if part.bias is None else part.bias[own], share)
 
 
 def _joined_columns(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
@@ -49,9 +69,9 @@ def _joined_columns(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> 
     if getattr(part, "bias", None) is not None:
         raise ConfigError(f"{name} has biases, which are not served with ranks")
     count = -(-width // ranks.size)  # the last ones may have some zeros
-    own = slice(min(ranks.rank * count, width), min((ranks.rank + 1) * count, width))
-    rows = part.weight[own]
-    _keep(part, torch.cat([rows, rows.new_zeros(count - len(rows), rows.shape[1])]), None)
+    own = ranks.padded_share(width)
+    rows, share = part.weight[own], Share(width, part.in_features, outputs=own)
+    _keep(part, torch.cat([rows, rows.new_zeros(count - len(rows), rows.shape[1])]), None, share)
     part.register_forward_hook(_hook(lambda out: ranks.join_at_first(out, width)))
 
 
@@ -61,13 +81,9 @@ def _rows(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
     bias: Tensor | None = part.bias
     if bias is not None and not ranks.is_first:
         bias = torch.zeros_like(bias)  # it is added once
-    _keep(part, part.weight[:, ranks.share(part.in_features)], bias)
-
-    def add_up(out: Tensor) -> Tensor:
-        ranks.add_up(out)
-        return out
-
-    part.register_forward_hook(_hook(add_up))
+    own = ranks.share(part.in_features)
+    _keep(part, part.weight[:, own], bias, Share(part.out_features, part.in_features, inputs=own))
+    part.register_forward_hook(_hook(_adding_up(ranks)))
 
 
 def _split_rows(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
@@ -77,11 +93,44 @@ def _split_rows(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None
     part.register_forward_pre_hook(lambda _, arguments: (arguments[0][..., own],))
 
 
-_SHARES: dict[str, Callable[[str, nn.Linear, Ranks, bool], None]] = {
+def _experts(name: str, part: Any, ranks: Ranks, is_head: bool) -> None:
+    """Some of the numbers inside of each expert: its gates and ups, and what is made of them."""
+    gate_up, down = getattr(part, "gate_up_proj", None), getattr(part, "down_proj", None)
+    is_plain = (
+        isinstance(gate_up, Tensor)
+        and isinstance(down, Tensor)
+        and not (
+            getattr(part, "is_transposed", False)
+            or not getattr(part, "is_concatenated", True)
+            or getattr(part, "has_bias", False)
+            or gate_up.shape[1] != 2 * down.shape[2]
+        )
+    )
+    if not is_plain:
+        raise ConfigError(f"the plan shares {name}, whose experts lie in a way of their own")
+    inner = down.shape[2]
+    _check(name, inner, ranks)
+    own = ranks.share(inner)
+    halves = gate_up.detach().unflatten(1, (2, inner))
+    part.gate_up_proj = nn.Parameter(halves[:, :, own].flatten(1, 2).clone(), False)
+    part.down_proj = nn.Parameter(_copied(down.detach()[:, :, own]), False)
+    part.register_forward_hook(_hook(_adding_up(ranks)))
+
+
+def _adding_up(ranks: Ranks) -> Callable[[Tensor], Tensor]:
+    def add_up(out: Tensor) -> Tensor:
+        ranks.add_up(out)
+        return out
+
+    return add_up
+
+
+_SHARES: dict[str, Callable[[str, Any, Ranks, bool], None]] = {
     "colwise": _columns,
     "colwise_gather_output": _joined_columns,
     "rowwise": _rows,
     "rowwise_split_input": _split_rows,
+    EXPERTS: _experts,
 }
 
 
@@ -92,12 +141,17 @@ def _hook(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return changed
 
 
-def _keep(part: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+def _keep(part: Any, weight: Tensor, bias: Tensor | None, share: Share) -> None:
     """Copies: the file that the whole is mapped to can go, and what is tied to it stays whole."""
-    part.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format), False)
+    part.weight = nn.Parameter(_copied(weight), False)
     part.out_features, part.in_features = weight.shape
+    part.share_of_rank = share
     if bias is not None:
         part.bias = nn.Parameter(bias.clone(), False)
+
+
+def _copied(weight: Tensor) -> Tensor:
+    return weight.clone(memory_format=torch.contiguous_format)
 
 
 def _check(name: str, count: int, ranks: Ranks) -> None:

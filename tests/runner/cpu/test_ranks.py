@@ -270,7 +270,6 @@ def test_a_width_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"model": {"quantization": "int8"}}, "ranks do not serve model.quantization"),
-        ({"adapters": {"lora": ["a=b"]}}, "leave adapters.lora out"),
         (
             {"speculation": {"speculative_method": "draft", "draft_model": "x"}},
             "ranks do not serve a draft model",
