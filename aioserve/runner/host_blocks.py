@@ -9,7 +9,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,18 @@ from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVConnectorMetadata
 from aioserve.kv_connector import HostMemoryWorker
 
+if TYPE_CHECKING:
+    from aioserve.runner.tensor_parallel.group import Ranks
+
 # No other process is to see it; where there is no such flag, mmap is private anyway.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+
+
+class SharedSlots(NamedTuple):
+    """Slots of several ranks: of a block each has its own heads there, one behind the other."""
+
+    file: int  # without a name, which all of them have open
+    ranks: "Ranks"
 
 
 class HostBlocks(HostMemoryWorker):
@@ -28,16 +38,27 @@ class HostBlocks(HostMemoryWorker):
     memory as they fill.
     """
 
-    def __init__(self, caches: Sequence[Tensor], num_bytes: int, computed: str) -> None:
+    def __init__(
+        self,
+        caches: Sequence[Tensor],
+        num_bytes: int,
+        computed: str,
+        shared: SharedSlots | None = None,
+    ) -> None:
         """`caches` are K and V of every layer, [num_blocks, ...], each block in one piece;
-        `computed` says by what. Raises `ConfigError` if there is no room for a single block.
+        `computed` says by what; `num_bytes` are those of all ranks. Raises `ConfigError` if there
+        is no room for a single block.
         """
-        sizes = sizes_of(caches)
-        self.block_bytes = sum(sizes)
+        own_bytes, self.layout = sum(sizes_of(caches)), describe_layout(computed, caches)
+        self._ranks, rank, count = None, 0, 1
+        if shared is not None:
+            self._ranks, rank, count = shared.ranks, shared.ranks.rank, shared.ranks.size
+            self.layout += f"; {count} ranks"
+        self.block_bytes = own_bytes * count
+        self._own = slice(rank * own_bytes, (rank + 1) * own_bytes)  # of the bytes of a slot
         self.num_slots = count_slots(num_bytes, self.block_bytes)
-        self.layout = describe_layout(computed, caches)
         try:
-            self._memory = mmap.mmap(-1, self.num_slots * self.block_bytes, **_PRIVATE)
+            self._memory = _map(self.num_slots * self.block_bytes, shared)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"the system does not give {num_bytes >> 20:,} MiB for KV blocks: {error} "
@@ -50,7 +71,7 @@ class HostBlocks(HostMemoryWorker):
         """From now on copy between the slots and `caches`, whose blocks have the same sizes."""
         sizes = sizes_of(caches)
         memory = np.frombuffer(self._memory, np.uint8)
-        slots = memory.reshape(self.num_slots, self.block_bytes)
+        slots = memory.reshape(self.num_slots, self.block_bytes)[:, self._own]
         # numpy, on one thread: torch would wake its threads for each of these small copies.
         self._pairs = [
             (cache.view(torch.uint8).view(len(cache), -1).numpy(), slots[:, end - size : end])
@@ -70,6 +91,8 @@ class HostBlocks(HostMemoryWorker):
                 cache[block_ids] = of_slots[slots]
             self.load_seconds += time.perf_counter() - began
             self.num_loaded += len(slots)
+        if self._ranks is not None:  # once the step is back, all of them have done it
+            self._ranks.least(0)
 
     def close(self) -> None:
         """Let go of the caches. What is in the slots can still be read."""
@@ -78,6 +101,13 @@ class HostBlocks(HostMemoryWorker):
     def memory(self, slot: int) -> memoryview:
         begin = slot * self.block_bytes
         return memoryview(self._memory)[begin : begin + self.block_bytes]
+
+
+def _map(num_bytes: int, shared: SharedSlots | None) -> mmap.mmap:
+    if shared is None:
+        return mmap.mmap(-1, num_bytes, **_PRIVATE)
+    os.ftruncate(shared.file, num_bytes)
+    return mmap.mmap(shared.file, num_bytes)
 
 
 def sizes_of(caches: Sequence[Tensor]) -> list[int]:

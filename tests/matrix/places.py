@@ -4,6 +4,7 @@ The second rank is a thread here, and so is the worker a half on the same loop, 
 what processes add is tested beside the code. The stand-in of a card computes on the CPU.
 """
 
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -26,6 +27,7 @@ from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.tensor_parallel.messages import Answer, Message, Start, decode, encode
 from aioserve.runner.tensor_parallel.plan import check_model
+from aioserve.runner.tensor_parallel.processes import memory_file
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_device_runner
 from tests.workers.joined import connected
@@ -61,7 +63,8 @@ class RankThread:
         self._told: SimpleQueue[bytes] = SimpleQueue()
         self._is_here, self._has_loaded = threading.Event(), threading.Event()
         self._error: Exception | None = None
-        self._start = Start(config, 1, str(self.meeting))
+        self.kv_file = memory_file() if config.cache.kv_connector != "none" else -1
+        self._start = Start(config, 1, str(self.meeting), self.kv_file)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -86,6 +89,8 @@ class RankThread:
     def close(self) -> None:
         self._told.put(b"")
         self._thread.join()
+        if self.kv_file >= 0:
+            os.close(self.kv_file)
 
     # The other end, as `FirstRank` has it.
 

@@ -20,12 +20,14 @@ from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.resident import ResidentModel
 from aioserve.runner.cpu.sampler import SampledTokens
+from aioserve.runner.host_blocks import SharedSlots
 from aioserve.runner.low_rank import Adapter
 from aioserve.runner.tensor_parallel.group import SharedError
 from aioserve.runner.tensor_parallel.messages import (
     DropAdapter,
     Free,
     Load,
+    MakeHostBlocks,
     Message,
     ReadAdapter,
     Sampled,
@@ -44,6 +46,7 @@ class FollowingRank:
     def __init__(self, first: FirstRank, start: Start, info: ModelInfo) -> None:
         """Loads the share of the model."""
         self._first, self._ranks = first, meet(first, start)
+        self._slots = SharedSlots(start.kv_file, self._ranks)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="aioserve-adapters")
         self._reading: dict[str, Future[Adapter]] = {}  # adapters that no request has yet, by id
         self._model = ResidentModel(start.config, info, self._make)
@@ -60,6 +63,9 @@ class FollowingRank:
                     self._load(message)
                 case Free():
                     self._model.free(weights=message.weights)
+                case MakeHostBlocks():
+                    with self._ranks.together():
+                        self._model.make_host_blocks(message.num_bytes, self._slots)
                 case ReadAdapter():
                     reading = self._reader.submit(self._read_adapter, message)
                     self._reading[message.adapter_id] = reading

@@ -16,7 +16,7 @@ from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.machine import give_back_freed_memory
 
 if TYPE_CHECKING:
-    from aioserve.runner.host_blocks import HostBlocks
+    from aioserve.runner.host_blocks import HostBlocks, SharedSlots
     from aioserve.runner.low_rank import Adapter
 
 #: Loads a model, or a rank's share of it.
@@ -35,10 +35,12 @@ class ResidentModel:
         self.adapters: dict[str, Adapter] = {}
         self.host_blocks: HostBlocks | None = None
 
-    def make_host_blocks(self, num_bytes: int) -> "HostBlocks":
-        """Make room for KV blocks in host memory, of at most `num_bytes`. Raises `ConfigError`."""
+    def make_host_blocks(self, num_bytes: int, shared: "SharedSlots | None" = None) -> "HostBlocks":
+        """Make room for KV blocks in host memory, of at most `num_bytes` of all ranks, which share
+        it. Raises `ConfigError`.
+        """
         assert self.executor is not None, "awake"
-        self.host_blocks = blocks = self.executor.memory.make_host_blocks(num_bytes)
+        self.host_blocks = blocks = self.executor.memory.make_host_blocks(num_bytes, shared)
         return blocks
 
     def load(self, info: ModelInfo, cache: CacheConfig) -> None:

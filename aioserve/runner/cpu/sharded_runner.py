@@ -18,6 +18,7 @@ from aioserve.runner.tensor_parallel.messages import (
     DropAdapter,
     Free,
     Load,
+    MakeHostBlocks,
     Message,
     ReadAdapter,
     Sampled,
@@ -31,6 +32,7 @@ from aioserve.scheduler.output import SchedulerOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
     from aioserve.runner.batch.grammar_rows import Masks
     from aioserve.runner.batch.sampling_columns import SamplingInputs
@@ -70,6 +72,10 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
         [adapter] = await asyncio.gather(putting, return_exceptions=True)
         await self._submit(lambda: self._use_adapter(adapter_id, adapter))
 
+    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+        assert self._thread is not None, "load() first"
+        return self._thread.submit(self._make_host_blocks, num_bytes).result()
+
     def _submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
         future = super()._submit(function)
         future.add_done_callback(self._note_death)
@@ -101,6 +107,13 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
             with self._met.together():
                 pass  # the others read which model it is
             super()._load_again(info)
+
+    def _make_host_blocks(self, num_bytes: int) -> "KVConnectorWorker":
+        from aioserve.runner.host_blocks import SharedSlots
+
+        slots = SharedSlots(self._others.kv_file, self._met)
+        with self._all_told(MakeHostBlocks(num_bytes)), self._met.together():
+            return self._model.make_host_blocks(num_bytes, slots)
 
     def _use_adapter(self, adapter_id: str, adapter: "Adapter | BaseException") -> None:
         with self._all_told(UseAdapter(adapter_id)):

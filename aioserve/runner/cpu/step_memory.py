@@ -7,7 +7,7 @@ blocks, and what a step says of them.
 from aioserve.kv_cache import KVConnectorMetadata
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend
-from aioserve.runner.host_blocks import HostBlocks
+from aioserve.runner.host_blocks import HostBlocks, SharedSlots
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -46,10 +46,10 @@ class StepMemory:
         if self._windows is not None:
             self._windows.release()
 
-    def make_host_blocks(self, num_bytes: int) -> HostBlocks:
+    def make_host_blocks(self, num_bytes: int, shared: SharedSlots | None = None) -> HostBlocks:
         """Make room for blocks in host memory, of at most `num_bytes`. Raises `ConfigError`."""
         caches = [*self._memory.key_caches, *self._memory.value_caches]
-        self._host_blocks = HostBlocks(caches, num_bytes, self._computed)
+        self._host_blocks = HostBlocks(caches, num_bytes, self._computed, shared)
         return self._host_blocks
 
     def take_host_blocks(self, blocks: HostBlocks) -> None:

@@ -42,11 +42,15 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         ranks.
         """
         check_settings(config)
-        if config.adapters.lora:
-            raise ConfigError(
-                f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but "
-                "CUDA ranks do not serve adapters: leave adapters.lora out"
-            )
+        for name, is_asked in (
+            ("adapters.lora", config.adapters.lora),
+            ("cache.kv_connector", config.cache.kv_connector != "none"),
+        ):
+            if is_asked:
+                raise ConfigError(
+                    f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but "
+                    f"CUDA ranks do not serve {name}: leave it out"
+                )
         if config.speculation.speculative_method != "none":
             raise ConfigError(
                 f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but "

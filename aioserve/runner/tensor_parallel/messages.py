@@ -25,6 +25,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     config: EngineConfig
     rank: int
     meeting: str  # as in `Ranks`
+    kv_file: int = -1  # open in all ranks, for KV blocks in host memory; -1: there is none
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -54,6 +55,12 @@ class Free(msgspec.Struct, frozen=True, tag=True):
     weights: bool
 
 
+class MakeHostBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Make room for KV blocks in host memory, of at most so many bytes of all ranks."""
+
+    num_bytes: int
+
+
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Begin to read the LoRA adapter at `path`, beside steps; `digest`: that of its files."""
 
@@ -81,7 +88,9 @@ class Answer(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-Message: TypeAlias = Start | Step | Sampled | Load | Free | ReadAdapter | UseAdapter | DropAdapter
+Message: TypeAlias = (
+    Start | Step | Sampled | Load | Free | MakeHostBlocks | ReadAdapter | UseAdapter | DropAdapter
+)
 
 #: What resources of several kinds tell the runner of a step, by their names.
 _PLANS: dict[str, Any] = {

@@ -36,8 +36,6 @@ def check_settings(config: EngineConfig) -> None:
             f"{ranks}, but ranks do not serve a draft model: leave speculation.speculative_method "
             f"{method} out, or take ngram"
         )
-    if config.cache.kv_connector != "none":
-        raise ConfigError(f"{ranks}, but ranks do not serve cache.kv_connector: leave it out")
     threads, size = config.runner.threads, config.runner.tensor_parallel_size
     if threads is not None and threads % size:
         raise ConfigError(

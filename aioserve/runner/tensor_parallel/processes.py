@@ -50,6 +50,7 @@ class OtherRanks:
         self._here: set[int] = set()
         self._loaded: set[int] = set()
         self._ended: dict[int, str] = {}  # and why
+        self.kv_file = memory_file() if config.cache.kv_connector != "none" else -1
         self._folder = Path(tempfile.mkdtemp(prefix="aioserve-ranks-"))
         self.meeting = self._folder / "store"
         self._sockets: list[socket.socket] = []
@@ -75,7 +76,7 @@ class OtherRanks:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *([self.kv_file] if self.kv_file >= 0 else [])],
                 start_new_session=True,  # Ctrl-C is for the first rank, which drains before its end
                 env={**os.environ, "TQDM_DISABLE": "1"},  # one bar is enough
             )
@@ -85,7 +86,7 @@ class OtherRanks:
         )
         self._watchers.append(watcher)
         watcher.start()
-        self._send(rank, encode(Start(config, rank, str(self.meeting))))
+        self._send(rank, encode(Start(config, rank, str(self.meeting), self.kv_file)))
 
     @property
     def pids(self) -> list[int]:
@@ -144,6 +145,9 @@ class OtherRanks:
         for connection, ours in zip(self._connections, self._sockets, strict=True):
             connection.close()
             ours.close()
+        if self.kv_file >= 0:
+            os.close(self.kv_file)
+            self.kv_file = -1
         self._leave_folder()
 
     def _leave_folder(self) -> None:
@@ -187,6 +191,14 @@ def _in_words(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def memory_file() -> int:
+    """A file without a name, in memory where the system has such files; its descriptor."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("aioserve-kv")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class FirstRank:

@@ -95,23 +95,17 @@ def _split_rows(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None
 
 def _experts(name: str, part: Any, ranks: Ranks, is_head: bool) -> None:
     """Some of the numbers inside of each expert: its gates and ups, and what is made of them."""
-    gate_up, down = getattr(part, "gate_up_proj", None), getattr(part, "down_proj", None)
-    is_plain = (
-        isinstance(gate_up, Tensor)
-        and isinstance(down, Tensor)
-        and not (
-            getattr(part, "is_transposed", False)
-            or not getattr(part, "is_concatenated", True)
-            or getattr(part, "has_bias", False)
-            or gate_up.shape[1] != 2 * down.shape[2]
-        )
+    gate_up: Tensor | None = getattr(part, "gate_up_proj", None)
+    down: Tensor | None = getattr(part, "down_proj", None)
+    is_plain = getattr(part, "is_concatenated", True) and not any(
+        getattr(part, way, False) for way in ("is_transposed", "has_bias")
     )
-    if not is_plain:
+    if gate_up is None or down is None or not is_plain:
         raise ConfigError(f"the plan shares {name}, whose experts lie in a way of their own")
     inner = down.shape[2]
     _check(name, inner, ranks)
     own = ranks.share(inner)
-    halves = gate_up.detach().unflatten(1, (2, inner))
+    halves = gate_up.detach().view(len(gate_up), 2, inner, -1)
     part.gate_up_proj = nn.Parameter(halves[:, :, own].flatten(1, 2).clone(), False)
     part.down_proj = nn.Parameter(_copied(down.detach()[:, :, own]), False)
     part.register_forward_hook(_hook(_adding_up(ranks)))

@@ -274,7 +274,6 @@ def test_a_width_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
             {"speculation": {"speculative_method": "draft", "draft_model": "x"}},
             "ranks do not serve a draft model",
         ),
-        ({"cache": {"kv_connector": "memory"}}, "ranks do not serve cache.kv_connector"),
         ({"runner": {"threads": 3}}, "runner.threads: give a multiple of 2, not 3"),
         ({"runner": {"runner": "simulated"}}, "tensor_parallel_size is 2, which has no effect"),
         (

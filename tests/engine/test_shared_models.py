@@ -1,0 +1,105 @@
+"""What a model has besides its layers is served by two ranks as by one; the second is a process."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
+from aioserve.errors import ConfigError, RequestError
+from tests.adapters import make_adapter
+from tests.models import make_model
+
+pytestmark = [pytest.mark.dist, pytest.mark.asyncio(loop_factories=["uvloop"])]
+
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0, detokenize=False)
+PROMPTS = ([5] * 40, [6, 7, 8] * 20, [9] * 3, list(range(100, 170)))
+RANKS = RunnerConfig(threads=2, device="cpu", tensor_parallel_size=2)
+
+
+def of_model(path: Path, **sections: Any) -> EngineConfig:
+    config = EngineConfig(
+        model=ModelConfig(model=str(path), dtype="float32", skip_tokenizer_init=True),
+        cache=CacheConfig(num_kv_blocks=24),
+        runner=RunnerConfig(threads=1, device="cpu"),
+    )
+    return msgspec.structs.replace(config, **sections)
+
+
+async def read(engine: AsyncEngine, prompt: list[int], **fields: Any) -> list[int]:
+    outputs = engine.generate(prompt, PARAMS, **fields)
+    return [token_id async for output in outputs for token_id in output.token_ids]
+
+
+async def replies(engine: AsyncEngine, adapters: tuple[str | None, ...] = (None,)) -> Any:
+    asks = [(prompt, {"adapter": name} if name else {}) for prompt in PROMPTS for name in adapters]
+    return await asyncio.gather(*(read(engine, prompt, **own) for prompt, own in asks))
+
+
+async def of_one_and_two(config: EngineConfig, *adapters: str | None) -> tuple[Any, Any]:
+    async with AsyncEngine(config) as engine:
+        one = await replies(engine, adapters or (None,))
+    async with AsyncEngine(msgspec.structs.replace(config, runner=RANKS)) as engine:
+        return one, await replies(engine, adapters or (None,))
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])  # by the kernels; by modules
+async def test_rows_with_adapters_get_the_tokens_of_one_rank(kind: str, tmp_path: Path) -> None:
+    model = make_model(kind, tmp_path / "model")
+    paths = [make_adapter(model, tmp_path / name, seed=ord(name), rank=5) for name in "ab"]
+    lora = tuple(f"{path.name}={path}" for path in paths)
+    config = of_model(model, adapters=AdapterConfig(lora=lora))
+    one, two = await of_one_and_two(config, None, "a", "b")
+    assert two == one
+    assert one[0] != one[1] != one[2]
+
+
+async def test_an_adapter_that_one_rank_refuses_is_left_out_by_all(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    wider = make_model("llama", tmp_path / "wider", intermediate_size=160)
+    good, bad = make_adapter(model, tmp_path / "good"), make_adapter(wider, tmp_path / "bad")
+    config = of_model(model, runner=RANKS, adapters=AdapterConfig(lora=(f"good={good}",)))
+    async with AsyncEngine(config) as engine:
+        expected = await replies(engine, ("good",))
+        with pytest.raises((ConfigError, RequestError), match="is of another base"):
+            await engine.adapters.load("bad", str(bad))
+        await engine.adapters.load("again", str(good))
+        assert await replies(engine, ("again",)) == expected
+        engine.adapters.unload("again")
+        assert await replies(engine, ("good",)) == expected
+
+
+async def test_ranks_share_experts(tmp_path: Path) -> None:
+    one, two = await of_one_and_two(of_model(make_model("mixtral", tmp_path / "model")))
+    assert two == one
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+async def test_every_rank_loads_its_heads_of_a_block(kind: str, tmp_path: Path) -> None:
+    """What one engine leaves in a directory the next one finds, and no engine with one rank."""
+    model, own = make_model("llama", tmp_path / "model"), {}
+    if kind == "disk":
+        own = {"kv_connector_path": str(tmp_path / "blocks"), "kv_connector_disk_gib": 0.01}
+    cache = CacheConfig(num_kv_blocks=24, kv_connector=kind, kv_connector_gib=0.01, **own)  # type: ignore[arg-type]
+    async with AsyncEngine(of_model(model)) as engine:
+        expected = await replies(engine)
+    for runner, is_found in ((RANKS, False), (RANKS, True), (RunnerConfig(threads=1), False)):
+        async with AsyncEngine(of_model(model, runner=runner, cache=cache)) as engine:
+            for _ in range(3):
+                assert await replies(engine) == expected
+                if kind == "memory":  # others take their blocks meanwhile
+                    await read(engine, list(range(200, 500)))
+            hits = _total(engine, "hit_tokens" if kind == "memory" else "fetched_tokens")
+            if kind == "memory":
+                assert hits > 0
+                return
+            assert (hits > 0) is is_found
+
+
+def _total(engine: AsyncEngine, name: str) -> float:
+    lines = engine.render_metrics([]).decode().splitlines()
+    line = next(x for x in lines if x.startswith(f"aioserve_kv_connector_{name}_total"))
+    return float(line.split()[-1])
