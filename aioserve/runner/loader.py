@@ -176,7 +176,7 @@ def load_model(
         info.source.load_module,
         # Ranks keep a share: what is stored in another type, or goes to a card, is converted and
         # goes when the rest is gone.
-        named_dtype(config.dtype) if place.ranks is None else "auto",
+        named_dtype(config.dtype) if place.ranks is None or rounding is not None else "auto",
         place.device if place.ranks is None else torch.device("cpu"),
         keeps_blocks=keeps_blocks,
         rounding=rounding,

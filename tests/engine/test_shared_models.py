@@ -8,10 +8,18 @@ import msgspec
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
+from aioserve.config import (
+    AdapterConfig,
+    CacheConfig,
+    ModelConfig,
+    RunnerConfig,
+    SpeculationConfig,
+)
 from aioserve.errors import ConfigError, RequestError
 from tests.adapters import make_adapter
+from tests.eagle_models import make_head
 from tests.models import make_model
+from tests.mtp_models import make_mtp_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.asyncio(loop_factories=["uvloop"])]
 
@@ -103,3 +111,48 @@ def _total(engine: AsyncEngine, name: str) -> float:
     lines = engine.render_metrics([]).decode().splitlines()
     line = next(x for x in lines if x.startswith(f"aioserve_kv_connector_{name}_total"))
     return float(line.split()[-1])
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+async def test_ranks_share_quantized_weights(activations: Any, tmp_path: Path) -> None:
+    """Groups of inputs end where shares do, so that the codes are those of one rank."""
+    path = make_model("llama", tmp_path / "model", intermediate_size=128)
+    config = of_model(path)
+    model = msgspec.structs.replace(config.model, quantization="int8", activations=activations)
+    one, two = await of_one_and_two(msgspec.structs.replace(config, model=model))
+    assert two == one
+
+
+async def test_a_share_of_a_group_is_refused(tmp_path: Path) -> None:
+    config = of_model(make_model("llama", tmp_path / "model"), runner=RANKS)
+    model = msgspec.structs.replace(config.model, quantization="int4")
+    words = "the 96 inputs of .*down_proj are quantized in groups of 32, .* inputs 0 to 48"
+    with pytest.raises(ConfigError, match=words):
+        async with AsyncEngine(msgspec.structs.replace(config, model=model)):
+            pass
+
+
+@pytest.mark.parametrize("way", ["draft model", "EAGLE-3 head", "MTP layer"])
+async def test_the_first_rank_drafts_and_all_verify(way: str, tmp_path: Path) -> None:
+    if way == "MTP layer":
+        path = make_mtp_model("llama", tmp_path / "model")
+        own: dict[str, Any] = {"speculative_method": "mtp"}
+    else:
+        path, draft = tmp_path / "model", tmp_path / "draft"
+        make_model("llama", path, vocab_size=2048)
+        if way == "draft model":
+            make_model("llama", draft, vocab_size=2048)
+        else:
+            make_head(draft, target=64, layers=(0, 1, 1), vocab_size=2048)
+        own = {"speculative_method": "draft", "draft_model": str(draft)}
+    config = of_model(path, speculation=SpeculationConfig(num_speculative_tokens=3, **own))
+    async with AsyncEngine(of_model(path)) as engine:
+        expected = await replies(engine)
+    async with AsyncEngine(msgspec.structs.replace(config, runner=RANKS)) as engine:
+        assert await replies(engine) == expected
+        await engine.sleep(weights=True)
+        await engine.wake()
+        assert await replies(engine) == expected
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_draft_tokens > 0

@@ -19,7 +19,13 @@ from tests.seeing_models import EMBEDDED, Seeing
 
 VOCAB_SIZE = 2112  # that of the embedded tokenizer, and room for marks of images
 EOS = 0
-_TEXT = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "max_position_embeddings": 1024}
+# Half of an MLP is whole groups of quantized inputs.
+_TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "eos_token_id": EOS,
+    "max_position_embeddings": 1024,
+    "intermediate_size": 128,
+}
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -49,7 +55,7 @@ _LFM3 = {
 
 
 def _seeing(kind: str) -> Callable[[Path], Seeing]:
-    return lambda path: Seeing(kind, path, eos_token_id=EOS)
+    return lambda path: Seeing(kind, path, eos_token_id=EOS, intermediate_size=128)
 
 
 #: By what a model is, and whether it has an MTP layer: how it is made, and which of its linear

@@ -43,25 +43,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "With `running: abort` it is served; kept requests would be replayed otherwise.",
     ),
     (
-        "ranks do not serve a draft model",
-        "Not built: each rank would have the drafting model whole, or its own share of it.",
-    ),
-    ("ranks do not serve adapters", "Not built: an adapter would have to be cut as its layer is."),
-    (
-        "ranks do not serve model.quantization",
-        "Not built: a share of a layer's inputs would have to end where a block of codes does.",
-    ),
-    (
-        "as 'packed_colwise', not served",
-        "Not built: ranks would share each expert, by a plan that packs gates and ups.",
-    ),
-    (
         "transformers has no plan for",
         "`transformers` says how a model is shared; here it does not.",
-    ),
-    (
-        "ranks do not serve cache.kv_connector",
-        "Not built: each rank would keep its heads of a block, and all would have to agree.",
     ),
     ("is served on a CPU alone", "Not built: nothing could be tried on a card here."),
     ("needs the compiled kernels of a CPU", "The kernels are for CPUs."),

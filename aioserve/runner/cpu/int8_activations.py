@@ -16,7 +16,7 @@ from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused import FusedModel
 from aioserve.runner.fused.decoder import GatedMLP
 from aioserve.runner.fused.ops import Linear
-from aioserve.runner.fused.shares import own_experts
+from aioserve.runner.fused.shares import own_experts, own_product
 from aioserve.runner.served_model import ServedModel
 
 _SETTING = "model.activations is 'int8', which"
@@ -79,4 +79,4 @@ def _products(decoder: WholeDecoder) -> list[Linear]:
         products += (layer.qkv, layer.output)
         if isinstance(layer.mlp, GatedMLP):
             products += (layer.mlp.gate_up, layer.mlp.down)
-    return products
+    return [own_product(linear) for linear in products]

@@ -24,7 +24,7 @@ from aioserve.runner.models.architecture import check_architecture, has_states
 from aioserve.runner.multimodal.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
-from aioserve.runner.spec_decode.drafts import find_draft
+from aioserve.runner.spec_decode.drafts import find_draft, load_draft
 from aioserve.runner.tensor_parallel.group import Ranks, together
 from aioserve.runner.tensor_parallel.plan import shares_heads
 
@@ -55,7 +55,7 @@ def load_models(
         lambda weight: pack_linear(weight, None),
         CpuPlace.device,
     )
-    draft = None if source is None else source.load(model, info, place)
+    model, draft = load_draft(source, model, info, place, ranks)
     size = encoder_cache_bytes(config, info, model.kv_cache_spec.dtype, sees)
     return model, draft, size
 

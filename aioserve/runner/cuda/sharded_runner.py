@@ -14,7 +14,12 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.runner.tensor_parallel.messages import Step
-from aioserve.runner.tensor_parallel.plan import check_model, check_settings
+from aioserve.runner.tensor_parallel.plan import (
+    EXPERTS,
+    check_model,
+    check_settings,
+    plan_in_config,
+)
 from aioserve.runner.tensor_parallel.watch import FirstRankRunner
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -43,8 +48,11 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         """
         check_settings(config)
         for name, is_asked in (
+            ("model.quantization", config.model.quantization is not None),
+            ("model.activations", config.model.activations is not None),
             ("adapters.lora", config.adapters.lora),
             ("cache.kv_connector", config.cache.kv_connector != "none"),
+            ("a model with experts", EXPERTS in plan_in_config(model_info.hf_config).values()),
         ):
             if is_asked:
                 raise ConfigError(

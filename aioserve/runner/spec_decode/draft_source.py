@@ -5,7 +5,7 @@ The seam between settings and ways of drafting with a model. Knows sizes; knows 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from aioserve.runner.fused.ops import Linear
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from aioserve.runner.spec_decode.model_drafter import DraftRunner, Forward, ModelDrafter
+
+if TYPE_CHECKING:
+    from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class Draft(NamedTuple):
@@ -64,6 +67,15 @@ class DraftSource(ABC):
     def hf_config(self) -> Any:
         """The configuration of the layers that draft."""
         return self.info.hf_config
+
+    def meet(self, target: ServedModel, ranks: "Ranks") -> None:  # noqa: B027 - most need nothing
+        """On all ranks, before the first one, which drafts, loads what it does so with: get what
+        that needs of the others.
+        """
+
+    def follow(self, target: ServedModel) -> ServedModel:
+        """The served model as the ranks run it that do not draft."""
+        return target
 
     @abstractmethod
     def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:

@@ -9,17 +9,39 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.model_info import ModelInfo
+from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.draft_checkpoint import DraftCheckpoint
-from aioserve.runner.spec_decode.draft_source import DraftSource
+from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
 from aioserve.runner.spec_decode.eagle import is_eagle
 from aioserve.runner.spec_decode.eagle_source import EagleSource
 from aioserve.runner.spec_decode.mtp_source import MtpSource
+from aioserve.runner.tensor_parallel.group import Ranks
 
 
 def find_draft(config: EngineConfig, info: ModelInfo) -> DraftSource | None:
     """What makes drafts for the model of `info`, if a model is to. Raises `ConfigError`."""
     find = _METHODS.get(config.speculation.speculative_method)
     return None if find is None else find(config, info)
+
+
+def load_draft(
+    source: DraftSource | None,
+    model: ServedModel,
+    info: ModelInfo,
+    place: DraftPlace,
+    ranks: Ranks | None,
+) -> tuple[ServedModel, Draft | None]:
+    """The served `model` of `info` as it is to be run, and what makes drafts for it: on the first
+    of several ranks, whole. Raises `ConfigError` if it does not fit.
+    """
+    if source is None:
+        return model, None
+    if ranks is None:
+        return model, source.load(model, info, place)
+    source.meet(model, ranks)
+    with ranks.together():
+        draft = source.load(model, info, place) if ranks.is_first else None
+    return (model if ranks.is_first else source.follow(model)), draft
 
 
 def _find_named(config: EngineConfig, info: ModelInfo) -> DraftSource:

@@ -6,6 +6,7 @@ Knows names of weights and settings; what the layer computes is known to `mtp`.
 import logging
 
 import torch
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from aioserve.config import EngineConfig
@@ -16,7 +17,9 @@ from aioserve.runner.served_model import ServedModel, Taps
 from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
 from aioserve.runner.spec_decode.head_drafter import draft_of_head
 from aioserve.runner.spec_decode.mtp import LAYOUTS, MtpHead, load_body, one_layer_config
+from aioserve.runner.spec_decode.shared_head import whole_head
 from aioserve.runner.spec_decode.telling_model import TellingModel
+from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +53,27 @@ class MtpSource(DraftSource):
                 "take ngram, or a draft model"
             )
         self._hf_config = one_layer_config(info.hf_config)
+        self._head: Tensor | None = None  # of several ranks, which share it by tokens: all of it
 
     @property
     def hf_config(self) -> object:
         return self._hf_config
+
+    @torch.inference_mode()
+    def meet(self, target: ServedModel, ranks: Ranks) -> None:
+        if not ranks.least(target.halves is not None):
+            return  # told when it is loaded
+        assert target.halves is not None, "so all ranks say"
+        head = whole_head(target.halves, target.kv_cache_spec.dtype, self.num_states, ranks)
+        with ranks.together():
+            if ranks.is_first and head is None:
+                raise ConfigError(f"the head of {target.name} does more than multiply, and ranks "
+                                  "share it: leave speculation.speculative_method out")  # fmt: skip
+        self._head = head
+
+    def follow(self, target: ServedModel) -> ServedModel:
+        assert target.halves is not None, "the first rank has them"
+        return TellingModel(target, target.halves, Taps(()))
 
     @torch.inference_mode()
     def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
@@ -82,6 +102,7 @@ class MtpSource(DraftSource):
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
         telling = TellingModel(target, halves, Taps(()))
-        head = MtpHead(body, layout, parts, embedding, halves.logits)
+        logits = halves.logits if self._head is None else place.linear(self._head)
+        head = MtpHead(body, layout, parts, embedding, logits)
         logger.info("drafts by its MTP layer, %.1fM parameters", head.num_parameters / 1e6)
         return draft_of_head(self.info, head, telling.taps, telling)

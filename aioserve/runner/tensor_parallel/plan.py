@@ -25,17 +25,6 @@ _OF_PARAMETERS = "local_params"  # such as sinks of heads, which have a style of
 def check_settings(config: EngineConfig) -> None:
     """Raise `ConfigError` for what does not go with ranks, whatever the model is."""
     ranks = f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}"
-    for name in ("quantization", "activations"):
-        if getattr(config.model, name) is not None:
-            raise ConfigError(
-                f"{ranks}, but ranks do not serve model.{name}: leave one of them out"
-            )
-    if config.speculation.drafts_by_model:
-        method = config.speculation.speculative_method
-        raise ConfigError(
-            f"{ranks}, but ranks do not serve a draft model: leave speculation.speculative_method "
-            f"{method} out, or take ngram"
-        )
     threads, size = config.runner.threads, config.runner.tensor_parallel_size
     if threads is not None and threads % size:
         raise ConfigError(
@@ -58,7 +47,7 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
         raise ConfigError(
             f"{ranks} ranks do not serve quantized weights: take an unquantized model"
         )
-    body = getattr(hf_config, "base_model_tp_plan", None) or {}
+    body = plan_in_config(hf_config)
     name = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
     styles = {_SYNONYMS.get(style, style) for style in body.values()}
     if not styles & set(STYLES):
@@ -90,9 +79,14 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
 
 def shares_heads(hf_config: Any) -> bool:
     """Whether a rank has some of the heads, with their K and V; else each has all."""
-    plan = getattr(hf_config, "base_model_tp_plan", None) or {}
+    plan = plan_in_config(hf_config)
     shared = [key for key, style in plan.items() if style == "colwise"]
     return any("attention" in key or "attn" in key for key in shared)
+
+
+def plan_in_config(hf_config: Any) -> dict[str, str]:
+    """The plan of `transformers` for an architecture, by patterns; empty if there is none."""
+    return getattr(hf_config, "base_model_tp_plan", None) or {}
 
 
 def plan_of(module: Any) -> dict[str, str]:

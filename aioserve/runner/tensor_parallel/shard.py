@@ -10,6 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
+from aioserve.model_source.quantized import (
+    QuantizedWeight,
+    attach,
+    attached,
+    format_of,
+    stand_in,
+)
+from aioserve.model_source.quantized_modules import quantized_experts
 from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.runner.tensor_parallel.plan import EXPERTS, plan_of, vectors_of
 
@@ -56,7 +64,8 @@ def _columns(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
     _check(name, part.out_features, ranks)
     own = ranks.share(part.out_features)
     share = Share(part.out_features, part.in_features, outputs=own)
-    _keep(part, part.weight[own], None if part.bias is None else part.bias[own], share)
+    bias = None if part.bias is None else part.bias[own]
+    _keep(part, _some_rows(part.weight, own), bias, share)
 
 
 def _joined_columns(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
@@ -70,8 +79,8 @@ def _joined_columns(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> 
         raise ConfigError(f"{name} has biases, which are not served with ranks")
     count = -(-width // ranks.size)  # the last ones may have some zeros
     own = ranks.padded_share(width)
-    rows, share = part.weight[own], Share(width, part.in_features, outputs=own)
-    _keep(part, torch.cat([rows, rows.new_zeros(count - len(rows), rows.shape[1])]), None, share)
+    share = Share(width, part.in_features, outputs=own)
+    _keep(part, _some_rows(part.weight, own, count), None, share)
     part.register_forward_hook(_hook(lambda out: ranks.join_at_first(out, width)))
 
 
@@ -82,7 +91,8 @@ def _rows(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
     if bias is not None and not ranks.is_first:
         bias = torch.zeros_like(bias)  # it is added once
     own = ranks.share(part.in_features)
-    _keep(part, part.weight[:, own], bias, Share(part.out_features, part.in_features, inputs=own))
+    share = Share(part.out_features, part.in_features, inputs=own)
+    _keep(part, _some_columns(name, part.weight, own), bias, share)
     part.register_forward_hook(_hook(_adding_up(ranks)))
 
 
@@ -105,9 +115,15 @@ def _experts(name: str, part: Any, ranks: Ranks, is_head: bool) -> None:
     inner = down.shape[2]
     _check(name, inner, ranks)
     own = ranks.share(inner)
-    halves = gate_up.detach().view(len(gate_up), 2, inner, -1)
-    part.gate_up_proj = nn.Parameter(halves[:, :, own].flatten(1, 2).clone(), False)
+    rows = torch.arange(2 * inner).view(2, inner)[:, own].flatten()
+    part.gate_up_proj = nn.Parameter(gate_up.detach()[:, rows], False)
     part.down_proj = nn.Parameter(_copied(down.detach()[:, :, own]), False)
+    small_gate_up, small_down = quantized_experts(gate_up), quantized_experts(down)
+    if small_gate_up is not None:
+        part.gate_up_proj.quantized_experts = [one.rows(rows) for one in small_gate_up]
+    if small_down is not None:
+        few = [_columns_of_blocks(name, one, own) for one in small_down]
+        part.down_proj.quantized_experts = few
     part.register_forward_hook(_hook(_adding_up(ranks)))
 
 
@@ -135,9 +151,47 @@ def _hook(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return changed
 
 
-def _keep(part: Any, weight: Tensor, bias: Tensor | None, share: Share) -> None:
+def _some_rows(weight: Tensor, own: slice, count: int | None = None) -> nn.Parameter:
+    """These rows of a weight, quantized or not, and zeros behind them, `count` rows in all."""
+    small = attached(weight)
+    rows = weight[own] if small is None else small.data[own]
+    missing = 0 if count is None else count - len(rows)
+    copied = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+    if small is None:
+        return nn.Parameter(copied, False)
+    return _standing_in(QuantizedWeight(small.kind, copied), weight.dtype)
+
+
+def _some_columns(name: str, weight: Tensor, own: slice) -> nn.Parameter:
+    """These columns of a weight. Raises `ConfigError` if they are not whole groups of one that is
+    quantized.
+    """
+    if (small := attached(weight)) is None:
+        return nn.Parameter(_copied(weight[:, own]), False)
+    return _standing_in(_columns_of_blocks(name, small, own), weight.dtype)
+
+
+def _columns_of_blocks(name: str, small: QuantizedWeight, own: slice) -> QuantizedWeight:
+    group, num_bytes, _ = format_of(small.kind)
+    if own.start % group or own.stop % group:
+        raise ConfigError(
+            f"the {small.shape[1]} inputs of {name} are quantized in groups of {group}, of which "
+            f"a rank's share, inputs {own.start} to {own.stop}, would have parts: "
+            "runner.tensor_parallel_size"
+        )
+    columns = slice(own.start // group * num_bytes, own.stop // group * num_bytes)
+    return QuantizedWeight(small.kind, _copied(small.data[:, columns]))
+
+
+def _standing_in(small: QuantizedWeight, dtype: torch.dtype) -> nn.Parameter:
+    parameter = nn.Parameter(stand_in(small.shape, dtype), False)
+    attach(parameter, small)
+    return parameter
+
+
+def _keep(part: Any, weight: nn.Parameter, bias: Tensor | None, share: Share) -> None:
     """Copies: the file that the whole is mapped to can go, and what is tied to it stays whole."""
-    part.weight = nn.Parameter(_copied(weight), False)
+    part.weight = weight
     part.out_features, part.in_features = weight.shape
     part.share_of_rank = share
     if bias is not None:

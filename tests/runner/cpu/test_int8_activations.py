@@ -8,7 +8,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from aioserve.config import (
     EMBEDDED_MODEL,
     EngineConfig,
     ModelConfig,
-    RunnerConfig,
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
@@ -28,7 +26,6 @@ from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_models
 from aioserve.runner.cuda.load import load_on_cuda
 from aioserve.runner.spec_decode.drafts import find_draft
-from aioserve.runner.tensor_parallel.plan import check_settings
 from aioserve.sampling_params import SamplingParams
 from tests.gguf_models import write_gguf
 from tests.int8_activations import int8_products
@@ -206,10 +203,7 @@ def test_a_model_that_is_not_like_llama_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_gpu_and_ranks_are_refused(file: Path) -> None:
+def test_a_gpu_is_refused(file: Path) -> None:
     config = make_config(file, activations="int8")
     with pytest.raises(ConfigError, match=r"needs the compiled kernels of a CPU: set runner\.dev"):
         load_on_cuda(config, ModelInfo(config.model))
-    config = msgspec.structs.replace(config, runner=RunnerConfig(tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match=r"ranks do not serve model\.activations: leave one"):
-        check_settings(config)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SpeculationConfig
+from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SpeculationConfig
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
@@ -127,11 +128,27 @@ async def test_a_rank_that_dies_while_it_loads_keeps_no_card_waiting(model: str)
     assert has_left.is_set()
 
 
-def test_guesses_with_ranks_on_devices_are_refused(model: str) -> None:
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"speculation": SpeculationConfig(speculative_method="ngram")}, "speculation"),
+        ({"adapters": AdapterConfig(lora=("a=b",))}, "adapters.lora: leave it out"),
+        ({"cache": CacheConfig(kv_connector="memory")}, "cache.kv_connector: leave it out"),
+    ],
+)
+def test_what_only_ranks_on_a_cpu_serve_is_refused(
+    model: str, sections: dict[str, Any], words: str
+) -> None:
     config = EngineConfig(
-        model=ModelConfig(model=model),
-        runner=RunnerConfig(tensor_parallel_size=2),
-        speculation=SpeculationConfig(speculative_method="ngram"),
+        model=ModelConfig(model=model), runner=RunnerConfig(tensor_parallel_size=2), **sections
     )
-    with pytest.raises(ConfigError, match="CUDA ranks do not serve speculation"):
+    with pytest.raises(ConfigError, match=f"CUDA ranks do not serve {words}"):
+        ShardedOverlappedRunner(config, ModelInfo(config.model))
+
+
+def test_experts_are_refused_with_ranks_on_devices(tmp_path: Path) -> None:
+    path = str(make_model("mixtral", tmp_path))
+    runner = RunnerConfig(tensor_parallel_size=2)
+    config = EngineConfig(model=ModelConfig(model=path), runner=runner)
+    with pytest.raises(ConfigError, match="CUDA ranks do not serve a model with experts"):
         ShardedOverlappedRunner(config, ModelInfo(config.model))
