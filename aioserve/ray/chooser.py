@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: No replica is there: one is waited for as long as the request may wait for its end.
 NO_REPLICA = Wait(0.1)
+#: All replicas serve another model than this ingress, which goes as well.
+ALL_LEFT = Wait(0.1)
 #: Each replica has as many requests as `max_ongoing_requests` allows.
 ALL_FULL = Wait(0.05)
 
@@ -110,7 +112,7 @@ class OwnChooser(Chooser):
         lines, metrics = self._fleet.lines, self._metrics
         if not lines:
             metrics.outcomes["no_replica"] += 1
-            return NO_REPLICA
+            return ALL_LEFT if self._fleet.is_left else NO_REPLICA
         shunned = frozenset(avoid if lines.keys() - avoid else ())
         while True:
             answer, decode = self._ask(request, shunned)

@@ -142,6 +142,7 @@ class Fleet:
         are told what this one has sent. `role_of` gives the role of a replica by its name.
         """
         self.lines: dict[str, ReplicaLine] = {}  # of replicas that get requests
+        self.is_left = False  # there are replicas, and all of them serve another model
         self._delivery = delivery
         self._clock = clock
         self.dispatcher = dispatcher
@@ -159,7 +160,8 @@ class Fleet:
 
     def update(self, tickets: dict[str, str]) -> None:
         """These are all replicas from now on: their tickets, by their names."""
-        tickets = {name: ticket for name, ticket in tickets.items() if self._is_ours(name, ticket)}
+        ours = {name: ticket for name, ticket in tickets.items() if self._is_ours(name, ticket)}
+        self.is_left, tickets = bool(tickets) and not ours, ours
         for name in self._wanted - tickets.keys():
             self._dismiss(name)
         self._wanted = set(tickets)

@@ -459,8 +459,9 @@ async def test_an_ingress_waits_for_a_replica_of_its_own_version_and_settings(
 
 
 async def test_a_replica_with_another_model_gets_nothing_while_an_application_changes(
-    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(ray_call, "MAX_WAIT_SECONDS", 0.3)
     async with joined(SLOW, num_replicas=1) as both:
         other = Replica(SLOW)
         await other.start()
@@ -472,6 +473,10 @@ async def test_a_replica_with_another_model_gets_nothing_while_an_application_ch
             await whole(both.fronts[0], [1], SamplingParams(max_tokens=2))
         await both.expect_lines(1)
         assert not other.door.num_requests
+        both.tell(other)
+        await both.expect_lines(0)
+        with pytest.raises(EngineOverloadedError, match=r"no replica was chosen within 0\.3 s"):
+            await both.fronts[0].add_request([1], SamplingParams(max_tokens=2))
         await other.die()
 
 
