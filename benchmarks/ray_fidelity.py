@@ -3,16 +3,15 @@
     python benchmarks/ray_fidelity.py
 
 Two replicas with the simulated runner, whose steps take their time for real on a local Ray, and
-none in `compare --fleet`. One router after the other, live on new replicas. The last line is JSON.
+none in virtual time. One router after the other, live on new replicas. The last line is JSON.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
-import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,13 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
-from ray_routers import measure  # noqa: E402
+from ray_routers import measure, told  # noqa: E402
 
+from aioserve.lab.comparison.candidates import load_candidates, prepare  # noqa: E402
+from aioserve.lab.simulation.fleet import simulate_fleet  # noqa: E402
+from aioserve.lab.simulation.fleet_plan import Fleet  # noqa: E402
 from aioserve.lab.workloads.source import WorkloadSource  # noqa: E402
+from aioserve.lab.workloads.workload import Workload  # noqa: E402
 
 #: Five times as long as the steps of the README, so that a busy machine is on time.
 SETTINGS: dict[str, Any] = {
@@ -35,27 +38,37 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def simulate(given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """What `compare --fleet` finds, by router."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "aioserve", "compare", "chunked_prefill"]
-        command += ["--workload", given.workload, "--limit", str(given.limit), "--seeds", "1"]
-        command += ["--time-scale", str(given.time_scale), "--fleet", "2", "--json", str(path)]
-        command += ["--routers", *given.routers]
-        for name, value in SETTINGS.items():
-            if name != "runner.runner":
-                command += ["--set", f"{name}={value}"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-        results = json.loads(path.read_text())["results"]
+def simulate(router: str, workload: Workload, delay: float) -> dict[str, float]:
+    """The same in virtual time, where the router hears of all after `delay` seconds."""
+    settings = [(name, str(value)) for name, value in SETTINGS.items() if name != "runner.runner"]
+    candidates = load_candidates(["chunked_prefill"], settings)
+    (one,), (workload,), _ = prepare(candidates, [workload], is_live=False, clip=True)
+    fleet = Fleet(2, router, knowledge_delay=delay)
+    outcome = simulate_fleet(one.config, workload, fleet)
+    requests = [request for request in outcome.requests if request.is_finished]
+    sent = Counter(outcome.replica_of)
+    prompts = sum(request.num_prompt_tokens for request in workload.requests)
     return {
-        router: {
-            "hit_rate": result["totals"]["prefix_hit_share"],
-            "ttft_p50": result["durations"]["ttft"]["p50"],
-            "ttft_p99": result["durations"]["ttft"]["p99"],
-        }
-        for router, result in zip(given.routers, results, strict=True)
+        "hit_rate": sum(request.num_cached_tokens for request in requests) / prompts,
+        **told("ttft", [request.ttft for request in requests]),
+        **told("e2e", [request.end - request.arrival for request in requests]),
+        "busiest_share": max(sent.values()) / len(workload.requests),
+        "seconds": outcome.end,
+        "num_failed": len(workload.requests) - len(requests),
     }
+
+
+def line(router: str, how: str, row: dict[str, float]) -> str:
+    """A row of the table."""
+    times = "  ".join(
+        f"{name} "
+        + " / ".join(f"{1e3 * row[f'{name}_{key}']:.0f}" for key in ("mean", "p50", "p99"))
+        for name in ("ttft", "e2e")
+    )
+    return (
+        f"{router:12} {how:9}  {100 * row['hit_rate']:.1f}% of prompt tokens cached, {times} ms, "
+        f"busiest replica {100 * row['busiest_share']:.0f}%, {row['num_failed']:.0f} failed"
+    )
 
 
 def main() -> None:
@@ -63,12 +76,12 @@ def main() -> None:
     parser.add_argument("--workload", default="sessions")
     parser.add_argument("--limit", type=int, default=70, help="requests")
     parser.add_argument("--time-scale", type=float, default=2.0)
-    parser.add_argument("--routers", nargs="+", default=["round_robin", "prefix"])
+    parser.add_argument("--routers", nargs="+", default=["least_work", "prefix"])
+    parser.add_argument("--delay", type=float, default=0.03, help="of knowledge, simulated, in s")
     given = parser.parse_args()
-    live: dict[str, dict[str, float]] = {}
-    found = {"simulated": simulate(given), "live": live}
     source = WorkloadSource(path=given.workload, limit=given.limit, time_scale=given.time_scale)
     workload = source.load(0)
+    found = {}
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20
     )
@@ -79,14 +92,11 @@ def main() -> None:
     )
     try:
         for router in given.routers:
-            live[router] = asyncio.run(measure(router, workload, SETTINGS))
-            for how in ("simulated", "live"):
-                row = found[how][router]
-                print(
-                    f"{router:12} {how:9}  {100 * row['hit_rate']:.1f}% of prompt tokens cached, "
-                    f"TTFT p50 {1e3 * row['ttft_p50']:.0f} ms, p99 {1e3 * row['ttft_p99']:.0f} ms",
-                    flush=True,
-                )
+            simulated = simulate(router, workload, given.delay)
+            print(line(router, "simulated", simulated), flush=True)
+            live = asyncio.run(measure(router, workload, SETTINGS))
+            print(line(router, "live", live), flush=True)
+            found[router] = {"simulated": simulated, "live": live}
     finally:
         serve.shutdown()
         ray.shutdown()

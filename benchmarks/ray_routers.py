@@ -13,6 +13,8 @@ import json
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ class FrontClients(Clients):
         super().__init__(workload, time.perf_counter, lambda number: None)
         self._front = front
         self.ttft: list[float] = []
+        self.e2e: list[float] = []
+        self.num_sent: Counter[str] = Counter()  # by replica that accepted the request
         self.num_prompt_tokens = self.num_cached_tokens = self.num_failed = 0
 
     async def ask(self, i: int, due: float) -> list[int]:
@@ -64,6 +68,8 @@ class FrontClients(Clients):
         token_ids: list[int] = []
         try:
             stream = await self._front.add_request(prompt, params, user=request.user)
+            lines = self._front.fleet.lines.items()
+            self.num_sent.update(name for name, line in lines if stream.request_id in line.calls)
             async with stream:
                 async for output in stream:
                     if not token_ids:
@@ -71,6 +77,7 @@ class FrontClients(Clients):
                         self.num_prompt_tokens += output.num_prompt_tokens
                         self.num_cached_tokens += output.num_cached_tokens
                     token_ids += output.token_ids
+            self.e2e.append(self.clock() - due)
         except AioserveError as error:
             print(f"request {i}: {error}", file=sys.stderr)
             self.num_failed += 1
@@ -103,13 +110,23 @@ async def measure(
     seconds = clients.clock() - clients.start
     await front.close()
     await asyncio.to_thread(serve.delete, "aioserve")
-    p50, p99 = np.percentile(clients.ttft, (50, 99))
     return {
         "hit_rate": clients.num_cached_tokens / clients.num_prompt_tokens,
-        "ttft_p50": float(p50),
-        "ttft_p99": float(p99),
+        **told("ttft", clients.ttft),
+        **told("e2e", clients.e2e),
+        "busiest_share": max(clients.num_sent.values(), default=0) / max(1, len(clients.e2e)),
         "seconds": seconds,
         "num_failed": clients.num_failed,
+    }
+
+
+def told(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Mean, median and 99th percentile."""
+    p50, p99 = np.percentile(seconds, (50, 99))
+    return {
+        f"{name}_mean": float(np.mean(seconds)),
+        f"{name}_p50": float(p50),
+        f"{name}_p99": float(p99),
     }
 
 
