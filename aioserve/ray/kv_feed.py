@@ -7,6 +7,7 @@ Knows hashes of blocks; does not know Ray, tokens, nor routing.
 """
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -131,6 +132,7 @@ class KVFeed:
         self._open_line = open_line
         self._loads: dict[bytes, SentLoad] = {}  # by router, as each told last
         self._told_loads: dict[bytes, SentLoad] = {}  # of the others, by router
+        self._is_noted = asyncio.Event()  # an event, that is not told yet
         self._telling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -146,6 +148,7 @@ class KVFeed:
 
     def note(self, event: KVEvent) -> None:
         """Note a KV event for the next message; pass it to `AsyncEngine(on_kv_event=...)`."""
+        self._is_noted.set()
         if isinstance(event, BlockStored):
             self._held[event.block_hash] = None
             self._changed[event.block_hash] = True
@@ -191,7 +194,7 @@ class KVFeed:
         loop = asyncio.get_running_loop()
         last = reported = loop.time()
         while True:
-            await asyncio.sleep(FLUSH_SECONDS)
+            await self._pause()
             self._answer_all()
             report, now = None, loop.time()
             if self._numbers and now - reported > REPORT_SECONDS:
@@ -205,6 +208,15 @@ class KVFeed:
                 self._flush(report)
             elif self._loads or self._told_loads:
                 self._flush_loads()
+
+    async def _pause(self) -> None:
+        """Until there may be something to tell: with nothing new, a turn is a waste of a core."""
+        if not self._loads:  # what routers tell each other is told soon, and asked for here
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_SECONDS):
+                    await self._is_noted.wait()
+        self._is_noted.clear()
+        await asyncio.sleep(FLUSH_SECONDS)
 
     def _flush(self, report: ReplicaReport | None = None) -> None:
         is_everything, self._is_cleared = self._is_cleared, False
