@@ -101,8 +101,10 @@ class Floors:
         self._dtype = dtype
         self._rate_dtype = torch.float32 if is_widened else dtype
         if not is_widened:
-            self._body = [_pack(torch.randn(shape, dtype=dtype)) for shape in shapes.products]
-            self._head = _pack(torch.randn(shapes.head, dtype=dtype))
+            self._body = [
+                packed_product(torch.randn(shape, dtype=dtype)) for shape in shapes.products
+            ]
+            self._head = packed_product(torch.randn(shapes.head, dtype=dtype))
         self._times: dict[tuple[bool, int], Time] = {}
         self.bandwidth = read_bandwidth(self._rate_dtype)  # bytes a second
         self.rate = _product_rate(self._rate_dtype)  # operations a second
@@ -144,23 +146,23 @@ class Floors:
         return known
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     inputs: int
     run: Callable[[Tensor], Tensor]
 
 
-def _pack(weight: Tensor) -> _Product:
+def packed_product(weight: Tensor) -> Product:
     """In oneDNN's own layout, where torch has it."""
     if not (torch.backends.mkldnn.is_available() and weight.dtype != torch.float16):
-        return _Product(weight.shape[1], lambda x: F.linear(x, weight))
+        return Product(weight.shape[1], lambda x: F.linear(x, weight))
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
     run = torch.ops.mkldnn._linear_pointwise.default
-    return _Product(weight.shape[1], lambda x: run(x, packed, None, "none", [], ""))
+    return Product(weight.shape[1], lambda x: run(x, packed, None, "none", [], ""))
 
 
 def _product_rate(dtype: torch.dtype, size: int = 2048) -> float:
     """Operations a second of a product of two square matrices."""
-    product = _pack(torch.randn(size, size, dtype=dtype))
+    product = packed_product(torch.randn(size, size, dtype=dtype))
     rows = torch.randn(size, size, dtype=dtype)
     with torch.inference_mode():
         return 2 * size**3 / timed(lambda: product.run(rows)).median
@@ -169,7 +171,7 @@ def _product_rate(dtype: torch.dtype, size: int = 2048) -> float:
 def read_bandwidth(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes a second: the better of a product with one row and a sum over plain numbers."""
     outputs = READ_BYTES // (4096 * dtype.itemsize)
-    product = _pack(torch.randn(outputs, 4096, dtype=dtype))
+    product = packed_product(torch.randn(outputs, 4096, dtype=dtype))
     row = torch.randn(1, 4096, dtype=dtype)
     numbers = torch.ones(READ_BYTES // 4, dtype=torch.float32)
     with torch.inference_mode():
