@@ -63,7 +63,7 @@ class WaitReason(enum.StrEnum):
     LEASES = "leases"  # the same, and pinned prefixes hold some of those that are missing
     STATES = "states"  # no state slot is free (models with states)
     WINDOWS = "windows"  # the pool of sliding windows has no room for its own
-    ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
+    ENCODER_BUDGET = "encoder_budget"  # its next image is being encoded, or there is no room for it
     DEADLINE = "deadline"  # the policy expects it to miss its deadline anyway
     PREEMPTED = "preempted"  # it was preempted in this very step
     PAUSED = "paused"  # the policy paused it, and did not ask for it since

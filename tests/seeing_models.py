@@ -4,7 +4,7 @@ The text parts are those of `tests.models`. Needs Pillow; knows no engine.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +329,7 @@ def _gemma4_small(marks: dict[str, int]) -> tuple[Fields, Fields]:
     return _gemma4(marks, use_bidirectional_attention=None, num_kv_shared_layers=2, **layer_rows)
 
 
-_KINDS = {
+_KINDS: dict[str, Callable[[dict[str, int]], tuple[Fields, Fields]]] = {
     "internvl": _internvl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_vl": _qwen3_vl,
@@ -422,9 +422,16 @@ PLACEHOLDERS = {
 }
 
 
-def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:
+def make_seeing_model(
+    kind: str,
+    path: Path,
+    vision: Fields | None = None,
+    processing: Fields | None = None,
+    **overrides: Any,
+) -> Path:
     """Write a model of one of `SEEING_KINDS` to `path` and return `path`. `overrides` are fields of
-    the configuration of its text model.
+    the configuration of its text model, `vision` and `processing` those of its encoder and of its
+    image processor.
     """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
@@ -437,6 +444,8 @@ def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:
     tokenizer.chat_template = _TEMPLATE.replace("IMAGE", PLACEHOLDERS[kind])
     fields, processor = _KINDS[kind](marks)
     fields["text_config"] |= overrides
+    fields["vision_config"] = {**fields["vision_config"], **(vision or {})}
+    processor |= processing or {}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(_MODEL_TYPES.get(kind, kind), **fields)

@@ -67,6 +67,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     encoder_cache_tokens: Annotated[
         PositiveInt, doc("encoder cache size: tokens of encoder outputs kept for the decoder")
     ] = 16_384
+    encoder_chunk_tokens: Annotated[
+        int, doc("encoder chunk: most encoder tokens in one step beside decodes (0: any)", ge=0)
+    ] = 64
     num_lookahead_tokens: Annotated[
         int, doc("KV slots reserved per request for draft tokens", ge=0)
     ] = 0

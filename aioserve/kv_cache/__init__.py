@@ -9,24 +9,26 @@ from aioserve.kv_cache.connector import (
     KVConnectorStats,
     OffloadPrice,
 )
+from aioserve.kv_cache.encoding_ahead import Ahead
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.kv_cache.manager import KVCacheManager
 from aioserve.kv_cache.offload import offload_price
 from aioserve.kv_cache.resources import make_limits, make_resources
 from aioserve.kv_cache.resources.base import Resource
-from aioserve.kv_cache.resources.encoder import EncoderLimits
+from aioserve.kv_cache.resources.encoder import EncoderOutputs
 from aioserve.kv_cache.resources.states import StatePool, StateSlots
 from aioserve.kv_cache.resources.windows import WindowBlocks, WindowPool, WindowSpec
 from aioserve.kv_cache.retention import Retention
 from aioserve.kv_cache.vacancy import Vacancy
 
 __all__ = [
+    "Ahead",
     "AllBlocksCleared",
     "BlockNotes",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
-    "EncoderLimits",
+    "EncoderOutputs",
     "ExternalPrefix",
     "KVCacheManager",
     "KVConnectorBase",

@@ -28,6 +28,7 @@ class EncoderCacheManager:
         self._holders: dict[str, set[str]] = {}  # by content: ids of requests
         self._released: OrderedDict[str, None] = OrderedDict()
         self._evicted: list[str] = []
+        self._unread: set[str] = set()  # computed ahead, and held by no request since
 
     def __contains__(self, content_hash: str) -> bool:
         return content_hash in self._sizes
@@ -45,7 +46,9 @@ class EncoderCacheManager:
     def hold(self, request_id: str, item: EncoderInput) -> None:
         """Keep an output for a request; make room if it is not there yet (`can_allocate` first)."""
         content_hash = item.content_hash
-        if content_hash in self._sizes:
+        if content_hash in self._unread:
+            self._unread.remove(content_hash)
+        elif content_hash in self._sizes:
             self.num_hits += request_id not in self._holders.get(content_hash, ())
         else:
             self.num_inputs += 1
@@ -54,12 +57,18 @@ class EncoderCacheManager:
                 evicted, _ = self._released.popitem(last=False)
                 self._num_free_slots += self._sizes.pop(evicted)
                 self._evicted.append(evicted)
+                self._unread.discard(evicted)
             self._sizes[content_hash] = item.num_tokens
             self._num_free_slots -= item.num_tokens
             if content_hash in self._evicted:
                 self._evicted.remove(content_hash)  # it comes again before the runner was told
         self._released.pop(content_hash, None)
         self._holders.setdefault(content_hash, set()).add(request_id)
+
+    def hold_ahead(self, holder: str, item: EncoderInput) -> None:
+        """As `hold`, for an output that is computed before a request takes it."""
+        self.hold(holder, item)
+        self._unread.add(item.content_hash)
 
     def release(self, request_id: str, item: EncoderInput) -> None:
         """The request needs it no longer. Ignores what it does not hold."""
@@ -74,6 +83,7 @@ class EncoderCacheManager:
     def drop(self, item: EncoderInput) -> None:
         """Forget an output that will not be computed after all, even if a request holds it."""
         self._holders.pop(item.content_hash, None)
+        self._unread.discard(item.content_hash)
         self._released.pop(item.content_hash, None)
         size = self._sizes.pop(item.content_hash, 0)
         self._num_free_slots += size
@@ -90,12 +100,14 @@ class EncoderCacheManager:
                 del self._released[item.content_hash]
                 self._num_free_slots += self._sizes.pop(item.content_hash)
                 self._evicted.append(item.content_hash)
+                self._unread.discard(item.content_hash)
 
     def forget_released(self) -> None:
         """Drop the outputs that no request holds."""
         for content_hash in self._released:
             self._num_free_slots += self._sizes.pop(content_hash)
             self._evicted.append(content_hash)
+            self._unread.discard(content_hash)
         self._released.clear()
 
     @property

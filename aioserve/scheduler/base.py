@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, InvariantError, PolicyError, RequestError
-from aioserve.kv_cache import EncoderLimits, KVCacheManager, KVConnectorBase, make_limits
+from aioserve.kv_cache import EncoderOutputs, KVCacheManager, KVConnectorBase, make_limits
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.admission import check_queue, check_size
@@ -91,12 +91,7 @@ class BaseScheduler(
         # The state that the verbs write; a policy reads the part of it that follows.
         name = type(self).__name__
         self.book = RequestTable(name, kv_cache, config.queue_timeout, self._ask_group)
-        encoder = EncoderLimits(
-            config.encoder_cache_tokens,
-            config.max_encoder_tokens,
-            config.max_whole(max_model_len),
-            self.runs_whole_prompts,
-        )
+        encoder = EncoderOutputs.of(config, max_model_len, self.runs_whole_prompts, kv_cache.pool)
         self._on_end = self._end_hooks()
         self.book.just_ended = [] if self._on_end else None
         self._ranks = self._asked_ranks()

@@ -7,7 +7,7 @@ tokens before it, so a block that is shared, freed or overwritten wrongly is not
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-from aioserve.kv_cache import WindowSpec
+from aioserve.kv_cache import Ahead, WindowSpec
 from aioserve.outputs import ModelRunnerOutput, Vector
 from aioserve.row_values import ROW_VALUES, invented
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
@@ -226,6 +226,10 @@ class ToyRunner:
                 item = self._rows[request_id].encoder_inputs[index]
                 self._encoder_outputs[item.content_hash] = item.num_tokens
                 num_encoded += item.num_tokens
+        if (ahead := Ahead.of(output.parts)) is not None:
+            num_encoded += ahead.num_tokens
+            if ahead.is_last:
+                self._encoder_outputs[ahead.item.content_hash] = ahead.done
         self._check_encoder_limits(output.step_id, num_encoded)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             row = self._rows[request_id]

@@ -18,6 +18,7 @@ RARELY = st.sampled_from([False] * 9 + [True])
 #: Of harness settings, requests and events, what only a `BaseScheduler` has to understand.
 EXTRAS = (
     "drafter",
+    "encoder_chunk_tokens",
     "encoder_inputs",
     "kv_connector",
     "max_encoder_tokens",
@@ -59,6 +60,7 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
     if draw(SOMETIMES):
         settings["max_encoder_tokens"] = draw(st.sampled_from([4, 9]))
         settings["encoder_cache_tokens"] = draw(st.sampled_from([4, 5, 9]))
+        settings["encoder_chunk_tokens"] = draw(st.sampled_from([0, 1, 3]))
     settings["max_loras"] = 1 + settings["num_blocks"] % 3
     if draw(SOMETIMES):
         settings["kv_connector"] = draw(st.sampled_from(["memory", "disk"]))

@@ -27,6 +27,7 @@ from aioserve.multimodal.processing import ImageProcessor
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.multimodal.encoding_pieces import EncodingPieces
 from aioserve.runner.multimodal.image_encoder import ImageEncoder
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import make_adapter, merge
@@ -111,6 +112,7 @@ CASES: dict[str, dict[str, Any]] = {
     "small chunks": {"options": {"chunk_size": 5}},
     "starved": {"options": {"chunk_size": 16}, "num_kv_blocks": 25},
     "encoder": {"options": {"chunk_size": 64}, "max_encoder_tokens": 60},
+    "pieces": {"options": {"chunk_size": 37}, "encoder_chunk_tokens": 5},
 }
 
 
@@ -123,10 +125,16 @@ def settings_of(kind: str, case: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", mostly_slow(CASES, but=["chunks"]))
 @pytest.mark.parametrize("kind", SEEING_KINDS)
 async def test_tokens_are_those_of_generate(
-    seeing: Callable[[str], Seeing], kind: str, case: str
+    seeing: Callable[[str], Seeing], kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = seeing(kind)
-    prompts = model.prompts()
+    model, advanced = seeing(kind), []
+    prompts, advance = model.prompts(), EncodingPieces.advance
+
+    def noting(pieces: EncodingPieces, *args: Any) -> None:
+        advance(pieces, *args)
+        advanced.append(args)
+
+    monkeypatch.setattr(EncodingPieces, "advance", noting)
     tokens, stats = await serve(make_config(model, **settings_of(kind, case)), prompts)
     expected = [model.tokens(text, images) for text, images in prompts]
     assert tokens == expected
@@ -134,6 +142,8 @@ async def test_tokens_are_those_of_generate(
     assert stats.num_encoder_inputs >= 4
     if case == "starved":
         assert stats.num_preemptions > 0
+    if case == "pieces":
+        assert advanced
 
 
 # Not with experts: which of them a token takes is chance, then.
@@ -252,19 +262,22 @@ def broken(engine: AsyncEngine, is_bad: Callable[[Any], bool]) -> Iterator[None]
     encoder._module.get_image_features = features
 
 
+def on_ranks(config: EngineConfig, num_ranks: int) -> tuple[EngineConfig, RunnerOfThreads]:
+    """The same on so many ranks, and what runs them."""
+    ranks = RunnerConfig(
+        threads=num_ranks, tensor_parallel_size=num_ranks, rank_timeout=COMPUTING_SECONDS
+    )
+    config = msgspec.structs.replace(config, runner=ranks)
+    return config, RunnerOfThreads(config, ModelInfo(config.model))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_an_image_that_cannot_be_encoded_fails_who_needs_it(
     seeing: Callable[[str], Seeing], num_ranks: int
 ) -> None:
     model, config, runner = seeing(ONE), make_config(seeing(ONE)), None
     if num_ranks > 1:  # the first one encodes, and the others know as well
-        ranks = RunnerConfig(
-            threads=num_ranks,
-            tensor_parallel_size=num_ranks,
-            rank_timeout=COMPUTING_SECONDS,
-        )
-        config = msgspec.structs.replace(config, runner=ranks)
-        runner = RunnerOfThreads(config, ModelInfo(config.model))
+        config, runner = on_ranks(config, num_ranks)
     bad, good = picture(1, 30, 30).point(lambda _: 255), picture(2, 30, 30)
     text = f"{model.mark} What is this?"
     prompts = [(text, [bad]), (text, [good]), (f"It: {model.mark}", [bad]), ("Nothing", [])]
@@ -280,6 +293,34 @@ async def test_an_image_that_cannot_be_encoded_fails_who_needs_it(
         assert "an image of this request could not be encoded: what is this?" in str(failure)
     assert [found[1], found[3]] == [model.tokens(*prompts[1]), model.tokens(*prompts[3])]
     assert again == model.tokens(*prompts[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_an_image_encoded_in_pieces_that_cannot_be_fails_who_needs_it(
+    seeing: Callable[[str], Seeing], num_ranks: int
+) -> None:
+    model, runner = seeing(ONE), None
+    config = make_config(model, encoder_chunk_tokens=5)
+    if num_ranks > 1:
+        config, runner = on_ranks(config, num_ranks)
+    bad, good = picture(1, 60, 60).point(lambda _: 255), picture(2, 60, 60)
+    text = f"{model.mark} What is this?"
+    with loading_one_at_a_time():
+        async with AsyncEngine(config, runner=runner) as engine:
+            beside = asyncio.create_task(collect(engine, "Nothing", [], max_tokens=60))
+            with broken(engine, lambda pixels: bool((pixels == 1).all())):
+                found = await asyncio.gather(
+                    collect(engine, text, [bad]),
+                    collect(engine, text, [good]),
+                    return_exceptions=True,
+                )
+            again = await collect(engine, text, [bad])
+            assert len(await beside) == 60
+    assert isinstance(found[0], RequestFailedError)
+    assert "could not be encoded: what is this?" in str(found[0])
+    assert found[1] == model.tokens(text, [good])
+    assert again == model.tokens(text, [bad])
+    assert not [thread for thread in threading.enumerate() if thread.name == "aioserve-encoder"]
 
 
 async def test_no_vector_is_told_of_an_image_that_cannot_be_encoded(

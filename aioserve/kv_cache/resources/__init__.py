@@ -2,7 +2,7 @@
 
 from aioserve.kv_cache.resources.adapters import AdapterSlots
 from aioserve.kv_cache.resources.base import Resource
-from aioserve.kv_cache.resources.encoder import EncoderLimits, EncoderOutputs
+from aioserve.kv_cache.resources.encoder import EncoderOutputs
 from aioserve.kv_cache.resources.states import StatePool
 from aioserve.kv_cache.resources.windows import WindowPool, WindowSpec
 
@@ -25,6 +25,6 @@ def make_resources(
     return resources
 
 
-def make_limits(max_loras: int, encoder: EncoderLimits) -> list[Resource]:
+def make_limits(max_loras: int, encoder: EncoderOutputs) -> list[Resource]:
     """What settings of the scheduler limit, whatever the model: these come and go with policies."""
-    return [AdapterSlots(max_loras), EncoderOutputs(encoder)]
+    return [AdapterSlots(max_loras), encoder]

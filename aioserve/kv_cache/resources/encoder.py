@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import RequestError
+from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.encoder_cache import EncoderCacheManager
+from aioserve.kv_cache.encoding_ahead import EncodingAhead
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.request import EncoderInput, Request, WaitReason
 
@@ -21,21 +23,38 @@ class EncoderLimits(msgspec.Struct, frozen=True):
     step_tokens: int  # most that the encoder computes in one step
     max_whole: int  # most of an input that runs whole: what a full house leaves of a step
     runs_whole_prompts: bool  # then all inputs of a prompt run in one step
+    chunk: int = 0  # most that it computes beside other requests; 0: no limit
 
 
 class EncoderOutputs(Resource):
     """A token of an encoder input is never scheduled unless the input's output is there, or is
-    computed by the same step.
+    computed by the same step. Beside other requests, large ones are encoded ahead of their tokens.
     """
 
     name = "encoder"
     unfit = WaitReason.ENCODER_BUDGET
 
-    def __init__(self, limits: EncoderLimits) -> None:
+    def __init__(self, limits: EncoderLimits, pool: BlockPool) -> None:
+        """`pool` has the KV blocks of requests."""
         self._limits = limits
         self._cache = EncoderCacheManager(limits.num_slots)
+        self._ahead = EncodingAhead(self._cache, limits.chunk, pool)
         self._discard_plan()
         self._told: tuple[int, list[str]] = 0, []  # by the last step: contents to be dropped
+
+    @classmethod
+    def of(
+        cls, settings: Any, max_model_len: int, runs_whole_prompts: bool, pool: BlockPool
+    ) -> "EncoderOutputs":
+        """As the `settings` of a scheduler (`SchedulerConfig`) say."""
+        limits = EncoderLimits(
+            settings.encoder_cache_tokens,
+            settings.max_encoder_tokens,
+            settings.max_whole(max_model_len),
+            runs_whole_prompts,
+            settings.encoder_chunk_tokens,
+        )
+        return cls(limits, pool)
 
     def concerns(self, request: Request) -> bool:
         return bool(request.encoder_inputs)
@@ -78,8 +97,10 @@ class EncoderOutputs(Resource):
         """
         needed, seen = 0, set[str]()
         for _, item in _overlapping(request, start, num_tokens):
-            if item.content_hash not in self._cache and item.content_hash not in seen:
+            if self._lacks(item) and item.content_hash not in seen:
                 needed += item.num_tokens
+                if self._ahead.delays(request, item, needed):
+                    return max(item.position - start, 0)
             # An output that is there is kept for its own tokens only: room for an earlier input
             # may be made of it, or two that do not fit together would wait for each other.
             seen.add(item.content_hash)
@@ -95,7 +116,7 @@ class EncoderOutputs(Resource):
         missing = self._missing(request, start, num_tokens)
         owners = set()
         for _, item in _overlapping(request, start, num_tokens):
-            if item.content_hash in self._cache:  # held before room is made for others
+            if not self._lacks(item):  # held before room is made for others
                 self._cache.hold(request.request_id, item)
                 if self._fresh.get(item.content_hash, request) is not request:
                     owners.add(self._fresh[item.content_hash])
@@ -115,20 +136,27 @@ class EncoderOutputs(Resource):
             self._cache.drop(item)
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> Mapping[str, Any]:
-        """The indices of `inputs` to be encoded before the step, by request, and which outputs the
-        runner may `free`, by content.
+        """The indices of `inputs` to be encoded before the step, by request; what is encoded
+        `ahead`; and which outputs the runner may `free`, by content.
         """
         told: dict[str, Any] = {}
         if self._scheduled:
             told["inputs"] = self._scheduled
-            self._discard_plan()
+        num_encoded = self._limits.step_tokens - self._token_budget
+        if ahead := self._ahead.plan(tokens, step_id, num_encoded, self._token_budget):
+            told["ahead"] = ahead
         if evicted := self._cache.take_evicted():
             told["free"] = evicted
             self._told = step_id, evicted
         if self._cache.has_holders:
             for request in tokens:  # steps run in order: later ones cannot come too early
                 self._release(request, request.num_computed_tokens)
+        self._discard_plan()
         return told
+
+    def skip(self) -> None:
+        self._ahead.skip()
+        self._discard_plan()
 
     @property
     def plans_decodes(self) -> bool:
@@ -136,22 +164,26 @@ class EncoderOutputs(Resource):
 
     def discard_steps(self, last_step_id: int) -> None:
         self._discard_plan()
+        self._ahead.distrust(last_step_id)
         if self._told[0] > last_step_id:
             self._cache.return_evicted(self._told[1])
 
     def leave(self, request: Request) -> None:
+        self._ahead.leave(request)
         self._release(request, request.plain_from)
 
     def give_back(self, request: Request) -> None:
         self._release(request, request.plain_from)
 
     def forget(self, request: Request, block_hashes: Sequence[bytes]) -> None:
+        self._ahead.distrust(0)
         self._cache.forget(request.encoder_inputs)
 
     def pause(self, request: Request) -> None:
         self.give_back(request)  # what it needs yet is found again, or computed again
 
     def vacate(self) -> None:
+        self._ahead.drop()
         self._cache.forget_released()
 
     def stats(self) -> dict[str, int]:
@@ -166,6 +198,8 @@ class EncoderOutputs(Resource):
     def follow(self, other: "EncoderOutputs") -> None:
         """The room stays: what is kept in it is with the runner."""
         self._limits = msgspec.structs.replace(other._limits, num_slots=self._cache.num_slots)
+        self._ahead.drop()
+        self._ahead.chunk = self._limits.chunk
         self._discard_plan()
 
     def _discard_plan(self) -> None:
@@ -173,6 +207,11 @@ class EncoderOutputs(Resource):
         self._scheduled: dict[str, list[int]] = {}  # by request: indices of its encoder inputs
         self._fresh: dict[str, Request] = {}  # contents that only this step computes
         self._token_budget = self._limits.step_tokens
+        self._ahead.begin_step()
+
+    def _lacks(self, item: EncoderInput) -> bool:
+        """Whether the output is not there, nor computed by this step or one before it."""
+        return item.content_hash not in self._cache or self._ahead.is_begun(item)
 
     def _release(self, request: Request, computed: int) -> None:
         """The request needs no encoder output before position `computed` any more."""
@@ -187,7 +226,7 @@ class EncoderOutputs(Resource):
         seen: set[str] = set()
         missing = []
         for index, item in _overlapping(request, start, num_tokens):
-            if item.content_hash not in self._cache and item.content_hash not in seen:
+            if self._lacks(item) and item.content_hash not in seen:
                 seen.add(item.content_hash)
                 missing.append((index, item))
         return missing

@@ -20,6 +20,7 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
 from aioserve.errors import ConfigError, RequestError
+from aioserve.kv_cache import Ahead
 from aioserve.lab.simulation.delegating_runner import DelegatingRunner
 from aioserve.lab.workloads.workload import text_tokens
 from aioserve.multimodal import MultimodalPrompt
@@ -82,7 +83,8 @@ class StepTimer(DelegatingRunner):
         for new in output.scheduled_new_reqs:
             if new.encoder_inputs:
                 self._images[new.request_id] = new.encoder_inputs
-        return sum(
+        ahead = Ahead.of(output.parts)
+        return (0 if ahead is None else ahead.num_tokens) + sum(
             self._images[request_id][index].num_tokens
             for request_id, indices in output.scheduled_encoder_inputs.items()
             for index in indices

@@ -5,7 +5,7 @@ steps as far as images go.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from aioserve.config import EngineConfig
 from aioserve.errors import one_line
+from aioserve.kv_cache import Ahead
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.families import Family, family_of
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import GivenRows, StepInputs
+from aioserve.runner.multimodal.encoding_pieces import EncodingPieces
 from aioserve.runner.multimodal.image_rows import ImageRows, Span
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -62,6 +64,7 @@ class ImageEncoder(ImageRows):
         self._dtype = next(module.parameters()).dtype
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self._hidden_size = module.config.get_text_config().hidden_size
+        self._pieces = EncodingPieces(module)
         self._made: dict[str, Tensor] = {}  # [n, hidden or a multiple] by content
         self._failures: dict[str, str] = {}  # why, by content
         self._gone: set[str] = set()  # of these, what the step says to drop
@@ -76,12 +79,15 @@ class ImageEncoder(ImageRows):
         self._gone = set(content_hashes)
         for content_hash in self._gone:
             self._made.pop(content_hash, None)
+            self._pieces.drop(content_hash)
 
     def run(self, step: SchedulerOutput) -> None:
         """Drop and encode what the step says, before it is prepared."""
         self.forget(step.free_encoder_hashes)
         if step.scheduled_encoder_inputs:
             self.encode(self.items(step.scheduled_encoder_inputs))
+        if (ahead := Ahead.of(step.parts)) is not None:
+            self.encode_ahead(ahead)
 
     def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
         """What tokens for images are given; a row fails whose image could not be encoded."""
@@ -102,6 +108,20 @@ class ImageEncoder(ImageRows):
         together = self.together(spans) if self._family.together else ()
         return replace(inputs, given=self._give(spans), turns=self.turns(inputs), together=together)
 
+    def encode_ahead(self, ahead: Ahead) -> None:
+        """A part of an image, or the rest of it."""
+        item = ahead.item
+        if ahead.is_last:
+            self.encode([(item, ahead.token_ids.count(self._token_id))])
+        else:
+            self._gone.discard(item.content_hash)
+            share = ahead.done / item.num_tokens
+            self._pieces.advance(item.content_hash, lambda: self._rows_of([item]), share)
+
+    def close(self) -> None:
+        self._pieces.close()
+        super().close()
+
     @torch.inference_mode()
     def encode(self, items: Iterable[tuple[EncoderInput, int]]) -> None:
         """Make the rows of these (image, number of rows). An image that fails does so alone."""
@@ -111,6 +131,8 @@ class ImageEncoder(ImageRows):
             self._gone.discard(item.content_hash)  # what is made of it now is news
             shapes = tuple(array.shape[1:] for array in item.arrays.values())
             key = (item.content_hash, *shapes) if self._family.apart else shapes
+            if item.content_hash in self._pieces:
+                key = (item.content_hash,)
             batches.setdefault(key, []).append((item, count))
         for batch in batches.values():
             try:
@@ -127,15 +149,9 @@ class ImageEncoder(ImageRows):
 
     def _encode(self, batch: list[tuple[EncoderInput, int]]) -> None:
         """All at once: each is in rows of its own of the arrays."""
-        arguments: dict[str, Tensor] = {}
-        for name in self._family.arrays:
-            joined = np.concatenate([item.arrays[name] for item, _ in batch if item.arrays])
-            array = torch.from_numpy(joined)
-            arguments[name] = array.to(self._dtype) if array.is_floating_point() else array
-        found = self._module.get_image_features(**arguments, return_dict=True)
-        rows = _joined(found.pooler_output)
-        for deep in getattr(found, "deepstack_features", None) or ():  # side by side
-            rows = torch.cat((rows, _joined(deep)), dim=1)
+        rows = self._pieces.take(batch[0][0].content_hash)
+        if rows is None:
+            rows = self._rows_of([item for item, _ in batch])
         counts = [count for _, count in batch]
         if len(rows) != sum(counts):
             raise ValueError(f"{len(rows)} rows for {sum(counts)} tokens")
@@ -145,6 +161,19 @@ class ImageEncoder(ImageRows):
             self._made[item.content_hash] = rows[begin:end].clone()
             self._failures.pop(item.content_hash, None)
             begin = end
+
+    def _rows_of(self, items: Sequence[EncoderInput]) -> Tensor:
+        """[n, hidden or a multiple] of all of them, in turn."""
+        arguments: dict[str, Tensor] = {}
+        for name in self._family.arrays:
+            joined = np.concatenate([item.arrays[name] for item in items if item.arrays])
+            array = torch.from_numpy(joined)
+            arguments[name] = array.to(self._dtype) if array.is_floating_point() else array
+        found = self._module.get_image_features(**arguments, return_dict=True)
+        rows = _joined(found.pooler_output)
+        for deep in getattr(found, "deepstack_features", None) or ():  # side by side
+            rows = torch.cat((rows, _joined(deep)), dim=1)
+        return rows
 
     def _give(self, spans: list[Span]) -> GivenRows | None:
         """But for those of images that failed."""

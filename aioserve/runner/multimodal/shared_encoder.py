@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from aioserve.kv_cache import Ahead
 from aioserve.multimodal.families import Family
 from aioserve.request import EncoderInput
 from aioserve.runner.multimodal.image_encoder import ImageEncoder, num_deep_rows
@@ -25,6 +26,10 @@ class SharedImageEncoder(ImageEncoder):
         self._width = self._hidden_size * (1 + num_deep_rows(module.config))
         if not ranks.is_first:
             self._module, self.num_parameters = None, 0
+
+    def encode_ahead(self, ahead: Ahead) -> None:
+        if self._ranks.is_first or ahead.is_last:
+            super().encode_ahead(ahead)
 
     def encode(self, items: Iterable[tuple[EncoderInput, int]]) -> None:
         items, ranks = list(items), self._ranks

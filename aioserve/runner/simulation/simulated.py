@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 
 from aioserve.config import EngineConfig, SimulatorConfig
-from aioserve.kv_cache import WindowSpec
+from aioserve.kv_cache import Ahead, WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.pooling_params import PoolingParams
@@ -210,7 +210,7 @@ class SimulatedRunner(RunnerInterface):
         """Step time in seconds, and the tokens."""
         computed = self._update_rows(scheduler_output)
         num_encoder = 0
-        if scheduler_output.scheduled_encoder_inputs or scheduler_output.free_encoder_hashes:
+        if "encoder" in scheduler_output.parts:
             num_encoder = self._encode(scheduler_output)
         cached = scheduler_output.scheduled_cached_reqs
         if self._is_plain and scheduler_output.total_num_scheduled_tokens == len(cached.req_ids):
@@ -338,6 +338,10 @@ class SimulatedRunner(RunnerInterface):
                 item = self._rows[request_id].encoder_inputs[index]
                 self._encoder_outputs.add(item.content_hash)
                 num_tokens += item.num_tokens
+        if (ahead := Ahead.of(scheduler_output.parts)) is not None:
+            num_tokens += ahead.num_tokens
+            if ahead.is_last:
+                self._encoder_outputs.add(ahead.item.content_hash)
         return num_tokens
 
     def _check_encoded(self, row: SimulatedRow, start: int, end: int) -> None:

@@ -5,13 +5,13 @@ that the first rank has sampled, as only that does. Free of torch.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import msgspec
 import numpy as np
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig
-from aioserve.kv_cache import StatePool, StateSlots, WindowBlocks, WindowPool
+from aioserve.kv_cache import Ahead, StatePool, StateSlots, WindowBlocks, WindowPool
 from aioserve.multimodal.families import GRID
 from aioserve.request import EncoderInput
 from aioserve.row_values import ROW_VALUES
@@ -92,10 +92,20 @@ Message: TypeAlias = (
     Start | Step | Sampled | Load | Free | MakeHostBlocks | ReadAdapter | UseAdapter | DropAdapter
 )
 
+
+class EncoderPlan(TypedDict, total=False):
+    """What the resource for encoder inputs tells."""
+
+    inputs: dict[str, list[int]]
+    ahead: Ahead
+    free: list[str]
+
+
 #: What resources of several kinds tell the runner of a step, by their names.
 _PLANS: dict[str, Any] = {
     StatePool.name: dict[str, StateSlots],
     WindowPool.name: dict[str, WindowBlocks],
+    "encoder": EncoderPlan,
 }
 
 _ARRAY = 1  # of numpy: its dtype, its shape and its bytes
@@ -126,6 +136,11 @@ def encode(message: Message | Answer) -> bytes:
     """
     if isinstance(message, Step) and ROW_VALUES in message.step.parts:
         parts = {name: part for name, part in message.step.parts.items() if name != ROW_VALUES}
+        message = Step(msgspec.structs.replace(message.step, parts=parts))
+    if isinstance(message, Step) and (ahead := Ahead.of(message.step.parts)) is not None:
+        bare = msgspec.structs.replace(ahead, item=_without_pixels(ahead.item))
+        plan = {**message.step.parts["encoder"], "ahead": bare}
+        parts = {**message.step.parts, "encoder": plan}
         message = Step(msgspec.structs.replace(message.step, parts=parts))
     if isinstance(message, Step) and message.step.scheduled_new_reqs:
         plain = [_for_others(request) for request in message.step.scheduled_new_reqs]
