@@ -1,6 +1,7 @@
 """A real local Ray with replicas on this machine. For `make test-dist`."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -74,14 +75,19 @@ def deploy(*models: dict[str, Any]) -> None:
 
 
 def replicas() -> list[psutil.Process]:
-    """The processes of the engines."""
+    """The processes of the engines, of this Ray alone: another may run beside it."""
     return [
         process
-        for process in psutil.process_iter(["cmdline"])
-        if "".join(process.info["cmdline"] or [])[:40].startswith(
-            "ray::ServeReplica:aioserve:engine"
-        )
+        for process in psutil.Process().children(recursive=True)
+        if name_of(process).startswith("ray::ServeReplica:aioserve:engine")
     ]
+
+
+def name_of(process: psutil.Process) -> str:
+    """What a process calls itself; empty for one that has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "".join(process.cmdline()[:1])
+    return ""
 
 
 async def complete(http: aiohttp.ClientSession, **body: Any) -> dict[str, Any]:
