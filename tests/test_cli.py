@@ -338,7 +338,7 @@ def start_stream(url: str, max_tokens: int):
 
 def test_a_running_stream_may_finish_while_the_server_drains():
     with serving(*SIMULATED, "--drain-timeout", "300", "--step-base-ms", "1") as (process, url):
-        with start_stream(url, max_tokens=1000) as response:
+        with start_stream(url, max_tokens=400) as response:
             process.send_signal(signal.SIGTERM)
             assert response.read().endswith(b"data: [DONE]\n\n")
         assert process.wait(timeout=PATIENCE) == 0

@@ -8,10 +8,14 @@ import os
 import pytest
 
 from aioserve.kernels import usable_variants
+from tests.slow import mostly_slow
 
 #: Variants of the kernels to run, best first, and plain torch.
 VARIANTS = [os.environ.get("AIOSERVE_KERNELS") or "", *usable_variants(), "off"]
 VARIANTS = VARIANTS[:1] if VARIANTS[0] else VARIANTS[1:]
+
+#: The same as parameters: `make test` runs the best, the least and plain torch.
+EVERY_VARIANT = mostly_slow(VARIANTS, but={VARIANTS[0], *VARIANTS[-2:]})
 
 #: The element type of models in tests that are not about one.
 DTYPE = os.environ.get("AIOSERVE_TEST_DTYPE", "float32")

@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from aioserve.kernels import Kernels, usable_variants
+from tests.slow import mostly_slow
+
+USABLE = usable_variants()
 
 
-@pytest.fixture(scope="module", params=usable_variants())
+# In `make test`, the best and the least.
+@pytest.fixture(scope="module", params=mostly_slow(USABLE, but={*USABLE[:1], *USABLE[-1:]}))
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(request.param)
 

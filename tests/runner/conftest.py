@@ -13,7 +13,7 @@ from aioserve.runner.loader import named_dtype
 from tests.greedy import GreedyReference
 from tests.models import make_model
 from tests.runner.driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
-from tests.variants import DTYPE, VARIANTS
+from tests.variants import DTYPE, EVERY_VARIANT
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def generate_reference(model_path: Callable[..., Path]) -> Callable[..., Any]:
     return generate
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=EVERY_VARIANT)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The test runs on each variant of the kernels, and on plain torch."""
     monkeypatch.setenv("AIOSERVE_KERNELS", request.param)

@@ -18,7 +18,7 @@ from aioserve.runner.cpu import attention
 from aioserve.runner.cpu.attention import TorchPagedAttention
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
 from aioserve.runner.loader import named_dtype
-from tests.variants import DTYPE, VARIANTS
+from tests.variants import DTYPE, EVERY_VARIANT
 
 BLOCK_SIZE = 4
 TOLERANCE = {
@@ -34,7 +34,7 @@ def compiled_backend(variant: str) -> MakeBackend:
     return partial(CompiledAttention, Kernels(variant))
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=EVERY_VARIANT)
 def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
     """Every variant of the kernels that this CPU runs, and plain torch."""
     return TorchPagedAttention if request.param == "off" else compiled_backend(request.param)

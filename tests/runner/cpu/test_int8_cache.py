@@ -26,7 +26,7 @@ from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.sampling_params import SamplingParams
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.driver import Driver, make_config
-from tests.variants import VARIANTS
+from tests.variants import EVERY_VARIANT
 
 MakeDriver = Callable[..., Driver]
 LENGTHS = [1, 20, 70, 530]  # an item of one tile, of several, of several pieces
@@ -61,7 +61,7 @@ def rows_of(lengths: list[int], new: list[int], block_size: int) -> StepInputs:
     )
 
 
-@pytest.mark.parametrize("compiled", [variant for variant in VARIANTS if variant != "off"])
+@pytest.mark.parametrize("compiled", [variant for variant in EVERY_VARIANT if variant != "off"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("dims", "block_size", "options"),
