@@ -78,7 +78,7 @@ def test_a_quantum_raises_the_hit_rate() -> None:
 
 def test_memory_stays_bounded_however_many_clients_come_and_go() -> None:
     harness = SchedulerHarness(FairScheduler, max_num_seqs=2)
-    for i in range(3000):
+    for i in range(1500):
         harness.add_request(f"r{i}", [i % 40, 1, 2], max_tokens=2, user=f"user-{i}")
         harness.step()
     assert len(harness.scheduler.clients.counters) < 400  # type: ignore[attr-defined]

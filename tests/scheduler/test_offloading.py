@@ -18,6 +18,7 @@ from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract
 from aioserve.testing.toy_connector import ToyStore, ToyWorker
+from tests.slow import mostly_slow
 
 RECIPE = Path(__file__).parents[2] / "examples/recipes/swapped_levels.py"
 
@@ -274,7 +275,7 @@ def test_a_swapping_policy_computes_less_again_where_seats_and_memory_are_short(
     assert run("memory") < run("none") / 2
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", mostly_slow(range(24), but=range(8)))
 def test_no_swapped_request_is_harmed_by_what_fails_around_it(seed: int) -> None:
     """Steps, rows and policies that fail, clients that leave, a cache that is reset: at random."""
     rng = random.Random(seed)

@@ -20,6 +20,7 @@ from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.routing import available_routers
 from tests.lab.simulation.test_run import config, request, workload
 from tests.policy_names import SHIPPED
+from tests.slow import mostly_slow
 
 
 def traffic(num_requests: int = 60, rng: random.Random | None = None, **fields: Any) -> Workload:
@@ -130,7 +131,7 @@ def test_whatever_is_set_a_replica_serves_as_the_engine_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", SHIPPED)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", mostly_slow(range(8), but=range(3)))
 def test_any_traffic_is_served_by_a_replica_as_by_the_engine(policy: str, seed: int) -> None:
     rng = random.Random(seed)
     settings = crowded(
