@@ -114,7 +114,12 @@ PARTS = (
     *("runner/cpu/blocks.py", "runner/cpu/drafts.py", "runner/cpu/experts.py"),
     "runner/cpu/huge_pages.py",
     *("runner/cpu/image_attention.py", "runner/cpu/low_rank.py", "runner/cpu/prepared.py"),
-    *("runner/cpu/prompts.py", "runner/cpu/rank.py", "runner/cpu/sharded_runner.py"),
+    *(
+        "runner/cpu/prompts.py",
+        "runner/cpu/following_rank.py",
+        "runner/cpu/rank.py",
+        "runner/cpu/sharded_runner.py",
+    ),
     *(
         "runner/cpu/resident.py",
         "runner/cpu/sleeper.py",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
@@ -15,11 +16,13 @@ from aioserve.config import (
     RunnerConfig,
     SpeculationConfig,
 )
-from aioserve.errors import ConfigError, RequestError
+from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
 from tests.adapters import make_adapter
 from tests.eagle_models import make_head
 from tests.models import make_model
 from tests.mtp_models import make_mtp_model
+from tests.processes import PATIENCE
+from tests.server.test_ranks import ranks_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.asyncio(loop_factories=["uvloop"])]
 
@@ -156,3 +159,24 @@ async def test_the_first_rank_drafts_and_all_verify(way: str, tmp_path: Path) ->
         stats = engine.get_stats()
         assert stats is not None
         assert stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("is_asleep", [False, True])
+async def test_a_rank_that_dies_between_steps_ends_the_engine(
+    is_asleep: bool, tmp_path: Path
+) -> None:
+    model = make_model("llama", tmp_path / "model")
+    engine = AsyncEngine(of_model(model, runner=RANKS))
+    await engine.start()
+    try:
+        if is_asleep:
+            await engine.sleep(weights=True)
+        [rank] = ranks_of(psutil.Process())
+        rank.kill()
+        with pytest.raises(AioserveError, match=r"rank 1 of 2: process .* killed by SIGKILL"):
+            async with asyncio.timeout(PATIENCE):
+                await (engine.wake() if is_asleep else engine.reload(str(model)))
+        with pytest.raises(EngineDeadError):
+            await replies(engine)
+    finally:
+        await engine.shutdown()

@@ -28,7 +28,7 @@ from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
-from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.runner.tensor_parallel.group import Ranks, SharedError
 from aioserve.runner.tensor_parallel.messages import Sampled, Step, decode, encode
 from aioserve.runner.tensor_parallel.plan import check_model, check_settings
 from aioserve.sampling_params import SamplingParams
@@ -239,6 +239,25 @@ def test_a_rank_that_hangs_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     message = rf"not answered for {COMPUTING_SECONDS:.0f} s \(runner.rank_timeout\)"
     with pytest.raises(RunnerDeadError, match=message):
         first.add_up(torch.zeros(4))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_all_ranks_hear_why_one_of_them_could_not_do_it(failing: int, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        ranks = Ranks(rank, 2, tmp_path / "meeting", COMPUTING_SECONDS)
+        with ranks.together():
+            pass
+        with ranks.together():
+            if rank == failing:
+                raise MemoryError("no room " + "é" * 2000)
+
+    with ThreadPoolExecutor(2) as pool:
+        works = [pool.submit(work, rank) for rank in range(2)]
+    for done in works:
+        error = done.exception()
+        assert isinstance(error, SharedError)
+        assert "MemoryError: no room é" in str(error)
+        assert str(error).startswith("rank 1: ") is (failing == 1)
 
 
 @pytest.mark.parametrize(
