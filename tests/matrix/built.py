@@ -19,7 +19,7 @@ from tests.seeing_models import EMBEDDED, Seeing
 
 VOCAB_SIZE = 2112  # that of the embedded tokenizer, and room for marks of images
 EOS = 0
-# Half of an MLP is whole groups of quantized inputs.
+# Half of an MLP, or of an expert, is whole groups of quantized inputs.
 _TEXT = {
     "vocab_size": VOCAB_SIZE,
     "eos_token_id": EOS,
@@ -54,8 +54,8 @@ _LFM3 = {
 }
 
 
-def _seeing(kind: str) -> Callable[[Path], Seeing]:
-    return lambda path: Seeing(kind, path, eos_token_id=EOS, intermediate_size=128)
+def _seeing(kind: str, **fields: Any) -> Callable[[Path], Seeing]:
+    return lambda path: Seeing(kind, path, eos_token_id=EOS, intermediate_size=128, **fields)
 
 
 #: By what a model is, and whether it has an MTP layer: how it is made, and which of its linear
@@ -81,7 +81,11 @@ _KINDS: dict[frozenset[str], tuple[str, Callable[[Path], Path | Seeing], tuple[s
     frozenset({"states", "windows"}): ("LFM3", _plain("lfm3", **_LFM3), ("q_proj", "k_proj")),
     frozenset({"windows", "experts"}): ("gpt-oss", _plain("gpt_oss"), ATTENTION),
     frozenset({"images", "windows"}): ("Gemma 3", _seeing("gemma3"), _MLP),
-    frozenset({"images", "experts"}): ("Qwen3-VL-MoE", _seeing("qwen3_vl_moe"), ATTENTION),
+    frozenset({"images", "experts"}): (
+        "Qwen3-VL-MoE",
+        _seeing("qwen3_vl_moe", moe_intermediate_size=64),
+        ATTENTION,
+    ),
 }
 
 
