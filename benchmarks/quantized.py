@@ -1,6 +1,7 @@
 """Steps of a model with quantized weights, beside those of the same model in bfloat16.
 
     python benchmarks/quantized.py 135m                   # or 0.6b, 2m, or a model directory
+    python benchmarks/quantized.py 135m --activations int8  # of the quantized ones
     AIOSERVE_KERNELS=avx2 python benchmarks/quantized.py 135m --cases "decode 16 at 512"
 
 All are loaded, and each case runs on them by turns: the lower quartile of their steps counts, as
@@ -36,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("model", help=f"a directory, or one of {', '.join(SHAPES)}")
     parser.add_argument("--threads", type=int, help="default: one per physical core")
+    parser.add_argument("--activations", choices=["int8"], help="default: exact")
     parser.add_argument("--cases", help="names as printed, with commas between (default: all)")
     parser.add_argument(
         "--cpu-time", action="store_true", help="seconds of CPU on one thread: beside other work"
@@ -56,13 +58,15 @@ def main() -> None:
             threads=threads,
             dtype="bfloat16",
             quantization=kind,
+            activations=args.activations if kind else None,
             num_kv_tokens=max(case.num_kv_tokens for case in cases),
             kv_bytes_per_token=shapes.kv_bytes_per_token,
         )
         for kind in KINDS
     ]
     variant = load_kernels().variant
-    print(f"{args.model}, kernels {variant}, {threads} threads")
+    precision = f"{args.activations or 'exact'} activations"
+    print(f"{args.model}, kernels {variant}, {threads} threads, {precision} of quantized weights")
     print(f"{'step':24}{'bfloat16, ms':>14}" + "".join(f"{kind:>9}" for kind in KINDS[1:]))
     found = {}
     for case in cases:
@@ -80,7 +84,8 @@ def main() -> None:
         print(f"{case.name:24}{1e3 * plain:14.2f}" + "".join(f"{v / plain:9.2f}" for v in rest))
     for bench in benches:
         bench.runner.close()
-    print(json.dumps({"model": args.model, "kernels": variant, "threads": threads, "steps": found}))
+    about = {"model": args.model, "kernels": variant, "threads": threads}
+    print(json.dumps(about | {"activations": args.activations, "steps": found}))
 
 
 if __name__ == "__main__":

@@ -69,11 +69,18 @@ class StepBench:
         dtype: Any = "auto",
         fused: bool = True,
         quantization: Any = None,
+        activations: Any = None,
         num_kv_tokens: int,
         kv_bytes_per_token: int,
     ) -> None:
         config = EngineConfig(
-            model=ModelConfig(model=str(path), dtype=dtype, fused=fused, quantization=quantization),
+            model=ModelConfig(
+                model=str(path),
+                dtype=dtype,
+                fused=fused,
+                quantization=quantization,
+                activations=activations,
+            ),
             cache=CacheConfig(num_kv_blocks=-(-num_kv_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_seqs=128),
             runner=RunnerConfig(threads=threads),

@@ -10,7 +10,8 @@
 
 // Of the inputs of a block: their scale, and the sums of their bytes, of all and of both halves.
 typedef struct {
-    float scale;  // NaN where a number is not finite
+    float scale;    // NaN where a number is not finite
+    int32_t start;  // less the sum, times what the codes of the rows' `zero` are too large
     int32_t sum, halves[2];
 } int8_share;
 
@@ -18,27 +19,32 @@ typedef struct {
     uint8_t *bytes;      // [rows][stride]
     int8_share *shares;  // [rows][in / INT8_BLOCK]
     int64_t in, stride;
+    int64_t zero;  // of codes, for which `start` is made
 } int8_rows;
 
-static int8_rows allocate_int8(int64_t rows, int64_t in) {
-    int8_rows x = {.in = in, .stride = in + 64};  // not all rows in one set of the cache
+static int8_rows allocate_int8(int64_t rows, int64_t in, int64_t zero) {
+    int8_rows x = {.in = in, .stride = in + 64, .zero = zero};  // not all rows in one set of the cache
     const int64_t bytes = x.stride + in / INT8_BLOCK * sizeof(int8_share);
     x.bytes = aligned_alloc(64, (rows * bytes + 63) / 64 * 64);
     x.shares = (int8_share *)(x.bytes + rows * x.stride);
     return x;
 }
 
-typedef uint32_t four_vu __attribute__((vector_size(16)));
-
-// The sum of 16 bytes that have a sign.
-INLINE int32_t sum_of_bytes(const uint8_t *bytes) {
-#ifdef __SSE2__
+// 16 bytes in the order of codes in a panel, 0, 2, 1, 3 of every four (see weight.h); returns their
+// sum.
+INLINE int32_t store_bytes(const uint8_t *bytes, uint8_t *to) {
+#ifdef __AVX2__
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     const __m128i signs = _mm_set1_epi8(-128), own = _mm_loadu_si128((const __m128i *)bytes);
+    _mm_storeu_si128((__m128i *)to, _mm_shuffle_epi8(own, order));
     const __m128i halves = _mm_sad_epu8(_mm_xor_si128(own, signs), _mm_setzero_si128());
     return _mm_cvtsi128_si32(_mm_add_epi32(halves, _mm_unpackhi_epi64(halves, halves))) - 16 * 128;
 #else
     int32_t total = 0;
-    for (int i = 0; i < 16; i++) total += (int8_t)bytes[i];
+    for (int i = 0; i < 16; i++) {
+        to[i / 4 * 4 + i % 2 * 2 + i % 4 / 2] = bytes[i];
+        total += (int8_t)bytes[i];
+    }
     return total;
 #endif
 }
@@ -55,7 +61,7 @@ INLINE int32_t most_bits(vi v) {
 }
 
 // One block of a row, `numbers` [INT8_BLOCK]: each byte is the nearest, ties to even, the largest
-// number 127 or -127. Four bytes lie in the order of codes in a panel, 0, 2, 1, 3: see weight.h.
+// number 127 or -127.
 INLINE void quantize_block(const int8_rows *x, int64_t row, int64_t start, const float *numbers) {
     vi top = {0};
     for (int k = 0; k < INT8_BLOCK; k += W) {
@@ -79,12 +85,9 @@ INLINE void quantize_block(const int8_rows *x, int64_t row, int64_t start, const
         uint8_t bytes[16];
         for (int i = 0; i < 16; i += W)
             store_codes(bytes + i, load_f32(numbers + 16 * half + i) * inverse);
-        to.halves[half] = sum_of_bytes(bytes);
-        four_vu v;
-        memcpy(&v, bytes, sizeof v);
-        v = (v & 0xff0000ff) | (v & 0xff00) << 8 | (v >> 8 & 0xff00);
-        memcpy(at + 16 * half, &v, sizeof v);
+        to.halves[half] = store_bytes(bytes, at + 16 * half);
     }
     to.sum = to.halves[0] + to.halves[1];
+    to.start = -(int32_t)x->zero * to.sum;
     x->shares[(row * x->in + start) / INT8_BLOCK] = to;
 }

@@ -2,9 +2,22 @@
 // LOAD, NAME. No result depends on other rows or on threads.
 #include "int8_tiles.h"
 
+// Outputs of the rows [first, first + count) from the sums of a panel.
+INLINE void NAME(store_panel)(const linear *layer, const place *at, const float *sums, T *y,
+                              int64_t first, int64_t count) {
+    if (layer->bias || layer->is_wide || at->count < PANEL) {
+        for (int64_t r = 0; r < count; r++)
+            NAME(store_sums)(layer, sums + r * PANEL, y, first + r, at->column, at->count);
+        return;
+    }
+    y += first * layer->out + at->column;
+    for (int64_t r = 0; r < count; r++, y += layer->out)
+        for (int64_t c = 0; c < PANEL; c += W) STORE(y + c, load_f32(sums + r * PANEL + c));
+}
+
 static void NAME(linear_int8)(const linear *layer, const T *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
-    const int8_rows all = allocate_int8(rows, in);
+    const int8_rows all = allocate_int8(rows, in, layer->parts[0].zero);
     const int64_t at_once = ceil_div(rows, ceil_div(rows, INT8_ROWS_AT_ONCE));
     int64_t room_bytes = 0;
     for (int64_t i = 0; i < layer->num_parts && rows > INT8_TILE_ROWS; i++)
@@ -30,8 +43,7 @@ static void NAME(linear_int8)(const linear *layer, const T *x, void *y, int64_t 
             for (int64_t first = 0; first < rows; first += at_once) {
                 const int64_t count = smaller(at_once, rows - first);
                 multiply_int8_panel(count, &all, first, &panel, next, sums);
-                for (int64_t r = 0; r < count; r++)
-                    NAME(store_sums)(layer, sums + r * PANEL, y, first + r, at.column, at.count);
+                NAME(store_panel)(layer, &at, sums, y, first, count);
             }
         }
         free(sums);
