@@ -3,9 +3,9 @@
     python benchmarks/hybrids.py [--models qwen3_5_text lfm2] [--dtype float32] [--profile]
 
 Random weights of 8 layers, 1,024 wide: linear attention, convolutions, Mamba 2 beside or in
-parallel with attention. Decodes of some rows at once, and a chunk of a prompt; least processor time
-of the steps. A decode's floor is its bytes over the rate of a plain read, by one thread. The last
-line is JSON.
+parallel with attention, Mamba 1 alone. Decodes of some rows at once, and a chunk of a prompt; least
+processor time of the steps. A decode's floor is its bytes over the rate of a plain read, by one
+thread. The last line is JSON.
 """
 
 import argparse
@@ -58,6 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 3072,
     },
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 2048},
+    "mamba": {"intermediate_size": 2048, "state_size": 16},
 }
 DECODES = (1, 4, 16)
 PROMPT = 512

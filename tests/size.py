@@ -108,6 +108,10 @@ PARTS = (
     *(
         "runner/models/piece_states.py",
         "runner/models/stateful_layers.py",
+        "runner/models/own_products.py",
+        "runner/cpu/state_steps.py",
+        "kernels/state_steps.py",
+        "kernels/src/state_steps.h",
         "runner/cuda",
         "runner/tensor_parallel",
     ),

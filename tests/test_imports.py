@@ -128,6 +128,7 @@ ALLOWED = {
         "aioserve.errors",
         "aioserve.kernels",
         "aioserve.kernels.cpu",
+        "aioserve.kernels.state_steps",
         "aioserve.kernels.structs",
         "aioserve.log_format",
         "aioserve.model_info",

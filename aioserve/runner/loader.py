@@ -17,7 +17,6 @@ from transformers.utils import logging as hf_logging
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized import attached, unpack_all
 from aioserve.model_source.quantized_modules import quantize_experts, told_of_weights
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
 from aioserve.multimodal.families import family_of
@@ -46,6 +45,7 @@ from aioserve.runner.models.attention_probe import (
 )
 from aioserve.runner.models.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.models.hooked_adapters import HookedAdapters
+from aioserve.runner.models.own_products import passed, unpack, use_own_products
 from aioserve.runner.models.row_by_row import RowByRowModel
 from aioserve.runner.models.stateful_layers import StatefulLayers
 from aioserve.runner.models.weights_check import warn_of_unsound
@@ -200,7 +200,7 @@ def load_model(
             model.name,
             num_bytes / 1e6,
             kinds,
-            "multiplied as they are stored" if model.is_compiled else f"unpacked to {config.dtype}",
+            "multiplied as they are stored" if model.is_stored else f"unpacked to {config.dtype}",
         )
     return model
 
@@ -239,10 +239,10 @@ def prepare_model(
     """
     dtype = next(module.parameters()).dtype
     warn_of_unsound(module)
-    states = StatefulLayers(module)
+    states = StatefulLayers(module, place.own_forward)
     try:
         # Of kernels for cards that it does not find, transformers warns at the first call.
-        with quiet_transformers(), states.probing():
+        with quiet_transformers(), states.probing(), passed(module) as called:
             probe = probe_attention(module, info, has_states=bool(len(states)))
     except UnsupportedModelError as error:
         if not len(states) and not isinstance(error, NotADecoderError) and encoder is None:
@@ -255,8 +255,11 @@ def prepare_model(
             return fuse(model, module, probe, info.max_model_len, place, num_mrope_tokens)
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
-    _unpack(module, place)
-    _widen_head(module, place.create_ops(model.kv_cache_spec, set()) if config.fused else None)
+    ops = place.create_ops(model.kv_cache_spec, set()) if config.fused else None
+    if ops is not None and place.multiplies_blocks and place.ranks is None:
+        model.is_stored = use_own_products(module, called, ops)
+    unpack(module, place)
+    _widen_head(module, ops)
     model.take_apart(info)
     return model
 
@@ -290,7 +293,7 @@ def _row_by_row(
 ) -> RowByRowModel:
     """The slowest tier, for what `obstacle` keeps from the others."""
     use_default_attention(module)
-    _unpack(module, place)
+    unpack(module, place)
     _widen_head(module)
     name = type(module).__name__
     try:
@@ -302,19 +305,6 @@ def _row_by_row(
         ) from error
     logger.warning("%s runs one request of a step at a time, which is slow: %s", name, obstacle)
     return model
-
-
-def _unpack(module: nn.Module, place: Place) -> None:
-    """Unpack quantized weights, for which `num_weight_bytes` did not count: check memory first."""
-    stored = [p for p in module.parameters() if attached(p) is not None]
-    needed, available = sum(p.numel() * p.itemsize for p in stored), place.available_memory()
-    if available is not None and needed > available:
-        raise ConfigError(
-            f"too little memory: {needed / 2**20:,.0f} MiB for the weights of "
-            f"{type(module).__name__} unpacked, as it is not fused; {available / 2**20:,.0f} MiB "
-            "are available (model.dtype)"
-        )
-    unpack_all(module)
 
 
 def num_weight_bytes(config: ModelConfig, info: ModelInfo, place: Place) -> int:

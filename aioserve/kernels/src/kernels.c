@@ -4,6 +4,7 @@
 #include "codes.h"
 #include "plan.h"
 #include "vector.h"
+#include "state_steps.h"
 #include "weight.h"
 #include "whole.h"
 

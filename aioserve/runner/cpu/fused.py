@@ -4,10 +4,11 @@ Knows the seams of `runner.fused`, and which sizes the kernels serve; knows noth
 classes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
 from aioserve.model_source.quantized import QuantizedWeight
@@ -26,6 +27,7 @@ from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.low_rank import CompiledProduct, CompiledTable
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.cpu.rows import PagedRows
+from aioserve.runner.cpu.state_steps import with_own_steps
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import (
@@ -173,6 +175,11 @@ class CpuPlace(Place):
         backend = create_attention_backend(spec, num_blocks, block_size)
         backend.prepare(step)
         return ModelInputs.of(step), backend
+
+    def own_forward(
+        self, module: nn.Module, known: Callable[[], Tensor | None]
+    ) -> Callable[..., Any]:
+        return with_own_steps(module, known)
 
     def create_row_states(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int

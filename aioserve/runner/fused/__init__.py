@@ -77,7 +77,7 @@ class FusedModel(ServedModel, Halves):
         self.kv_cache_spec = facts.kv_cache_spec
         self.attention_calls = facts.attention_calls
         self.decoder, self.embedding = decoder, decoder.embedding
-        self.is_compiled = is_compiled
+        self.is_compiled = self.is_stored = is_compiled
         self.image_encoder = image_encoder
         self.adapter_sites = fused_sites(decoder, facts.kv_cache_spec.dtype, device)
 

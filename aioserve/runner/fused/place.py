@@ -4,8 +4,12 @@
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from aioserve.runner.attention.backend import (
     KVCacheSpec,
@@ -39,6 +43,14 @@ class Place(ABC):
         self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs
     ) -> tuple[ModelInputs, LayerAttention]:
         """One step on a KV cache of its own, made for it."""
+
+    def own_forward(
+        self, module: nn.Module, known: Callable[[], Tensor | None]
+    ) -> Callable[..., Any]:
+        """The forward pass of a layer with states, of whose pieces these are `known`, by the steps
+        that are fastest here.
+        """
+        return MethodType(type(module).forward, module)
 
     def create_row_states(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int

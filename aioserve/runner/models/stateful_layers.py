@@ -20,6 +20,8 @@ from aioserve.runner.attention.bridge import UnsupportedModelError
 from aioserve.runner.models.piece_states import PieceStates, StateKey, StateSpec
 
 _CALLS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+#: Of a module, and what tells the recurrent states of its pieces: the forward pass it is to have.
+OwnForward = Callable[[nn.Module, Callable[[], Tensor | None]], Callable[..., Any]]
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
@@ -36,6 +38,11 @@ class _Layer:
     by_token: bool = False  # it goes on with a text by one token at a time
     outputs: tuple[bool, ...] = (True,)  # which of them have a row for each token
     held: "list[_Held]" = field(default_factory=list)  # of the pieces with drafts in this step
+    now: PieceStates | None = None  # of the pieces that are computed
+
+    def known(self) -> Tensor | None:
+        """The recurrent states of the pieces that are computed, before them."""
+        return None if self.now is None else self.now.get_recurrent_state()
 
 
 class _Pieces(NamedTuple):
@@ -109,7 +116,8 @@ class StatefulLayers:
     new text.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, own_forward: OwnForward) -> None:
+        self._own_forward = own_forward
         self._layers: list[_Layer] = []
         self._modules: set[nn.Module] = set()
         self.num_slots = 0
@@ -125,6 +133,7 @@ class StatefulLayers:
             argument = next((a for a in _CACHE_ARGUMENTS if a in signature.parameters), None)
             if argument is not None:
                 layer = _Layer(child, child.forward, signature, argument)
+                layer.forward = own_forward(child, layer.known)
                 self._layers.append(layer)
                 self._modules.update(child.modules())
                 child.forward = self._calling(layer)
@@ -209,7 +218,7 @@ class StatefulLayers:
         }
         kind = type(layer.module)
         if kind not in self._proved:
-            self._proved[kind] = _prove(layer, bound.arguments)
+            self._proved[kind] = _prove(layer, bound.arguments, self._own_forward)
         layer.by_token, layer.outputs = self._proved[kind]
         return result
 
@@ -253,27 +262,37 @@ def _call(
 ) -> tuple[Any, ...]:
     """The outputs of a module for pieces; `arguments` [1, T, ...] are those of all tokens."""
     own = {name: _take(value, tokens) for name, value in arguments.items()}
-    own[layer.argument] = states
-    found = forward(**_spread(layer.signature, own))
+    own[layer.argument] = layer.now = states
+    try:
+        found = forward(**_spread(layer.signature, own))
+    finally:
+        layer.now = None
     return found if isinstance(found, tuple) else (found,)
 
 
-def _prove(layer: _Layer, arguments: dict[str, Any]) -> tuple[bool, tuple[bool, ...]]:
+def _prove(
+    layer: _Layer, arguments: dict[str, Any], own_forward: OwnForward
+) -> tuple[bool, tuple[bool, ...]]:
     """Whether the module goes on with a text by one token at a time, because it forgets its states
-    where it is given more; and which of its outputs have rows. In float32, so that what it forgets
-    is not taken for rounding. Raises `UnsupportedModelError` if it cannot go on.
+    where it is given more; and which of its outputs have rows. By its own code for the whole text,
+    and with our steps for its parts; in float32, so that what it forgets is not taken for rounding.
+    Raises `UnsupportedModelError` if it cannot go on.
     """
     copied = copy.deepcopy(layer.module).float()
     del copied.forward  # the class's own
+    with_steps = own_forward(copied, layer.known)
     exact = {name: _as_float(value) for name, value in arguments.items()}
     tokens = torch.arange(next(iter(arguments.values())).shape[1])[None]
     half = tokens.shape[1] // 2
 
-    def run(*parts: Tensor) -> list[tuple[Any, ...]]:
+    def run(forward: Callable[..., Any], *parts: Tensor) -> list[tuple[Any, ...]]:
         states = PieceStates()
-        return [_call(layer, copied.forward, exact, part, states) for part in parts]
+        return [_call(layer, forward, exact, part, states) for part in parts]
 
-    (whole,), (first, second) = run(tokens), run(tokens[:, :half], tokens[:, half:])
+    (whole,) = run(copied.forward, tokens)
+    first, second = run(with_steps, tokens[:, :half], tokens[:, half:])
+    one_by_one = tokens[:, half:].unbind(1)
+    single = run(with_steps, tokens[:, :half], *(token[:, None] for token in one_by_one))
     rows = tuple(
         all(
             isinstance(out, Tensor) and out.dim() > 1 and out.shape[1] == n
@@ -294,12 +313,8 @@ def _prove(layer: _Layer, arguments: dict[str, Any]) -> tuple[bool, tuple[bool, 
             if rows[i]
         )
 
-    if is_whole([first, second]):
-        return False, rows
-    if is_whole(
-        run(tokens[:, :half], *(tokens[:, i : i + 1] for i in range(half, tokens.shape[1])))
-    ):
-        return True, rows
+    if is_whole(single):
+        return not is_whole([first, second]), rows
     raise UnsupportedModelError(
         f"its {type(layer.module).__name__} does not go on with a text that it began"
     )
