@@ -46,6 +46,7 @@ def test_an_image_counts_as_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioserve.multimodal.processing._size", lambda image, index: (64, 64))
     processor: Any = object.__new__(ImageProcessor)
     processor._processor = SimpleNamespace()
+    processor._family = SimpleNamespace(beside=False)
     assert processor.least_tokens(["an image", "another one"]) == 2
 
 

@@ -4,12 +4,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
+from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ShadowConfig
 from aioserve.engine import kv_connector
 from aioserve.engine.delivery import output_processor
 from aioserve.engine.delivery.output_router import OutputRouter
@@ -209,7 +210,8 @@ async def test_the_end_of_an_old_request_is_not_told_to_a_new_one_of_the_same_id
             is_saved.append(callback)
 
     told: list[EngineCoreOutput] = []
-    readers: dict[str, object] = {"a": "old", "b": "its"}
+    old, new, its = (SimpleNamespace(hands_over=False) for _ in range(3))
+    readers: dict[str, Any] = {"a": old, "b": its}
 
     class Sink:
         def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
@@ -220,9 +222,10 @@ async def test_the_end_of_an_old_request_is_not_told_to_a_new_one_of_the_same_id
         def fail(self, request_ids: list[str] | None, cause: BaseException) -> None: ...
 
     connector: KVConnectorBase = Saves()  # type: ignore[assignment]
-    held = HeldBack(Sink(), connector, readers.get)
+    config = CacheConfig(kv_connector="disk", kv_role="producer")
+    held = HeldBack(Sink(), connector, readers.get, config)
     held.deliver(0, [EngineCoreOutput(name, [7], FinishReason.LENGTH) for name in "ab"])
     assert told == []
-    readers["a"] = "new"  # the old reader has left, and another request took the id
+    readers["a"] = new  # the old reader has left, and another request took the id
     is_saved[0]()
     assert [output.request_id for output in told] == ["b"]

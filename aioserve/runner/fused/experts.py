@@ -104,8 +104,12 @@ def _router(module: Any) -> Router:
         raise NotFusedError(f"{name} gives other things than a router") from error
     logits = F.linear(x, weight, bias).float()
     top_k = chosen.shape[-1]
-    if found.shape != chosen.shape or not torch.equal(
-        logits.gather(1, chosen).sort(descending=True).values, logits.topk(top_k).values
+    if (
+        not top_k
+        or found.shape != chosen.shape
+        or not torch.equal(
+            logits.gather(1, chosen).sort(descending=True).values, logits.topk(top_k).values
+        )
     ):
         raise NotFusedError(f"{name} does not choose the largest logits")
     of_chosen = logits.gather(1, chosen).softmax(-1)

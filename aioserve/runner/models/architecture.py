@@ -131,6 +131,9 @@ def _what_is_wrong(config: Any) -> str | None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             return f"{name} is {value!r}, not a number from {least} to {most}"
+    num_experts = _stated(config, "num_local_experts") or _stated(config, "num_experts")
+    if num_experts and _stated(config, "num_experts_per_tok") == 0:
+        return f"num_experts_per_tok is 0, but there are {num_experts} experts"
     heads, kv_heads = _stated(config, "num_attention_heads"), _stated(config, "num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         return f"num_attention_heads is {heads}, no multiple of num_key_value_heads, {kv_heads}"
