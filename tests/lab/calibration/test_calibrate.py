@@ -140,11 +140,12 @@ async def test_images_are_shown_to_a_model_that_sees(
     monkeypatch.setattr(f"{module}.make_plan", lambda *_, **__: [])
     monkeypatch.setattr(f"{module}.CROWDS", [Crowd(512, 1, 2)])
     monkeypatch.setattr(f"{module}.NUM_IDLE", 0)
+    monkeypatch.setattr(f"{module}.MAX_HANDOVER_SECONDS", 60.0)  # no step is left out as too late
     monkeypatch.setattr(f"{module}.IMAGE_SIZES", [(40, 30), (70, 40)])
     model = ModelConfig(model=str(make_seeing_model("idefics3", tmp_path)))
     measured = await measure(EngineConfig(model=model, runner=RunnerConfig(threads=1)))
     sizes = {step.num_encoder_tokens for step in measured.steps} - {0}
-    assert sizes  # of steps that another one followed: which do so is a matter of time
+    assert len(sizes) > 1
     for step in measured.steps:
         assert step.features.num_prefill_tokens >= step.num_encoder_tokens
 

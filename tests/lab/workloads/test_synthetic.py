@@ -215,8 +215,8 @@ def test_a_duration_ends_the_arrivals() -> None:
 def test_the_workloads_that_ship_fit_the_embedded_model(path: Path) -> None:
     workload = generate(read_spec(path))
     if not path.stem.startswith("zoo-"):  # which are simulated on a larger machine
-        # So are two that are made for a fleet: crowds has 8,000 tokens of prompt and 300 of reply.
-        workload.check_fits(8320 if path.stem in ("crowds", "long_replies") else 4096)
+        # So are crowds, for a fleet: 8,000 tokens of prompt and 300 of reply.
+        workload.check_fits(8320 if path.stem == "crowds" else 4096)
     # That of agents runs live as well, for minutes.
     assert len(workload.requests) >= (100 if path.stem == "agent_sessions" else 400)
 
