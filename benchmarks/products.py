@@ -26,7 +26,7 @@ from aioserve.runner.cpu.panels import PanelLinear
 
 DTYPE = torch.bfloat16
 ROWS = [64, 256, 512, 2048, 4096]  # fewer would read from memory in a model, not here
-ROWS_IN_A_TURN = 1024  # of few rows, so many together
+ROWS_IN_A_TURN = 1024  # few rows are multiplied again and again, until a turn has this many
 
 
 def processor_seconds(

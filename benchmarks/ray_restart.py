@@ -63,7 +63,7 @@ class Seen:
         self.replaced_s = 0.0  # until no old process was left
 
     def row(self) -> dict[str, Any]:
-        """As it is told."""
+        """The counts and times under the names that the output has."""
         pairs = zip(self.answered_at, self.answered_at[1:], strict=False)
         return {
             "streams": self.num_answered["stream"],
@@ -177,11 +177,13 @@ def free_port() -> int:
 
 
 def wait_for(port: int) -> None:
-    """Return when a process listens on a port of loopback."""
-    while True:
+    """Return when a process listens on a port of loopback. Raises `TimeoutError` after a minute."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.05)
+    raise TimeoutError(f"no process listens on port {port}")
 
 
 def deploy(given: argparse.Namespace, direct: int, max_num_seqs: int) -> None:

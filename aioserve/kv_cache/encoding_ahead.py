@@ -112,7 +112,7 @@ class EncodingAhead:
         self._last = ()
 
     def leave(self, request: Request) -> None:
-        """The request has ended."""
+        """The request has ended: what was begun for it is dropped."""
         if self._owner is request:
             self.drop()
             self._owner = None

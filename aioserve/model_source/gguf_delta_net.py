@@ -40,7 +40,9 @@ def kind_of(has_state: bool) -> str:
 
 
 def inner_head_size(facts: Facts, heads: int) -> int:
-    """The size of each of so many heads of states. Raises `ConfigError` if they do not share it."""
+    """The size of a head of states: `ssm.inner_size` by the number of `heads`. Raises `ConfigError`
+    if it is no multiple of that.
+    """
     inner = int(facts.metadata.need("ssm.inner_size"))
     if heads < 1 or inner % heads:
         raise facts.metadata.refused("ssm.inner_size", f"{inner}, no multiple of {heads} heads")

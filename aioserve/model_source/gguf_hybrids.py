@@ -113,8 +113,8 @@ def _jamba(facts: Facts) -> None:
 
 
 def _period(layers: list[bool]) -> tuple[int, int]:
-    """In how many layers one is so, and the first of these; layers of which none is so have a
-    period that is longer than they are.
+    """The distance from the first layer that is marked true to the next one, and the place of the
+    first. Where none is marked, the distance is longer than the list.
     """
     places = [layer for layer, is_so in enumerate(layers) if is_so] or [len(layers)]
     following = places[1] if len(places) > 1 else max(len(layers), places[0]) + 1 + places[0]

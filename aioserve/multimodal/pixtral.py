@@ -48,7 +48,7 @@ class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
     def _get_num_multimodal_tokens(
         self, image_sizes: Sequence[tuple[int, int]], **_: Any
     ) -> MultiModalData:
-        """How many tokens images of these heights and widths stand for."""
+        """The number of tokens for each image, by `image_sizes`: height and width in pixels."""
         longest, counts = self.image_processor.size["longest_edge"], []
         for size in image_sizes:
             height, width = get_resize_output_image_size(

@@ -42,7 +42,7 @@ class Mover:
             self._asking = asyncio.create_task(self._ask(dispatcher, seconds, fleet, calls))
 
     def close(self) -> None:
-        """Ask no more. Idempotent."""
+        """Ask the router no more which requests are to move. Idempotent."""
         if self._asking is not None:
             self._asking.cancel()
 

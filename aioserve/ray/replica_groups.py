@@ -95,6 +95,6 @@ class ReplicaGroups:
             subscribe(*self._subscribed[-1])
 
     def unsubscribe(self) -> None:
-        """End the subscription. Idempotent."""
+        """The follower is told of no further change of replicas. Idempotent."""
         while self._subscribed:
             unsubscribe(*self._subscribed.pop())

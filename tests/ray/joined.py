@@ -96,7 +96,7 @@ class Joined:
 
     @property
     def handle(self) -> Handle:
-        """Of the first group."""
+        """The handle of the first group of replicas."""
         return self.handles[0]
 
     def tell(self, *replicas: Replica) -> None:

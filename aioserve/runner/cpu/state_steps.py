@@ -1,9 +1,9 @@
 """Steps of layers with states by our kernels, in the place of `transformers`' reference code.
 
 The modules of such layers call functions of their file by name: one for a token, one for a piece of
-a text. `transformers` has kernels for cards in the place of these functions; here a module gets a
-forward pass of its own, in which such names mean our functions. Other models, and the same in
-`transformers`, are not touched. Knows names and arguments of these functions; knows no slots.
+a text. On cards, `transformers` replaces these functions by kernels. Here a module gets a forward
+pass of its own, in which the names mean our functions; other modules of the same class keep theirs.
+Knows the names and arguments of these functions; does not know in which slots states are.
 """
 
 import inspect
@@ -59,7 +59,9 @@ def with_own_steps(module: nn.Module, known: Known) -> Function:
 
 
 def _fit(states: Tensor, *sizes: int) -> bool:
-    """Whether the kernels serve these states, in rows of these sizes."""
+    """Whether the kernels can compute on these states: float32, each in one piece, and `sizes`, the
+    lengths of their rows, multiples of 16.
+    """
     is_plain = states.dtype is torch.float32 and states[0].is_contiguous()
     return is_plain and not any(size % MULTIPLE for size in sizes)
 

@@ -52,7 +52,7 @@ def use_own_products(module: nn.Module, called: set[nn.Linear], ops: Ops) -> boo
         product = _product(layer, ops)
         if product is not None:
             layer.forward = _forward(product, layer.weight.dtype)  # type: ignore[method-assign]
-            # a shape and a type without numbers: whoever reads them by another way is told
+            # A shape and a type without numbers: code that reads them raises, instead of computing.
             layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
     return all(
         quantized_experts(p) is None and (attached(p) is None or id(p) in shared)

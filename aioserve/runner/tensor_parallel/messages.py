@@ -56,7 +56,7 @@ class Free(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeHostBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Make room for KV blocks in host memory, of at most so many bytes of all ranks."""
+    """Make room for KV blocks in host memory: at most `num_bytes` for all ranks together."""
 
     num_bytes: int
 
