@@ -41,7 +41,7 @@ def with_own_steps(module: nn.Module, known: Known) -> Function:
         "mamba_selective_scan": partial(_selective_scan, known),
     }
     used = {
-        name: partial(own[name], steps, reference[name])
+        name: partial(_if_served, partial(own[name], steps), reference[name])
         for name in forward.__code__.co_names
         if name in own
     }
@@ -58,6 +58,12 @@ def with_own_steps(module: nn.Module, known: Known) -> Function:
     return MethodType(mine, module)
 
 
+def _if_served(own: Function, reference: Function, *args: Any, **kwargs: Any) -> Any:
+    """What `own` returns; where that is None, as `own` cannot do it, what `reference` returns."""
+    found = own(*args, **kwargs)
+    return reference(*args, **kwargs) if found is None else found
+
+
 def _fit(states: Tensor, *sizes: int) -> bool:
     """Whether the kernels can compute on these states: float32, each in one piece, and `sizes`, the
     lengths of their rows, multiples of 16.
@@ -72,7 +78,6 @@ def _plain(x: Tensor) -> Tensor:
 
 def _gated_delta(
     steps: StateSteps,
-    reference: Function,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -81,23 +86,13 @@ def _gated_delta(
     beta: Tensor,
     initial_state: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None]:
+    **_: Any,
+) -> tuple[Tensor, Tensor] | None:
     """One token of the gated delta rule: `query` and `key` [B, 1, Hk, Dk], `value` [B, 1, Hv, Dv],
     `g` and `beta` [B, 1, Hv]. The states [B, Hv, Dk, Dv] change in place.
     """
     if initial_state is None or query.shape[1] != 1 or not _fit(initial_state, value.shape[-1]):
-        found: tuple[Tensor, Tensor | None] = reference(
-            query,
-            key,
-            value,
-            g=g,
-            beta=beta,
-            initial_state=initial_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **others,
-        )
-        return found
+        return None
     asked, own = (x[:, 0].float() for x in (query, key))
     if use_qk_l2norm_in_kernel:
         asked, own = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (asked, own))
@@ -117,7 +112,6 @@ def _gated_delta(
 
 def _state_space(
     steps: StateSteps,
-    reference: Function,
     state: Tensor,
     hidden_states: Tensor,
     dt: Tensor,
@@ -128,18 +122,15 @@ def _state_space(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
-    **others: Any,
-) -> Tensor:
+    **_: Any,
+) -> Tensor | None:
     """One token of Mamba 2: `state` [B, H, P, N] changes in place, `hidden_states` [B, H, P],
     `B` and `C` [B, groups, N]. What is one number for a head is expanded to its size.
     """
     of_heads = (dt[0], A, D, dt_bias)
     is_of_heads = all(x is not None and not any(x.stride()[1:]) for x in of_heads)
     if not is_of_heads or not _fit(state, state.shape[-1]) or D is None or dt_bias is None:
-        found: Tensor = reference(
-            state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **others
-        )
-        return found
+        return None
     step = dt[..., 0].float() + dt_bias[:, 0].float()
     step = (F.softplus(step) if dt_softplus else step).contiguous()
     out = torch.empty(hidden_states.shape, dtype=torch.float32)
@@ -160,7 +151,6 @@ def _state_space(
 
 def _selective_step(
     steps: StateSteps,
-    reference: Function,
     state: Tensor,
     hidden_states: Tensor,
     dt: Tensor,
@@ -171,16 +161,13 @@ def _selective_step(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
-    **others: Any,
-) -> Tensor:
+    **_: Any,
+) -> Tensor | None:
     """One token of Mamba 1: `state` [B, channels, N], which changes in place, `hidden_states` and
     `dt` [B, channels], `B` and `C` [B, N].
     """
     if D is None or not _fit(state, state.shape[-1]):
-        found: Tensor = reference(
-            state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **others
-        )
-        return found
+        return None
     x, step, b, c = (row[:, :, None] for row in (hidden_states, dt, B, C))
     return _scanned(steps, state, x, step, b, c, A, D, dt_bias, dt_softplus, z)[..., 0]
 
@@ -188,7 +175,6 @@ def _selective_step(
 def _selective_scan(
     known: Known,
     steps: StateSteps,
-    reference: Function,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -199,7 +185,7 @@ def _selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **others: Any,
+    **_: Any,
 ) -> Any:
     """Pieces of texts of Mamba 1: `hidden_states` and `dt` [B, channels, L], `B` and `C` [B, N, L].
     Behind the states of the pieces, of which the reference knows nothing.
@@ -208,19 +194,7 @@ def _selective_scan(
     if states is None:
         states = hidden_states.new_zeros(shape, dtype=torch.float32)
     if D is None or states.shape != shape or not _fit(states, A.shape[1]):
-        return reference(
-            hidden_states,
-            dt,
-            A,
-            B,
-            C,
-            D,
-            z,
-            delta_bias,
-            delta_softplus,
-            return_last_state,
-            **others,
-        )
+        return None
     out = _scanned(steps, states, hidden_states, dt, B, C, A, D, delta_bias, delta_softplus, z)
     return (out, states) if return_last_state else out
 
