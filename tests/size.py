@@ -39,6 +39,7 @@ PARTS = (
         "kv_cache/connector.py",
         "kv_cache/encoder_cache.py",
         "kv_cache/encoding_ahead.py",
+        "scheduler/encoder_limits.py",
     ),
     *("kv_cache/events.py", "kv_cache/resources/adapters.py", "kv_cache/resources/encoder.py"),
     *("kv_cache/resources/loads.py", "kv_cache/resources/states.py"),

@@ -15,7 +15,7 @@ from aioserve.kv_cache.manager import KVCacheManager
 from aioserve.kv_cache.offload import offload_price
 from aioserve.kv_cache.resources import make_limits, make_resources
 from aioserve.kv_cache.resources.base import Resource
-from aioserve.kv_cache.resources.encoder import EncoderOutputs
+from aioserve.kv_cache.resources.encoder import EncoderLimits
 from aioserve.kv_cache.resources.states import StatePool, StateSlots
 from aioserve.kv_cache.resources.windows import WindowBlocks, WindowPool, WindowSpec
 from aioserve.kv_cache.retention import Retention
@@ -28,7 +28,7 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
-    "EncoderOutputs",
+    "EncoderLimits",
     "ExternalPrefix",
     "KVCacheManager",
     "KVConnectorBase",

@@ -11,13 +11,14 @@ from typing import Any, ClassVar, Literal
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, InvariantError, PolicyError, RequestError
-from aioserve.kv_cache import EncoderOutputs, KVCacheManager, KVConnectorBase, make_limits
+from aioserve.kv_cache import KVCacheManager, KVConnectorBase, make_limits
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.admission import check_queue, check_size
 from aioserve.scheduler.blame import asking
 from aioserve.scheduler.bounded_step import BoundedStep
 from aioserve.scheduler.draft_lengths import Drafting
+from aioserve.scheduler.encoder_limits import encoder_limits
 from aioserve.scheduler.gauges import Gauging
 from aioserve.scheduler.hearing import Hearing
 from aioserve.scheduler.inquiry import stats, wait_reasons
@@ -91,21 +92,19 @@ class BaseScheduler(
         # The state that the verbs write; a policy reads the part of it that follows.
         name = type(self).__name__
         self.book = RequestTable(name, kv_cache, config.queue_timeout, self._ask_group)
-        encoder = EncoderOutputs.of(config, max_model_len, self.runs_whole_prompts, kv_cache.pool)
+        encoder = encoder_limits(config, max_model_len, self.runs_whole_prompts)
         self._on_end = self._end_hooks()
         self.book.just_ended = [] if self._on_end else None
         self._ranks = self._asked_ranks()
-        self._limits = make_limits(config.max_loras, encoder)
+        self._limits = make_limits(config.max_loras, encoder, kv_cache.pool)
         self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
         kv_cache.limit(self._limits, self._max_leased)
         self._config = config
         self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
-        self._step_time: OnlineStepTime | None = None
-        if self.uses_step_time or kv_cache.wants_prices:
-            self._step_time = OnlineStepTime()
-        noted = () if self._step_time is None else (self._note_planned,)
-        # Called with every step.
-        self._on_output = (*noted, *self._draft_hooks(), *self._row_hooks())
+        is_timed = self.uses_step_time or kv_cache.wants_prices
+        self._step_time = OnlineStepTime() if is_timed else None
+        noted = (self._note_planned,) if is_timed else ()
+        self._on_output = (*noted, *self._draft_hooks(), *self._row_hooks())  # with every step
 
     @property
     def running(self) -> list[Request]:

@@ -1,8 +1,9 @@
 """What requests hold besides KV blocks: the seam in `base`, and the kinds that there are."""
 
+from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.resources.adapters import AdapterSlots
 from aioserve.kv_cache.resources.base import Resource
-from aioserve.kv_cache.resources.encoder import EncoderOutputs
+from aioserve.kv_cache.resources.encoder import EncoderLimits, EncoderOutputs
 from aioserve.kv_cache.resources.states import StatePool
 from aioserve.kv_cache.resources.windows import WindowPool, WindowSpec
 
@@ -25,6 +26,6 @@ def make_resources(
     return resources
 
 
-def make_limits(max_loras: int, encoder: EncoderOutputs) -> list[Resource]:
+def make_limits(max_loras: int, encoder: EncoderLimits, pool: BlockPool) -> list[Resource]:
     """What settings of the scheduler limit, whatever the model: these come and go with policies."""
-    return [AdapterSlots(max_loras), encoder]
+    return [AdapterSlots(max_loras), EncoderOutputs(encoder, pool)]

@@ -42,20 +42,6 @@ class EncoderOutputs(Resource):
         self._discard_plan()
         self._told: tuple[int, list[str]] = 0, []  # by the last step: contents to be dropped
 
-    @classmethod
-    def of(
-        cls, settings: Any, max_model_len: int, runs_whole_prompts: bool, pool: BlockPool
-    ) -> "EncoderOutputs":
-        """As the `settings` of a scheduler (`SchedulerConfig`) say."""
-        limits = EncoderLimits(
-            settings.encoder_cache_tokens,
-            settings.max_encoder_tokens,
-            settings.max_whole(max_model_len),
-            runs_whole_prompts,
-            settings.encoder_chunk_tokens,
-        )
-        return cls(limits, pool)
-
     def concerns(self, request: Request) -> bool:
         return bool(request.encoder_inputs)
 
