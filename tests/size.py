@@ -41,6 +41,7 @@ PARTS = (
         "kv_cache/encoding_ahead.py",
         "scheduler/encoder_limits.py",
     ),
+    "runner/models/long_rope.py",
     *("kv_cache/events.py", "kv_cache/resources/adapters.py", "kv_cache/resources/encoder.py"),
     *("kv_cache/resources/loads.py", "kv_cache/resources/states.py"),
     *(

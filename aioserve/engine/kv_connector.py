@@ -113,12 +113,15 @@ def _identity(
     """All that the bytes of a block depend on, besides tokens, salt and adapter: those are in its
     hash. What computes with other kernels or versions rounds differently: it is another engine.
     """
+    from aioserve.runner.models.long_rope import has_long_factors
+
     model = config.model
+    is_long = has_long_factors(model_info.hf_config, model_info.max_model_len)
     return {
         "aioserve": __version__,
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "model": fingerprint(model_info.source.path),
+        "model": fingerprint(model_info.source.path) + ", of long factors" * is_long,
         "weights": f"{model.dtype}, {model.quantization} by {model.quantization_group_size}, "
         f"fused {model.fused}, activations {model.activations}",
         "block size": str(config.cache.block_size),

@@ -45,6 +45,7 @@ from aioserve.runner.models.attention_probe import (
 )
 from aioserve.runner.models.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.models.hooked_adapters import HookedAdapters
+from aioserve.runner.models.long_rope import set_long_factors
 from aioserve.runner.models.own_products import passed, unpack, use_own_products
 from aioserve.runner.models.row_by_row import RowByRowModel
 from aioserve.runner.models.stateful_layers import StatefulLayers
@@ -239,6 +240,7 @@ def prepare_model(
     """
     dtype = next(module.parameters()).dtype
     warn_of_unsound(module)
+    set_long_factors(module, info.hf_config, info.max_model_len)
     states = StatefulLayers(module, place.own_forward)
     try:
         # Of kernels for cards that it does not find, transformers warns at the first call.

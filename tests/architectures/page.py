@@ -23,9 +23,12 @@ encoder-decoders, encoders, models of images and sounds (the text decoder of suc
 a name of its own). Configurations varied at random are tried besides:
 `python -m tests.architectures --varied SEED NAME...`.
 
-A model with `longrope` or `dynamic` rotary embeddings is served up to its original length: beyond
-it the angles of all rows of a batch would depend on the longest request. The start asks for
-`--max-model-len` of at most that length.
+A model with LongRoPE (`longrope`: Phi-3, Phi-4-mini, MiniCPM3) turns by its long factors at every
+length if `--max-model-len` is greater than its original length, as in vLLM, and else by the short
+ones. `transformers` takes the short factors for a text up to the original length, and computes it
+anew when it grows beyond: there a reply to a short prompt may differ, unless `--max-model-len` is
+at most the original length. `dynamic` rotary embeddings are served up to their original length:
+beyond it the angles of all rows of a batch would depend on the longest request.
 """
 _SECTIONS = {
     FUSED: (

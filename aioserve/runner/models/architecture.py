@@ -15,6 +15,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.families import FAMILIES
+from aioserve.runner.models.long_rope import check_rope
 
 _SERVED_LAYER_TYPES = {
     "full_attention",
@@ -29,7 +30,6 @@ _STATE_CALLS = ("update_conv_state", "update_recurrent_state", "set_linear_cache
 _OTHER_LAYER_TYPES = {"moe", "mlp"}
 # What is read of a model as a whole.
 _MUST_NOT_DIFFER = {"hidden_size", "vocab_size", "max_position_embeddings", "sliding_window"}
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 _MOST_POSITIONS = 1 << 25  # tables of angles are as long
 
@@ -43,7 +43,7 @@ def check_architecture(info: ModelInfo) -> None:
     wrong = _what_is_wrong(info.hf_config) or _what_does_not_fit(info)
     if wrong is not None:
         raise _makes_no_sense(info, wrong)
-    _check_rope(info.hf_config, info.max_model_len)
+    check_rope(info.hf_config, info.max_model_len)
 
 
 def has_states(info: ModelInfo) -> bool:
@@ -188,33 +188,6 @@ def _stated(config: Any, name: str) -> Any:
         return getattr(config, name, None)
     except Exception:  # a field of layers, not of the whole; or one that is computed from others
         return None
-
-
-def _check_rope(text_config: Any, max_model_len: int) -> None:
-    """Refuse rotary angles that depend on the longest request of the batch.
-
-    Beyond its original length, such a model changes the angles of all rows of a forward pass at
-    once: a reply would depend on its neighbours.
-    """
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    if not isinstance(parameters, dict):
-        raise ConfigError(f"rope_parameters must be an object, got {parameters!r:.99}")
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in nested or [parameters]:
-        if str(rope.get("rope_type")) not in _BATCH_DEPENDENT_ROPE:
-            continue
-        limit = rope.get("original_max_position_embeddings") or getattr(
-            text_config, "original_max_position_embeddings", text_config.max_position_embeddings
-        )
-        if type(limit) is not int:
-            raise ConfigError(
-                f"original_max_position_embeddings must be a whole number, got {limit!r:.99}"
-            )
-        if max_model_len > limit:
-            raise ConfigError(
-                f"{rope['rope_type']} rotary embeddings are served up to {limit} positions only: "
-                f"set max_model_len to at most {limit} (it is {max_model_len})"
-            )
 
 
 def _name(config: Any) -> str:

@@ -7,6 +7,7 @@ import logging
 
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
+from aioserve.runner.models.long_rope import with_factors_chosen
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
 from aioserve.runner.spec_decode.eagle import NUM_TAPS, EagleHead, read_eagle, tapped_layers
@@ -38,7 +39,7 @@ class EagleSource(DraftSource):
                 "fused models do (model.fused)"
             )
         head = EagleHead(
-            config,
+            with_factors_chosen(config, target_info.max_model_len),
             weights,
             target.embedding,
             target.kv_cache_spec.dtype,

@@ -13,6 +13,7 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.loader import quiet_transformers
+from aioserve.runner.models.long_rope import with_factors_chosen
 from aioserve.runner.served_model import ServedModel, Taps
 from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
 from aioserve.runner.spec_decode.head_drafter import draft_of_head
@@ -52,7 +53,7 @@ class MtpSource(DraftSource):
                 f"{info.source.path} has an MTP layer of a family that is not in transformers: "
                 "take ngram, or a draft model"
             )
-        self._hf_config = one_layer_config(info.hf_config)
+        self._hf_config = one_layer_config(with_factors_chosen(info.hf_config, info.max_model_len))
         self._head: Tensor | None = None  # of several ranks, which share it by tokens: all of it
 
     @property
