@@ -280,6 +280,43 @@ def _llava_onevision(marks: dict[str, int]) -> tuple[Fields, Fields]:
     return config, processor
 
 
+def _llama4(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config = {
+        "vision_config": {
+            **_VISION,
+            "image_size": 32,
+            "vision_output_dim": 48,
+            "projector_input_dim": 48,
+            "projector_output_dim": 48,
+            "intermediate_size": 4 * 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "text_config": {
+            **_TEXT,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "attention_chunk_size": 24,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+        },
+        "image_token_index": marks["<|patch|>"],
+        "boi_token_index": marks["<|image_start|>"],
+        "eoi_token_index": marks["<|image_end|>"],
+    }
+    processor = {
+        "processor_class": "Llama4Processor",
+        "image_processor_type": "Llama4ImageProcessorFast",
+        "size": {"height": 32, "width": 32},
+        "max_patches": 5,
+        "patch_size": 8,
+    }
+    return config, processor
+
+
 def _gemma4(marks: dict[str, int], **text: Any) -> tuple[Fields, Fields]:
     config = {
         "vision_config": {
@@ -336,6 +373,7 @@ _KINDS: dict[str, Callable[[dict[str, int]], tuple[Fields, Fields]]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_small": _gemma4_small,
+    "llama4": _llama4,
     "llava_onevision": _llava_onevision,
     "mistral3": _mistral3,
     "pixtral": _pixtral,
@@ -355,6 +393,10 @@ _MARKS = {
 _MARKS["llava"] = _MARKS["llava_next"] = ["<image>"]
 _MARKS["llava_onevision"] = ["<image>", "<video>"]
 _MARKS["pixtral"] = _MARKS["mistral3"] = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+_MARKS["llama4"] = [
+    *("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+]
 _MARKS["gemma4"] = _MARKS["gemma4_small"] = [
     *("<|image|>", "<|image>", "<image|>", "<|video|>"),
     *("<|audio|>", "<|audio>", "<audio|>"),
@@ -409,6 +451,7 @@ PLACEHOLDERS = {
     "gemma3": "<start_of_image>",
     "gemma4": "<|image|>",
     "gemma4_small": "<|image|>",
+    "llama4": "<|image|>",
     "llava_onevision": "<image>",
     "mistral3": "[IMG]",
     "pixtral": "[IMG]",
@@ -514,8 +557,10 @@ class Seeing:
         import torch
 
         given = self.given(text, images, tokens[:-1])
+        if "pixel_values" in given:  # which Llama 4 wants so, and others make so
+            given["pixel_values"] = given["pixel_values"].to(module.dtype)
         begin = given["input_ids"].shape[1] - len(tokens)
-        module.model.rope_deltas = None  # of a prompt before
+        getattr(module, "model", module).rope_deltas = None  # of a prompt before
         with torch.inference_mode():
             return module(**given, use_cache=False).logits[0, begin:].float()
 

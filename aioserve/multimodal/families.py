@@ -35,6 +35,11 @@ class Family(msgspec.Struct, frozen=True):
     #: The name of a class here that is the processor, where that of `transformers` cannot be had
     #: without torchvision.
     processor: str = ""
+    #: The name of a class here that is the image processor, for the same reason.
+    image_processor: str = ""
+    #: The module of the model that makes rows of the encoder's output, where `get_image_features`
+    #: does not.
+    projector: str = ""
 
 
 _PIXTRAL = "aioserve.multimodal.pixtral:PixtralProcessor"
@@ -61,6 +66,13 @@ _FAMILIES = [
         processor=_PIXTRAL,
     ),
     Family("llava", ("pixel_values",)),
+    Family(
+        "llama4",
+        ("pixel_values",),
+        processor="aioserve.multimodal.llama4:Llama4TileProcessor",
+        image_processor="aioserve.multimodal.llama4:Llama4ImageProcessor",
+        projector="multi_modal_projector",
+    ),
     Family("llava_next", _SIZED),
     Family("llava_onevision", (*_SIZED, "batch_num_images"), beside=True),
     Family("mistral3", _SIZED, apart=True, processor=_PIXTRAL),

@@ -150,12 +150,14 @@ def load_processor(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     path = info.source.path
-    image_processor = transformers.AutoImageProcessor.from_pretrained(
-        path, backend="pil", local_files_only=True
-    )
+    if family.image_processor:
+        image_processor = _own(family.image_processor).from_pretrained(path, local_files_only=True)
+    else:
+        image_processor = transformers.AutoImageProcessor.from_pretrained(
+            path, backend="pil", local_files_only=True
+        )
     if family.processor:
-        module, _, name = family.processor.partition(":")
-        cls = getattr(import_module(module), name)
+        cls = _own(family.processor)
     else:
         cls = getattr(transformers, PROCESSOR_MAPPING_NAMES[family.model_type])
     parts = {"image_processor": image_processor, "tokenizer": tokenizer}
@@ -176,6 +178,12 @@ def load_processor(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
     stated, _ = cls.get_processor_dict(path, local_files_only=True)
     given = [parts.get(name) for name in cls.get_attributes()]
     return own.from_args_and_dict(given, stated)
+
+
+def _own(name: str) -> Any:
+    """A class of this package, by its module and name."""
+    module, _, own = name.partition(":")
+    return getattr(import_module(module), own)
 
 
 def _size(image: Any, i: int) -> tuple[int, int]:

@@ -170,7 +170,11 @@ class ImageEncoder(ImageRows):
             array = torch.from_numpy(joined)
             arguments[name] = array.to(self._dtype) if array.is_floating_point() else array
         found = self._module.get_image_features(**arguments, return_dict=True)
-        rows = _joined(found.pooler_output)
+        if self._family.projector:
+            project = self._module.get_submodule(self._family.projector)
+            rows = _joined(project(found.last_hidden_state))
+        else:
+            rows = _joined(found.pooler_output)
         for deep in getattr(found, "deepstack_features", None) or ():  # side by side
             rows = torch.cat((rows, _joined(deep)), dim=1)
         return rows

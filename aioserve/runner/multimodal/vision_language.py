@@ -23,7 +23,10 @@ class TextPart(nn.Module):
     def __init__(self, whole: Any) -> None:
         super().__init__()
         self.name = type(whole).__name__
-        self.model: nn.Module = whole.get_decoder()
+        decoder = whole.get_decoder()
+        if decoder.get_output_embeddings() is not None:  # Llama 4 tells the one around it
+            decoder = decoder.model
+        self.model: nn.Module = decoder
         self.lm_head: nn.Module = whole.get_output_embeddings()
         self.config: Any = self.model.config
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
