@@ -27,14 +27,19 @@ def settle_drafts(book: RequestTable, request: Request, num_drafts: int, num_rig
 
 
 def take_drafts(book: RequestTable, requests: list[Request], drafts: dict[str, list[int]]) -> None:
-    """Next time these requests verify guesses, unless a step ahead has overtaken them."""
+    """Next time these requests verify guesses. If a step ahead already samples the token that the
+    first of them is for, those behind it come behind that token, whatever it turns out to be; if
+    the step ahead verifies drafts itself, these guesses come too late.
+    """
     most = book.kv_cache.max_drafts
     for request in requests:
         guesses = drafts.get(request.request_id)
         if guesses and request.status is RequestStatus.RUNNING:
-            room = request.max_total_tokens - 1 - request.num_tokens
+            num_ahead = request.num_computed_tokens + 1 - request.num_tokens
+            num_known = request.num_tokens + num_ahead  # when the drafts are verified
+            room = request.max_total_tokens - 1 - num_known
             if most is not None:
                 room = min(room, most)
-            if room > 0 and not book.in_flight.carries(request):
-                request.draft_token_ids = guesses[:room]
-                request.num_target_tokens = request.num_tokens + len(request.draft_token_ids)
+            if room > 0 and num_ahead < min(2, len(guesses)):
+                request.draft_token_ids = guesses[num_ahead:][:room]
+                request.num_target_tokens = num_known + len(request.draft_token_ids)

@@ -151,7 +151,7 @@ class Step(OffloadingStep, RejectingStep):
             if request.draft_token_ids:  # no request is preempted for a guess
                 free = self._kv_cache.pool.num_free_blocks * self._kv_cache.block_size
                 room = request.num_slots + free - self._num_lookahead_tokens
-                end = max(min(end, room), min(end, request.num_tokens))
+                end = max(min(end, room), num_computed + 1)
                 num_tokens = end - num_computed
             if not self._find_blocks(request, end):
                 return 0
@@ -160,7 +160,7 @@ class Step(OffloadingStep, RejectingStep):
         request.num_computed_tokens = end
         if end >= request.num_tokens:  # this step samples
             if request.draft_token_ids:
-                self._take_drafts(request, end)
+                self._take_drafts(request, num_tokens - 1)
             elif end < request.max_total_tokens - 1:
                 request.num_target_tokens = end + 1  # the token that it samples
             if num_tokens == 1 and num_computed >= request.plain_from:
@@ -374,10 +374,11 @@ class Step(OffloadingStep, RejectingStep):
             for owner in self._kv_cache.serve(request, start, num_tokens):
                 self._dependents.setdefault(owner, []).append(request)
 
-    def _take_drafts(self, request: Request, end: int) -> None:
+    def _take_drafts(self, request: Request, num_drafts: int) -> None:
         """Send along the draft tokens that were granted; how many are right is not known yet."""
-        drafts = request.draft_token_ids[: end - request.num_tokens]
+        drafts = request.draft_token_ids[:num_drafts]
         if drafts:
             self._drafts[request.request_id] = drafts
         request.draft_token_ids = []
-        request.num_target_tokens = end  # nothing more until the step is back
+        # Nothing more until the step is back.
+        request.num_target_tokens = request.num_computed_tokens

@@ -26,6 +26,8 @@ class Row:
     pooled: list[int] = field(default_factory=list)  # the tokens whose states were pooled
     keys: list[int] = field(default_factory=list)  # of token_ids, on demand
     proposed: list[int] = field(default_factory=list)  # draft tokens, after its newest token
+    # Those proposed before that token, which come after it: of a step that was planned ahead.
+    proposed_before: list[int] = field(default_factory=list)
 
     def keys_with(self, drafts: Sequence[int]) -> list[int]:
         """What keys and values of each position depend on: namespace, tokens, encoder inputs."""

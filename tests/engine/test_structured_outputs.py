@@ -113,6 +113,22 @@ async def test_what_is_forced_takes_fewer_steps_and_the_same_tokens(
             assert len(found.logprobs) == len(found.token_ids)
 
 
+async def test_forced_tokens_go_into_the_step_behind_the_one_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = [params(temperature=0, way=of_schema(name)) for name in ("tool call", "enum")]
+    settings = config("float32", pipeline_depth=2)
+    async with AsyncEngine(settings) as engine:
+        ahead = await replies(engine, ways)
+        stats = stats_of(engine)
+        assert stats.num_draft_tokens == stats.num_accepted_tokens > 40
+    monkeypatch.setattr(GrammarRows, "guesses", lambda self, row: [])
+    async with AsyncEngine(settings) as engine:
+        expected = await replies(engine, ways)
+        assert stats.num_steps < 0.8 * stats_of(engine).num_steps
+    assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
+
+
 async def test_texts_follow_patterns_choices_and_grammars() -> None:
     tag = {
         "structures": [{"begin": "<f>", "end": "</f>", "schema": SCHEMAS["enum"]}],

@@ -2,7 +2,8 @@
 
 _DRAFTS = (
     "The step in flight decides what a draft continues: a second step would begin with nothing to "
-    "draft from. Where drafts pay, depth 1 with them does more than depth 2 without."
+    "draft from. Where drafts pay, depth 1 with them does more than depth 2 without. Tokens that a "
+    "grammar forces are known: they are sent along at depth 2 as well."
 )
 _REASONS: tuple[tuple[str, str], ...] = (
     ("at scheduler.pipeline_depth 2 a step begins", _DRAFTS),

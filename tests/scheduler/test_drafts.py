@@ -25,3 +25,29 @@ def test_a_policy_grants_as_many_drafts_as_it_says(num_drafts: int) -> None:
     sent = [len(d) for step in harness.steps for d in step.scheduled_spec_decode_tokens.values()]
     assert max(sent, default=0) == min(num_drafts, 3)
     assert len(sent) >= 4 or not num_drafts
+
+
+def test_at_depth_2_drafts_follow_the_token_of_the_step_in_flight() -> None:
+    harness = SchedulerHarness(ChunkedPrefillScheduler, pipeline_depth=2)
+    request = harness.add_request("a", [5, 6, 7], max_tokens=9, reply=[1, 2, [3, 4, 5, 6, 7], 8, 9])
+    harness.run_until_idle()
+    assert request.token_ids[3:] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    sent = [step.scheduled_spec_decode_tokens for step in harness.steps]
+    # 2 comes back with what follows it when a step that samples 3 is in flight.
+    assert [drafts for drafts in sent if drafts] == [{"a": [4, 5, 6]}]
+
+
+def test_at_depth_2_wrong_drafts_change_no_token() -> None:
+    def replies(pipeline_depth: int) -> list[list[int]]:
+        harness = SchedulerHarness(
+            ChunkedPrefillScheduler,
+            pipeline_depth=pipeline_depth,
+            num_blocks=12,  # so few that requests are preempted
+            drafter=lambda token_ids: [1, 1, 1],
+        )
+        requests = [harness.add_request(n, [5, 6, 7, len(n)], max_tokens=12) for n in ("a", "bb")]
+        harness.run_until_idle()
+        assert any(step.scheduled_spec_decode_tokens for step in harness.steps)
+        return [request.token_ids for request in requests]
+
+    assert replies(2) == replies(1)

@@ -76,8 +76,8 @@ def test_masked_replies_keep_to_their_choices_through_preemptions(depth: int) ->
         assert harness.finished[name] is FinishReason.STOP
         assert tuple(harness.tokens[name][:-1]) in texts
     drafts = [step.scheduled_spec_decode_tokens for step in harness.steps]
-    # What has no alternative comes at once, if the next step is not planned already.
-    assert any("a" in own for own in drafts) is (depth == 1)
+    # What has no alternative comes at once, behind the token of the step in flight if there is one.
+    assert any("a" in own for own in drafts)
     assert len(harness.tokens["free"]) == 14
 
 

@@ -95,8 +95,7 @@ class StepExecutor:
         self._rescue = StepRescue(self._batch, self._compute, is_possible=is_possible)
         self._encoder = model.image_encoder
         self.adapters = LoadedAdapters(model.adapter_sites, parts.adapters)
-        # Of a grammar or a drafter: a step planned ahead would not know which of them are right.
-        self._takes_guesses = plan.config.scheduler.depth == 1 and (
+        self._takes_guesses = (  # of a grammar or a drafter
             model.states is None or plan.config.speculation.speculative_method != "none"
         )
         self.info = RunnerInfo(
