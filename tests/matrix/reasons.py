@@ -43,10 +43,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "a decision log does not tell that requests lose",
         "With `running: abort` it is served; kept requests would be replayed otherwise.",
     ),
-    (
-        "transformers has no plan for",
-        "`transformers` says how a model is shared; here it does not.",
-    ),
     ("is served on a CPU alone", "Not built: nothing could be tried on a card here."),
     ("needs the compiled kernels of a CPU", "The kernels are for CPUs."),
     (

@@ -1,24 +1,33 @@
-"""How a model is shared out, as `transformers` says it, and what cannot be: told at the door.
+"""How a model is shared out, as `transformers` or we say it, and what cannot be: told at the door.
 
 Knows names of modules and numbers of heads; touches no weights.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
+from aioserve.runner.tensor_parallel.own_plans import own_plan, own_plan_of
 
 #: What a plan may say of a linear layer, in the words of `transformers`; see `shard`.
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 # Every rank keeps all of these. An embedding, too, whatever the plan says: to look a row up costs
 # nothing, while a sum over ranks costs as much as one in a layer.
-_WHOLE = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
+_WHOLE = (
+    *("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"),  # unlike only in training
+    *("embedding_rowwise", "embedding_colwise"),
+)
 #: Of a module with the weights of all experts: each expert is shared as a gated MLP is.
 EXPERTS = "moe_tp_experts"
-_IN_EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+# In which the plan tells the weights, whichever of their dimensions comes first.
+_IN_EXPERTS = {
+    "gate_up_proj": ("packed_colwise", "packed_rowwise"),
+    "down_proj": ("rowwise", "colwise"),
+}
 _OF_PARAMETERS = "local_params"  # such as sinks of heads, which have a style of their own
 
 
@@ -51,10 +60,10 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
     name = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
     styles = {_SYNONYMS.get(style, style) for style in body.values()}
     if not styles & set(STYLES):
-        raise ConfigError(f"{ranks} transformers has no plan for {name}")
+        raise ConfigError(f"{ranks} there is no plan for {name}, here or in transformers")
     for module, style in body.items():
         owner, _, own = module.rpartition(".")
-        if body.get(owner) == EXPERTS and _IN_EXPERTS.get(own) == style:
+        if body.get(owner) == EXPERTS and style in _IN_EXPERTS.get(own, ()):
             continue
         if _SYNONYMS.get(style, style) not in (*STYLES, *_WHOLE, EXPERTS, _OF_PARAMETERS):
             raise ConfigError(
@@ -85,16 +94,21 @@ def shares_heads(hf_config: Any) -> bool:
 
 
 def plan_in_config(hf_config: Any) -> dict[str, str]:
-    """The plan of `transformers` for an architecture, by patterns; empty if there is none."""
-    return getattr(hf_config, "base_model_tp_plan", None) or {}
+    """The plan for an architecture, by patterns, ours or of `transformers`; empty: it has none."""
+    return own_plan(hf_config) or getattr(hf_config, "base_model_tp_plan", None) or {}
+
+
+def _styles(module: Any) -> Callable[[str], str | None]:
+    """The style of a module or parameter, by its name."""
+    patterns = own_plan_of(module) or module.tp_plan
+    return lambda name: patterns.get(re.sub(r"\b\d+\b", "*", name))
 
 
 def plan_of(module: Any) -> dict[str, str]:
     """The style of each module that is shared, by its name."""
-    patterns: dict[str, str] = module.tp_plan
-    found = {}
+    style_of, found = _styles(module), {}
     for name, _ in module.named_modules():
-        style = patterns.get(re.sub(r"\d+", "*", name))
+        style = style_of(name)
         if style is not None and style not in (*_WHOLE, _OF_PARAMETERS):
             found[name] = _SYNONYMS.get(style, style)
     return found
@@ -102,9 +116,9 @@ def plan_of(module: Any) -> dict[str, str]:
 
 def vectors_of(module: Any) -> list[str]:
     """The names of the parameters with a number for each of the heads that are shared."""
-    patterns: dict[str, str] = module.tp_plan
+    style_of = _styles(module)
     return [
         name
         for name, parameter in module.named_parameters()
-        if parameter.dim() == 1 and patterns.get(re.sub(r"\d+", "*", name)) == "colwise"
+        if parameter.dim() == 1 and style_of(name) == "colwise"
     ]

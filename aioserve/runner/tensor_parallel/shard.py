@@ -107,23 +107,30 @@ def _experts(name: str, part: Any, ranks: Ranks, is_head: bool) -> None:
     """Some of the numbers inside of each expert: its gates and ups, and what is made of them."""
     gate_up: Tensor | None = getattr(part, "gate_up_proj", None)
     down: Tensor | None = getattr(part, "down_proj", None)
-    is_plain = getattr(part, "is_concatenated", True) and not any(
-        getattr(part, way, False) for way in ("is_transposed", "has_bias")
-    )
-    if gate_up is None or down is None or not is_plain:
+    if gate_up is None or down is None:
         raise ConfigError(f"the plan shares {name}, whose experts lie in a way of their own")
-    inner = down.shape[2]
+    is_transposed = gate_up.shape[2] == 2 * down.shape[1]  # [E, hidden, 2 * inner]
+    wide, narrow = (2, 1) if is_transposed else (1, 2)  # of their dimensions
+    inner = down.shape[narrow]
     _check(name, inner, ranks)
     own = ranks.share(inner)
-    rows = torch.arange(2 * inner).view(2, inner)[:, own].flatten()
-    part.gate_up_proj = nn.Parameter(gate_up.detach()[:, rows], False)
-    part.down_proj = nn.Parameter(_copied(down.detach()[:, :, own]), False)
+    halves = torch.arange(2 * inner).view(2, inner)[:, own]
+    turns = torch.arange(2 * inner).view(inner, 2)[own]
+    rows = (halves if getattr(part, "is_concatenated", True) else turns).flatten()
+    part.gate_up_proj = nn.Parameter(gate_up.detach().index_select(wide, rows), False)
+    few = down.detach().narrow(narrow, own.start, own.stop - own.start)
+    part.down_proj = nn.Parameter(_copied(few), False)
+    if getattr(part, "has_bias", False):
+        part.gate_up_proj_bias = nn.Parameter(part.gate_up_proj_bias.detach()[:, rows], False)
+        if not ranks.is_first:  # it is added once
+            part.down_proj_bias = nn.Parameter(torch.zeros_like(part.down_proj_bias), False)
     small_gate_up, small_down = quantized_experts(gate_up), quantized_experts(down)
     if small_gate_up is not None:
         part.gate_up_proj.quantized_experts = [one.rows(rows) for one in small_gate_up]
     if small_down is not None:
-        few = [_columns_of_blocks(name, one, own) for one in small_down]
-        part.down_proj.quantized_experts = few
+        part.down_proj.quantized_experts = [
+            _columns_of_blocks(name, one, own) for one in small_down
+        ]
     part.register_forward_hook(_hook(_adding_up(ranks)))
 
 

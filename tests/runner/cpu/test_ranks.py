@@ -264,7 +264,7 @@ def test_all_ranks_hear_why_one_of_them_could_not_do_it(failing: int, tmp_path: 
     ("kind", "size", "message"),
     [
         ("llama", 4, "4, but LlamaForCausalLM has 2 KV heads, which is no multiple"),
-        ("gpt2", 2, "2, but transformers has no plan for GPT2LMHeadModel"),
+        ("gpt2", 2, "2, but there is no plan for GPT2LMHeadModel, here or in transformers"),
     ],
 )
 def test_a_model_that_cannot_be_shared_out_is_refused(
