@@ -5,7 +5,7 @@ work is done is the runner's business.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,10 +43,19 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
         return self.done == self.item.num_tokens
 
 
+class _Wanted(NamedTuple):
+    """An input that a request asks for, and what it needs before that one."""
+
+    request: Request
+    item: EncoderInput
+    num_tokens: int  # to be encoded for the request, up to this input
+    before: Collection[str]  # contents
+
+
 class EncodingAhead:
     """At most one input at a time: the first that a policy asks for in a step, and then until it is
-    done, or no request needs it, or a step asks for another one alone. What was begun for nothing
-    is dropped.
+    done, or no request needs it, or a step asks for another one alone, or for its room and not for
+    it. What was begun for nothing is dropped.
     """
 
     def __init__(self, cache: EncoderCacheManager, chunk: int, pool: BlockPool) -> None:
@@ -57,7 +66,8 @@ class EncodingAhead:
         self._cache = cache
         #: Of the last step that was sent; None before the first, when no step had an image.
         self._last: Collection[Request] | None = None
-        self._wanted: list[tuple[Request, EncoderInput]] = []  # asked for in this step
+        self._wanted: list[_Wanted] = []  # asked for in this step
+        self._lacks_room = False  # an input that this step was to encode
         self._owner: Request | None = None  # of what is begun
         self._item: EncoderInput | None = None  # begun and not done
         self._done = 0  # of its tokens
@@ -67,9 +77,12 @@ class EncodingAhead:
         """Whether the cache has room for the output, and it is not there yet."""
         return self._item is not None and item.content_hash == self._item.content_hash
 
-    def delays(self, request: Request, item: EncoderInput, num_tokens: int) -> bool:
+    def delays(
+        self, request: Request, item: EncoderInput, num_tokens: int, before: Collection[str]
+    ) -> bool:
         """Whether the tokens of `item`, whose output is missing, have to wait until it is encoded
-        beside others. With it, a step would encode `num_tokens` for the request.
+        beside others. With it, a step would encode `num_tokens` for the request, which reads the
+        contents `before` first.
         """
         if not self.is_begun(item) and (not self.chunk or num_tokens <= self.chunk):
             return False
@@ -77,12 +90,16 @@ class EncodingAhead:
             if self.is_begun(item):
                 self.drop()  # the step encodes what is left: the runner may still have its part
             return False
-        self._wanted.append((request, item))
+        self._wanted.append(_Wanted(request, item, num_tokens, frozenset(before)))
         return True
+
+    def lack_room(self) -> None:
+        """There is no room for an input that the step was to encode."""
+        self._lacks_room = True
 
     def begin_step(self) -> None:
         """Nothing is asked for yet in the step that is planned."""
-        self._wanted = []
+        self._wanted, self._lacks_room = [], False
 
     def plan(
         self, tokens: Collection[Request], step_id: int, num_encoded: int, most: int
@@ -91,9 +108,10 @@ class EncodingAhead:
         left of the chunk, or else one token, but at most `most`.
         """
         self._last = tokens
+        self._make_room()
         if not self._wanted or most <= 0:
             return None
-        if not any(self.is_begun(item) for _, item in self._wanted) and not self._begin():
+        if not any(self.is_begun(wanted.item) for wanted in self._wanted) and not self._begin():
             return None
         assert self._item is not None, "begun"
         assert self._owner is not None, "begun with it"
@@ -110,6 +128,14 @@ class EncodingAhead:
     def skip(self) -> None:
         """A step without tokens: there is nothing that could be delayed."""
         self._last = ()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Drop what is begun if it takes room, and the step did not come as far as to ask for it:
+        its own request may need that room before.
+        """
+        if self._lacks_room and not any(self.is_begun(wanted.item) for wanted in self._wanted):
+            self.drop()
 
     def leave(self, request: Request) -> None:
         """The request has ended: what was begun for it is dropped."""
@@ -138,9 +164,9 @@ class EncodingAhead:
     def _begin(self) -> bool:
         """Make room for the first that is wanted; False if there is none."""
         self.drop()
-        for owner, item in self._wanted:
+        for owner, item, num_tokens, before in self._wanted:
             if item.content_hash not in self._cache and not owner.status.is_finished:
-                if not self._cache.can_allocate(item.num_tokens, ()):
+                if not self._cache.can_allocate(num_tokens, before):
                     return False
                 self._owner, self._item, self._done = owner, item, 0
                 self._cache.hold_ahead(_NOBODY, item)

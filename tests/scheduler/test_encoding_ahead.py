@@ -119,3 +119,20 @@ def test_many_small_images_of_a_prompt_are_spread_over_steps_too() -> None:
         indices = step.scheduled_encoder_inputs.get("many", [])
         ahead = Ahead.of(step.parts)
         assert 3 * len(indices) + (0 if ahead is None else ahead.num_tokens) <= 4
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (1, 4), (2, 3)])
+def test_an_image_begun_for_a_request_leaves_room_for_those_before_it(sizes: tuple[int]) -> None:
+    harness = SchedulerHarness(
+        ChunkedPrefillScheduler,
+        num_blocks=34,
+        block_size=1,
+        max_model_len=20,
+        encoder_cache_tokens=4,
+        encoder_chunk_tokens=1,
+    )
+    harness.add_request("stream", [6] * 16)  # while it runs there are no blocks for the other
+    images = [EncoderInput(5 * i, size, f"image {i}") for i, size in enumerate(sizes)]
+    harness.add_request("seeing", [0] * 19, encoder_inputs=images)
+    harness.run_until_idle()
+    assert set(harness.finished) == {"stream", "seeing"}

@@ -85,12 +85,15 @@ class EncoderOutputs(Resource):
         for _, item in _overlapping(request, start, num_tokens):
             if self._lacks(item) and item.content_hash not in seen:
                 needed += item.num_tokens
-                if self._ahead.delays(request, item, needed):
+                if self._ahead.delays(request, item, needed, seen):
                     return max(item.position - start, 0)
             # An output that is there is kept for its own tokens only: room for an earlier input
             # may be made of it, or two that do not fit together would wait for each other.
             seen.add(item.content_hash)
-            if needed > self._token_budget or not self._cache.can_allocate(needed, seen):
+            if not self._cache.can_allocate(needed, seen):
+                self._ahead.lack_room()
+                return max(item.position - start, 0)
+            if needed > self._token_budget:
                 return max(item.position - start, 0)
         end = start + num_tokens
         if seen and item.whole and item.position < end < item.end:  # the last that they reach

@@ -76,4 +76,4 @@ async def test_two_ranks_give_the_tokens_of_one_by_these_plans(kind: str, tmp_pa
     assert len({token for tokens in expected for token in tokens}) > 8, "it says always the same"
     assert num_preempted > 0
     tables = (VOCAB_SIZE + (MAX_LEN if kind == "opt" else 0)) * 64  # embeddings are whole
-    assert (own - tables) / (whole - tables) < 0.6
+    assert (own - tables) / (whole - tables) < 0.62
