@@ -499,8 +499,6 @@ def make_seeing_model(
                 torch.nn.init.normal_(parameter)
             if "layernorm" in name and "post" in name:
                 torch.nn.init.constant_(parameter, 6.0)
-    if kind.startswith("gemma4"):  # never to be sampled: its code embeds these as padding
-        model.lm_head.weight.data[list(marks.values())] = 0
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -29,6 +29,8 @@ class Family(msgspec.Struct, frozen=True):
     beside: bool = False
     #: Whether the encoder gets one image at a time: of several, each would attend to all, masked.
     apart: bool = False
+    #: Names in the configuration of marks that are embedded as padding, in replies as well.
+    blank: tuple[str, ...] = ()
     #: A name in the configuration and its value, of models of this type that belong here; None: of
     #: those that belong nowhere before.
     only: tuple[str, str] | None = None
@@ -45,6 +47,7 @@ class Family(msgspec.Struct, frozen=True):
 _PIXTRAL = "aioserve.multimodal.pixtral:PixtralProcessor"
 _SIZED = ("pixel_values", "image_sizes")
 _PLACED = ("pixel_values", "image_position_ids")
+_BLANK = ("image_token_id", "video_token_id", "audio_token_id")
 _FAMILIES = [
     Family("idefics3", ("pixel_values", "pixel_attention_mask")),
     Family("smolvlm", ("pixel_values", "pixel_attention_mask")),
@@ -54,9 +57,10 @@ _FAMILIES = [
         _PLACED,
         together=True,
         together_in_windows=True,
+        blank=_BLANK,
         only=("text_config.use_bidirectional_attention", "vision"),
     ),
-    Family("gemma4", _PLACED),
+    Family("gemma4", _PLACED, blank=_BLANK),
     Family("internvl", ("pixel_values",)),
     Family(
         "llava",

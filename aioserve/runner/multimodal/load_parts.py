@@ -29,7 +29,7 @@ def load_parts(
     assert family is not None, "the model sees"
     device = torch.device("cpu")
     whole = info.source.load_seeing_module(dtype, device, ATTN_IMPLEMENTATION)
-    text = take_text_part(whole)
+    text = take_text_part(whole, family.blank)
     num_deep = num_deep_rows(info.whole_config)
     if num_deep >= info.hf_config.num_hidden_layers:
         raise ConfigError(

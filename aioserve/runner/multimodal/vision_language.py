@@ -4,6 +4,7 @@ Knows how `transformers` names the parts of models that see; knows nothing about
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ _IN_TEXT = re.compile(r"(?!.*\bvis(?:ion|ual))(?:\w+\.)*?(layers\.\d+\..+|embed_
 class TextPart(nn.Module):
     """Decoder and head, called as any causal language model of `transformers` is."""
 
-    def __init__(self, whole: Any) -> None:
+    def __init__(self, whole: Any, blank: Sequence[str] = ()) -> None:
+        """`blank` are names in the configuration of tokens that are embedded as padding."""
         super().__init__()
         self.name = type(whole).__name__
         decoder = whole.get_decoder()
@@ -30,6 +32,8 @@ class TextPart(nn.Module):
         self.lm_head: nn.Module = whole.get_output_embeddings()
         self.config: Any = self.model.config
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        ids = [getattr(whole.config, name) for name in blank]
+        self._blank = torch.tensor([token_id for token_id in ids if token_id is not None])
         # Gemma 4 E2B and E4B: each layer adds a row by token, for an image that of padding.
         self._has_layer_rows = bool(getattr(self.config, "hidden_size_per_layer_input", None))
 
@@ -62,13 +66,12 @@ class TextPart(nn.Module):
 
     def given(self, input_ids: Tensor, positions: Tensor, given: GivenRows) -> dict[str, Any]:
         """Arguments of `forward` for T tokens some of whose rows are `given`."""
-        embed = self.get_input_embeddings()
+        embed, input_ids = self.get_input_embeddings(), self._as_read(input_ids)
         rows = embed(input_ids[None])
         rows[0, given.places] = given.rows
         arguments: dict[str, Any] = {"input_ids": None, "inputs_embeds": rows}
         if self._has_layer_rows:
-            ids = input_ids.index_fill(0, given.places, self.config.pad_token_id)
-            arguments["per_layer_inputs"] = self.model.get_per_layer_inputs(ids[None])  # type: ignore[operator]
+            arguments["per_layer_inputs"] = self.model.get_per_layer_inputs(input_ids[None])  # type: ignore[operator]
         if given.deep:
             seen = torch.zeros_like(input_ids, dtype=torch.bool)
             seen[given.places] = True
@@ -93,7 +96,7 @@ class TextPart(nn.Module):
         `of_images` are what the decoder is told besides.
         """
         hidden = self.model(
-            input_ids=input_ids,
+            input_ids=None if input_ids is None else self._as_read(input_ids),
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -105,13 +108,18 @@ class TextPart(nn.Module):
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return CausalLMOutputWithPast(logits=logits)
 
+    def _as_read(self, input_ids: Tensor) -> Tensor:
+        if not len(self._blank):
+            return input_ids
+        return input_ids.masked_fill(torch.isin(input_ids, self._blank), self.config.pad_token_id)
+
 
 @torch.inference_mode()
-def take_text_part(whole: Any) -> TextPart:
+def take_text_part(whole: Any, blank: Sequence[str] = ()) -> TextPart:
     """Take it out of `whole`, which keeps what sees. Raises `ConfigError` if a text has other
     logits without the rest.
     """
-    part = TextPart(whole)
+    part = TextPart(whole, blank)
     ids = torch.arange(4)[None] + part.config.vocab_size // 2
     try:
         with serving(AttentionProbe()):

@@ -1,0 +1,56 @@
+"""Replies in which the model itself writes what stands for an image in prompts."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, SamplingParams
+from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from tests.seeing_models import NUM_TOKENS, SEEING_KINDS, Seeing
+from tests.slow import mostly_slow
+
+pytest.importorskip("PIL")
+# The loop is the subject of other tests; these load a model each.
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+
+def writing_marks(model: Seeing, path: Path, text: str, images: list[Any]) -> Seeing:
+    """The same, but for the head: wherever it said what it says first here, it says the mark."""
+    first, *_ = model.tokens(text, images)
+    writing = copy.copy(model)
+    writing.model, writing.path = copy.deepcopy(model.model), path
+    head = writing.model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight[model.model.config.image_token_id] = 1.5 * head.weight[first]
+    writing.model.save_pretrained(path)
+    for file in model.path.glob("*.json"):
+        if file.name not in ("config.json", "generation_config.json"):
+            (path / file.name).write_bytes(file.read_bytes())
+    return writing
+
+
+@pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=["gemma4_small", "qwen2_5_vl"]))
+async def test_a_mark_in_a_reply_is_read_as_transformers_reads_it(
+    kind: str, tmp_path: Path
+) -> None:
+    model = Seeing(kind, tmp_path / "model")
+    (text, images), *_ = model.prompts()
+    model = writing_marks(model, tmp_path / "writing", text, images)
+    expected, mark = model.tokens(text, images), model.model.config.image_token_id
+    assert expected[0] == mark
+    assert set(expected) - {mark}
+    config = EngineConfig(
+        model=ModelConfig(model=str(model.path), dtype="float32"),
+        runner=RunnerConfig(threads=1),
+        cache=CacheConfig(num_kv_blocks=100, block_size=8),
+        scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": 80}),
+    )
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    tokens: list[int] = []
+    async with AsyncEngine(config) as engine:
+        async for output in engine.generate(MultimodalPrompt(text, images), params):
+            tokens += output.token_ids
+    assert tokens == expected
