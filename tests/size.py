@@ -117,7 +117,12 @@ PARTS = (
         "runner/cuda",
         "runner/tensor_parallel",
     ),
-    *("runner/cpu/blocks.py", "runner/cpu/drafts.py", "runner/cpu/experts.py"),
+    *(
+        "runner/cpu/blocks.py",
+        "runner/cpu/drafts.py",
+        "runner/cpu/experts.py",
+        "runner/cpu/host_copies.py",
+    ),
     "runner/cpu/huge_pages.py",
     *("runner/cpu/image_attention.py", "runner/cpu/low_rank.py", "runner/cpu/prepared.py"),
     *(

@@ -49,11 +49,6 @@ def check_connector(config: EngineConfig, policy: type[SchedulerInterface]) -> N
             f"cache.kv_connector is {kind}, but policy {policy.__name__} does not derive from "
             "BaseScheduler, whose verbs load blocks"
         )
-    if config.speculation.drafts_by_model:
-        raise ConfigError(
-            f"cache.kv_connector is {kind}, but a draft model has a KV cache of its own, which is "
-            "not kept: give --speculative-method ngram, or no connector"
-        )
     if config.scheduler.decision_log is not None:
         raise ConfigError(
             f"cache.kv_connector is {kind}, and what it finds is not in a decision log: such a log "
@@ -122,6 +117,7 @@ def _identity(
         "torch": version("torch"),
         "transformers": version("transformers"),
         "model": fingerprint(model_info.source.path) + ", of long factors" * is_long,
+        "drafts": _draft_identity(config),
         "weights": f"{model.dtype}, {model.quantization} by {model.quantization_group_size}, "
         f"fused {model.fused}, activations {model.activations}",
         "block size": str(config.cache.block_size),
@@ -129,6 +125,16 @@ def _identity(
         "layout": worker.layout,
         "byte order": sys.byteorder,
     }
+
+
+def _draft_identity(config: EngineConfig) -> str:
+    """What makes drafts, if a model does: what it knows of a block is kept with the block."""
+    speculation = config.speculation
+    if not speculation.drafts_by_model or (name := speculation.draft_model) is None:
+        return speculation.speculative_method if speculation.drafts_by_model else "none"
+    settings = msgspec.structs.replace(config.model, model=name, revision=None, max_model_len=None)
+    draft = ModelInfo(settings)
+    return f"{speculation.speculative_method} {fingerprint(draft.source.path)}"
 
 
 class HeldBack:

@@ -2,15 +2,21 @@
 
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import (
+    BLOCKS,
     BlockNotes,
+    Copies,
     ExternalPrefix,
+    KeptPool,
     KVConnectorBase,
     KVConnectorMetadata,
     KVConnectorStats,
     OffloadPrice,
+    Outside,
+    reached_blocks,
 )
 from aioserve.kv_cache.encoding_ahead import Ahead
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from aioserve.kv_cache.hashing import HASH_BYTES
 from aioserve.kv_cache.manager import KVCacheManager
 from aioserve.kv_cache.offload import offload_price
 from aioserve.kv_cache.resources import make_limits, make_resources
@@ -22,12 +28,15 @@ from aioserve.kv_cache.retention import Retention
 from aioserve.kv_cache.vacancy import Vacancy
 
 __all__ = [
+    "BLOCKS",
+    "HASH_BYTES",
     "Ahead",
     "AllBlocksCleared",
     "BlockNotes",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
+    "Copies",
     "EncoderLimits",
     "ExternalPrefix",
     "KVCacheManager",
@@ -35,7 +44,9 @@ __all__ = [
     "KVConnectorMetadata",
     "KVConnectorStats",
     "KVEvent",
+    "KeptPool",
     "OffloadPrice",
+    "Outside",
     "Resource",
     "Retention",
     "StatePool",
@@ -47,4 +58,5 @@ __all__ = [
     "make_limits",
     "make_resources",
     "offload_price",
+    "reached_blocks",
 ]

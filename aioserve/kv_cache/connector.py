@@ -5,19 +5,31 @@ the runner: block ids and slots. No tensors; nothing here waits for anything.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from aioserve.request import Request
 
+#: The name of the pool of KV blocks; other pools are called as their resource is.
+BLOCKS = "blocks"
+
+#: (block id, slot) of what leaves a pool, (slot, block id) of what comes.
+Copies = tuple[list[tuple[int, int]], list[tuple[int, int]]]
+
 
 class KVConnectorMetadata(msgspec.Struct, frozen=True, gc=False):
-    """What the runner copies before the forward pass of a step: all `saves`, then all `loads`."""
+    """What the runner copies before the forward pass of a step: all saves, then all loads."""
 
-    saves: list[tuple[int, int]]  # (block id, slot): out of the paged cache
+    saves: list[tuple[int, int]]  # (block id, slot): out of the pool of KV blocks
     loads: list[tuple[int, int]]  # (slot, block id): into it
+    others: dict[str, Copies] = {}  # the same of other pools, by their names
+
+    @property
+    def by_pool(self) -> dict[str, Copies]:
+        """Saves and loads of each pool, by its name."""
+        return {BLOCKS: (self.saves, self.loads), **self.others}
 
 
 class KVConnectorStats(msgspec.Struct):
@@ -74,6 +86,61 @@ class BlockNotes:
                 notes.clear()
 
 
+class KeptPool(Protocol):
+    """A pool of which a connector keeps the contents, by the hash of the block that each belongs
+    to: KV blocks, blocks of windows, snapshots of states.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the runner calls the pool."""
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """Where this content is in the pool; None if it is not."""
+
+    def needed(self, num_blocks: int) -> range:
+        """Which of a request's blocks have to be there to begin behind its first `num_blocks`."""
+
+    def num_reached_blocks(self, request: Request, num_blocks: int) -> int:
+        """Behind how many of the first `num_blocks` blocks the request can begin, at most, by what
+        this pool and host memory have. The hashes of the blocks are known.
+        """
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make what these hold unfindable: it was not loaded after all."""
+
+
+class Outside(ABC):
+    """What a connector has of one pool in host memory."""
+
+    notes: BlockNotes
+
+    @abstractmethod
+    def has(self, block_hash: bytes) -> bool:
+        """Whether this content can be loaded in the step under construction."""
+
+    @abstractmethod
+    def load(self, block_hash: bytes, place: int) -> None:
+        """Load this content, which is there, into a place of the pool in this step."""
+
+
+def reached_blocks(
+    hashes: Sequence[bytes],
+    num_blocks: int,
+    needed: Callable[[int], range],
+    is_there: Callable[[bytes], bool],
+) -> int:
+    """Behind how many of the first `num_blocks` blocks, which have these `hashes`, a text can begin
+    at most, if what is `needed` for that must be there. A longer text needs no earlier block.
+    """
+    index = num_blocks
+    while index > needed(num_blocks).start:
+        index -= 1
+        if not is_there(hashes[index]):
+            num_blocks = index
+    return num_blocks
+
+
 class StepTime(Protocol):
     """What a connector asks to know the price of computing."""
 
@@ -89,11 +156,17 @@ class StepTime(Protocol):
 class KVConnectorBase(ABC):
     """The scheduler's side. Called from one event loop; none but `shutdown` waits."""
 
-    notes: BlockNotes
+    notes: BlockNotes  # of the pool of KV blocks
     #: Called when a request has its blocks: the step loop may be asleep.
     wake: Callable[[], None] = staticmethod(lambda: None)
     #: Of the policy that decides; None: the price of computing is not known.
     step_time: StepTime | None = None
+
+    def join(self, pool: KeptPool) -> Outside | None:
+        """A pool whose contents requests need to begin behind a prefix. What is kept of it; None:
+        nothing is. By default a connector keeps nothing.
+        """
+        return None
 
     @abstractmethod
     def on_new_request(self, request: Request, num_computed_blocks: int) -> bool:
@@ -154,19 +227,15 @@ class KVConnectorBase(ABC):
         or will not be; not before this returns. At `shutdown` in any case.
         """
 
-    def loading_blocks(self, after_step_id: int = 0) -> Iterable[int]:
-        """KV blocks that are loaded by steps after that one which are not back. The base class
-        knows of none.
-        """
-        return ()
-
     @abstractmethod
     def discard_steps(self, last_step_id: int) -> None:
-        """No step after `last_step_id` goes to the runner."""
+        """No step after `last_step_id` goes to the runner: what it loads is forgotten in the
+        pools.
+        """
 
     @abstractmethod
     def forget_unsettled(self) -> None:
-        """A step failed: nothing counts that a step in flight, or none, has saved."""
+        """A step failed: nothing counts that a step in flight, or none, has saved or loaded."""
 
     @abstractmethod
     def request_finished(self, request: Request) -> None:

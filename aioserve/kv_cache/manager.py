@@ -51,7 +51,7 @@ class KVCacheManager:
         )
         own = list(resources)
         if connector is not None:
-            own.append(ConnectorLoads(connector, block_size, self.pool.forget_blocks))
+            own.append(ConnectorLoads(connector, block_size, self.pool, own))
         self.leases = Leases(self.pool)  # prefixes that a policy has pinned
         self.retention: Retention | None = None  # ranks that a policy states; None: LRU
         limits = [r.max_drafts for r in own if r.max_drafts is not None]
@@ -143,8 +143,11 @@ class KVCacheManager:
         block_ids = self._find_blocks(request)
         if gone is not None:
             block_ids = gone.leave_found(block_ids)
-        if self._reaches:
-            del block_ids[self._num_reached_blocks(request, len(block_ids)) :]
+        num_blocks = len(block_ids)  # what is loaded behind all of them reaches far enough
+        if self._reaches and not self.get_num_external_tokens(
+            request, num_blocks * self.block_size
+        ):
+            del block_ids[self._num_reached_blocks(request, num_blocks) :]
         return block_ids
 
     def _num_reached_blocks(self, request: Request, num_blocks: int) -> int:

@@ -2,7 +2,12 @@
 
 from aioserve.kv_connector.directory import BlockDirectory
 from aioserve.kv_connector.identity import fingerprint
-from aioserve.kv_connector.interface import BlockStore, HostMemoryWorker, KVConnectorWorker
+from aioserve.kv_connector.interface import (
+    BlockStore,
+    HostMemoryWorker,
+    KVConnectorWorker,
+    SlotGroup,
+)
 from aioserve.kv_connector.offloading import OffloadingConnector, Role
 
 __all__ = [
@@ -12,5 +17,6 @@ __all__ = [
     "KVConnectorWorker",
     "OffloadingConnector",
     "Role",
+    "SlotGroup",
     "fingerprint",
 ]

@@ -27,6 +27,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from aioserve.errors import UNREADABLE, ConfigError
+from aioserve.kv_cache import HASH_BYTES
 from aioserve.kv_connector.interface import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,6 @@ class BlockDirectory(BlockStore):
         """
         self._root = path.expanduser().absolute()
         self._name = secrets.token_hex(8)  # of temporary files; pids are not unique in containers
-        self._block_bytes = block_bytes
         self._memory = memory
         self._max_bytes = max_bytes
         self._identity = identity | {"block bytes": str(block_bytes)}
@@ -102,6 +102,12 @@ class BlockDirectory(BlockStore):
     def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
         self._run(self._readers, partial(self._find, list(block_hashes)), on_found, 0)
 
+    def find_each(
+        self, block_hashes: Sequence[bytes], on_found: Callable[[frozenset[bytes]], None]
+    ) -> None:
+        nothing: frozenset[bytes] = frozenset()
+        self._run(self._readers, partial(self._find_each, list(block_hashes)), on_found, nothing)
+
     def read(
         self, block_hashes: Sequence[bytes], slots: Sequence[int], on_read: Callable[[int], None]
     ) -> None:
@@ -117,9 +123,9 @@ class BlockDirectory(BlockStore):
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
         return self._loop.call_later(seconds, callback).cancel
 
-    def seconds_to_read(self, num_blocks: int) -> float:
-        num_read = self.num_bytes_read // self._block_bytes
-        return self.read_seconds / num_read * num_blocks if num_read else 0.0
+    def seconds_to_read(self, num_bytes: int) -> float:
+        num_read = self.num_bytes_read
+        return self.read_seconds / num_read * num_bytes if num_read else 0.0
 
     async def close(self) -> None:
         self._is_closed = True
@@ -156,14 +162,18 @@ class BlockDirectory(BlockStore):
                 return i
         return len(block_hashes)
 
+    def _find_each(self, block_hashes: list[bytes]) -> frozenset[bytes]:
+        return frozenset(found for found in block_hashes if self._path(found).exists())
+
     def _read_all(self, pairs: list[tuple[bytes, int]]) -> int:
-        began, num_read = time.perf_counter(), 0
+        began, num_read, num_bytes = time.perf_counter(), 0, 0
         for block_hash, slot in pairs:
             if not self._read_one(block_hash, slot):
                 break
             num_read += 1
+            num_bytes += len(self._memory(slot))
         with self._lock:
-            self.num_bytes_read += num_read * self._block_bytes
+            self.num_bytes_read += num_bytes
             self.read_seconds += time.perf_counter() - began
         return num_read
 
@@ -212,7 +222,8 @@ class BlockDirectory(BlockStore):
         """All of it, or nothing under that name."""
         self._num_written += 1
         temporary = path.with_name(f".{self._name}.{self._num_written}{TEMPORARY}")
-        header = _HEADER.pack(_MAGIC, block_hash, len(memory), _checksum(block_hash, memory))
+        own_hash = block_hash[:HASH_BYTES]
+        header = _HEADER.pack(_MAGIC, own_hash, len(memory), _checksum(block_hash, memory))
         try:
             try:
                 file = FileIO(temporary, "xb", opener=_open_private)
@@ -264,8 +275,8 @@ class BlockDirectory(BlockStore):
     # Anywhere.
 
     def _path(self, block_hash: bytes) -> Path:
-        name = block_hash.hex()
-        return self._folder / name[:2] / f"{name}{SUFFIX}"
+        name, pool = block_hash[:HASH_BYTES].hex(), block_hash[HASH_BYTES:].decode()
+        return self._folder / name[:2] / f"{name}{'.' if pool else ''}{pool}{SUFFIX}"
 
     def _make_folder(self) -> None:
         note = self._folder / NAMESPACE_FILE
@@ -362,7 +373,7 @@ def _read_note(path: Path) -> object:
 
 
 def _checksum(block_hash: bytes, memory: memoryview) -> bytes:
-    """With the hash: a file under another's name is not believed."""
+    """With the hash and the pool's name: a file under another's name is not believed."""
     digest = hashlib.sha256(block_hash)
     digest.update(memory)
     return digest.digest()
@@ -374,7 +385,11 @@ def _check(
     if num_bytes != _HEADER.size + len(memory) or rest:
         raise _BadFileError("it has another length than a block")
     magic, own_hash, length, checksum = _HEADER.unpack(header)
-    if magic.rstrip(b"\0") != _MAGIC or own_hash != block_hash or length != len(memory):
+    if (
+        magic.rstrip(b"\0") != _MAGIC
+        or own_hash != block_hash[:HASH_BYTES]
+        or length != len(memory)
+    ):
         raise _BadFileError("it is not a block, or another one")
     if checksum != _checksum(block_hash, memory):
         raise _BadFileError("its checksum does not fit")

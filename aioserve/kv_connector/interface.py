@@ -5,6 +5,17 @@ Knows slots of host memory, which the scheduler's side gives out, and hashes. Kn
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from aioserve.kv_cache import BLOCKS
+
+
+class SlotGroup(NamedTuple):
+    """Slots of one size in host memory, for what the runner keeps under one name."""
+
+    name: str  # of the pool whose contents they take
+    num_slots: int
+    block_bytes: int
 
 
 class KVConnectorWorker:
@@ -17,6 +28,18 @@ class KVConnectorWorker:
     num_loaded: int = 0  # blocks, since the start
     load_seconds: float = 0.0  # that they took
 
+    @property
+    def groups(self) -> Sequence[SlotGroup]:
+        """The slots of each pool, which are numbered from 0 in each. By default those of the KV
+        blocks alone.
+        """
+        return [SlotGroup(BLOCKS, self.num_slots, self.block_bytes)]
+
+    @property
+    def num_bytes_loaded(self) -> int:
+        """Bytes copied into the paged cache since the start."""
+        return self.num_loaded * self.block_bytes
+
 
 class HostMemoryWorker(KVConnectorWorker, ABC):
     """One whose slots are bytes, which can be kept elsewhere."""
@@ -26,12 +49,14 @@ class HostMemoryWorker(KVConnectorWorker, ABC):
 
     @abstractmethod
     def memory(self, slot: int) -> memoryview:
-        """The bytes of a slot that no transfer uses now."""
+        """The bytes of a slot that no transfer uses now. Slots count on from group to group."""
 
 
 class BlockStore(ABC):
-    """Where blocks lie outside the memory of this process. Calls come from the event loop, what is
-    waited for happens elsewhere, and every callback comes on the loop, once, after the call.
+    """Where blocks lie outside the memory of this process, by keys: the hash of a block, with the
+    name of a pool behind it for what is no KV block. Slots count on from group to group. Calls come
+    from the event loop, what is waited for happens elsewhere, and every callback comes on the loop,
+    once, after the call.
     """
 
     num_failures: int = 0  # reads that were damaged or foreign, writes that failed
@@ -42,6 +67,12 @@ class BlockStore(ABC):
     @abstractmethod
     def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
         """How many of these there are, from the first on without a gap."""
+
+    @abstractmethod
+    def find_each(
+        self, block_hashes: Sequence[bytes], on_found: Callable[[frozenset[bytes]], None]
+    ) -> None:
+        """Which of these there are."""
 
     @abstractmethod
     def read(
@@ -62,7 +93,7 @@ class BlockStore(ABC):
         """On the loop's clock; what is returned calls it off."""
 
     @abstractmethod
-    def seconds_to_read(self, num_blocks: int) -> float:
+    def seconds_to_read(self, num_bytes: int) -> float:
         """As measured so far; 0: nothing is known."""
 
     @abstractmethod

@@ -6,20 +6,23 @@ waits for a read. Knows hashes, slots and steps. Knows no tensors, files or thre
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
 from aioserve.kv_cache import (
-    BlockNotes,
-    BlockPool,
+    BLOCKS,
     ExternalPrefix,
+    KeptPool,
     KVConnectorBase,
     KVConnectorMetadata,
     KVConnectorStats,
     OffloadPrice,
+    Outside,
 )
 from aioserve.kv_connector.interface import BlockStore, KVConnectorWorker
+from aioserve.kv_connector.pools import Contents, KeptPools
+from aioserve.kv_connector.slots import PoolSlots
 from aioserve.request import Request
 
 logger = logging.getLogger(__name__)
@@ -34,20 +37,13 @@ READ_TIMEOUT = 10.0
 NUM_PASSED = 32
 
 
-class _Transfers:
-    """The blocks that one step copies to and from host memory."""
-
-    def __init__(self) -> None:
-        self.saves: dict[bytes, tuple[int, int]] = {}  # by content: block id, slot
-        self.loads: list[tuple[int, int]] = []  # slot, block id
-
-
 class OffloadingConnector(KVConnectorBase):
-    """Without a `store`, what the pool evicts is saved; with one, every block that is computed, so
-    that others find it there.
+    """Without a `store`, what a pool evicts is saved; with one, all that is computed, so that
+    others find it there.
 
-    A slot is held, by its count in `slots`, while a step in flight or the store may touch it, and
-    while it waits for the request for which it was read. All others may be evicted.
+    What a request needs to begin behind a prefix may be in several pools, each of which has slots
+    of its own: KV blocks for all of the prefix; of a model with states the state at its end, of
+    layers with a window the blocks of the last window.
     """
 
     def __init__(
@@ -59,22 +55,25 @@ class OffloadingConnector(KVConnectorBase):
         role: Role = "both",
     ) -> None:
         self.stats = KVConnectorStats()
-        self.slots = BlockPool(worker.num_slots)
-        saves = role != "consumer"
-        self.notes = BlockNotes(stored=saves and store is not None, evicted=saves and store is None)
         self._worker = worker
         self._block_size = block_size
         self._store = store
         self._loads = role != "producer"
         self._offloads = role == "both"
-        self._open = _Transfers()  # of the step that is being planned
-        self._planned: deque[tuple[int, _Transfers]] = deque()  # not back yet
+        self._pools = KeptPools(
+            worker.groups,
+            has_store=store is not None,
+            saves=role != "consumer",
+            loads=self._loads,
+        )
+        self.slots, self.notes = self._pools.blocks.slots, self._pools.blocks.notes
         #: Requests that wait for a read: its first block, and what calls the time limit off.
         self._waiting: dict[Request, tuple[int, Callable[[], None]]] = {}
         self._late: set[Request] = set()  # given up; while there are some, the store is not asked
         self._ready: dict[Request, None] = {}  # need wait no longer
-        self._staged: dict[Request, list[int]] = {}  # slots that were read for them, or are kept
-        self._kept: set[Request] = set()  # requests that were offloaded: they are loaded
+        #: Slots that were read for requests, or are kept, by the pool.
+        self._staged: dict[Request, list[tuple[PoolSlots, list[int]]]] = {}
+        self._offloaded: set[Request] = set()  # requests that were: they are loaded
         self._worth: dict[Request, bool] = {}  # whether loading is, as of the first admission
         self._num_passed = 0
         self._num_timeouts = 0
@@ -86,25 +85,33 @@ class OffloadingConnector(KVConnectorBase):
         self._for_step: deque[tuple[int, Callable[[], None]]] = deque()
         self._for_write: deque[tuple[int, Callable[[], None]]] = deque()
 
+    def join(self, pool: KeptPool) -> Outside:
+        return self._pools.join(pool)
+
     # Requests, before they are admitted.
 
     def on_new_request(self, request: Request, num_computed_blocks: int) -> bool:
         store, hashes = self._store, request.block_hashes
         if store is None or not self._loads or self._late:
             return False
-        first = self._end_in_slots(request, num_computed_blocks)
-        if first >= self._num_blocks(request):
+        pools, end = self._pools, self._num_blocks(request)
+        first = pools.end_in_slots(
+            hashes[:end], pools.end_in_pool(hashes[:end], num_computed_blocks)
+        )
+        if pools.reached(request, first) >= end:
             return False
         call_off = store.call_later(READ_TIMEOUT, partial(self._give_up, request))
         self._waiting[request] = first, call_off
-        wanted, found = hashes[first : self._num_blocks(request)], partial(self._found, request)
-        self._ask(partial(store.find, wanted, found), lambda: found(0))
+        wanted, found = hashes[first:end], partial(self._found, request)
+        if wanted:
+            self._ask(partial(store.find, wanted, found), lambda: found(0))
+        else:  # states or windows alone are not here
+            self._found(request, 0)
         return True
 
     def begin_step(self) -> list[Request]:
-        if stored := self.notes.stored:
-            self._save(stored)
-            stored.clear()
+        for kept in self._pools:
+            kept.save_stored()
         if not self._ready:
             return []
         ready = list(self._ready)
@@ -113,7 +120,7 @@ class OffloadingConnector(KVConnectorBase):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         num_tokens, *price = self.get_external_prefix(request, num_computed_tokens)
-        if not num_tokens or request in self._kept:
+        if not num_tokens or request in self._offloaded:
             return num_tokens
         if request not in self._worth:  # asked in every step, decided once
             self._worth[request] = self._is_worth(num_tokens, *price)
@@ -122,45 +129,49 @@ class OffloadingConnector(KVConnectorBase):
     def get_external_prefix(self, request: Request, num_computed_tokens: int) -> ExternalPrefix:
         if not self._loads:
             return ExternalPrefix(0, 0.0, 0.0)
-        first = num_computed_tokens // self._block_size
-        num_blocks = self._end_in_slots(request, first) - first
+        pools, first = self._pools, num_computed_tokens // self._block_size
+        end = pools.end_in_slots(request.block_hashes[: self._num_blocks(request)], first)
+        if (num_blocks := pools.reached(request, end) - first) <= 0:
+            return ExternalPrefix(0, 0.0, 0.0)
         return ExternalPrefix(
             num_blocks * self._block_size,
-            self._copy_seconds(num_blocks),
+            self._copy_seconds(pools.num_bytes_to_load(request, first, first + num_blocks)),
             self._compute_seconds(num_blocks),
         )
 
     def get_offload_price(self, request: Request, num_blocks: int) -> OffloadPrice:
-        slots = [self.slots.lookup(h) for h in request.block_hashes[:num_blocks]]
-        num_missing = slots.count(None)
-        num_taken = sum(slot is None or not self.slots.ref_counts[slot] for slot in slots)
-        loading = {block_id for _, block_id in self._open.loads}  # nothing is in these yet
-        is_there = loading.isdisjoint(request.block_ids)
-        if not self._offloads or not is_there or num_taken > self.slots.num_free_blocks:
-            num_blocks = num_missing = 0
+        pools = self._pools
+        num_blocks = pools.reached(request, num_blocks)
+        num_missing, num_bytes, fits = 0, 0, self._offloads
+        for kept, hashes in pools.needed(request, num_blocks):
+            slots = [kept.slots.lookup(h) for h in hashes]
+            num_taken = sum(slot is None or not kept.slots.ref_counts[slot] for slot in slots)
+            fits = fits and num_taken <= kept.slots.num_free_blocks
+            num_missing += slots.count(None) * kept.block_bytes
+            num_bytes += len(slots) * kept.block_bytes
+        loading = {block_id for _, block_id in pools.blocks.open.loads}  # nothing is in these yet
+        if not fits or not loading.isdisjoint(request.block_ids):
+            num_blocks = num_missing = num_bytes = 0
         return OffloadPrice(
             num_blocks * self._block_size,
             self._copy_seconds(num_missing),
-            self._copy_seconds(num_blocks),
+            self._copy_seconds(num_bytes),
             self._compute_seconds(num_blocks),
         )
 
     def keep(self, request: Request, num_blocks: int) -> None:
         self._unstage(request)
-        hashes = request.block_hashes[:num_blocks]
-        self.slots.touch(slot for h in hashes if (slot := self.slots.lookup(h)) is not None)
-        missing = {
-            block_hash: block_id
-            for block_hash, block_id in zip(hashes, request.block_ids, strict=False)
-            if self.slots.lookup(block_hash) is None
-        }
-        self._save(missing)
-        self.slots.touch(self._open.saves[block_hash][1] for block_hash in missing)
-        self._staged[request] = [slot for h in hashes if (slot := self.slots.lookup(h)) is not None]
-        self._kept.add(request)
+        self._staged[request] = staged = []
+        for kept, hashes in self._pools.needed(request, num_blocks):
+            if kept is self._pools.blocks:  # its own, be another one found under the hash
+                lookup = kept.slots.lookup
+                pairs = zip(hashes, request.block_ids, strict=False)
+                kept.save({h: block_id for h, block_id in pairs if lookup(h) is None})
+            staged.append((kept, kept.hold(hashes)))
+        self._offloaded.add(request)
 
     def keeps(self, request: Request) -> bool:
-        return request in self._kept
+        return request in self._offloaded
 
     def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
         end = request.num_computed_tokens // self._block_size
@@ -168,13 +179,11 @@ class OffloadingConnector(KVConnectorBase):
         if request.takes_cached_prefix:
             self.stats.num_queried_tokens += request.num_tokens - first * self._block_size
         self.stats.num_hit_tokens += num_external_tokens
-        for block_hash, block_id in zip(
-            request.block_hashes[first:end], request.block_ids[first:end], strict=True
-        ):
-            slot = self.slots.lookup(block_hash)
-            assert slot is not None, "matched in this step"
-            self.slots.touch([slot])
-            self._open.loads.append((slot, block_id))
+        if self._pools.has_blocks:
+            for block_hash, block_id in zip(
+                request.block_hashes[first:end], request.block_ids[first:end], strict=True
+            ):
+                self._pools.blocks.load(block_hash, block_id)
         self._unstage(request)
 
     def request_finished(self, request: Request) -> None:
@@ -187,50 +196,48 @@ class OffloadingConnector(KVConnectorBase):
     # Steps.
 
     def build_connector_meta(self, step_id: int) -> KVConnectorMetadata | None:
-        if evicted := self.notes.evicted:
-            self._save(evicted)
-            evicted.clear()
         self._last_step_id = step_id
-        step = self._open
-        if not (step.saves or step.loads):
-            return None
-        self._open = _Transfers()
-        self._planned.append((step_id, step))
-        return KVConnectorMetadata(list(step.saves.values()), step.loads.copy())
+        found = {kept.name: kept.plan(step_id) for kept in self._pools}
+        copies = {name: own for name, own in found.items() if own is not None}
+        return KVConnectorMetadata(*copies.pop(BLOCKS, ([], [])), copies) if copies else None
 
     def update_connector_output(self, step_id: int) -> None:
-        while self._planned and self._planned[0][0] <= step_id:
-            self._settle(self._planned.popleft()[1])
+        for kept in self._pools:
+            for step in kept.settle(step_id):
+                self._write(kept, {h: slot for h, (_, slot) in step.saves.items()})
+                kept.release(step)
         self._tell_saved(step_id)
 
     def when_saved(self, callback: Callable[[], None]) -> None:
         self._for_step.append((self._last_step_id, callback))
 
-    def loading_blocks(self, after_step_id: int = 0) -> list[int]:
-        steps = [step for step_id, step in self._planned if step_id > after_step_id]
-        return [block_id for step in (*steps, self._open) for _, block_id in step.loads]
-
     def discard_steps(self, last_step_id: int) -> None:
-        discarded, self._open = [self._open], _Transfers()
-        while self._planned and self._planned[-1][0] > last_step_id:
-            discarded.append(self._planned.pop()[1])
-        for step in discarded:
-            self._forget(step)
-            self._release(step)
+        for kept in self._pools:
+            kept.discard(last_step_id)
 
     def forget_unsettled(self) -> None:
-        self.notes.clear()
-        for step in (self._open, *(step for _, step in self._planned)):
-            self._forget(step)
+        for kept in self._pools:
+            kept.forget_unsettled()
         self._tell_saved(self._last_step_id)  # nothing more comes of them
+
+    @property
+    def num_held_slots(self) -> int:
+        """Slots that steps in flight, the store or requests need now."""
+        return sum(kept.slots.num_used_blocks for kept in self._pools)
 
     def make_stats(self) -> KVConnectorStats:
         stats, worker, store = self.stats, self._worker, self._store
-        stats.num_host_slots = worker.num_slots
-        stats.num_host_blocks = self.slots.num_blocks - self.slots.num_unused_blocks
-        stats.num_kept_blocks = sum(len(self._staged[request]) for request in self._kept)
+        pools, size = [kept.slots for kept in self._pools], self._block_size
+        stats.num_host_slots = sum(pool.num_blocks for pool in pools)
+        stats.num_host_blocks = stats.num_host_slots - sum(p.num_unused_blocks for p in pools)
+        stats.num_kept_blocks = sum(
+            len(slots) for request in self._offloaded for _, slots in self._staged[request]
+        )
+        stats.num_saved_tokens = self._pools.blocks.num_saved * size
+        stats.num_unsaved_tokens = self._pools.blocks.num_unsaved * size
+        stats.num_bytes_saved = sum(k.num_saved * k.block_bytes for k in self._pools)
         stats.load_seconds = worker.load_seconds
-        stats.num_bytes_loaded = worker.num_loaded * worker.block_bytes
+        stats.num_bytes_loaded = worker.num_bytes_loaded
         if store is not None:
             stats.num_bytes_read, stats.num_bytes_written = (
                 store.num_bytes_read,
@@ -242,7 +249,8 @@ class OffloadingConnector(KVConnectorBase):
 
     def reset(self) -> None:
         self.forget_unsettled()
-        self.slots.clear_index()
+        for kept in self._pools:
+            kept.slots.clear_index()
 
     async def shutdown(self) -> None:
         if self._store is not None:
@@ -250,37 +258,21 @@ class OffloadingConnector(KVConnectorBase):
         self._num_written = self._num_writes
         self._tell_saved(self._last_step_id)
 
-    def _save(self, contents: dict[bytes, int]) -> None:
-        """Have blocks copied in this step, as far as there is room for those that are new."""
-        size, stats = self._block_size, self.stats
-        for block_hash, block_id in contents.items():
-            slot = self.slots.lookup(block_hash)
-            if slot is not None:
-                self.slots.touch([slot])  # the last to be evicted
-                self.slots.free([slot])
-            elif not self.slots.num_free_blocks:
-                stats.num_unsaved_tokens += size
-            else:
-                (slot,) = self.slots.allocate(1)
-                self.slots.register([slot], [block_hash])
-                self._open.saves[block_hash] = block_id, slot
-                stats.num_saved_tokens += size
-                stats.num_bytes_saved += self._worker.block_bytes
-
-    def _settle(self, step: _Transfers) -> None:
+    def _write(self, kept: PoolSlots, saved: dict[bytes, int]) -> None:
         """What was copied is there: on to the store."""
-        kept = {h: slot for h, (_, slot) in step.saves.items() if self.slots.lookup(h) == slot}
-        if self._store is not None and kept:
-            slots = list(kept.values())
-            self.slots.touch(slots)
-            self._num_writes += 1
-            written = partial(self._was_written, slots)
-            self._ask(partial(self._store.write, list(kept), slots, written), written)
-        self._release(step)
+        found = {kept.key(h): slot for h, slot in saved.items() if kept.slots.lookup(h) == slot}
+        if self._store is None or not found:
+            return
+        slots = list(found.values())
+        kept.slots.touch(slots)
+        self._num_writes += 1
+        written = partial(self._was_written, kept, slots)
+        numbers = [kept.first_slot + slot for slot in slots]
+        self._ask(partial(self._store.write, list(found), numbers, written), written)
 
-    def _was_written(self, slots: list[int]) -> None:
+    def _was_written(self, kept: PoolSlots, slots: list[int]) -> None:
         self._num_written += 1
-        self.slots.free(slots)
+        kept.slots.free(slots)
         self._tell_saved()
 
     def _tell_saved(self, step_id: int = 0) -> None:
@@ -290,33 +282,51 @@ class OffloadingConnector(KVConnectorBase):
         while self._for_write and self._for_write[0][0] <= self._num_written:
             self._for_write.popleft()[1]()
 
-    def _forget(self, step: _Transfers) -> None:
-        """What the step saves is not to be found."""
-        for _, slot in step.saves.values():
-            self.slots.unregister(slot)
-
-    def _release(self, step: _Transfers) -> None:
-        self.slots.free(slot for _, slot in step.saves.values())
-        self.slots.free(slot for slot, _ in step.loads)
-
     # Reads.
 
     def _found(self, request: Request, num_found: int) -> None:
-        """Note how many blocks of a request the store has, behind those in host memory."""
+        """Note how many KV blocks of a request the store has, behind those in host memory; what
+        else it needs to begin behind them is asked for.
+        """
         if request not in self._waiting:
             self._late.discard(request)
             return
         store, (first, _) = self._store, self._waiting[request]
         assert store is not None, "it has answered"
-        num_blocks = min(num_found, self.slots.num_free_blocks)
-        price = store.seconds_to_read(num_blocks), self._compute_seconds(num_blocks)
-        if not num_blocks or not self._is_worth(num_blocks * self._block_size, *price):
+        pools, end = self._pools, first
+        if pools.has_blocks:
+            end += min(num_found, self.slots.num_free_blocks)
+        wanted = pools.to_find(request, pools.reached(request, first), end)
+        found = partial(self._found_all, request, end)
+        if wanted:
+            self._ask(partial(store.find_each, wanted, found), lambda: found(frozenset()))
+        else:
+            found(frozenset())
+
+    def _found_all(self, request: Request, end: int, keys: frozenset[bytes]) -> None:
+        """Read what a request needs to begin behind as many of its first `end` blocks as may be,
+        whose KV blocks are there, or in the store; what else the store has is in `keys`.
+        """
+        if request not in self._waiting:
+            self._late.discard(request)
+            return
+        store, (first, _) = self._store, self._waiting[request]
+        assert store is not None, "it has answered"
+        pools = self._pools
+        begin, end = pools.reached(request, first), pools.reached(request, end, keys)
+        wanted = pools.missing(request, first, end)
+        num_bytes = sum(kept.block_bytes * len(hashes) for kept, hashes in wanted)
+        price = store.seconds_to_read(num_bytes), self._compute_seconds(end - begin)
+        fits = all(len(hashes) <= kept.slots.num_free_blocks for kept, hashes in wanted)
+        num_tokens = (end - begin) * self._block_size
+        if end <= begin or not wanted or not fits or not self._is_worth(num_tokens, *price):
             self._be_ready(request)
             return
-        hashes = request.block_hashes[first : first + num_blocks]
-        slots = self.slots.allocate(num_blocks)
-        was_read = partial(self._was_read, request, hashes, slots)
-        self._ask(partial(store.read, hashes, slots, was_read), lambda: was_read(0))
+        taken = [(own, own[0].slots.allocate(len(own[1]))) for own in wanted]
+        named = [kept.key(block_hash) for kept, hashes in wanted for block_hash in hashes]
+        numbers = [kept.first_slot + slot for (kept, _), slots in taken for slot in slots]
+        was_read = partial(self._was_read, request, taken)
+        self._ask(partial(store.read, named, numbers, was_read), lambda: was_read(0))
 
     def _ask(self, ask: Callable[[], None], instead: Callable[[], None]) -> None:
         """A store that raises has nothing, and has written nothing: requests go on without."""
@@ -328,17 +338,26 @@ class OffloadingConnector(KVConnectorBase):
             instead()
 
     def _was_read(
-        self, request: Request, hashes: Sequence[bytes], slots: list[int], num_read: int
+        self,
+        request: Request,
+        taken: list[tuple[Contents, list[int]]],
+        num_read: int,
     ) -> None:
-        """They are in host memory, and stay there until the request is admitted."""
-        self.slots.register(slots[:num_read], hashes[:num_read])
-        self.stats.num_fetched_tokens += num_read * self._block_size
+        """The first of them are in host memory, and stay there until the request is admitted."""
+        for (kept, hashes), slots in taken:
+            num_own = min(num_read, len(slots))
+            num_read -= num_own
+            kept.slots.register(slots[:num_own], hashes[:num_own])
+            if kept is self._pools.blocks:
+                self.stats.num_fetched_tokens += num_own * self._block_size
+        staged = [(kept, slots) for (kept, _), slots in taken]
         if request in self._waiting:
-            self._staged[request] = slots
+            self._staged[request] = staged
             self._be_ready(request)
         else:
             self._late.discard(request)
-            self.slots.free(slots)
+            for kept, slots in staged:
+                kept.slots.free(slots)
 
     def _give_up(self, request: Request) -> None:
         if request in self._waiting:
@@ -352,16 +371,16 @@ class OffloadingConnector(KVConnectorBase):
         self.wake()
 
     def _unstage(self, request: Request) -> None:
-        self._kept.discard(request)
-        if slots := self._staged.pop(request, None):
-            self.slots.free(reversed(slots))
+        self._offloaded.discard(request)
+        for kept, slots in self._staged.pop(request, ()):
+            kept.slots.free(reversed(slots))
 
     # Prices.
 
-    def _copy_seconds(self, num_blocks: int) -> float:
+    def _copy_seconds(self, num_bytes: int) -> float:
         """As loads have taken so far: a copy out takes about as long."""
         worker = self._worker
-        return worker.load_seconds / max(worker.num_loaded, 1) * num_blocks
+        return worker.load_seconds / max(worker.num_bytes_loaded, 1) * num_bytes
 
     def _is_worth(self, num_tokens: int, load_seconds: float, compute_seconds: float) -> bool:
         """Whether loading is quicker, as far as is known; now and then also if it is not."""
@@ -382,11 +401,3 @@ class OffloadingConnector(KVConnectorBase):
     def _num_blocks(self, request: Request) -> int:
         """That could be loaded: at least one token is left to compute and sample from."""
         return (request.num_tokens - 1) // self._block_size
-
-    def _end_in_slots(self, request: Request, first: int) -> int:
-        """Behind the last block in host memory, from block `first` on without a gap."""
-        hashes, end = request.block_hashes, self._num_blocks(request)
-        for i in range(first, min(end, len(hashes))):
-            if self.slots.lookup(hashes[i]) is None:
-                return i
-        return max(first, end)

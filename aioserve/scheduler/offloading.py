@@ -7,11 +7,13 @@ blocks and which of them are whole; where they lie outside the pool, the connect
 """
 
 from aioserve.kv_cache import OffloadPrice, offload_price
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.pausing import Pausing, PausingStep, drop_paused
 from aioserve.scheduler.request_table import RequestTable
 
 HOLDING = (RequestStatus.RUNNING, RequestStatus.PAUSED)
+#: What a paused request holds beside KV blocks.
+HELD_IN_PAUSE = (WaitReason.STATES, WaitReason.WINDOWS)
 
 
 class Offloading(Pausing):
@@ -69,6 +71,8 @@ class OffloadingStep(PausingStep):
         num_tokens = num_cached + num_loaded
         if not num_tokens or not kv_cache.can_admit(block_ids, num_tokens, False, None):
             return 0
+        if kv_cache.shortage(request) in HELD_IN_PAUSE:
+            return 0
         kv_cache.admit(request, block_ids, num_tokens, num_loaded)
         for resource in kv_cache.resources:
             resource.pause(request)
@@ -84,5 +88,4 @@ def drop_copies(book: RequestTable) -> None:
     for request in [request for request, is_prefetched in book.paused.items() if is_prefetched]:
         drop_paused(book, request)
     if (connector := book.kv_cache.connector) is not None:
-        book.kv_cache.pool.forget_blocks(connector.loading_blocks())
         connector.forget_unsettled()

@@ -105,7 +105,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         """The blocks to copy before the step; None: there is nothing to copy."""
         if not (part := self.parts.get("loads")):  # of some rows of a step alone, it is empty
             return None
-        return KVConnectorMetadata(part["saves"], part["loads"])
+        return KVConnectorMetadata(**part)
 
     @property
     def highest_new_block(self) -> int:

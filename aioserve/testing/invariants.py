@@ -210,10 +210,8 @@ def check_idle(bench: Bench) -> None:
             raise ContractViolation(f"{bench.where}: {what} leaked")
     while bench.store:
         bench.store.answer()
-    if bench.connector is not None and bench.connector.slots.num_used_blocks:
-        raise ContractViolation(
-            f"{bench.where}: {bench.connector.slots.num_used_blocks} slots of host memory leaked"
-        )
+    if bench.connector is not None and (leaked := bench.connector.num_held_slots):
+        raise ContractViolation(f"{bench.where}: {leaked} slots of host memory leaked")
     bench.prefixes.check_lost(bench.where)
     _check_stats(bench)
 

@@ -7,28 +7,38 @@ copied to the wrong place is found by the request that reads it.
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from aioserve.kv_cache import KVConnectorMetadata
-from aioserve.kv_connector import BlockStore, KVConnectorWorker
+from aioserve.kv_cache import BLOCKS, KVConnectorMetadata, StatePool, WindowPool
+from aioserve.kv_connector import BlockStore, KVConnectorWorker, SlotGroup
 
 Content = list[int | None]
 
 
 class ToyWorker(KVConnectorWorker):
-    """Copies between the blocks of a `ToyRunner` and its slots."""
+    """Copies between what a `ToyRunner` has, pool by pool, and its slots."""
 
     block_bytes = 1
+    _NAMES = (BLOCKS, WindowPool.name, StatePool.name)  # of pools that there may be
 
     def __init__(self, num_slots: int) -> None:
+        """As many slots for each pool."""
         self.num_slots = num_slots
-        self.blocks: list[Content] = []  # those of the runner, once there is one
-        self.contents: list[Content] = [[] for _ in range(num_slots)]
+        self.pools: dict[str, list[Content]] = {}  # those of the runner, once there is one
+        self.contents: list[Content] = [[] for _ in range(num_slots * len(self._NAMES))]
+
+    @property
+    def groups(self) -> list[SlotGroup]:
+        return [SlotGroup(name, self.num_slots, self.block_bytes) for name in self._NAMES]
 
     def transfer(self, metadata: KVConnectorMetadata) -> None:
-        for block_id, slot in metadata.saves:
-            self.contents[slot] = self.blocks[block_id].copy()
-        for slot, block_id in metadata.loads:
-            block = self.blocks[block_id]
-            block[:] = self.contents[slot] or [None] * len(block)  # nothing was ever copied there
+        for name, (saves, _) in metadata.by_pool.items():
+            first = self._NAMES.index(name) * self.num_slots
+            for block_id, slot in saves:
+                self.contents[first + slot] = self.pools[name][block_id].copy()
+        for name, (_, loads) in metadata.by_pool.items():
+            first = self._NAMES.index(name) * self.num_slots
+            for slot, block_id in loads:
+                block = self.pools[name][block_id]  # empty: nothing was ever copied there
+                block[:] = self.contents[first + slot] or [None] * len(block)
 
 
 class ToyStore(BlockStore):
@@ -52,6 +62,14 @@ class ToyStore(BlockStore):
         def find(fails: bool) -> None:
             known = (i for i, h in enumerate(block_hashes) if h not in self._contents)
             on_found(0 if fails else next(known, len(block_hashes)))
+
+        self._pending.append(find)
+
+    def find_each(
+        self, block_hashes: Sequence[bytes], on_found: Callable[[frozenset[bytes]], None]
+    ) -> None:
+        def find(fails: bool) -> None:
+            on_found(frozenset(() if fails else (h for h in block_hashes if h in self._contents)))
 
         self._pending.append(find)
 
@@ -81,7 +99,7 @@ class ToyStore(BlockStore):
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
         return lambda: None  # no request waits so long: answers come, if with a failure
 
-    def seconds_to_read(self, num_blocks: int) -> float:
+    def seconds_to_read(self, num_bytes: int) -> float:
         return 0.0
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ tokens before it, so a block that is shared, freed or overwritten wrongly is not
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-from aioserve.kv_cache import Ahead, WindowSpec
+from aioserve.kv_cache import BLOCKS, Ahead, StatePool, WindowPool, WindowSpec
 from aioserve.outputs import ModelRunnerOutput, Vector
 from aioserve.row_values import ROW_VALUES, invented
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
@@ -48,10 +48,14 @@ class ToyRunner:
         self._drafter = drafter
         self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._kv_worker = kv_worker
-        if kv_worker is not None:
-            kv_worker.blocks = self._slots
         self._states = None if num_state_slots is None else ToyStates(num_state_slots)
         self._windows = None if windows is None else ToyWindows(windows, block_size)
+        if kv_worker is not None:
+            kv_worker.pools[BLOCKS] = self._slots
+            if self._states is not None:
+                kv_worker.pools[StatePool.name] = self._states.contents
+            if self._windows is not None:
+                kv_worker.pools[WindowPool.name] = self._windows.slots
         self._writers: dict[tuple[int, int], str] = {}  # of a slot, for messages
         self._rows: dict[str, Row] = {}
         self.spoilt: set[str] = set()  # by the last step: requests computed on what is not there

@@ -14,7 +14,8 @@ class ToyStates:
     """Slots as the runner is told of them. Raises `ContractViolation`."""
 
     def __init__(self, num_slots: int) -> None:
-        self._contents: list[int | None] = [None] * num_slots
+        #: Of each slot, the key of the last token in its state.
+        self.contents: list[list[int | None]] = [[None] for _ in range(num_slots)]
         self._own: dict[str, int] = {}  # by request
 
     def drop(self, request_id: str) -> None:
@@ -23,7 +24,7 @@ class ToyStates:
 
     def take_back(self, request_id: str, content: int) -> None:
         """Its last drafts were wrong: the state is that behind the key `content`."""
-        self._contents[self._own[request_id]] = content
+        self.contents[self._own[request_id]][0] = content
 
     def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
         """Run a step; `rows` has each request's first position, and the keys of all its tokens."""
@@ -38,7 +39,7 @@ class ToyStates:
                 raise ContractViolation(f"{where}: {request_id} runs without a slot for its state")
             slot = self._own[request_id] if moves is None else moves.slot
             source = slot if moves is None else moves.source
-            found = None if source < 0 else self._contents[source]
+            found = None if source < 0 else self.contents[source][0]
             if found != (keys[begin - 1] if begin else None) or (source >= 0 and not begin):
                 raise ContractViolation(
                     f"{where}: {request_id} begins behind {begin} tokens with a state in slot "
@@ -64,4 +65,4 @@ class ToyStates:
         if len(set(self._own.values())) < len(self._own):
             raise ContractViolation(f"{where}: two requests have one slot for their states")
         for slot, (_, content) in written.items():
-            self._contents[slot] = content
+            self.contents[slot][0] = content

@@ -17,7 +17,8 @@ class ToyWindows:
 
     def __init__(self, spec: WindowSpec, block_size: int) -> None:
         self._num_tokens, self._block_size = spec.num_tokens, block_size
-        self._slots: list[list[int | None]] = [[None] * block_size for _ in range(spec.num_blocks)]
+        #: What stands in the blocks.
+        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(spec.num_blocks)]
         self._tables: dict[str, dict[int, int]] = {}  # by request: block ids by their place
 
     def apply(self, output: SchedulerOutput) -> None:
@@ -43,12 +44,12 @@ class ToyWindows:
                         f"step {output.step_id}: window block {block_id} is written by "
                         f"{writers[block_id]} and {request_id}"
                     )
-                self._slots[block_id][position % self._block_size] = keys[position]
+                self.slots[block_id][position % self._block_size] = keys[position]
         for request_id, (begin, keys) in rows.items():
             end = begin + output.num_scheduled_tokens[request_id]
             for position in range(max(begin - self._num_tokens + 1, 0), end):
                 block_id = self._block(output, request_id, position)
-                if self._slots[block_id][position % self._block_size] != keys[position]:
+                if self.slots[block_id][position % self._block_size] != keys[position]:
                     raise ContractViolation(
                         f"step {output.step_id}: {request_id}, behind {begin} tokens, reads "
                         f"position {position} of its window in block {block_id} and finds another's"

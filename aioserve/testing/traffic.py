@@ -65,12 +65,12 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
     if draw(SOMETIMES):
         settings["kv_connector"] = draw(st.sampled_from(["memory", "disk"]))
         settings["num_host_slots"] = draw(st.sampled_from([40, 10, 2]))
-    if draw(SOMETIMES) and "kv_connector" not in settings:
+    if draw(SOMETIMES):
         settings["num_state_slots"] = draw(st.sampled_from([24, 9, 4, 1]))
     if draw(SOMETIMES):
         settings["drafter"] = guess
         settings["num_lookahead_tokens"] = draw(st.sampled_from([0, 3]))
-    if "kv_connector" not in settings and draw(SOMETIMES):
+    if draw(SOMETIMES):
         settings["window"] = draw(st.sampled_from([1, 3, 9, 24]))
         settings["num_spare_window_blocks"] = draw(st.sampled_from([0, 3, 12]))
     return settings

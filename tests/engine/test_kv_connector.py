@@ -18,7 +18,6 @@ from aioserve.config import (
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
-    SpeculationConfig,
 )
 from aioserve.engine import kv_connector
 from aioserve.errors import ConfigError, RequestFailedError
@@ -422,13 +421,6 @@ async def test_what_leaves_while_its_blocks_are_read_leaves_nothing(
                 "scheduler": SchedulerConfig(decision_log="log"),
             },
             "what it finds is not in a decision log",
-        ),
-        (
-            {
-                "cache": CacheConfig(kv_connector="memory"),
-                "speculation": SpeculationConfig(speculative_method="draft", draft_model="x"),
-            },
-            "a draft model has a KV cache of its own, which is not kept",
         ),
         (
             {"cache": CacheConfig(kv_connector="memory", kv_connector_gib=1e-9)},

@@ -8,11 +8,6 @@ _DRAFTS = (
 _REASONS: tuple[tuple[str, str], ...] = (
     ("at scheduler.pipeline_depth 2 a step begins", _DRAFTS),
     (
-        "but a draft model has a KV cache of its own",
-        "A block that is loaded has K and V of the served model alone; the drafting model would "
-        "have to read the text anew, which is most of what loading saves.",
-    ),
-    (
         "does not tell of its layers",
         "The head reads what enters inner layers. Modules of `transformers` tell nothing of it.",
     ),
@@ -20,16 +15,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "but the compiled kernels do not serve",
         "The kernels multiply what is quantized. Modules of `transformers` would unpack it, and "
         "cost more memory and time than without.",
-    ),
-    (
-        "is not served for a model whose layers have states",
-        "A block of K and V is of use only with the state at its end, and states are not kept "
-        "outside. Their snapshots in memory serve prefixes.",
-    ),
-    (
-        "blocks of windows are not served where",
-        "Without `--num-window-blocks` it is served: layers with a window keep all blocks, which "
-        "the connector keeps.",
     ),
     (
         "could not be replayed",
@@ -42,6 +27,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
     (
         "a decision log does not tell that requests lose",
         "With `running: abort` it is served; kept requests would be replayed otherwise.",
+    ),
+    (
+        "drafting model knows of a block is not kept",
+        "Not built: nothing could be tried on a card here.",
     ),
     ("is served on a CPU alone", "Not built: nothing could be tried on a card here."),
     ("needs the compiled kernels of a CPU", "The kernels are for CPUs."),

@@ -5,12 +5,30 @@ then the request is computed instead, and nothing here has to be undone. Knows w
 so; the connector knows where the blocks are.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from aioserve.kv_cache.connector import KVConnectorBase
+from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.kv_cache.connector import BLOCKS, KVConnectorBase
 from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resources.states import StatePool
+from aioserve.kv_cache.resources.windows import WindowPool
 from aioserve.request import Request
+
+
+class _KVBlocks:
+    """The pool of KV blocks, as a connector sees it."""
+
+    name = BLOCKS
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.lookup, self.forget_blocks = pool.lookup, pool.forget_blocks
+
+    def needed(self, num_blocks: int) -> range:
+        return range(num_blocks)
+
+    def num_reached_blocks(self, request: Request, num_blocks: int) -> int:
+        return num_blocks  # the manager looks for them itself
 
 
 class ConnectorLoads(Resource):
@@ -22,12 +40,16 @@ class ConnectorLoads(Resource):
         self,
         connector: KVConnectorBase,
         block_size: int,
-        forget_blocks: Callable[[Iterable[int]], None],
+        pool: BlockPool,
+        others: Iterable[Resource],
     ) -> None:
-        """`forget_blocks` makes unfindable what these blocks hold."""
+        """The connector keeps the KV blocks of `pool`, and of the `others` what has pools too."""
         self._connector = connector
         self._block_size = block_size
-        self._forget_blocks = forget_blocks
+        connector.join(_KVBlocks(pool))
+        for other in others:
+            if isinstance(other, StatePool | WindowPool):
+                other.keep_outside(connector.join(other))
         self._aside: set[Request] = set()
         self._ready: list[Request] = []  # requests whose blocks came, until they are in line
 
@@ -61,10 +83,12 @@ class ConnectorLoads(Resource):
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> Mapping[str, Any]:
         found = self._connector.build_connector_meta(step_id)
-        return {} if found is None else {"saves": found.saves, "loads": found.loads}
+        if found is None:
+            return {}
+        told: dict[str, Any] = {"saves": found.saves, "loads": found.loads}
+        return told | {"others": found.others} if found.others else told
 
     def discard_steps(self, last_step_id: int) -> None:
-        self._forget_blocks(self._connector.loading_blocks(last_step_id))
         self._connector.discard_steps(last_step_id)
 
     def leave(self, request: Request) -> None:
@@ -77,7 +101,6 @@ class ConnectorLoads(Resource):
         """Whether what steps in flight load or save is there is not known: nothing of it counts. A
         request that would have read it may have been preempted since.
         """
-        self._forget_blocks(self._connector.loading_blocks())
         self._connector.forget_unsettled()
 
     def clear(self) -> None:

@@ -4,12 +4,13 @@ State-space, linear-attention and convolution layers have such states. Knows slo
 the hashes of blocks; does not know what is in a state, nor which request deserves one.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from aioserve.errors import InvariantError
+from aioserve.kv_cache.connector import BlockNotes, Outside, reached_blocks
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.request import Request, WaitReason
@@ -55,6 +56,32 @@ class StatePool(Resource):
         self._snapshots: dict[bytes, int] = {}  # by hash: the slot; least recently used first
         #: Slots of snapshots that the step under construction begins with.
         self._busy: set[int] = set()
+        self._outside: Outside | None = None  # what a KV connector has of snapshots
+        self._notes = BlockNotes()  # which snapshots it is to keep
+
+    # For a KV connector.
+
+    def keep_outside(self, outside: Outside | None) -> None:
+        """A connector keeps snapshots from now on; None: it keeps none."""
+        if outside is not None:
+            self._outside, self._notes = outside, outside.notes
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The slot of the snapshot at the end of this block; None if there is none."""
+        return self._snapshots.get(block_hash)
+
+    def needed(self, num_blocks: int) -> range:
+        """A text goes on behind `num_blocks` blocks with the state at the end of the last."""
+        return range(max(num_blocks - 1, 0), num_blocks)
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """States are loaded into the slots of their requests, where no other finds them."""
+
+    def _is_there(self, block_hash: bytes) -> bool:
+        outside = self._outside
+        return block_hash in self._snapshots or (outside is not None and outside.has(block_hash))
+
+    # For requests.
 
     @property
     def num_free_slots(self) -> int:
@@ -71,10 +98,7 @@ class StatePool(Resource):
         """Behind how many of the request's first `num_blocks` blocks its state is known, at most.
         Their hashes must be. Changes nothing.
         """
-        hashes, snapshots = request.block_hashes, self._snapshots
-        while num_blocks and hashes[num_blocks - 1] not in snapshots:
-            num_blocks -= 1
-        return num_blocks
+        return reached_blocks(request.block_hashes, num_blocks, self.needed, self._is_there)
 
     def shortage(self, request: Request, gone: Collection[Request] = ()) -> WaitReason | None:
         is_free = self.num_free_slots or any(r in self._held for r in (*gone, request))
@@ -96,22 +120,28 @@ class StatePool(Resource):
             self._snapshots[block_hash] = slot
 
     def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
-        """A slot for a request that begins behind its first `num_blocks` blocks, where a snapshot
-        is; `num_free_slots` must not be 0. `num_shared_tokens` of its tokens are in cached blocks.
+        """A slot for a request that begins behind its computed tokens, where a snapshot is, in a
+        slot or outside; `num_free_slots` must not be 0. `num_shared_tokens` of its tokens are in
+        cached blocks.
         """
+        size = self._block_size
         source, block_hash = -1, b""
-        if num_blocks:
-            block_hash = request.block_hashes[num_blocks - 1]
+        if begin := request.num_computed_tokens // size:  # those that are loaded included
+            block_hash = request.block_hashes[begin - 1]
             self._touch(block_hash)
-            source = self._snapshots[block_hash]
+            source = self._snapshots.get(block_hash, -1)
         was_busy = source in self._busy
         self._busy.add(source)
         slot = self._allocate()
         if slot is None:  # the snapshot itself was the last that is free: it goes on in its place
             if source < 0 or was_busy:
                 raise InvariantError(f"{request!r} is admitted, but no slot for its state is free")
-            slot = self._snapshots.pop(block_hash)
-        size = self._block_size
+            slot = self._evict(block_hash)
+        if begin and source < 0:
+            if self._outside is None:
+                raise InvariantError(f"{request!r} is admitted, but its state is nowhere")
+            self._outside.load(block_hash, slot)
+            source = slot
         last = (request.num_prompt_tokens - 1) // size * size
         self._held[request] = _Held(slot, source, (num_shared_tokens, last))
 
@@ -119,10 +149,19 @@ class StatePool(Resource):
         """The request's slot, if it has one. What it left in snapshots stays."""
         if (held := self._held.pop(request, None)) is not None:
             self._unused.append(held.slot)
+            if (slot := self._snapshots.get(held.latest)) is not None:
+                self._note_stored(held.latest, slot)  # no later one takes its place
 
     def pause(self, request: Request) -> None:
         """The state stays in its slot; the runner is told of it anew."""
         held = self._held[request]
+        if held.is_new and held.source not in (-1, held.slot):
+            # It has not run since it was admitted: the snapshot that it begins with is its own now.
+            found = (h for h, slot in self._snapshots.items() if slot == held.source)
+            if (block_hash := next(found, None)) is None:
+                raise InvariantError(f"the snapshot that {request!r} begins with is gone")
+            self._unused.append(held.slot)
+            held.slot = self._evict(block_hash)
         held.source, held.is_new = held.slot, True
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, StateSlots]:
@@ -159,9 +198,11 @@ class StatePool(Resource):
             if (slot := self._snapshots.pop(block_hash, None)) is not None:
                 self._unused.append(slot)
                 self._busy.discard(slot)
+                self._drop_note(block_hash)
 
     def clear(self) -> None:
         """Forget all state snapshots and free their slots."""
+        self._notes.clear()
         self._unused.extend(self._snapshots.values())
         self._snapshots.clear()
         self._busy.clear()
@@ -195,12 +236,23 @@ class StatePool(Resource):
             held.latest = block_hash
         if (slot := self._allocate()) is not None:
             made[block_hash] = slot
+            if position in held.permanent:  # one that is replaced every few steps is not kept yet
+                self._note_stored(block_hash, slot)
         return slot
 
     def _forget(self, block_hash: bytes) -> None:
         if (slot := self._snapshots.get(block_hash)) is not None and slot not in self._busy:
             self._unused.append(slot)
             del self._snapshots[block_hash]
+            self._drop_note(block_hash)
+
+    def _note_stored(self, block_hash: bytes, slot: int) -> None:
+        if self._notes.stored is not None:
+            self._notes.stored[block_hash] = slot
+
+    def _drop_note(self, block_hash: bytes) -> None:
+        if self._notes.stored is not None:
+            self._notes.stored.pop(block_hash, None)
 
     def _allocate(self) -> int | None:
         """An unused slot, else that of the snapshot that was used least recently."""
@@ -208,6 +260,13 @@ class StatePool(Resource):
             return self._unused.pop()
         for block_hash, slot in self._snapshots.items():
             if slot not in self._busy:
-                del self._snapshots[block_hash]
-                return slot
+                return self._evict(block_hash)
         return None
+
+    def _evict(self, block_hash: bytes) -> int:
+        """The slot of a snapshot that is no longer to be found; it is intact until a step runs."""
+        slot = self._snapshots.pop(block_hash)
+        self._drop_note(block_hash)
+        if self._notes.evicted is not None:
+            self._notes.evicted[block_hash] = slot
+        return slot

@@ -4,13 +4,14 @@ Those layers have a pool and block tables of their own, beside those of layers t
 Knows positions, blocks and hashes; does not know what is in a block, nor which requests need one.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from aioserve.errors import InvariantError, RequestError
 from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.kv_cache.connector import Outside, reached_blocks
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.request import Request, WaitReason
@@ -80,6 +81,34 @@ class WindowPool(Resource):
         self._num_decode_blocks = spec.num_decode_blocks(block_size)
         self._num_reserved = 0
         self._held: dict[Request, _Held] = {}
+        self._outside: Outside | None = None  # what a KV connector has of these blocks
+
+    # For a KV connector.
+
+    def keep_outside(self, outside: Outside | None) -> None:
+        """A connector keeps blocks from now on, before there are any; None: it keeps none."""
+        if outside is not None:
+            self._outside = outside
+            self.pool = BlockPool(self.spec.num_blocks, None, outside.notes)
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The window block with this content; None if there is none."""
+        return self.pool.lookup(block_hash)
+
+    def needed(self, num_blocks: int) -> range:
+        """A text goes on behind `num_blocks` blocks with the last window of these."""
+        return range(self._first_seen(num_blocks * self._block_size), num_blocks)
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make what these window blocks hold unfindable: it was not loaded after all."""
+        self.pool.forget_blocks(block_ids)
+
+    def _is_there(self, block_hash: bytes) -> bool:
+        outside = self._outside
+        is_here = self.pool.lookup(block_hash) is not None
+        return is_here or (outside is not None and outside.has(block_hash))
+
+    # For requests.
 
     @property
     def num_blocks(self) -> int:
@@ -100,13 +129,7 @@ class WindowPool(Resource):
         """Behind how many of the request's first `num_blocks` blocks it could begin, at most: those
         in the window of the next token are there. Their hashes must be known. Changes nothing.
         """
-        hashes, lookup = request.block_hashes, self.pool.lookup
-        first = num_blocks
-        while first > self._first_seen(num_blocks * self._block_size):
-            first -= 1
-            if lookup(hashes[first]) is None:
-                num_blocks = first
-        return num_blocks
+        return reached_blocks(request.block_hashes, num_blocks, self.needed, self._is_there)
 
     def touch(self, request: Request, num_blocks: int) -> None:
         """Make the blocks needed to begin behind `num_blocks` blocks the last to be evicted."""
@@ -137,17 +160,31 @@ class WindowPool(Resource):
         return f"{num} blocks for windows" if num else ""
 
     def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
-        """Room for a request that begins behind its first `num_blocks` blocks, as are reached.
-        Raises `InvariantError` if it is not free.
+        """Room for a request that begins behind its computed tokens, whose last window is in blocks
+        or outside. Raises `InvariantError` if it is not free.
         """
         num_reserved = self.num_needed_blocks(request)
         if num_reserved > self.num_free_blocks:
             raise InvariantError(f"{request!r} is admitted, but its window does not fit")
-        block_ids = self._find(request, num_blocks)
-        self.pool.touch(block_ids)
+        seen = self.needed(request.num_computed_tokens // self._block_size)
+        block_ids = self._hold(request.block_hashes[seen.start : seen.stop])
         self._num_reserved += num_reserved
-        first = num_blocks - len(block_ids)
-        self._held[request] = _Held(first, block_ids, num_reserved, num_blocks)
+        self._held[request] = _Held(seen.start, block_ids, num_reserved, seen.stop)
+
+    def _hold(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Blocks with these contents, held from now on; those that are outside are loaded."""
+        found = {h: block_id for h in block_hashes if (block_id := self.lookup(h)) is not None}
+        self.pool.touch(found.values())
+        missing = [block_hash for block_hash in block_hashes if block_hash not in found]
+        if missing:
+            if self._outside is None:
+                raise InvariantError(f"{len(missing)} blocks of a window are nowhere")
+            new_block_ids = self.pool.allocate(len(missing))
+            for block_hash, block_id in zip(missing, new_block_ids, strict=True):
+                self._outside.load(block_hash, block_id)
+            self.pool.register(new_block_ids, missing)  # there before another request reads them
+            found |= zip(missing, new_block_ids, strict=True)
+        return [found[block_hash] for block_hash in block_hashes]
 
     def give_back(self, request: Request) -> None:
         """All that the request has, if it has any. What can be found still can."""
@@ -231,8 +268,8 @@ class WindowPool(Resource):
 
     def _find(self, request: Request, num_blocks: int) -> list[int]:
         """Blocks that must be cached to begin behind `num_blocks` blocks."""
-        first = self._first_seen(num_blocks * self._block_size)
-        found = map(self.pool.lookup, request.block_hashes[first:num_blocks])
+        seen = self.needed(num_blocks)
+        found = map(self.pool.lookup, request.block_hashes[seen.start : seen.stop])
         return [block_id for block_id in found if block_id is not None]
 
     def _first_seen(self, num_computed: int) -> int:

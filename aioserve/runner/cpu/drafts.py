@@ -19,6 +19,7 @@ class CpuDraftRunner(DraftRunner):
         self._block_size = block_size
         self.num_blocks = backend.memory.num_blocks
         self.num_slots = self.num_blocks * block_size
+        self.caches = [*backend.memory.key_caches, *backend.memory.value_caches]
 
     def draw(
         self, step: StepInputs, forward: Forward, columns: SamplingInputs, masks: Masks | None

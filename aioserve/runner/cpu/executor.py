@@ -21,6 +21,7 @@ from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.each_row import sample_each
+from aioserve.runner.cpu.host_copies import HostCopies
 from aioserve.runner.cpu.image_attention import BidirectionalImageAttention
 from aioserve.runner.cpu.prompts import Looked, forward_and_look
 from aioserve.runner.cpu.row_values import RowValueStep
@@ -88,7 +89,8 @@ class StepExecutor:
         model = self._model = plan.model
         self._backend, self._threads = backend, threads
         self._block_size = parts.sizes[-1]
-        self.memory = StepMemory(backend, self._block_size, model)
+        self.memory = StepMemory(backend, self._block_size)
+        self.copies = HostCopies(backend, model, parts.drafts.drafter, self._block_size)
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all)
         # States cannot be taken back; ranks would have to run a step again together.
         is_possible = plan.ranks is None and model.states is None
@@ -121,9 +123,11 @@ class StepExecutor:
         A request that makes it raise fails alone, if steps can be repeated. If this raises even so,
         its requests are in an unknown state and must be dropped; all others can go on.
         """
-        self._batch.apply(scheduler_output)
-        if (transfers := scheduler_output.kv_connector_metadata) is not None:
-            self.memory.transfer(transfers)
+        try:
+            if (transfers := scheduler_output.kv_connector_metadata) is not None:
+                self.copies.transfer(transfers)
+        finally:  # behind it: a drafter asks what loaded blocks hold
+            self._batch.apply(scheduler_output)
         if self._encoder is not None:
             self._encoder.run(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -181,8 +185,9 @@ class StepExecutor:
         self._threads.close()
         if hasattr(self, "_batch"):
             self._batch.close()
-            self.memory.close()
+            self.copies.close()
             if self._model.states is not None:
                 self._model.states.close()
-        for name in ("_model", "_encoder", "_backend", "_batch", "parts", "memory", "adapters"):
+        names = "_model", "_encoder", "_backend", "_batch", "parts", "memory", "copies", "adapters"
+        for name in names:
             self.__dict__.pop(name, None)

@@ -63,7 +63,8 @@ class FollowingRank:
                     self._model.free(weights=message.weights)
                 case MakeHostBlocks():
                     with self._ranks.together():
-                        self._model.make_host_blocks(message.num_bytes, self._slots)
+                        slots = self._slots._replace(of_first=message.of_first)
+                        self._model.make_host_blocks(message.num_bytes, slots)
                 case ReadAdapter():
                     reading = self._reader.submit(self._read_adapter, message)
                     self._reading[message.adapter_id] = reading

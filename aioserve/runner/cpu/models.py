@@ -18,9 +18,8 @@ from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.int8_activations import check_activations, quantize_activations
 from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.memory import check_memory, expected_bytes_per_token
-from aioserve.runner.cpu.states import check_states
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
-from aioserve.runner.models.architecture import check_architecture, has_states
+from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.multimodal.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
@@ -45,8 +44,6 @@ def load_models(
         sees = sees_images(info)
         if ranks is None or ranks.is_first:
             _check_memory(config, info, source, 1 if ranks is None else ranks.size)
-        if has_states(info):
-            check_states(config)
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
     quantize_activations(model, config.model)

@@ -40,7 +40,7 @@ class ResidentModel:
         it. Raises `ConfigError`.
         """
         assert self.executor is not None, "awake"
-        self.host_blocks = blocks = self.executor.memory.make_host_blocks(num_bytes, shared)
+        self.host_blocks = blocks = self.executor.copies.make(num_bytes, shared)
         return blocks
 
     def load(self, info: ModelInfo, cache: CacheConfig) -> None:
@@ -54,7 +54,7 @@ class ResidentModel:
         for adapter_id, adapter in self.adapters.items():
             made.adapters.load(adapter_id, adapter)
         if self.host_blocks is not None:
-            made.memory.take_host_blocks(self.host_blocks)
+            made.copies.take(self.host_blocks)
         self.executor, self.info = made, info
         give_back_freed_memory()
 

@@ -60,7 +60,7 @@ class ThreadedRunner(RunnerInterface):
 
     def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
         assert self._executor is not None, "load() first"
-        return self._executor.memory.make_host_blocks(num_bytes)
+        return self._executor.copies.make(num_bytes)
 
     async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
         if (executor := self._executor) is None:

@@ -111,8 +111,10 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
     def _make_host_blocks(self, num_bytes: int) -> "KVConnectorWorker":
         from aioserve.runner.host_blocks import SharedSlots
 
-        slots = SharedSlots(self._others.kv_file, self._met)
-        with self._all_told(MakeHostBlocks(num_bytes)), self._met.together():
+        assert self._executor is not None, "awake"
+        of_first = self._executor.copies.bytes_of_first
+        slots = SharedSlots(self._others.kv_file, self._met, of_first)
+        with self._all_told(MakeHostBlocks(num_bytes, of_first)), self._met.together():
             return self._model.make_host_blocks(num_bytes, slots)
 
     def _use_adapter(self, adapter_id: str, adapter: "Adapter | BaseException") -> None:

@@ -23,6 +23,15 @@ Function = Callable[..., Any]
 Known = Callable[[], Tensor | None]  # the recurrent states of the pieces that are computed now
 
 
+def describe_steps() -> str:
+    """What computes the steps of states here: by such texts caches are compared."""
+    try:
+        load_state_steps()
+    except KernelsUnavailableError:
+        return "states by transformers' code"
+    return "states by compiled steps"
+
+
 def with_own_steps(module: nn.Module, known: Known) -> Function:
     """The forward pass of the class of `module` with our steps, or as it is where the kernels do
     not run.

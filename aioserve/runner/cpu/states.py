@@ -1,4 +1,4 @@
-"""What layers with states do not go with, and how many requests have a place for theirs.
+"""How many requests have a place for the states of layers, beside KV blocks.
 
 Knows settings and sizes; what a state is knows `stateful_layers`.
 """
@@ -13,15 +13,6 @@ from aioserve.runner.cpu.memory import GIB, MIB, memory_for_requests
 from aioserve.runner.load_plan import LoadPlan
 
 logger = logging.getLogger(__name__)
-
-
-def check_states(config: EngineConfig) -> None:
-    """Raises `ConfigError` for what is not served with states."""
-    if config.cache.kv_connector != "none":
-        raise ConfigError(
-            f"cache.kv_connector is {config.cache.kv_connector}, which is not served for a model "
-            "whose layers have states (state-space, linear attention, convolutions): leave it out"
-        )
 
 
 def with_states(plan: LoadPlan) -> LoadPlan:

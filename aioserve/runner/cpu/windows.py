@@ -65,19 +65,6 @@ def _find_window_layers(
                 f"window shorter than max_model_len ({max_model_len}): leave it out"
             )
         return {}
-    if config.cache.kv_connector != "none":
-        obstacle = f"cache.kv_connector is {config.cache.kv_connector}"
-        if wanted is not None:
-            raise ConfigError(
-                f"cache.num_window_blocks is {wanted}, but blocks of windows are not served "
-                f"where {obstacle}: leave it out"
-            )
-        logger.info(
-            "%s: layers with a sliding window keep all blocks of a request, as %s",
-            model.name,
-            obstacle,
-        )
-        return {}
     return found
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import KVConnectorMetadata
+from aioserve.kv_cache import BLOCKS, KVConnectorMetadata
 from aioserve.kv_connector import HostMemoryWorker
 from aioserve.runner.cuda.device import Device, Event, Moment, StagingRing
-from aioserve.runner.host_blocks import count_slots, describe_layout, sizes_of
+from aioserve.runner.host_blocks import KeptTensors, count_slots, describe_layout, sizes_of
 
 # Of each of two buffers on the device, or one block: while one is filled, the other is copied. A
 # guess: too little to be missed there, and as much as a link moves in about a millisecond.
@@ -53,7 +53,7 @@ class DeviceBlocks(HostMemoryWorker):
         sizes = sizes_of(caches)
         self.block_bytes = sum(sizes)
         self.num_slots = count_slots(num_bytes, self.block_bytes)
-        self.layout = describe_layout(computed, caches)
+        self.layout = describe_layout(computed, [KeptTensors(BLOCKS, caches, 1)])
         self._device = device
         self._copies = device.copy_queue()
         try:

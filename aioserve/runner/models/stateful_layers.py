@@ -150,6 +150,11 @@ class StatefulLayers:
         """The states of one request, in all layers; known after `probing`."""
         return sum(spec.num_bytes for layer in self._layers for spec in layer.specs.values())
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The states of all slots, [num_slots, ...], layer by layer; known after `allocate`."""
+        return [slots for layer in self._layers for slots in layer.slots.values()]
+
     @contextmanager
     def probing(self) -> Iterator[None]:
         """See in a forward pass which states there are."""

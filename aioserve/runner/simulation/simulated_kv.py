@@ -57,6 +57,12 @@ class SimulatedDirectory(BlockStore):
         missing = (i for i, h in enumerate(block_hashes) if h not in self._contents)
         self._loop.call_soon(on_found, next(missing, len(block_hashes)))
 
+    def find_each(
+        self, block_hashes: Sequence[bytes], on_found: Callable[[frozenset[bytes]], None]
+    ) -> None:
+        found = frozenset(h for h in block_hashes if h in self._contents)
+        self._loop.call_soon(on_found, found)
+
     def read(
         self, block_hashes: Sequence[bytes], slots: Sequence[int], on_read: Callable[[int], None]
     ) -> None:
@@ -83,9 +89,9 @@ class SimulatedDirectory(BlockStore):
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
         return self._loop.call_later(seconds, callback).cancel
 
-    def seconds_to_read(self, num_blocks: int) -> float:
+    def seconds_to_read(self, num_bytes: int) -> float:
         wait = max(self._busy_until - self._loop.time(), 0.0)
-        return wait + num_blocks * self._seconds_per_block
+        return wait + num_bytes / self._block_bytes * self._seconds_per_block
 
     async def close(self) -> None:
         pass

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.runner.batch.input_batch import InputBatch
@@ -27,6 +29,8 @@ class Drafter(ABC):
     """Told of each row what it says, and asked for `guesses`; `length` says how many pay."""
 
     length: DraftLength
+    #: What it knows of each KV block, [num_blocks, ...]: goes where the block goes.
+    kept: Sequence[Tensor] = ()
 
     @abstractmethod
     def set(self, row: int, request: NewRequestData) -> None:

@@ -41,6 +41,8 @@ class HeadDrafter(ModelDrafter):
         # Of every slot. On a CPU, pages that were never written are no memory.
         shape, dtype = (runner.num_slots, head.state_size), head.kv_cache_spec.dtype
         self._states = torch.empty(shape, dtype=dtype, device=head.device)
+        if self.kept:  # the head reads them where it goes on, or has not read a block yet
+            self.kept = (*self.kept, self._states.view(runner.num_blocks, -1))
         self._own: dict[int, Tensor] = {}  # by row, the state behind its last guess
         taps.keep = self._keep
 

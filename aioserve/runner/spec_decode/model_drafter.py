@@ -34,6 +34,7 @@ class DraftRunner(ABC):
 
     num_blocks: int  # of the KV cache, as many as the served model has
     num_slots: int  # of it, those that requests never have included
+    caches: Sequence[Tensor] = ()  # K and V of each layer, [num_blocks, ...], on a CPU
 
     @abstractmethod
     def draw(
@@ -74,6 +75,8 @@ class ModelDrafter(Drafter):
         self._max_step_tokens = max_step_tokens
         #: Blocks whose K and V are those of their tokens. A wrong one would cost guesses, no more.
         self._is_filled = np.zeros(runner.num_blocks, dtype=np.bool_)
+        if runner.caches:  # whether a block is filled is kept with it
+            self.kept = (*runner.caches, torch.from_numpy(self._is_filled)[:, None])
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of a row that were read
         self._stops: dict[int, frozenset[int]] = {}
         self._guessed: dict[int, list[int]] = {}  # by row, guesses that were read behind those

@@ -56,9 +56,12 @@ class Free(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeHostBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Make room for KV blocks in host memory: at most `num_bytes` for all ranks together."""
+    """Make room for KV blocks in host memory: at most `num_bytes` for all ranks together, and of
+    each pool's blocks so many bytes that the first rank has beside the others.
+    """
 
     num_bytes: int
+    of_first: dict[str, int]
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):

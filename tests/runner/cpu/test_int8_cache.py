@@ -190,4 +190,4 @@ def test_codes_of_another_compute_type_are_no_blocks_of_ours(make_driver: MakeDr
     runners = [
         make_driver(dtype=dtype, kv_cache_dtype="int8").runner for dtype in ("float32", "bfloat16")
     ]
-    assert len({runner.memory.make_host_blocks(1 << 20).layout for runner in runners}) == 2
+    assert len({runner.copies.make(1 << 20).layout for runner in runners}) == 2
