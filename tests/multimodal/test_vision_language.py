@@ -617,3 +617,16 @@ async def test_without_its_processor_a_model_that_sees_serves_text(
             await collect(engine, model.mark, [picture(0, 8, 8)])
         assert "cannot read the image processor of" in engine.refuses_images
     assert "images are refused" in caplog.text
+
+
+@pytest.mark.slow
+async def test_tokens_of_llama_4_on_two_ranks_are_those_of_generate(
+    seeing: Callable[[str], Seeing],
+) -> None:
+    model = seeing("llama4")
+    prompts = model.prompts()
+    config, runner = on_ranks(make_config(model, **CASES["pieces"]), 2)
+    with loading_one_at_a_time():
+        async with AsyncEngine(config, runner=runner) as engine:
+            tokens = await asyncio.gather(*(collect(engine, *prompt) for prompt in prompts))
+    assert tokens == [model.tokens(text, images) for text, images in prompts]
