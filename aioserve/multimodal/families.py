@@ -29,6 +29,9 @@ class Family(msgspec.Struct, frozen=True):
     beside: bool = False
     #: Whether the encoder gets one image at a time: of several, each would attend to all, masked.
     apart: bool = False
+    #: The module whose output [n, hidden] is [1, n, hidden] here: what follows, in transformers
+    #: 5.23.0, drops a first dimension of one, which is that of an image of one token.
+    unsqueezed: str = ""
     #: Names in the configuration of marks that are embedded as padding, in replies as well.
     blank: tuple[str, ...] = ()
     #: A name in the configuration and its value, of models of this type that belong here; None: of
@@ -79,7 +82,13 @@ _FAMILIES = [
     ),
     Family("llava_next", _SIZED),
     Family("llava_onevision", (*_SIZED, "batch_num_images"), beside=True),
-    Family("mistral3", _SIZED, apart=True, processor=_PIXTRAL),
+    Family(
+        "mistral3",
+        _SIZED,
+        apart=True,
+        processor=_PIXTRAL,
+        unsqueezed="model.multi_modal_projector",
+    ),
     Family("qwen2_vl", ("pixel_values", GRID), axes=True),
     Family("qwen2_5_vl", ("pixel_values", GRID), axes=True),
     Family("qwen3_vl", ("pixel_values", GRID), axes=True),

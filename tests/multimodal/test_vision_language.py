@@ -517,6 +517,20 @@ async def test_what_is_no_image_is_refused_by_its_number(
     assert raised.value.param == "images[1]"
 
 
+async def test_an_image_of_one_token_is_read_beside_others_and_alone(
+    seeing: Callable[[str], Seeing],
+) -> None:
+    model = seeing("mistral3")
+    text, large, small = f"{model.mark} What?", picture(0, 40, 40), picture(0, 9, 16)
+    with pytest.raises(RuntimeError, match="split_with_sizes"):  # alone, transformers cannot
+        model.tokens(text, [small])
+    async with AsyncEngine(make_config(model)) as engine:
+        for images in ([large, small], [small, large]):
+            tokens = await collect(engine, model.mark + text, images)
+            assert tokens == model.tokens(model.mark + text, images)
+        assert len(await collect(engine, text, [small])) == NUM_TOKENS
+
+
 async def test_prompts_too_long_with_their_images_are_refused_unprepared(
     seeing: Callable[[str], Seeing], monkeypatch: pytest.MonkeyPatch
 ) -> None:

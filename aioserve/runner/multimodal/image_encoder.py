@@ -63,6 +63,9 @@ class ImageEncoder(ImageRows):
         self._module, self._family = module, family
         self._dtype = next(module.parameters()).dtype
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        if family.unsqueezed:
+            projector = module.get_submodule(family.unsqueezed)
+            projector.register_forward_hook(lambda _, __, rows: rows[None])
         self._hidden_size = module.config.get_text_config().hidden_size
         self._pieces = EncodingPieces(module)
         self._made: dict[str, Tensor] = {}  # [n, hidden or a multiple] by content
