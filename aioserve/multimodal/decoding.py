@@ -55,8 +55,9 @@ def read_header(data: bytes) -> Header:
 
 
 def decode(data: bytes) -> "Image":
-    """The (first) picture, upright, as RGB: what `transformers.image_utils.load_image` makes of it,
-    and of 16 bits the upper 8. Raises `RequestError` for one that is damaged or cut off.
+    """The (first) picture, upright, as RGB: what `transformers.image_utils.load_image` and an image
+    processor make of it, and of 16 bits the upper 8. Raises `RequestError` for one that is damaged
+    or cut off.
     """
     from PIL import ImageOps
 
@@ -67,7 +68,17 @@ def decode(data: bytes) -> "Image":
             upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):  # else all but the darkest would be white
             upright = _upper_bits(upright)
-        return upright.convert("RGB")
+        return on_white(upright.convert("RGB"))
+
+
+def on_white(image: "Image") -> "Image":
+    """As RGB, white where it is transparent, as image processors of `transformers` have it."""
+    from PIL import Image
+
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def decode_base64(text: str) -> bytes:

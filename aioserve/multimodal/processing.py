@@ -15,6 +15,7 @@ import numpy as np
 
 from aioserve.errors import ConfigError, RequestError, one_line
 from aioserve.model_info import ModelInfo
+from aioserve.multimodal.decoding import on_white
 from aioserve.multimodal.families import Family
 from aioserve.request import EncoderInput
 
@@ -226,4 +227,4 @@ def _as_rgb(image: Any, i: int) -> Any:
     _size(image, i)
     if not isinstance(image, Image.Image):
         image = Image.fromarray(np.asarray(image))
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return on_white(image)

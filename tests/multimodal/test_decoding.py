@@ -19,10 +19,11 @@ from tests.multimodal.pictures import bomb, encoded, picture
 
 
 def as_transformers(data: bytes):
-    """What `load_image` of `transformers` makes of it."""
+    """What `load_image` of `transformers` and an image processor make of it."""
+    from transformers.image_transforms import convert_to_rgb
     from transformers.image_utils import load_image
 
-    return np.asarray(load_image(Image.open(io.BytesIO(data))))
+    return convert_to_rgb(load_image(Image.open(io.BytesIO(data))), return_numpy=True)
 
 
 def oriented(orientation: int) -> bytes:
@@ -50,6 +51,7 @@ def transparent_palette() -> bytes:
         ),
         pytest.param(encoded(picture(mode="CMYK"), "JPEG"), id="CMYK"),
         pytest.param(transparent_palette(), id="transparent palette"),
+        pytest.param(encoded(transparency=picture().getpixel((0, 0))), id="transparent color"),
         *(pytest.param(oriented(k), id=f"orientation {k}") for k in range(1, 9)),
         *(pytest.param(moving(kind), id=f"moving {kind}") for kind in ("GIF", "WEBP", "PNG")),
     ],

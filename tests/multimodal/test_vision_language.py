@@ -557,6 +557,10 @@ async def test_arrays_and_images_of_other_modes_are_seen_alike(
         for same in (array, torch.from_numpy(array.copy()), image.convert("RGBA")):
             assert await collect(engine, text, [same]) == expected
         assert stats_of(engine).num_encoder_inputs == 1
+        clear = image.convert("RGBA")
+        clear.putalpha(image.convert("L"))
+        seen = model.tokens(text, [clear])
+        assert await collect(engine, text, [clear]) == seen != expected
 
 
 async def test_speculation_structure_and_prompt_logprobs_go_with_images(

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,31 @@ class NotingScheduler(BeginsWithAll):
         cls.num_encoded += sum(map(len, output.scheduled_encoder_inputs.values()))
         cls.freed |= set(output.free_encoder_hashes)
         return output
+
+
+FILES = {
+    "one pixel": encoded(picture(0, 1, 1)),
+    "as narrow as may be": encoded(picture(0, 1, 200)),
+    "wide": encoded(picture(0, 4000, 20)),
+    "gray with alpha": encoded(picture(0, 40, 30).convert("LA")),
+    "transparent palette": encoded(picture(0, 40, 30).quantize(16), transparency=3),
+    "CMYK": encoded(picture(0, 40, 30).convert("CMYK"), "JPEG"),
+    "bilevel": encoded(picture(0, 40, 30).convert("1"), "BMP"),
+    "moving": encoded(
+        picture(0, 40, 30), "WEBP", save_all=True, append_images=[picture(1, 40, 30)]
+    ),
+}
+
+
+async def test_files_of_every_kind_and_size_are_shown_as_transformers_loads_them(seeing):
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    async with seeing() as server:
+        for what, data in FILES.items():
+            image = load_image(Image.open(io.BytesIO(data)))
+            tokens, _ = await seen_by_engine(server, image)
+            assert ids_of(await look(server, data_url(data))) == [tokens], what
 
 
 async def test_who_waits_for_the_encoder_says_so_and_what_nobody_needs_is_freed(seeing, alone):
