@@ -33,8 +33,8 @@ def write_gguf(
     **fields: Any,
 ) -> Path:
     """The model of `directory` as a file. `fields` go into the metadata, under the architecture's
-    name, and `change` may edit the tensors, by GGUF name, before they are written. Matrices become
-    of the type that `kind_of` says, by GGUF name.
+    name, and `change` may edit the tensors, by GGUF name, before they are written. Matrices, also
+    those of experts, become of the type that `kind_of` says, by GGUF name.
     """
     config = AutoConfig.from_pretrained(directory)
     kind = architecture or config.model_type.replace("_moe", "moe")
@@ -47,7 +47,7 @@ def write_gguf(
         change(writer, tensors)
     for name, weights in tensors.items():
         kind = None
-        if kind_of is not None and weights.ndim == 2:
+        if kind_of is not None and weights.ndim in (2, 3) and "gate_inp" not in name:
             kind = gguf.GGMLQuantizationType[kind_of(name)]
             weights = _quantized(weights, kind)
         writer.add_tensor(name, weights, raw_dtype=kind)
@@ -126,9 +126,10 @@ def _quantized(weights: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarr
     try:
         return gguf.quantize(weights, kind)
     except NotImplementedError:
-        data = random_weight(kind.name, *weights.shape).data.numpy()
-        found = gguf.dequantize(data, kind).std()
-        return random_weight(kind.name, *weights.shape, weights.std() / found).data.numpy()
+        shape = (weights.size // weights.shape[-1], weights.shape[-1])
+        found = gguf.dequantize(random_weight(kind.name, *shape).data.numpy(), kind).std()
+        data = random_weight(kind.name, *shape, weights.std() / found).data.numpy()
+        return data.reshape(*weights.shape[:-1], -1)
 
 
 def _with_experts_together(

@@ -83,8 +83,8 @@ def make_written(case: Written, folder: Path, kind: str | None = None) -> tuple[
 def add_weights(writer: gguf.GGUFWriter, name: str, weights: np.ndarray, kind: str | None) -> None:
     """A tensor, as float32 or in blocks."""
     found = None if kind is None else gguf.GGMLQuantizationType[kind]
-    is_matrix = weights.ndim == 2 and name.startswith("blk.")
-    if found is None or not is_matrix or weights.shape[1] % gguf.GGML_QUANT_SIZES[found][0]:
+    is_matrix = weights.ndim in (2, 3) and name.startswith("blk.") and ".ssm_" not in name
+    if found is None or not is_matrix or weights.shape[-1] % gguf.GGML_QUANT_SIZES[found][0]:
         writer.add_tensor(name, weights)
     else:
         writer.add_tensor(name, gguf.quantize(weights, found), raw_dtype=found)

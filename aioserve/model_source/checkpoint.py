@@ -127,6 +127,19 @@ def find_weights(
     return weights, reader.rest()
 
 
+def kinds_of(weights: Mapping[str, Stored], outline: Any) -> dict[str, str]:
+    """The formats of `weights` by the names of the parameters of `outline`, a module; files may
+    name those of its body without the prefix.
+    """
+    known = {name for name, _ in outline.named_parameters()}
+    found = {}
+    for name, weight in weights.items():
+        whole = name if name in known else f"{outline.base_model_prefix}.{name}"
+        if weight.kind is not None and whole in known:
+            found[whole] = weight.kind
+    return found
+
+
 def _gptq(reader: _Reader) -> Iterator[tuple[str, Stored]]:
     """[in / n, out] words of n codes; zeros are one less than they mean in all but gptq_v2.
 

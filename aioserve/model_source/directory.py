@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import ConfigError, one_line
-from aioserve.model_source.checkpoint import Stored, find_weights
+from aioserve.model_source.checkpoint import Stored, find_weights, kinds_of
 from aioserve.model_source.lazy_tensors import LazyReads
 from aioserve.model_source.sentence_pooling import stated_pooling
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
@@ -193,6 +193,14 @@ class Directory(ModelSource):
             raise not_loaded(self.path, error, attn_implementation) from error
         self._check_complete(module, report)
         return module.to(device)
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.quantization_config)
+
+    def stored_kinds(self, outline: Any) -> dict[str, str]:
+        with ExitStack() as files:
+            return kinds_of(self._find_weights(files)[0], outline)
 
     @contextmanager
     def open_weights(self) -> Iterator[dict[str, Callable[[], Any]]]:

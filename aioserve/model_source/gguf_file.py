@@ -177,7 +177,8 @@ class GgufFile(ModelSource):
         total = 0.0
         for tensor in self._header.tensors:
             kind = GGMLQuantizationType(tensor.type_id).name
-            is_kept = keeps_blocks and kind in FORMATS and len(tensor.shape) == 2
+            is_matrix = len(tensor.shape) == 2 or tensor.name.endswith("_exps.weight")
+            is_kept = keeps_blocks and kind in FORMATS and is_matrix
             total += tensor.num_elements * (bytes_in_memory(kind) if is_kept else itemsize)
         return total
 
@@ -209,6 +210,13 @@ class GgufFile(ModelSource):
         except Exception as error:
             raise not_loaded(self.path, error, attn_implementation) from error
         return module.eval()
+
+    @property
+    def is_quantized(self) -> bool:
+        return True
+
+    def stored_kinds(self, outline: Any) -> dict[str, str]:
+        return self._filling().stored_kinds(outline, self._header.tensors)
 
     def _filling(self) -> Filling:
         architecture = ARCHITECTURES[self._architecture]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.gguf_config import Architecture
 from aioserve.model_source.gguf_header import Tensor
+from aioserve.model_source.gguf_packed_experts import find_experts
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,7 @@ def fill(
     lacking = {name: parameter.numel() for name, parameter in parameters.items()}
     products = (nn.Linear, nn.Embedding)
     multiplied = {id(m.weight) for m in module.modules() if type(m) in products}
+    experts = find_experts(module, tensors, targets, filling) if keeps_blocks else {}
     with torch.no_grad():
         for tensor in tqdm(tensors, desc="Unpacking weights"):
             target = targets.get(tensor.name)
@@ -61,6 +63,11 @@ def fill(
                 left += [] if filling.is_read_elsewhere(tensor.name) else [tensor.name]
                 continue
             parameter = parameters[target.parameter]
+            if tensor.name in experts:
+                taken = experts[tensor.name].take(tensor, _read(tensor))
+                lacking[target.parameter] -= taken
+                missing -= {target.parameter} if lacking[target.parameter] <= 0 else set()
+                continue
             stored = None
             if keeps_blocks and id(parameter) in multiplied and target.part is None:
                 stored = filling.blocks(tensor)
@@ -174,25 +181,63 @@ class Filling:
         layout = self._architecture.layout
         return np.ascontiguousarray(layout(tensor.name, unpack(tensor), self._fields))
 
+    def stored_kinds(self, outline: Any, tensors: Collection[Tensor]) -> dict[str, str]:
+        """The formats of parameters that `fill` may leave as they are stored, by name."""
+        parameters = dict(outline.named_parameters())
+        targets = self.targets(parameters, {tensor.name for tensor in tensors})
+        experts = find_experts(outline, tensors, targets, self)
+        found = {}
+        for tensor in tensors:
+            target, kind = targets.get(tensor.name), self.kind(tensor)
+            if target is None or kind is None:
+                continue
+            is_matrix = target.part is None and self._order(tensor) is not None
+            if is_matrix or tensor.name in experts:
+                found[target.parameter] = kind
+        return found
+
+    def kind(self, tensor: Tensor) -> str | None:
+        """The format of `quantized` that a tensor is stored in, if it is one."""
+        from gguf import GGMLQuantizationType
+
+        from aioserve.model_source.quantized import FORMATS
+
+        kind = GGMLQuantizationType(tensor.type_id).name
+        return kind if kind in FORMATS else None
+
+    def is_as_stored(self, tensor: Tensor) -> bool:
+        """Whether the weights of all experts lie in the file as `transformers` has them."""
+        import numpy as np
+
+        numbers = np.arange(tensor.shape[1])[None, :, None].repeat(tensor.shape[0], axis=0)
+        found = self._architecture.layout(tensor.name, numbers, self._fields)
+        return found.shape == numbers.shape and np.array_equal(found, numbers)
+
     def blocks(self, tensor: Tensor) -> "QuantizedWeight | None":
         """A matrix as it is stored, if its format is known and its layout differs by no more than
         the order of its rows; else None.
         """
-        import numpy as np
         import torch
-        from gguf import GGMLQuantizationType
 
-        from aioserve.model_source.quantized import FORMATS, QuantizedWeight
+        from aioserve.model_source.quantized import QuantizedWeight
 
-        kind = GGMLQuantizationType(tensor.type_id).name
-        if kind not in FORMATS or len(tensor.shape) != 2:
+        kind, order = self.kind(tensor), self._order(tensor)
+        if kind is None or order is None:
+            return None
+        rows = _read(tensor).reshape(tensor.shape[0], -1)
+        return QuantizedWeight(kind, torch.from_numpy(rows[order]))
+
+    def _order(self, tensor: Tensor) -> Any:
+        """Which row of a matrix in the file each row of the parameter is; None if more differs."""
+        import numpy as np
+
+        if len(tensor.shape) != 2:
             return None
         numbers = np.arange(tensor.shape[0])[:, None]
         order = self._architecture.layout(tensor.name, numbers, self._fields)
         if order.shape != numbers.shape or not np.array_equal(np.sort(order, axis=0), numbers):
             return None
-        rows = _read(tensor).reshape(tensor.shape[0], -1)
-        return QuantizedWeight(kind, torch.from_numpy(rows[order[:, 0]]))
+        return order[:, 0]
 
 
 def _read(tensor: Tensor) -> Any:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from aioserve.errors import ConfigError
+
 
 class Codes(NamedTuple):
     """A weight [out, in] as small numbers: `scale * code + offset`, G groups of inputs per output.
@@ -91,15 +93,63 @@ def attached(parameter: Tensor) -> QuantizedWeight | None:
     return getattr(parameter, "quantized_weight", None)
 
 
+def check_whole_groups(name: str, kind: str, num_inputs: int, own: slice) -> None:
+    """Raise `ConfigError` unless the inputs of the layer `name` that a rank has are whole groups of
+    the format `kind`.
+    """
+    group = format_of(kind).inputs
+    if own.start % group or own.stop % group:
+        raise ConfigError(
+            f"the {num_inputs} inputs of {name} are quantized in groups of {group}, of which a "
+            f"rank's share, inputs {own.start} to {own.stop}, would have parts: "
+            "runner.tensor_parallel_size"
+        )
+
+
+class StoredExperts(NamedTuple):
+    """The weights [out, in] of all experts of a layer, of which a parameter has none."""
+
+    weights: list[QuantizedWeight]
+    is_transposed: bool  # whether the parameter is [experts, in, out]
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The numbers that stand in for each expert: kernels of torch want one with strides."""
+        return stand_in(self.weights[0].shape, dtype).contiguous()
+
+    def stand_in(self, matrix: Tensor) -> nn.Parameter:
+        """A parameter of which all experts are the same `matrix`, which other layers may share."""
+        whole = matrix.expand(len(self.weights), *matrix.shape)
+        parameter = nn.Parameter(whole.transpose(1, 2) if self.is_transposed else whole, False)
+        parameter.stored_experts = self  # type: ignore[attr-defined]
+        parameter.quantized_experts = self.weights  # type: ignore[attr-defined]
+        return parameter
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """All numbers, as the parameter has them."""
+        whole = torch.stack([weight.dequantize(dtype) for weight in self.weights])
+        return whole.transpose(1, 2).contiguous() if self.is_transposed else whole
+
+
+def stored_experts(parameter: Tensor) -> StoredExperts | None:
+    """The experts that a parameter stands in for, if it does."""
+    return getattr(parameter, "stored_experts", None)
+
+
+def stands_in(parameter: Tensor) -> bool:
+    """Whether a parameter has no numbers, but something that is quantized has."""
+    return attached(parameter) is not None or stored_experts(parameter) is not None
+
+
 def unpacked(parameter: Tensor) -> Tensor:
     """The numbers of a parameter, or of what it stands in for."""
-    weight = attached(parameter)
+    weight = attached(parameter) or stored_experts(parameter)
     return parameter.data if weight is None else weight.dequantize(parameter.dtype)
 
 
-def _has_attached(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and attached(weight) is not None
+def _standing_in(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of this module, without its parts, that have no numbers."""
+    own = module.named_parameters(recurse=False)
+    return {name: parameter for name, parameter in own if stands_in(parameter)}
 
 
 @contextmanager
@@ -107,16 +157,17 @@ def unpacked_in_turn(module: nn.Module) -> Iterator[None]:
     """Meanwhile `module` computes with what its parameters stand in for, unpacked one by one."""
 
     def unpack(part: nn.Module, _: Any) -> None:
-        weight: Any = part.weight
-        standing_in[part] = weight
-        part.weight = nn.Parameter(unpacked(weight), requires_grad=False)
+        standing_in[part] = _standing_in(part)
+        for name, parameter in standing_in[part].items():
+            setattr(part, name, nn.Parameter(unpacked(parameter), requires_grad=False))
 
     def forget(part: nn.Module, _: Any, __: Any) -> None:
-        part.weight = standing_in.pop(part)
+        for name, parameter in standing_in.pop(part).items():
+            setattr(part, name, parameter)
 
-    standing_in: dict[nn.Module, Any] = {}
+    standing_in: dict[nn.Module, dict[str, nn.Parameter]] = {}
     handles: list[Any] = []
-    for part in filter(_has_attached, module.modules()):
+    for part in filter(_standing_in, module.modules()):
         handles += (
             part.register_forward_pre_hook(unpack),
             part.register_forward_hook(forget, always_call=True),
@@ -131,11 +182,11 @@ def unpacked_in_turn(module: nn.Module) -> Iterator[None]:
 def unpack_all(module: nn.Module) -> None:
     """Give all parameters of `module` the numbers of what they stand in for."""
     whole: dict[Tensor, nn.Parameter] = {}
-    for part in filter(_has_attached, module.modules()):
-        weight: Any = part.weight
-        if weight not in whole:  # a tied one stays one
-            whole[weight] = nn.Parameter(unpacked(weight), requires_grad=False)
-        part.weight = whole[weight]
+    for part in module.modules():
+        for name, parameter in _standing_in(part).items():
+            if parameter not in whole:  # a tied one stays one
+                whole[parameter] = nn.Parameter(unpacked(parameter), requires_grad=False)
+            setattr(part, name, whole[parameter])
 
 
 def _times(numbers: Tensor, supers: Tensor | None) -> Tensor:

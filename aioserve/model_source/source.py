@@ -105,6 +105,17 @@ class ModelSource(ABC):
         it; so is, with `rounding`, what is rounded.
         """
 
+    @property
+    @abstractmethod
+    def is_quantized(self) -> bool:
+        """Whether its files may have quantized weights."""
+
+    @abstractmethod
+    def stored_kinds(self, outline: Any) -> Mapping[str, str]:
+        """The formats of quantized weights that `load_module` may leave as they are, by the names
+        of the parameters of `outline`, the causal language model without its weights.
+        """
+
     def open_weights(self) -> AbstractContextManager[Mapping[str, Callable[[], Any]]]:
         """All stored weights by the names in the files, each read, unpacked, when it is called."""
         raise ConfigError(

@@ -55,6 +55,7 @@ from aioserve.runner.multimodal.load_parts import load_parts
 from aioserve.runner.multimodal.vision_language import TextPart
 from aioserve.runner.served_model import Halves, ServedModel
 from aioserve.runner.tensor_parallel.group import together
+from aioserve.runner.tensor_parallel.groups import check_groups
 from aioserve.runner.tensor_parallel.shard import shard
 
 logger = logging.getLogger(__name__)
@@ -173,16 +174,19 @@ def load_model(
             f"{info.config.model} is a model that sees, which is served on a CPU, from unquantized "
             "files: runner.device"
         )
+    is_converted = place.ranks is None or rounding is not None or info.source.is_quantized
     load = partial(
         info.source.load_module,
         # Ranks keep a share: what is stored in another type, or goes to a card, is converted and
         # goes when the rest is gone.
-        named_dtype(config.dtype) if place.ranks is None or rounding is not None else "auto",
+        named_dtype(config.dtype) if is_converted else "auto",
         place.device if place.ranks is None else torch.device("cpu"),
         keeps_blocks=keeps_blocks,
         rounding=rounding,
     )
     with quiet_transformers(), together(place.ranks):
+        if place.ranks is not None and keeps_blocks and info.source.is_quantized:
+            check_groups(info, place.ranks.size)
         try:
             module = load(ATTN_IMPLEMENTATION)
         except NoAttentionInterfaceError:

@@ -52,6 +52,7 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
             ("model.activations", config.model.activations is not None),
             ("adapters.lora", config.adapters.lora),
             ("cache.kv_connector", config.cache.kv_connector != "none"),
+            ("a GGUF file or another of quantized weights", model_info.source.is_quantized),
             ("a model with experts", EXPERTS in plan_in_config(model_info.hf_config).values()),
         ):
             if is_asked:

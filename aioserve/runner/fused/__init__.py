@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.quantized import attached, unpacked, unpacked_in_turn
+from aioserve.model_source.quantized import attached, stands_in, unpacked, unpacked_in_turn
 from aioserve.progress import stage
 from aioserve.runner.attention.backend import (
     AttentionCall,
@@ -213,8 +213,9 @@ def _modules(layer: LayerParts) -> list[nn.Module]:
 
 
 def _is_small(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and attached(weight) is not None
+    """Whether all matrices of a module are quantized, and have no numbers beside them."""
+    matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+    return bool(matrices) and all(map(stands_in, matrices))
 
 
 def _fuse_layer(parts: LayerParts, ops: Ops, ranks: Ranks | None) -> DecoderLayer:

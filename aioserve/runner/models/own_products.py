@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.quantized import attached, unpack_all
+from aioserve.model_source.quantized import attached, stands_in, unpack_all
 from aioserve.model_source.quantized_modules import quantized_experts
 from aioserve.runner.fused import Place
 from aioserve.runner.fused.ops import Linear, Ops, PlainLinear
@@ -80,7 +80,7 @@ def _forward(product: Linear, dtype: torch.dtype) -> Any:
 
 def unpack(module: nn.Module, place: Place) -> None:
     """Unpack weights that are still quantized. Raises `ConfigError` if memory is too little."""
-    stored = [p for p in module.parameters() if attached(p) is not None]
+    stored = [p for p in module.parameters() if stands_in(p)]
     needed, available = sum(p.numel() * p.itemsize for p in stored), place.available_memory()
     if available is not None and needed > available:
         raise ConfigError(

@@ -49,13 +49,6 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
     size = config.runner.tensor_parallel_size
     ranks = f"runner.tensor_parallel_size is {size}, but"
     hf_config = info.hf_config
-    if info.source.path.suffix == ".gguf":
-        raise ConfigError(f"{ranks} {config.model.model} is a GGUF file, which ranks do not serve")
-    stated = (getattr(c, "quantization_config", None) for c in (hf_config, info.whole_config))
-    if any(stated):
-        raise ConfigError(
-            f"{ranks} ranks do not serve quantized weights: take an unquantized model"
-        )
     body = plan_in_config(hf_config)
     name = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
     styles = {_SYNONYMS.get(style, style) for style in body.values()}

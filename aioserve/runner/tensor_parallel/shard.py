@@ -14,8 +14,10 @@ from aioserve.model_source.quantized import (
     QuantizedWeight,
     attach,
     attached,
+    check_whole_groups,
     format_of,
     stand_in,
+    stored_experts,
 )
 from aioserve.model_source.quantized_modules import quantized_experts
 from aioserve.runner.tensor_parallel.group import Ranks
@@ -117,21 +119,34 @@ def _experts(name: str, part: Any, ranks: Ranks, is_head: bool) -> None:
     halves = torch.arange(2 * inner).view(2, inner)[:, own]
     turns = torch.arange(2 * inner).view(inner, 2)[own]
     rows = (halves if getattr(part, "is_concatenated", True) else turns).flatten()
-    part.gate_up_proj = nn.Parameter(gate_up.detach().index_select(wide, rows), False)
-    few = down.detach().narrow(narrow, own.start, own.stop - own.start)
-    part.down_proj = nn.Parameter(_copied(few), False)
+    part.gate_up_proj = _some_experts(
+        gate_up, lambda whole: whole.index_select(wide, rows), lambda one: one.rows(rows)
+    )
+    part.down_proj = _some_experts(
+        down,
+        lambda whole: _copied(whole.narrow(narrow, own.start, own.stop - own.start)),
+        lambda one: _columns_of_blocks(name, one, own),
+    )
     if getattr(part, "has_bias", False):
         part.gate_up_proj_bias = nn.Parameter(part.gate_up_proj_bias.detach()[:, rows], False)
         if not ranks.is_first:  # it is added once
             part.down_proj_bias = nn.Parameter(torch.zeros_like(part.down_proj_bias), False)
-    small_gate_up, small_down = quantized_experts(gate_up), quantized_experts(down)
-    if small_gate_up is not None:
-        part.gate_up_proj.quantized_experts = [one.rows(rows) for one in small_gate_up]
-    if small_down is not None:
-        part.down_proj.quantized_experts = [
-            _columns_of_blocks(name, one, own) for one in small_down
-        ]
     part.register_forward_hook(_hook(_adding_up(ranks)))
+
+
+def _some_experts(
+    weights: Tensor,
+    cut: Callable[[Tensor], Tensor],
+    cut_one: Callable[[QuantizedWeight], QuantizedWeight],
+) -> nn.Parameter:
+    """A part of the weights of all experts, quantized or not: of numbers, and of each in blocks."""
+    if (stored := stored_experts(weights)) is not None:
+        few = stored._replace(weights=[cut_one(one) for one in stored.weights])
+        return few.stand_in(few.matrix(weights.dtype))
+    part = nn.Parameter(cut(weights.detach()), False)
+    if (small := quantized_experts(weights)) is not None:
+        part.quantized_experts = [cut_one(one) for one in small]  # type: ignore[attr-defined]
+    return part
 
 
 def _adding_up(ranks: Ranks) -> Callable[[Tensor], Tensor]:
@@ -179,13 +194,8 @@ def _some_columns(name: str, weight: Tensor, own: slice) -> nn.Parameter:
 
 
 def _columns_of_blocks(name: str, small: QuantizedWeight, own: slice) -> QuantizedWeight:
+    check_whole_groups(name, small.kind, small.shape[1], own)
     group, num_bytes, _ = format_of(small.kind)
-    if own.start % group or own.stop % group:
-        raise ConfigError(
-            f"the {small.shape[1]} inputs of {name} are quantized in groups of {group}, of which "
-            f"a rank's share, inputs {own.start} to {own.stop}, would have parts: "
-            "runner.tensor_parallel_size"
-        )
     columns = slice(own.start // group * num_bytes, own.stop // group * num_bytes)
     return QuantizedWeight(small.kind, _copied(small.data[:, columns]))
 

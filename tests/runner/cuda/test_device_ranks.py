@@ -24,6 +24,7 @@ from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.sharded_runner import ShardedOverlappedRunner
 from aioserve.runner.tensor_parallel.group import Ranks
 from tests.engine.test_speculation import NONE, check_equal, generate
+from tests.gguf_models import write_gguf
 from tests.models import make_model
 from tests.processes import COMPUTING_SECONDS
 from tests.runner.cuda.fake_device import FakeDevice
@@ -151,4 +152,12 @@ def test_experts_are_refused_with_ranks_on_devices(tmp_path: Path) -> None:
     runner = RunnerConfig(tensor_parallel_size=2)
     config = EngineConfig(model=ModelConfig(model=path), runner=runner)
     with pytest.raises(ConfigError, match="CUDA ranks do not serve a model with experts"):
+        ShardedOverlappedRunner(config, ModelInfo(config.model))
+
+
+def test_quantized_files_are_refused_with_ranks_on_devices(tmp_path: Path) -> None:
+    path = str(write_gguf(make_model("llama", tmp_path / "whole"), tmp_path / "m.gguf"))
+    runner = RunnerConfig(tensor_parallel_size=2)
+    config = EngineConfig(model=ModelConfig(model=path), runner=runner)
+    with pytest.raises(ConfigError, match="CUDA ranks do not serve a GGUF file or another of qua"):
         ShardedOverlappedRunner(config, ModelInfo(config.model))
