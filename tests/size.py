@@ -124,8 +124,9 @@ PARTS = (
         "runner/cpu/host_copies.py",
     ),
     "runner/cpu/huge_pages.py",
-    *("runner/cpu/image_attention.py", "runner/cpu/low_rank.py", "runner/cpu/prepared.py"),
+    *("runner/attention/image_ends.py", "runner/cpu/int8_cache.py", "runner/cpu/low_rank.py"),
     *(
+        "runner/cpu/prepared.py",
         "runner/cpu/prompts.py",
         "runner/cpu/following_rank.py",
         "runner/cpu/rank.py",

@@ -84,7 +84,7 @@ class Kernels:
         self._store_kv = by_dtype("store_kv", _P, _I, _I, _P, _P, *[_I] * 5)
         self._silu_and_mul = by_dtype("silu_and_mul", _P, _P, _I, _I)
         self._gelu_tanh_and_mul = by_dtype("gelu_tanh_and_mul", _P, _P, _I, _I)
-        attention = (_P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P)
+        attention = (_P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P, _P)
         self._paged_attention = by_dtype("paged_attention", *attention)
         self._paged_attention_int8 = by_dtype("paged_attention_int8", *attention)
         self._route = by_dtype("route", _P, _P, _P, _P, _I)
@@ -279,6 +279,7 @@ class Kernels:
         chunk: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> None:
         """Attention of the last tokens of R rows to all of their past, which is in the cache.
 
@@ -286,8 +287,9 @@ class Kernels:
         as `rope_store` fills them, finite where a row has tokens and never read elsewhere.
         `block_table` int32 [R, W], `query_start_loc` int64 [R + 1], `seq_lens` int64 [R]; `sinks`
         float32 [Hq]. The options are those of `AttentionOptions`, `scaling` > 0; of window and
-        chunk there may be one. A token's result does not depend on the other rows or on the number
-        of threads.
+        chunk there may be one. `ends` int64 [T], up to `seq_lens`: behind the last position that a
+        token sees, if not its own; never less than for the token before it in its row.
+        A token's result does not depend on the other rows or on the number of threads.
         """
         _, num_heads, key_dim = query.shape
         token_stride, head_stride, _ = query.stride()
@@ -315,4 +317,5 @@ class Kernels:
             sliding_window or -(chunk or 0),
             softcap or 0.0,
             None if sinks is None else sinks.data_ptr(),
+            None if ends is None else ends.data_ptr(),
         )

@@ -409,12 +409,12 @@ static void check_rope(type t) {
 typedef void attention_function(const void *, int64_t, int64_t, void *, const void *, const void *,
                                 const int32_t *, int64_t, const int64_t *, const int64_t *, int64_t,
                                 int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, float,
-                                const float *);
+                                const float *, const int64_t *);
 
 typedef struct {
     int64_t heads, kv_heads, key_dim, value_dim, block_size, window;
     float softcap;
-    int has_sinks;
+    int has_sinks, has_images;
 } attention_case;
 
 // Of one token and head, which sees keys [first, end) of its row.
@@ -468,20 +468,21 @@ static void check_attention(type t, int is_int8) {
         function(is_int8 ? "paged_attention_int8" : "paged_attention", t);
     if (!paged_attention) return;
     const attention_case cases[] = {
-        {6, 2, 64, 64, 16, 0, 0, 0}, {6, 2, 64, 64, 5, 100, 0, 0}, {4, 4, 16, 16, 1, 0, 3, 0},
-        {5, 1, 80, 96, 7, 0, 0, 1},  {9, 3, 48, 32, 16, 7, 2, 1},  {2, 1, 256, 128, 200, 0, 0, 0},
-        {3, 1, 32, 32, 16, 1, 0, 0}, {7, 1, 64, 32, 16, 0, 0, 0},   {6, 2, 64, 64, 5, -100, 0, 0},
-        {9, 3, 48, 32, 16, -7, 2, 1},
+        {6, 2, 64, 64, 16, 0, 0, 0, 0}, {6, 2, 64, 64, 5, 100, 0, 0, 0}, {4, 4, 16, 16, 1, 0, 3, 0, 0},
+        {5, 1, 80, 96, 7, 0, 0, 1, 0},  {9, 3, 48, 32, 16, 7, 2, 1, 0},  {2, 1, 256, 128, 200, 0, 0, 0, 0},
+        {3, 1, 32, 32, 16, 1, 0, 0, 0}, {7, 1, 64, 32, 16, 0, 0, 0, 0},   {6, 2, 64, 64, 5, -100, 0, 0, 0},
+        {9, 3, 48, 32, 16, -7, 2, 1, 0}, {6, 2, 64, 64, 16, 0, 0, 0, 1}, {9, 3, 48, 32, 5, 7, 2, 1, 1},
     };
     // rows of (new tokens, all tokens): decodes, short and long, chunks, and a prompt
     const int64_t rows[][2] = {{1, 1}, {1, 70}, {20, 20}, {2, 530}, {17, 51}, {1, 16}};
     enum { ROWS = sizeof rows / sizeof *rows };
     for (unsigned i = 0; i < sizeof cases / sizeof *cases; i++) {
         const attention_case *c = cases + i;
-        begin("paged_attention_%s%s %d heads for %d of %d, %d; blocks of %d%s%s%s",
+        begin("paged_attention_%s%s %d heads for %d of %d, %d; blocks of %d%s%s%s%s",
               is_int8 ? "int8_" : "", SUFFIXES[t], (int)c->heads, (int)c->kv_heads, (int)c->key_dim, (int)c->value_dim,
               (int)c->block_size, c->window > 0 ? ", window" : c->window ? ", chunks" : "",
-              c->softcap > 0 ? ", soft cap" : "", c->has_sinks ? ", sinks" : "");
+              c->softcap > 0 ? ", soft cap" : "", c->has_sinks ? ", sinks" : "",
+              c->has_images ? ", images" : "");
         int64_t tokens = 0, width = 0, starts[ROWS + 1], lengths[ROWS];
         for (int r = 0; r < ROWS; r++) {
             starts[r] = tokens, lengths[r] = rows[r][1], tokens += rows[r][0];
@@ -513,6 +514,13 @@ static void check_attention(type t, int is_int8) {
                     for (int64_t d = 0; d < c->value_dim; d++)
                         put(t, values, slot * c->value_dim + d, NAN);
                 }
+        int64_t *ends = allocate(tokens * sizeof *ends);
+        for (int r = 0; r < ROWS; r++)
+            for (int64_t n = rows[r][0], token = 0; token < n; token++) {
+                int is_of_image = c->has_images && token >= n / 4 && token < n - n / 8;
+                int64_t end = is_of_image ? n - n / 8 : token + 1;
+                ends[starts[r] + token] = lengths[r] - n + end;
+            }
         int64_t stride = c->heads * c->key_dim + 16;
         void *query = random_numbers(t, tokens * stride, 1);
         void *out = allocate(tokens * c->heads * c->value_dim * SIZES[t]);
@@ -520,7 +528,8 @@ static void check_attention(type t, int is_int8) {
         for (int64_t h = 0; h < c->heads; h++) sinks[h] = normal();
         paged_attention(query, stride, c->key_dim, out, keys, values, table, width, starts, lengths,
                         ROWS, c->heads, c->kv_heads, c->key_dim, c->value_dim, c->block_size,
-                        scaling, c->window, c->softcap, c->has_sinks ? sinks : 0);
+                        scaling, c->window, c->softcap, c->has_sinks ? sinks : 0,
+                        c->has_images ? ends : 0);
         for (int r = 0; r < ROWS; r++)
             for (int64_t token = 0; token < rows[r][0]; token++)
                 for (int64_t h = 0; h < c->heads; h++) {
@@ -530,7 +539,8 @@ static void check_attention(type t, int is_int8) {
                     if (c->window < 0) first = (last - 1) / -c->window * -c->window;
                     attend(t, is_int8 ? F32 : t, c, query,
                            (starts[r] + token) * stride + h * c->key_dim, scaling,
-                           is_int8 ? numbers[0] : keys, is_int8 ? numbers[1] : values, table + r * width, h, first, last, c->has_sinks ? sinks : 0,
+                           is_int8 ? numbers[0] : keys, is_int8 ? numbers[1] : values, table + r * width, h, first,
+                           ends[starts[r] + token], c->has_sinks ? sinks : 0,
                            expected, scale);
                     for (int64_t d = 0; d < c->value_dim; d++) {
                         int64_t at = ((starts[r] + token) * c->heads + h) * c->value_dim + d;
@@ -906,7 +916,7 @@ static void pass(type t, const decoder *model, const plain_layer *plain, const d
         const int64_t *slots = layer->in_windows ? step->window_slots : step->slots;
         const int32_t *table = layer->in_windows ? step->window_table : step->block_table;
         const attention_case c = {heads, kv_heads, dim, dim, layer->block_size,
-                                  layer->window, layer->softcap, 0};
+                                  layer->window, layer->softcap, 0, 0};
         normalize(t, residual, layer->input_norm, hidden, normed, tokens);
         multiply(t, plain[i].weights[QKV], plain[i].biases[QKV], hidden, width, normed, wide, tokens);
         for (int64_t token = 0; token < tokens; token++)

@@ -30,6 +30,7 @@ class Step(NamedTuple):
     block_table: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
+    ends: Tensor | None = None  # of tokens, if some see further than themselves
 
     def run(self, kernels: Kernels, rows: slice = slice(None), **options: Any) -> Tensor:
         """Attention of some of the rows."""
@@ -45,6 +46,7 @@ class Step(NamedTuple):
             torch.tensor([*starts, ends[-1]]) - starts[0],
             self.seq_lens[rows].contiguous(),
             out,
+            ends=None if self.ends is None else self.ends[starts[0] : ends[-1]].contiguous(),
             **({"scaling": self.query.shape[2] ** -0.5} | options),
         )
         return out
@@ -93,7 +95,8 @@ def assert_close_to_reference(step: Step, out: Tensor) -> None:
         key, value = (x.repeat_interleave(group, dim=0) for x in (key, value))
         positions = torch.arange(length - query.shape[1], length)
         scores = query @ key.transpose(1, 2) * step.query.shape[2] ** -0.5
-        scores.masked_fill_(torch.arange(length) > positions[:, None], float("-inf"))
+        seen = positions + 1 if step.ends is None else step.ends[tokens]
+        scores.masked_fill_(torch.arange(length) >= seen[:, None], float("-inf"))
         weights = torch.softmax(scores, dim=-1)
         error = (out[tokens].double().transpose(0, 1) - weights @ value).abs()
         assert bool((error <= TOLERANCE[out.dtype] * (weights @ value.abs())).all())
@@ -109,6 +112,30 @@ def test_chunks_and_decodes_are_close_to_float64(
 ) -> None:
     step = make_step(MIXED, dtype, block_size=block_size)
     assert_close_to_reference(step, step.run(kernels))
+
+
+def with_images(step: Step) -> Step:
+    """The second half of each row's new tokens see each other, but for the last of many."""
+    ends = []
+    counts = step.query_start_loc.diff().tolist()
+    for tokens, length in zip(counts, step.seq_lens.tolist(), strict=True):
+        own = torch.arange(length - tokens, length) + 1
+        own[tokens // 2 : tokens - tokens // 10] = length - tokens // 10
+        ends.append(own)
+    return step._replace(ends=torch.cat(ends))
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [(6, 2), (1, 1), (9, 1)])
+def test_tokens_that_see_ahead_are_close_to_float64_and_have_the_same_bits_alone(
+    kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int]
+) -> None:
+    step = with_images(make_step(MIXED, dtype, heads))
+    together = step.run(kernels)
+    assert_close_to_reference(step, together)
+    assert not torch.equal(together, step._replace(ends=None).run(kernels))
+    alone = [step.run(kernels, slice(row, row + 1)) for row in range(len(MIXED))]
+    assert torch.equal(torch.cat(alone), together)
 
 
 @DTYPES

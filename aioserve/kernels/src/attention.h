@@ -185,9 +185,8 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
         for (int64_t r = 0; r < rows; r += most) {
             int mr = rows - r < most ? rows - r : most;
             // columns that the first of these queries may still see, and the last may already
-            int64_t oldest = position + r / group, newest = position + (r + mr - 1) / group;
-            int64_t from = begin, to = newest + 1 - tile < end ? newest + 1 - tile : end;
-            from = larger(from, first_seen(args, oldest) - tile);
+            int64_t from = larger(begin, first_seen(args, position + r / group) - tile);
+            int64_t to = smaller(end, end_seen(args, work, (r + mr - 1) / group) - tile);
             if (from >= to) continue;
             from = from / 16 * 16;
             to = (to + 15) / 16 * 16;
@@ -199,12 +198,12 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
                                0, scores + from, TILE);
             float scales[DIRECT_ROWS];
             for (int i = 0; i < mr; i++) {
-                int64_t own = position + (r + i) / group + 1 - tile;  // end of what it sees
-                int64_t start = larger(begin, first_seen(args, own + tile - 1) - tile);
+                int64_t token = (r + i) / group;
+                int64_t start = larger(begin, first_seen(args, position + token) - tile);
+                int64_t stop = smaller(end, end_seen(args, work, token) - tile);
                 scales[i] = OVER(soften)(args, scales_of_keys[0], step, scores + i * TILE,
-                                         weights + i * (TILE / step), from, to, start,
-                                         own < end ? own : end, &maxima[r + i],
-                                         totals + (r + i) * W);
+                                         weights + i * (TILE / step), from, to, start, stop,
+                                         &maxima[r + i], totals + (r + i) * W);
             }
             if (is_direct && !r) OVER(prefetch_far)(far->values, far->work->tile, value_dim);
             if (is_direct)
@@ -268,10 +267,10 @@ void OVER(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
                            const int64_t *query_start_loc, const int64_t *seq_lens, int64_t rows,
                            int64_t q_heads, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
                            int64_t block_size, float scaling, int64_t window, float softcap,
-                           const float *sinks) {
-    attention args = {query,       query_token_stride, query_head_stride, out,     key_cache,
-                      value_cache, q_heads,            kv_heads,          key_dim, value_dim,
-                      block_size,  scaling,            window,            softcap, sinks};
+                           const float *sinks, const int64_t *ends) {
+    attention args = {query, query_token_stride, query_head_stride, out,
+                      key_cache, value_cache, q_heads, kv_heads, key_dim, value_dim, block_size,
+                      scaling, window, softcap, sinks, ends};
     plan work = make_plan(&args, block_table, table_width, query_start_loc, seq_lens, rows);
 #pragma omp parallel if (work.size >= PARALLEL_ATTENTION_FROM)
     {

@@ -106,7 +106,7 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, vo
             wide, layer->qkv.out, layer->head_dim, narrow, layer->key_cache, layer->value_cache,
             table, step->table_width, step->query_start_loc, step->seq_lens, step->rows,
             layer->q_heads, layer->kv_heads, layer->head_dim, layer->head_dim, layer->block_size,
-            layer->scaling, layer->window, layer->softcap, layer->sinks);
+            layer->scaling, layer->window, layer->softcap, layer->sinks, 0);
         if (is_last) {  // no layer attends any more: from here on only tokens that sample matter
             NAME(take_rows)(narrow, step->sampling, step->num_sampling, layer->output.in);
             NAME(take_rows)(residual, step->sampling, step->num_sampling, hidden);

@@ -32,9 +32,10 @@ typedef struct {
     const void *key_cache, *value_cache;  // [blocks, kv_heads, block_size, dim]
     int64_t q_heads, kv_heads, key_dim, value_dim, block_size;
     float scaling;
-    int64_t window;      // 0: none; w: the last w; -c: those in the same c positions
-    float softcap;       // 0: none
-    const float *sinks;  // [q_heads] or null
+    int64_t window;       // 0: none; w: the last w; -c: those in the same c positions
+    float softcap;        // 0: none
+    const float *sinks;   // [q_heads] or null
+    const int64_t *ends;  // [T], behind what a token sees; null: behind itself
 } attention;
 
 // One row of the step.
@@ -75,6 +76,11 @@ INLINE int64_t first_seen(const attention *args, int64_t position) {
     return args->window ? larger(position + 1 - args->window, 0) : 0;
 }
 
+// Behind the last position that a token of the item sees; never less than for those before it.
+INLINE int64_t end_seen(const attention *args, const item *work, int64_t token) {
+    return args->ends ? args->ends[work->queries[token]] : work->position + token + 1;
+}
+
 // Addresses, side by side.
 #define AT_A_TIME 8
 typedef int64_t addresses __attribute__((vector_size(8 * AT_A_TIME)));
@@ -99,7 +105,7 @@ static int64_t plan_many(const attention *args, const row *own, item *items) {
         work.tokens = smaller(at_once, own->tokens - block * at_once);
         work.position = own->seq_len - own->tokens + block * at_once;
         work.first_key = first_seen(args, work.position);
-        work.end_key = work.position + work.tokens;
+        work.end_key = end_seen(args, &work, work.tokens - 1);
         work.tile = TILE;
         work.is_direct = work.tokens * group <= DIRECT_ROWS;
         work.pieces = 1;

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioserve.runner.attention.image_ends import ImageEnds
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 
 IntArray = npt.NDArray[np.int64]
@@ -35,8 +36,7 @@ class StepInputs:
     states: "Sequence[StatePieces]" = ()  # of a model with states
     given: "GivenRows | None" = None  # of a model that sees
     turns: IntArray | None = None  # T, by which heads turn; None: `positions`
-    #: Rows, and from where to where their tokens see each other, in both directions.
-    together: Sequence[tuple[int, int, int]] = ()
+    image_ends: ImageEnds | None = None  # of a step with images whose tokens see each other
     #: The step as layers see it that have blocks of their own: other slots, another table.
     windows: "StepInputs | None" = None
     #: What parts of the batch have found for the rows that asked, by the parts' names.

@@ -5,7 +5,6 @@ items of at most `QUERY_BLOCK` tokens of one row; items of like shape form a gro
 its KV blocks once per layer and is two batched products. Knows nothing about requests or models.
 """
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.runner.attention.backend import (
-    SCALE_BYTES,
     AttentionOptions,
     IntArray,
     KVCacheSpec,
@@ -24,6 +22,8 @@ from aioserve.runner.attention.backend import (
     StepInputs,
     WindowLayers,
 )
+from aioserve.runner.attention.image_ends import ends_seen
+from aioserve.runner.cpu.int8_cache import decode_rows, encode_rows
 from aioserve.runner.cpu.kv_memory import KVMemory
 
 # Not `scaled_dot_product_attention`: on one core it took 7 times as long for 48 decodes at 512
@@ -138,6 +138,7 @@ class _StepPlan:
         self._block_size = block_size
         self._block_table = step.block_table
         self._slot_mapping = step.slot_mapping
+        self._positions, self._image_ends = step.positions, step.image_ends
         query_lens = np.diff(step.query_start_loc)
         items_per_row = -(-query_lens // QUERY_BLOCK)
         row = np.repeat(np.arange(len(query_lens)), items_per_row)
@@ -175,7 +176,9 @@ class _StepPlan:
             first_block = np.maximum(
                 first_block, self._position // shape.chunk * shape.chunk // self._block_size
             )
-        num_blocks = -(-(self._position + self._query_len) // self._block_size) - first_block
+        ends = ends_seen(self._image_ends, self._positions, shape.window)
+        last = self._token + self._query_len - 1
+        num_blocks = -(-ends[last] // self._block_size) - first_block
         padded_len = 1 << np.ceil(np.log2(self._query_len)).astype(np.int64)
         order = np.lexsort((-num_blocks, padded_len))  # like lengths together, longest first
         groups = []
@@ -190,7 +193,9 @@ class _StepPlan:
             items = candidates[: int(unlike.argmax()) if unlike.any() else None]
             step = min(max(1, heads_at_once), shape.num_kv_heads)
             passes = [slice(h, h + step) for h in range(0, shape.num_kv_heads, step)]
-            groups.append(self._make_group(items, query_len, first_block, longest, shape, passes))
+            groups.append(
+                self._make_group(items, query_len, first_block, longest, shape, ends, passes)
+            )
             order = order[len(items) :]
         return groups
 
@@ -201,6 +206,7 @@ class _StepPlan:
         first_block: IntArray,
         num_blocks: int,
         shape: _LayerShape,
+        ends: IntArray,
         passes: list[slice],
     ) -> Group:
         query = np.minimum(np.arange(query_len), self._query_len[items, None] - 1)  # [B, Q]
@@ -213,14 +219,15 @@ class _StepPlan:
             num_blocks * self._block_size
         )
         position = (self._position[items, None] + query)[:, :, None]
-        hidden = key_position > position
+        token = self._token[items, None] + query
+        hidden = key_position >= ends[token][:, :, None]
         if shape.window is not None:
             hidden |= key_position <= position - shape.window
         if shape.chunk is not None:
             hidden |= key_position < position // shape.chunk * shape.chunk
         return Group(
             size=len(items),
-            queries=torch.from_numpy((self._token[items, None] + query).reshape(-1)),
+            queries=torch.from_numpy(token.reshape(-1)),
             kv_rows=torch.from_numpy(kv_rows),
             hidden=torch.from_numpy(hidden)[:, None, None],
             passes=passes,
@@ -236,27 +243,8 @@ def _store(cache: Tensor, slots: Tensor, states: Tensor) -> None:
     row = cache.shape[-1]
     states = torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
     if cache.dtype is torch.int8:
-        states = _encode(states.float())
+        states = encode_rows(states.float())
     cache.view(-1, row).index_copy_(0, slots, states.reshape(-1, row))
-
-
-def _encode(states: Tensor) -> Tensor:
-    """[..., D] in float32 -> [..., D + 4] int8: codes, and the bytes of the scale of all of them.
-
-    As the kernels do it, to the bit (`store_row_of_codes` in C).
-    """
-    most = states.abs().amax(dim=-1, keepdim=True).clamp(max=3.39e38)  # 127 * scale is finite
-    most[most < 1e-30] = math.inf  # too small for an inverse: zeros
-    largest = torch.tensor(127.0)  # `127 / most` would be 127 * (1 / most), rounded twice
-    codes = torch.round(states * (largest / most)).to(torch.int8)
-    scales = torch.where(most.isinf(), 0.0, most / largest)
-    return torch.cat([codes, scales.view(torch.int8)], dim=-1)
-
-
-def _decode(rows: Tensor) -> Tensor:
-    """The numbers that `_encode` was given, rounded."""
-    codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous()
-    return codes.float() * scales.view(torch.float32)
 
 
 def _gather(cache: Tensor, kv_rows: Tensor) -> Tensor:
@@ -264,7 +252,7 @@ def _gather(cache: Tensor, kv_rows: Tensor) -> Tensor:
     _, _, block_size, row = cache.shape
     rows = F.embedding(kv_rows, cache.view(-1, block_size * row))  # whole blocks: fast copies
     rows = rows.view(kv_rows.shape[0] * kv_rows.shape[1], -1, row)
-    return _decode(rows) if cache.dtype is torch.int8 else rows.float()
+    return decode_rows(rows) if cache.dtype is torch.int8 else rows.float()
 
 
 def attend_group(

@@ -64,6 +64,7 @@ class CompiledAttention(AttentionBackend):
         self.tables = self.window_tables = Tables.of(step)
         if step.windows is not None:
             self.window_tables = Tables.of(step.windows)
+        self._image_ends = step.image_ends
         self.query_start_loc = torch.from_numpy(step.query_start_loc)
         self.seq_lens = torch.from_numpy(step.seq_lens)
 
@@ -85,6 +86,7 @@ class CompiledAttention(AttentionBackend):
         The numbers of a head of `query` are contiguous, its tokens and heads need not be.
         """
         key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
+        ends = self._image_ends and self._image_ends.within(options.sliding_window)
         out = query.new_empty(query.shape[0], query.shape[1], self._value_dims[layer])
         self._kernels.paged_attention(
             query,
@@ -99,6 +101,7 @@ class CompiledAttention(AttentionBackend):
             chunk=options.chunk,
             softcap=options.softcap,
             sinks=None if options.sinks is None else options.sinks.float(),
+            ends=None if ends is None else torch.from_numpy(ends),
         )
         return out
 

@@ -12,7 +12,7 @@ import torch
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.row_values import ROW_VALUES
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.batch.pooling import PooledRows
 from aioserve.runner.batch.prompt_logprobs import PromptRows
@@ -22,7 +22,6 @@ from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.each_row import sample_each
 from aioserve.runner.cpu.host_copies import HostCopies
-from aioserve.runner.cpu.image_attention import BidirectionalImageAttention
 from aioserve.runner.cpu.prompts import Looked, forward_and_look
 from aioserve.runner.cpu.row_values import RowValueStep
 from aioserve.runner.cpu.sampler import SampledTokens
@@ -88,9 +87,8 @@ class StepExecutor:
         """`backend` and `parts` are what `plan` asks for."""
         model = self._model = plan.model
         self._backend, self._threads = backend, threads
-        self._block_size = parts.sizes[-1]
-        self.memory = StepMemory(backend, self._block_size)
-        self.copies = HostCopies(backend, model, parts.drafts.drafter, self._block_size)
+        self.memory = StepMemory(backend, parts.sizes[-1])
+        self.copies = HostCopies(backend, model, parts.drafts.drafter, parts.sizes[-1])
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all)
         # States cannot be taken back; ranks would have to run a step again together.
         is_possible = plan.ranks is None and model.states is None
@@ -151,14 +149,9 @@ class StepExecutor:
         try:
             self.memory.commit(inputs, step)
             self._threads.begin_step()
-            self._backend.prepare(inputs)
+            attention = self._backend
+            attention.prepare(inputs)
             owners = inputs.parts.get(AdapterRows.name)
-            attention: LayerAttention = self._backend
-            if inputs.together:
-                assert self._encoder is not None, "there are images"
-                attention = BidirectionalImageAttention(
-                    self._backend, inputs, self._block_size, self._encoder.only_in_windows
-                )
             looked: Looked | None = None
             if wanted is None and pooled is None:
                 logits = self._model.forward(ModelInputs.of(inputs, owners), attention)

@@ -20,6 +20,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.multimodal.families import Family, family_of
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import GivenRows, StepInputs
+from aioserve.runner.attention.image_ends import ImageEnds
 from aioserve.runner.multimodal.encoding_pieces import EncodingPieces
 from aioserve.runner.multimodal.image_rows import ImageRows, Span
 from aioserve.scheduler.output import SchedulerOutput
@@ -57,7 +58,6 @@ class ImageEncoder(ImageRows):
     def __init__(self, module: Any, family: Family, token_id: int) -> None:
         """`module` is the whole model; `token_id` stands for a row in its prompts."""
         self.has_axes = family.axes  # whether the text model turns image tokens by three axes
-        self.only_in_windows = family.together_in_windows  # where image tokens see each other
         merged = module.config.vision_config.spatial_merge_size if family.axes else None
         super().__init__(token_id, merged)
         self._module, self._family = module, family
@@ -108,8 +108,14 @@ class ImageEncoder(ImageRows):
                         self.errors[row] = self._failures[item.content_hash]
         if not spans and self._merged is None:
             return inputs
-        together = self.together(spans) if self._family.together else ()
-        return replace(inputs, given=self._give(spans), turns=self.turns(inputs), together=together)
+        ends = None
+        if self._family.together:
+            ends = ImageEnds.of(
+                inputs.positions,
+                (span.places for span in spans),
+                only_in_windows=self._family.together_in_windows,
+            )
+        return replace(inputs, given=self._give(spans), turns=self.turns(inputs), image_ends=ends)
 
     def encode_ahead(self, ahead: Ahead) -> None:
         """A part of an image, or the rest of it."""

@@ -21,7 +21,6 @@ class Span(NamedTuple):
 
     row: int  # of the step
     content_hash: str
-    positions: IntArray  # of these tokens
     rows: slice  # of the image
     places: IntArray  # as many packed tokens of the step
     axes: IntArray | None  # [3, as many], if the model has axes
@@ -101,21 +100,10 @@ class ImageRows(BatchPart[_Row]):
                     yield Span(
                         row,
                         item.content_hash,
-                        places,
                         slice(a - start, b - start),
                         places - begin + first,
                         None if own.axes is None else own.axes[:, places],
                     )
-
-    @staticmethod
-    def together(spans: Iterable[Span]) -> list[tuple[int, int, int]]:
-        """Their tokens without gaps, as `StepInputs.together`."""
-        found = []
-        for span in spans:
-            gaps = np.flatnonzero(np.diff(span.positions) != 1) + 1
-            for part in np.split(span.positions, gaps):
-                found.append((span.row, int(part[0]), int(part[-1]) + 1))
-        return found
 
     def turns(self, inputs: StepInputs) -> IntArray | None:
         """The positions by which heads of the T tokens turn, if not by their own."""

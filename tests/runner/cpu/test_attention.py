@@ -14,6 +14,8 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
+from aioserve.runner.attention.backend import IntArray
+from aioserve.runner.attention.image_ends import ImageEnds
 from aioserve.runner.cpu import attention
 from aioserve.runner.cpu.attention import TorchPagedAttention
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
@@ -27,6 +29,7 @@ TOLERANCE = {
     "float16": {"rtol": 0.01, "atol": 0.01},
     "bfloat16": {"rtol": 0.1, "atol": 0.1},
 }
+Images = dict[int, list[tuple[int, int]]]
 MakeBackend = Callable[[KVCacheSpec, int, int], CompiledAttention | TorchPagedAttention]
 
 
@@ -50,8 +53,11 @@ def naive_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     chunk: int | None = None,
+    ends: list[int] | None = None,
 ) -> Tensor:
-    """One sequence: `query` [T, Hq, D], the last T tokens of `key` and `value` [L, Hkv, D]."""
+    """One sequence: `query` [T, Hq, D], the last T tokens of `key` and `value` [L, Hkv, D]. `ends`
+    are those of the L tokens that see further than themselves.
+    """
     num_queries, num_heads, _ = query.shape
     offset = key.shape[0] - num_queries
     group = num_heads // key.shape[1]
@@ -61,6 +67,7 @@ def naive_attention(
         begin = max(0, end - sliding_window) if sliding_window is not None else 0
         if chunk is not None:
             begin = max(begin, (end - 1) // chunk * chunk)
+        end = end if ends is None else ends[end - 1]
         for head in range(num_heads):
             scores = key[begin:end, head // group] @ query[token, head] * scaling
             if softcap is not None:
@@ -117,8 +124,18 @@ class PagedSequences:
             ):
                 cache[blocks, :, offsets] = states[:num_computed]
 
-    def step(self, chunks: dict[int, int], num_heads: int, **options: Any) -> None:
-        """Run `chunks[sequence]` more tokens of some sequences and compare with the loop."""
+    def step(
+        self,
+        chunks: dict[int, int],
+        num_heads: int,
+        images: Images | None = None,
+        *,
+        only_in_windows: bool = False,
+        **options: Any,
+    ) -> None:
+        """Run `chunks[sequence]` more tokens of some sequences and compare with the loop. `images`
+        are ranges of positions of a sequence whose tokens see each other.
+        """
         rows = np.array(list(chunks))
         lens = np.array(list(chunks.values()))
         computed = np.array([self.computed[row] for row in rows])
@@ -137,6 +154,7 @@ class PagedSequences:
             block_table=self.block_table[rows],
             sampling=np.arange(len(rows)),
             logits_indices=starts[1:] - 1,
+            image_ends=self._image_ends(chunks, images or {}, positions, only_in_windows),
         )
         like = self.keys[0]
         queries = [
@@ -153,6 +171,16 @@ class PagedSequences:
                 ]
             )
 
+        see_ahead = images and not (only_in_windows and "sliding_window" not in options)
+
+        def seen(row: int, end: int) -> list[int] | None:
+            if not see_ahead:
+                return None
+            found = list(range(1, end + 1))
+            for first, last in images.get(row, ()) if images else ():
+                found[first:last] = [last] * (last - first)
+            return found
+
         self.backend.prepare(inputs)
         out = self.backend.forward(
             0,
@@ -166,6 +194,7 @@ class PagedSequences:
                 query.float(),
                 self.keys[row][:end].float(),
                 self.values[row][:end].float(),
+                ends=seen(row, end),
                 **options,
             )
             for query, row, end in zip(queries, chunks, ends, strict=True)
@@ -173,6 +202,18 @@ class PagedSequences:
         torch.testing.assert_close(out.float(), torch.cat(expected), **self.tolerance)
         for row, end in zip(chunks, ends, strict=True):
             self.computed[row] = end
+
+    def _image_ends(
+        self, chunks: dict[int, int], images: Images, positions: IntArray, only_in_windows: bool
+    ) -> ImageEnds | None:
+        places, start = [], 0
+        for row, count in chunks.items():
+            begin = self.computed[row]
+            for first, last in images.get(row, ()):
+                if begin <= first and last <= begin + count:
+                    places.append(np.arange(first, last) - begin + start)
+            start += count
+        return ImageEnds.of(positions, places, only_in_windows=only_in_windows)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -233,6 +274,39 @@ def test_contexts_of_many_pieces_equal_the_loop(make_backend: MakeBackend, name:
     sequences.fill_past()
     sequences.step({0: 150, 1: 1}, 6, **OPTIONS[name])
     sequences.step({0: 1, 1: 3}, 6, **OPTIONS[name])
+
+
+SEEING_AHEAD = ["plain", "window", "window of one", "softcap", "sinks", "all"]
+
+
+@pytest.mark.parametrize("only_in_windows", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("name", SEEING_AHEAD)
+def test_tokens_of_an_image_see_each_other_as_in_the_loop(
+    make_backend: MakeBackend,
+    name: str,
+    num_kv_heads: int,
+    only_in_windows: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images = {1: [(3, 6), (8, 19)], 3: [(0, 30), (38, 41)], 4: [(5, 12)]}
+    wanted = OPTIONS[name] | {"only_in_windows": only_in_windows}
+    with small_groups(monkeypatch):
+        sequences = PagedSequences(make_backend, [3, 20, 41, 70, 12], num_kv_heads, (16, 16))
+        sequences.step({0: 1, 1: 7, 3: 37}, 6, images, **wanted)
+        sequences.step({2: 40, 0: 1, 3: 5, 1: 13, 4: 12}, 6, images, **wanted)
+        sequences.step({3: 27, 0: 1, 2: 1}, 6, images, **wanted)
+
+
+@pytest.mark.parametrize("name", SEEING_AHEAD)
+def test_images_of_many_tiles_see_each_other_as_in_the_loop(
+    make_backend: MakeBackend, name: str
+) -> None:
+    sequences = PagedSequences(make_backend, [1500, 700], 2, dims=(32, 16))
+    sequences.computed = [1200, 505]
+    sequences.fill_past()
+    images = {0: [(1210, 1340)], 1: [(508, 520)]}
+    sequences.step({0: 150, 1: 16}, 6, images, **OPTIONS[name])
 
 
 def test_keys_and_values_may_differ_in_size(make_backend: MakeBackend) -> None:

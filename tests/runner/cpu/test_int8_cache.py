@@ -7,6 +7,7 @@ numbers in heads of 64 about 1% of their size.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from aioserve.errors import ConfigError
 from aioserve.kernels import Kernels, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
+from aioserve.runner.attention.image_ends import ImageEnds
 from aioserve.runner.cpu.attention import AttentionBackend, TorchPagedAttention
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
 from aioserve.runner.cpu.load import load_on_cpu
@@ -89,7 +91,13 @@ def test_kernels_and_torch_keep_the_same_codes_and_see_the_same(
         prompts = backend.forward(0, query, key, value, options)
         backend.prepare(rows_of(LENGTHS, [1] * len(LENGTHS), block_size))
         decodes = backend.forward(0, query[last], key[last], value[last], options)
-        return [prompts.float(), decodes.float()]
+        whole = rows_of(LENGTHS, LENGTHS, block_size)
+        images = [np.arange(4, 18), np.arange(150, 450)]  # of the second row, and of the last
+        ends = ImageEnds.of(whole.positions, images, only_in_windows=False)
+        backend.prepare(replace(whole, image_ends=ends))
+        seeing = backend.forward(0, query, key, value, options)
+        assert not torch.equal(seeing, prompts)
+        return [prompts.float(), decodes.float(), seeing.float()]
 
     found, expected, unrounded = map(attend, (ours, plain, exact))
     assert torch.equal(ours.key_caches[0], plain.key_caches[0])
