@@ -2,10 +2,15 @@
 
     python benchmarks/images.py                       # 1,024 tokens of an image
     python benchmarks/images.py --side 1792 --chunk 0 256 64
+    python benchmarks/images.py --gemma3              # prompts of images beside prompts of text
 
 A tiny Qwen2.5-VL with random weights and a larger encoder. Streams decode; then a request with an
 image comes. The engines take turns. The largest gap between two tokens of a stream, from then until
 the request has its first token, and when that comes. The last line is JSON.
+
+`--gemma3`: the prefill of a prompt of images whose tokens see each other, beside that of a text of
+as many tokens, which take turns: a Gemma 3 with random weights, and with the heads of the 4B model
+in fewer and narrower layers. The encoder knows the images. Processor time of one thread.
 """
 
 import argparse
@@ -43,6 +48,73 @@ def make_model(path: Path, args: argparse.Namespace) -> Path:
     most = {"shortest_edge": 56 * 56, "longest_edge": args.side * args.side}
     processing = {"patch_size": PATCH, "size": most}
     return make_seeing_model("qwen2_5_vl", path, vision, processing, max_position_embeddings=32_768)
+
+
+def make_gemma3(path: Path) -> Path:
+    """Heads, windows and tokens of an image as of gemma-3-4b."""
+    vision = {"image_size": 128}  # 16 x 16 patches, of which 256 tokens are made
+    processing = {"size": {"height": 128, "width": 128}, "image_seq_length": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    layers = ["sliding_attention"] * 5 + ["full_attention"]
+    make_seeing_model(
+        "gemma3",
+        path,
+        vision,
+        processing,
+        hidden_size=640,
+        intermediate_size=2560,
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        sliding_window=1024,
+        query_pre_attn_scalar=256,
+        max_position_embeddings=32_768,
+        **heads,
+    )
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | {"mm_tokens_per_image": 256}))
+    return path
+
+
+async def compare_first_tokens(args: argparse.Namespace) -> dict[str, Any]:
+    """Processor seconds to the first token of prompts of images and of text, in turns."""
+    found: dict[str, list[float]] = {"images": [], "text": []}
+    num_tokens = 0
+
+    async def first_token(prompt: MultimodalPrompt | list[int]) -> float:
+        nonlocal num_tokens
+        begin = time.process_time()
+        async for output in engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0)):
+            num_tokens = output.num_prompt_tokens
+        return time.process_time() - begin
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_gemma3(Path(folder))
+        config = EngineConfig(
+            model=ModelConfig(model=str(path), dtype=args.dtype, max_model_len=4_000),
+            cache=CacheConfig(num_kv_blocks=1_000, enable_prefix_caching=False),
+            runner=RunnerConfig(threads=1),
+        )
+        async with AsyncEngine(config) as engine:
+            images = [picture(number, 128, 128) for number in range(args.images)]
+            marks = engine.image_placeholder * len(images)
+            seen = MultimodalPrompt(f"What are these? {marks}", images)
+            await first_token(seen)  # the encoder runs this once
+            text = [number % 1_000 for number in range(num_tokens)]
+            for _ in range(args.rounds):
+                found["images"].append(await first_token(seen))
+                found["text"].append(await first_token(text))
+    return {"prompt_tokens": num_tokens, **found}
+
+
+def print_first_tokens(args: argparse.Namespace) -> None:
+    measured = asyncio.run(compare_first_tokens(args))
+    best = {name: min(measured[name]) for name in ("images", "text")}
+    for name, seconds in best.items():
+        print(f"{measured['prompt_tokens']:,} tokens of {name:6}: {seconds * 1e3:7.1f} ms, at best")
+    pairs = zip(measured["images"], measured["text"], strict=True)
+    ratio = statistics.median(one / other for one, other in pairs)
+    print(f"images to text: {best['images'] / best['text']:.2f}; median of pairs {ratio:.2f}")
+    print(json.dumps({"load": os.getloadavg(), **measured}))
 
 
 def make_config(path: Path, chunk: int) -> EngineConfig:
@@ -103,7 +175,13 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--chunk", type=int, nargs="+", default=[0, 256, 64])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gemma3", action="store_true", help="images beside text")
+    parser.add_argument("--images", type=int, default=4, help="of a prompt, with --gemma3")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     args = parser.parse_args()
+    if args.gemma3:
+        print_first_tokens(args)
+        return 0
     found = asyncio.run(run(args))
     print(f"{'encoder_chunk_tokens':>20} {'largest gap, s':>15} {'first token, s':>15}")
     rows: list[dict[str, Any]] = []
