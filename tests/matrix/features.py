@@ -17,6 +17,9 @@ FEATURES: dict[str, str] = {
     "logprobs": "three alternatives of every token",
     "prompt logprobs": "two alternatives of every prompt token",
     "penalties": "repetition, presence and frequency",
+    "seeded sampling": "temperature 0.8 and a seed, every draw that of the request alone",
+    "stop strings": "five of one letter, from the last quarter of a reply on (`min_tokens`)",
+    "thinking budget": "four tokens of reasoning, then the end mark is forced",
     "grammars": "one of four texts, which share beginnings",
     "tools": "a forced tool call, read by the parser `hermes`",
     "n-gram drafts": "`--speculative-method ngram`",
@@ -25,6 +28,7 @@ FEATURES: dict[str, str] = {
     "MTP": "`--speculative-method mtp`",
     "adapters": "every second request has one",
     "few-bit weights": "`--quantization int8`",
+    "int8 activations": "`--activations int8` beside `--quantization int8`",
     "int8 cache": "`--kv-cache-dtype int8`; on a card `fp8`",
     "images": "Idefics3; prompts of none to two images",
     "states": "Qwen3.5, linear attention beside attention",
@@ -43,10 +47,13 @@ FEATURES: dict[str, str] = {
 
 #: What the model is: one that has all of a run's.
 MODELS = ("images", "states", "windows", "experts")
-#: Fields of requests.
-REQUESTS = ("n > 1", "logprobs", "prompt logprobs", "penalties", "grammars", "tools", "embeddings")
+#: Fields of requests that go with each other in one.
+FIELDS = (
+    *("n > 1", "logprobs", "prompt logprobs", "penalties"),
+    *("seeded sampling", "stop strings", "thinking budget"),
+)
 #: Results are another model's than in float32: they are compared with each request alone.
-ROUNDED = ("few-bit weights", "int8 cache")
+ROUNDED = ("few-bit weights", "int8 activations", "int8 cache")
 
 _ONE_OF: tuple[tuple[tuple[str, ...], str], ...] = (
     (
@@ -66,13 +73,14 @@ _NEVER: dict[frozenset[str], str] = {
 
 #: Three of which each pair works, on other models.
 _NOT_FUSED = "{}, the model of these three, is not fused, which {} needs"
-for _three, _model, _what in (
-    (("windows", "MTP", "few-bit weights"), "MiMo-V2-Flash", "quantization"),
-    (("experts", "MTP", "few-bit weights"), "GLM-4.5", "quantization"),
-    (("images", "windows", "few-bit weights"), "Gemma 3", "quantization"),
-    (("images", "windows", "EAGLE"), "Gemma 3", "an EAGLE-3 head"),
+for *_two, _model in (
+    ("windows", "MTP", "MiMo-V2-Flash"),
+    ("experts", "MTP", "GLM-4.5"),
+    ("images", "windows", "Gemma 3"),
 ):
-    _NEVER[frozenset(_three)] = _NOT_FUSED.format(_model, _what)
+    for _third in ("few-bit weights", "int8 activations"):
+        _NEVER[frozenset((*_two, _third))] = _NOT_FUSED.format(_model, "quantization")
+_NEVER[frozenset(("images", "windows", "EAGLE"))] = _NOT_FUSED.format("Gemma 3", "an EAGLE-3 head")
 
 
 def why_not(features: Collection[str]) -> str | None:

@@ -23,9 +23,9 @@ the KV cache has blocks for, so that some are preempted; three more are aborted 
 
 - every token of every reply is the most likely one after those before it, by the logits of
   `transformers` on the same weights (merged with the adapter, with penalties, and among the tokens
-  that the grammar allows), and log probabilities and vectors are the library's; with few-bit
-  weights and with a quantized cache, if every reply is that of the request alone in an engine
-  without the other features;
+  that the grammar allows), and log probabilities and vectors are the library's; with seeded
+  sampling, few-bit weights, int8 activations and a quantized cache, if every reply is that of the
+  request alone in an engine without the other features;
 - the feature came about: drafts were made, prefixes found, requests preempted;
 - no request, block, slot or lease is left.
 

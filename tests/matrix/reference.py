@@ -15,31 +15,11 @@ import torch
 from torch import Tensor
 
 from aioserve.outputs import RequestOutput, TokenLogprobs
+from tests.matrix.asks import BUDGET, FREQUENCY, PRESENCE, REPETITION, STOPS, Ask
 from tests.matrix.built import EOS, BuiltModel
 
-GRAMMAR = ("Be patient, sir.", "Be gone, sir.", "Be gone, madam!", "Farewell!")
-_CALL = '<tool_call>\n{"name": "go", "arguments": {"to": "%s"}}\n</tool_call>'
-TOOLS = tuple(_CALL % place for place in ("Rome", "Troy", "Roma"))
-TEXTS = {"grammars": GRAMMAR, "tools": TOOLS}
-REPETITION, PRESENCE, FREQUENCY = 1.3, 0.4, 0.3
-NUM_LOGPROBS, NUM_PROMPT_LOGPROBS = 3, 2
 #: How far a token's logit may be below the best, and a number beside that of the library.
 ROUNDING = 2e-3
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request: which prompt, what is asked for besides tokens, with the adapter or without."""
-
-    place: int
-    kinds: frozenset[str] = frozenset()
-    is_adapted: bool = False
-    num_tokens: int = 12
-
-    @property
-    def texts(self) -> tuple[str, ...] | None:
-        """What its reply may say; None: anything."""
-        return next((TEXTS[kind] for kind in sorted(self.kinds) if kind in TEXTS), None)
 
 
 @dataclass
@@ -77,7 +57,15 @@ class Reference:
             return f"no token, ended by {reply.finish_reason}"
         prompt, logits = self._logits(ask, tokens)
         raw = logits[len(prompt) - 1 :]
+        if "stop strings" in ask.kinds and (what := self._wrong_stop(ask, reply)) is not None:
+            return what
+        mark = self._mark() if "thinking budget" in ask.kinds else []
+        end = BUDGET.max_tokens + len(mark)
+        if tokens[BUDGET.max_tokens : end] != mark[: len(tokens) - BUDGET.max_tokens] and mark:
+            return f"{tokens} have no end mark {mark} behind the reasoning"
         for place, (token, row) in enumerate(zip(tokens, raw, strict=True)):
+            if mark and BUDGET.max_tokens <= place < end:
+                continue
             if "penalties" in ask.kinds:
                 row = _penalized(row, prompt, tokens[:place])
             allowed = None
@@ -89,7 +77,7 @@ class Reference:
                     return f"token {place} of {tokens} is not allowed by the grammar"
                 row = row[sorted(allowed)]
             best, own = row.max(), row[sorted(allowed).index(token) if allowed else token]
-            if not own >= best - ROUNDING:
+            if "seeded sampling" not in ask.kinds and not own >= best - ROUNDING:
                 return f"token {place} of {tokens} is {best - own:.3g} below the best"
         return self._wrong_logprobs(reply, prompt, logits)
 
@@ -111,6 +99,25 @@ class Reference:
                 if (top - expected.topk(len(top)).values).abs().max() > ROUNDING:
                     return f"{name}: {entry.top_token_ids} are not the most likely"
         return None
+
+    def _wrong_stop(self, ask: Ask, reply: RequestOutput) -> str | None:
+        """What is wrong with where a reply ends: at the first stop string, if there is one."""
+        pieces = _pieces(self.model)
+        told = [pieces.get(token, "") for token in reply.token_ids[ask.min_tokens :]]
+        stops = [{stop for stop in STOPS if stop in piece} for piece in told]
+        found = stops[-1] if stops else set()
+        if any(stops[:-1]) or bool(found) != (reply.stop_reason in STOPS):
+            return f"a stop string in {told} is overlooked, or ended by {reply.stop_reason!r}"
+        if found and (reply.stop_reason not in found or reply.text.endswith(told[-1])):
+            return f"{reply.text!r} is not cut at {found} of {told[-1]!r}"
+        return None
+
+    def _mark(self) -> list[int]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model.path)
+        mark: list[int] = tokenizer.encode(BUDGET.text, add_special_tokens=False)
+        return mark
 
     def _logits(self, ask: Ask, tokens: Sequence[int]) -> tuple[list[int], Tensor]:
         """The prompt's tokens, and logits [T, V] of it and of all of `tokens` but the last."""

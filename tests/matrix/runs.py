@@ -19,11 +19,12 @@ from aioserve.formats import Call, Function
 from aioserve.formats.hermes import HermesParser
 from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
 from tests.kit import stats_of
+from tests.matrix.asks import STOPS, Ask
 from tests.matrix.built import Builds
 from tests.matrix.features import MODELS, ROUNDED, in_order
 from tests.matrix.places import loading_one_at_a_time, serving
 from tests.matrix.policy import MatrixPolicy
-from tests.matrix.reference import ROUNDING, Ask, Reference
+from tests.matrix.reference import ROUNDING, Reference
 from tests.matrix.settings import (
     POLICY,
     asks_of,
@@ -102,15 +103,16 @@ class Matrix:
             wrong = reference.wrong_vector if is_vector else reference.wrong
             if (what := wrong(ask, reply)) is not None:
                 raise WrongError(what)
+        if not rounded and "seeded sampling" not in ask.kinds:
             return
         expected = await self._reply_alone(features, rounded, ask, place)
         if isinstance(reply, np.ndarray):
             if np.abs(reply - expected).max() > ROUNDING:
                 raise WrongError(f"{ask}: its vector is not that of the request alone")
             return
-        for sample in reply:
-            if sample.token_ids != expected[0].token_ids:
-                raise WrongError(f"{ask}: {sample.token_ids}, and alone {expected[0].token_ids}")
+        for sample, other in zip(reply, expected, strict=True):
+            if sample.token_ids != other.token_ids:
+                raise WrongError(f"{ask}: {sample.token_ids}, and alone {other.token_ids}")
 
     async def _reply_alone(
         self, features: Collection[str], rounded: frozenset[str], ask: Ask, place: str
@@ -143,7 +145,7 @@ class _Run:
     ) -> None:
         self._features, self.engine, self._front = features, engine, front
         self._reference, self._builds, self._rng = reference, builds, rng
-        self.num_cached = 0
+        self.num_cached = self.num_stopped = 0
         self.most_used: dict[str, float] = {}
 
     async def drive(
@@ -167,6 +169,7 @@ class _Run:
         found = await _reply(self._front, prompt, ask)
         if not isinstance(found, np.ndarray):
             self.num_cached += found[0].num_cached_tokens
+            self.num_stopped += found[0].stop_reason in STOPS
         return found
 
     async def _leave(self, ask: Ask) -> None:
@@ -212,6 +215,7 @@ def _missing(features: Collection[str], run: _Run, before: tuple[int, int]) -> l
     came = {
         "prefix cache": run.num_cached > 0,
         "preemption": stats.num_preemptions > 0,
+        "stop strings": run.num_stopped > 0,
         "pauses": MatrixPolicy.num_pauses > before[0],
         "leases": MatrixPolicy.num_pins > before[1],
         "n-gram drafts": stats.num_draft_tokens > 0,

@@ -14,10 +14,11 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.structured_outputs import StructuredOutputs
-from tests.matrix import reference
+from tests.matrix import asks
+from tests.matrix.asks import GRAMMAR, NUM_LOGPROBS, NUM_PROMPT_LOGPROBS, TOOLS, Ask
 from tests.matrix.built import Builds, BuiltModel, model_key
+from tests.matrix.features import FIELDS
 from tests.matrix.policy import MatrixPolicy
-from tests.matrix.reference import GRAMMAR, NUM_LOGPROBS, NUM_PROMPT_LOGPROBS, TOOLS, Ask
 from tests.processes import COMPUTING_SECONDS
 
 BLOCK = 8  # tokens
@@ -44,7 +45,7 @@ def make_config(
 ) -> EngineConfig:
     """The settings of an engine that has these features, on a model of theirs or another one."""
     model = model or builds.model(features)
-    on_card, is_shared = place == CARD, place == "2 ranks"
+    on_card, is_shared, asked = place == CARD, place == "2 ranks", set(features)
     log = None
     if "decision log" in features:
         log = str(builds.new_folder("log") / "decisions")
@@ -53,7 +54,8 @@ def make_config(
             model=str(model.path),
             dtype="float32",
             max_model_len=MAX_LEN,
-            quantization="int8" if "few-bit weights" in features else None,
+            quantization="int8" if {"few-bit weights", "int8 activations"} & asked else None,
+            activations="int8" if "int8 activations" in features else None,
         ),
         cache=_cache(features, builds, "fp8" if on_card else "int8"),
         runner=RunnerConfig(
@@ -126,15 +128,21 @@ def make_params(ask: Ask) -> SamplingParams | PoolingParams:
     if "prompt logprobs" in ask.kinds:
         own["prompt_logprobs"] = NUM_PROMPT_LOGPROBS
     if "penalties" in ask.kinds:
-        own["repetition_penalty"] = reference.REPETITION
-        own["presence_penalty"] = reference.PRESENCE
-        own["frequency_penalty"] = reference.FREQUENCY
+        own["repetition_penalty"] = asks.REPETITION
+        own["presence_penalty"] = asks.PRESENCE
+        own["frequency_penalty"] = asks.FREQUENCY
+    if "stop strings" in ask.kinds:
+        own |= {"stop": list(asks.STOPS), "min_tokens": ask.min_tokens}
+    if "thinking budget" in ask.kinds:
+        own["thinking_budget"] = asks.BUDGET
     if ask.texts is not None:
         own |= {"max_tokens": 96, "ignore_eos": False}
     if "grammars" in ask.kinds:
         own["structured_outputs"] = StructuredOutputs(choice=GRAMMAR)
     if "tools" in ask.kinds:
         own["structured_outputs"] = StructuredOutputs(choice=TOOLS)
+    if "seeded sampling" in ask.kinds:
+        return SamplingParams(temperature=0.8, seed=asks.SEED, **own)
     return SamplingParams(temperature=0, **own)
 
 
@@ -143,8 +151,9 @@ def asks_of(features: Collection[str], num_prompts: int) -> list[Ask]:
     with nothing; of each two at least.
     """
     asked = frozenset(features)
-    plain = asked & {"n > 1", "logprobs", "prompt logprobs", "penalties"}
-    kinds = [plain | {name} for name in ("grammars", "tools") if name in asked]
+    plain = asked & set(FIELDS)
+    bound = plain - {"thinking budget"}  # whose mark no grammar allows
+    kinds = [bound | {name} for name in ("grammars", "tools") if name in asked]
     if "embeddings" in asked:
         kinds.append(frozenset({"embeddings"}))
     kinds += [plain, frozenset()] if plain else [frozenset()]
