@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
-    from aioserve.multimodal import MultimodalPrompt
+    from aioserve.multimodal import MultimodalPrompt, Video
     from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, RequestTimes
     from aioserve.pooling_params import PoolingParams
     from aioserve.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ _HOMES = {
     "RequestStream": "aioserve.engine",
     "RequestTimes": "aioserve.outputs",
     "SamplingParams": "aioserve.sampling_params",
+    "Video": "aioserve.multimodal",
 }
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "RequestStream",
     "RequestTimes",
     "SamplingParams",
+    "Video",
     "__version__",
 ]
 

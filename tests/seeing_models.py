@@ -12,8 +12,10 @@ import numpy as np
 
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
+from aioserve.multimodal import Video
 from aioserve.multimodal.families import family_of
 from aioserve.multimodal.processing import load_processor
+from aioserve.multimodal.video_processing import VideoProcessor
 
 NUM_TOKENS = 12
 EMBEDDED = Path(__file__).parents[1] / "aioserve" / "embedded"
@@ -45,8 +47,8 @@ _VISION: dict[str, Any] = {
 }
 
 _TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{% for part in m['content'] %}\
-{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'text' %}{{ part['text'] }}\
-{% endif %}{% endfor %}
+{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO\
+{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
@@ -463,6 +465,9 @@ PLACEHOLDERS = {
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
 }
+#: What stands for a video in a text, of those that read some.
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+VIDEO_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def make_seeing_model(
@@ -484,7 +489,7 @@ def make_seeing_model(
     )
     tokenizer.add_special_tokens({"additional_special_tokens": _MARKS[kind]})
     marks = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in _MARKS[kind]}
-    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", PLACEHOLDERS[kind])
+    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", PLACEHOLDERS[kind]).replace("VIDEO", VIDEO)
     fields, processor = _KINDS[kind](marks)
     fields["text_config"] |= overrides
     fields["vision_config"] = {**fields["vision_config"], **(vision or {})}
@@ -521,24 +526,43 @@ class Seeing:
         tokenizer, family = AutoTokenizer.from_pretrained(path), family_of(info)
         assert family is not None, "all of these see"
         self.processor: Any = load_processor(family, info, tokenizer)
+        self._videos = VideoProcessor(family, info, tokenizer) if family.videos else None
 
-    def tokens(self, text: str, images: Sequence[Any], num_tokens: int = NUM_TOKENS) -> list[int]:
+    def tokens(
+        self,
+        text: str,
+        images: Sequence[Any],
+        num_tokens: int = NUM_TOKENS,
+        videos: Sequence[Video] = (),
+    ) -> list[int]:
         """All images in one call, as they come."""
-        given = self.processor(
-            text=[text], images=[list(images)] if images else None, return_tensors="pt"
-        )
+        given = self.given(text, images, (), videos)
         output = self.model.generate(
             **given, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
         )
         found: list[int] = output[0, given["input_ids"].shape[1] :].tolist()
         return found
 
-    def given(self, text: str, images: Sequence[Any], tokens: Sequence[int]) -> dict[str, Any]:
+    def given(
+        self,
+        text: str,
+        images: Sequence[Any],
+        tokens: Sequence[int],
+        videos: Sequence[Video] = (),
+    ) -> dict[str, Any]:
         """What a module is given of a prompt, and of `tokens` behind it."""
         import torch
 
         images_or_none = [list(images)] if images else None
+        of_videos: dict[str, Any] = {}
+        if videos:
+            text, of_videos = self._with_videos(text, videos)
+            self.processor.video_token = None  # there is nothing left for it to do
         given = dict(self.processor(text=[text], images=images_or_none, return_tensors="pt"))
+        given |= of_videos
+        if videos:
+            is_video = given["input_ids"] == self.model.config.video_token_id
+            given["mm_token_type_ids"] = given["mm_token_type_ids"].masked_fill(is_video, 2)
         tail = torch.tensor([list(tokens)], dtype=torch.long)
         for name, more in (
             ("input_ids", tail),
@@ -561,6 +585,28 @@ class Seeing:
         getattr(module, "model", module).rope_deltas = None  # of a prompt before
         with torch.inference_mode():
             return module(**given, use_cache=False).logits[0, begin:].float()
+
+    def _with_videos(self, text: str, videos: Sequence[Video]) -> tuple[str, dict[str, Any]]:
+        """A text in which they stand, and the arrays of all of them, as the processors of
+        `transformers` give them to a model: tests/multimodal/test_qwen_videos.py compares both.
+        """
+        import torch
+
+        assert self._videos is not None, "it reads some"
+        grids, pixels, seconds = [], [], []
+        for video, prepared in zip(videos, self._videos.prepare(videos), strict=True):
+            text = text.replace("<|video_pad|>", prepared.text.replace("video", "VIDEO"), 1)
+            arrays = [one.arrays for one in prepared.inputs]
+            pixels += [each["pixel_values"] for each in arrays]
+            grids.append([len(arrays), *arrays[0]["image_grid_thw"][0, 1:].tolist()])
+            seconds.append(2 / (video.fps or 2))
+        found = {
+            "pixel_values_videos": torch.from_numpy(np.concatenate(pixels)),
+            "video_grid_thw": torch.tensor(grids),
+        }
+        if self.kind == "qwen2_5_vl":
+            found["second_per_grid_ts"] = torch.tensor(seconds)
+        return text.replace("VIDEO", "video"), found
 
     def prompts(self) -> list[tuple[str, list[Any]]]:
         """None to four images each, two of them in more than one prompt."""

@@ -142,7 +142,8 @@ PARTS = (
     *("operations/adapters.py", "operations/control.py", "operations/policy.py"),
     *("operations/upkeep.py", "server/admin.py", "server/anthropic", "server/embeddings.py"),
     "server/hints.py",
-    *("server/images.py", "server/operators.py", "server/page", "server/responses"),
+    *("server/image*.py", "server/videos.py", "server/chat/shown_parts.py"),
+    *("server/operators.py", "server/page", "server/responses"),
     *("server/openapi.py", "server/service_manager.py", "server/tokenization.py"),
     # Structured output.
     *("grammars", "structured_outputs.py", "finite_schema.py", "runner/batch/grammar_rows.py"),

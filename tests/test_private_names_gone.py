@@ -43,7 +43,7 @@ def test_every_row_is_tried() -> None:
 
 @without("aioserve.multimodal.processing", "_get_num_multimodal_tokens")
 def test_an_image_counts_as_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioserve.multimodal.processing._size", lambda image, index: (64, 64))
+    monkeypatch.setattr("aioserve.multimodal.processing.size_of", lambda image, name: (64, 64))
     processor: Any = object.__new__(ImageProcessor)
     processor._processor = SimpleNamespace()
     processor._family = SimpleNamespace(beside=False)

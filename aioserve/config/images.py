@@ -1,4 +1,4 @@
-"""Settings of images: where they may come from, and their memory."""
+"""Settings of images and videos: where they may come from, and their memory."""
 
 from typing import Annotated
 
@@ -8,18 +8,23 @@ from aioserve.config.section import PositiveFloat, PositiveInt, Section, doc
 
 
 class ImageConfig(Section, frozen=True, kw_only=True):
-    """Images for a model that reads them: what a request may bring by HTTP, whether they are
-    fetched, and what they may take of memory.
+    """Images and videos for a model that reads them: what a request may bring by HTTP, whether
+    images are fetched, and what both may take of memory.
     """
 
     max_images: Annotated[PositiveInt, doc("most images in one request")] = 16
+    max_video_frames: Annotated[
+        PositiveInt, doc("most frames of all videos together in one request")
+    ] = 128
     max_image_mib: Annotated[
-        PositiveInt, doc("size limit in MiB of a request's images together, as sent or fetched")
+        PositiveInt,
+        doc("size limit in MiB of a request's images and frames together, as sent or fetched"),
     ] = 16
     max_image_megapixels: Annotated[
         int,
         doc(
-            "size limit in megapixels of a request's images together; checked before decoding",
+            "size limit in megapixels of a request's images and frames together; checked before "
+            "decoding",
             ge=1,
             le=170,
         ),
@@ -38,7 +43,7 @@ class ImageConfig(Section, frozen=True, kw_only=True):
     image_memory_gib: Annotated[
         PositiveFloat,
         doc(
-            "memory limit in GiB for prepared images of waiting and running requests; beyond it "
-            "requests are refused with 429"
+            "memory limit in GiB for prepared images and videos of waiting and running requests; "
+            "beyond it requests are refused with 429"
         ),
     ] = 4.0

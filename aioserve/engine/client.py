@@ -13,6 +13,7 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.admission.input_processor import InputProcessor, Prompt
+from aioserve.engine.admission.multimodal_prompts import ReadMedia
 from aioserve.engine.admission.pooling_validator import (
     NOTHING_SAMPLED,
     PoolingValidator,
@@ -98,9 +99,14 @@ class EngineClient(ABC):
         """The LoRA adapters that are served. Raises `EngineDeadError` before a start."""
 
     @property
+    def media(self) -> ReadMedia:
+        """What prompts may hold besides text: images, videos, and how a text mentions them."""
+        return self._alive().input_processor.media
+
+    @property
     def refuses_images(self) -> str:
         """Why prompts cannot have images; empty if they can."""
-        return self._alive().input_processor.refuses_images
+        return self.media.refuses_images
 
     @property
     def supports_embeddings(self) -> bool:
@@ -110,7 +116,7 @@ class EngineClient(ABC):
     @property
     def image_placeholder(self) -> str:
         """Placeholder of an image in a text prompt; empty if prompts cannot have images."""
-        return self._alive().input_processor.image_placeholder
+        return self.media.image_placeholder
 
     @abstractmethod
     def arriving(self) -> AbstractAsyncContextManager[object]:

@@ -87,25 +87,26 @@ class EngineClientBase(EngineClient, Generic[Parts]):
             room = parts.input_processor.room(pooling or sampling)
             least = parts.input_processor.least_tokens(prompt, room)
             with self._arriving(least, parts):
-                token_ids, images = await parts.input_processor.tokenize(prompt, room)
-                stream.num_prompt_tokens = len(token_ids)
-                stream.prompt_token_ids = token_ids
+                encoded = await parts.input_processor.tokenize(prompt, room)
+                stream.num_prompt_tokens = len(encoded.token_ids)
+                stream.prompt_token_ids = encoded.token_ids
                 spec = RequestSpec(
                     request_id,
-                    token_ids,
+                    encoded.token_ids,
                     sampling,
                     arrival_time=arrival_time,
                     eos_token_ids=self.model_info.eos_token_ids,
                     priority=priority,
                     user=user,
                     cache_salt=cache_salt,
-                    encoder_inputs=images,
+                    encoder_inputs=encoded.encoder_inputs,
                     deadline=None if timeout is None else arrival_time + timeout,
                     pooling_params=pooling,
                     key_name=key_name,
                     hints=hints,
                 )
-                await self._submit(spec, samples, stream, adapter, timeout, parts)
+                with encoded.named():
+                    await self._submit(spec, samples, stream, adapter, timeout, parts)
         return stream
 
     def arriving(self) -> AbstractAsyncContextManager[object]:

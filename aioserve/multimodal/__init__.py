@@ -1,9 +1,9 @@
-"""Images in prompts: which models see, and what becomes of an image on its way to one.
+"""Images and videos in prompts: which models see, and what becomes of either on its way to one.
 
-Free of torch, and of Pillow until there is an image. Knows nothing about scheduling, nor how a
+Importing it loads neither torch nor Pillow. Knows nothing about scheduling, nor how a
 model computes.
 """
 
-from aioserve.multimodal.prompt import MultimodalPrompt
+from aioserve.multimodal.prompt import MultimodalPrompt, Video
 
-__all__ = ["MultimodalPrompt"]
+__all__ = ["MultimodalPrompt", "Video"]

@@ -109,6 +109,11 @@ class EncodedImage:
         self.header = read_header(data)
 
     @property
+    def num_bytes(self) -> int:
+        """Size of the image as it was sent."""
+        return len(self._data)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of the image, from its header."""
         return self.header.height, self.header.width, 3

@@ -11,6 +11,9 @@ import msgspec
 from aioserve.model_info import ModelInfo
 
 GRID = "image_grid_thw"  # patches of an image in time, height and width: [1, 3]
+#: Of frames of a video whose tokens turn by time: by how much their time is behind the beginning of
+#: the video, and the position behind that at which text goes on, 0 but for the last: [1, 2].
+TURN = "video_turn"
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -45,10 +48,14 @@ class Family(msgspec.Struct, frozen=True):
     #: The module of the model that makes rows of the encoder's output, where `get_image_features`
     #: does not.
     projector: str = ""
+    #: The name of a class here that prepares videos (`video_processing.FamilyVideos`), each as
+    #: several inputs that the encoder reads as images; empty: videos are not read.
+    videos: str = ""
 
 
 _PIXTRAL = "aioserve.multimodal.pixtral:PixtralProcessor"
 _SIZED = ("pixel_values", "image_sizes")
+_QWEN = "aioserve.multimodal.qwen_videos:"
 _PLACED = ("pixel_values", "image_position_ids")
 _BLANK = ("image_token_id", "video_token_id", "audio_token_id")
 _FAMILIES = [
@@ -89,10 +96,10 @@ _FAMILIES = [
         processor=_PIXTRAL,
         unsqueezed="model.multi_modal_projector",
     ),
-    Family("qwen2_vl", ("pixel_values", GRID), axes=True),
-    Family("qwen2_5_vl", ("pixel_values", GRID), axes=True),
-    Family("qwen3_vl", ("pixel_values", GRID), axes=True),
-    Family("qwen3_vl_moe", ("pixel_values", GRID), axes=True),
+    Family("qwen2_vl", ("pixel_values", GRID), axes=True, videos=f"{_QWEN}Qwen2Videos"),
+    Family("qwen2_5_vl", ("pixel_values", GRID), axes=True, videos=f"{_QWEN}Qwen25Videos"),
+    Family("qwen3_vl", ("pixel_values", GRID), axes=True, videos=f"{_QWEN}Qwen3Videos"),
+    Family("qwen3_vl_moe", ("pixel_values", GRID), axes=True, videos=f"{_QWEN}Qwen3Videos"),
 ]
 #: By `model_type`, in the order in which a model may belong to them.
 FAMILIES = {

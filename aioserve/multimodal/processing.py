@@ -1,39 +1,23 @@
-"""From a text that mentions images to token ids, and to what the model's encoder is given.
+"""What the processor that comes with a model makes of images: the arrays that the encoder reads.
 
-An image is prepared by the processor that comes with the model, alone, so that what is made of it
-depends on nothing else in the prompt. Knows processors of `transformers`; knows no scheduler and no
-encoder. Used off the event loop.
+An image is prepared alone, so that what is made of it depends on nothing else in the prompt. Knows
+processors of `transformers`; knows no scheduler and no encoder. Used off the event loop.
 """
 
-import hashlib
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from aioserve.errors import ConfigError, RequestError, one_line
 from aioserve.model_info import ModelInfo
-from aioserve.multimodal.decoding import on_white
 from aioserve.multimodal.families import Family
-from aioserve.request import EncoderInput
+from aioserve.multimodal.given import as_rgb, size_of
+from aioserve.multimodal.prepared import Mark, Prepared, PreparedInput
 
 MISSING_PILLOW = "images need Pillow, which is not installed: pip install 'aioserve[images]'"
-
-
-# Of the longer side to the shorter: some processors make the shorter one as long as they like it,
-# and what that makes of the longer one would fill any memory.
-MAX_RATIO = 200
-
-
-class Prepared(NamedTuple):
-    """What became of one image."""
-
-    text: str  # what stands in its place in the prompt
-    num_rows: int  # how many of its tokens the encoder has a row for
-    arrays: dict[str, np.ndarray]
-    content_hash: str
 
 
 class ImageProcessor:
@@ -50,8 +34,7 @@ class ImageProcessor:
             raise ConfigError(
                 f"cannot read the image processor of {info.source.path}: {one_line(error)}"
             ) from error
-        self.placeholder: str = self._processor.image_token  # in a text, one for each image
-        self.token_id: int = info.whole_config.image_token_id
+        self.mark = Mark("image", self._processor.image_token, info.whole_config.image_token_id)
         if tokenizer.chat_template is None:  # older ones lie with the processor alone
             tokenizer.chat_template = self._processor.chat_template
 
@@ -59,7 +42,7 @@ class ImageProcessor:
         """How many tokens these stand for, as far as can be said before they are prepared. Raises
         `RequestError` for what is no image.
         """
-        sizes = [_size(image, i) for i, image in enumerate(images)]
+        sizes = [size_of(image, f"images[{i}]") for i, image in enumerate(images)]
         if self._family.beside and len(images) > 1:  # fewer than it would be told
             return len(images)
         try:
@@ -73,51 +56,13 @@ class ImageProcessor:
         others = [_nothing()] if self._family.beside and len(images) > 1 else []
         return [self._prepare(image, i, others) for i, image in enumerate(images)]
 
-    def expand(self, text: str, prepared: Sequence[Prepared]) -> str:
-        """The text with all that images stand for."""
-        pieces = text.split(self.placeholder)
-        expanded = pieces[0]
-        for own, piece in zip(prepared, pieces[1:], strict=True):
-            expanded += own.text + piece
-        return expanded
-
-    def check_count(self, text: str, images: Sequence[Any]) -> None:
-        """Raises `RequestError` unless `text` mentions that many images."""
-        mentioned = text.count(self.placeholder)
-        if mentioned != len(images):
-            raise RequestError(
-                f"the prompt mentions {mentioned} images ({self.placeholder!r}), and {len(images)} "
-                "come with it",
-                param="prompt",
-            )
-
-    def place(self, token_ids: list[int], prepared: Sequence[Prepared]) -> list[EncoderInput]:
-        """Where in the tokens of such a text the images are."""
-        places = np.flatnonzero(np.asarray(token_ids) == self.token_id)
-        if len(places) != sum(own.num_rows for own in prepared):
-            raise RequestError(
-                f"the prompt has {len(places)} tokens of images, but its images are "
-                f"{sum(own.num_rows for own in prepared)}",
-                param="prompt",
-            )
-        items, first = [], 0
-        for own in prepared:
-            begin, end = int(places[first]), int(places[first + own.num_rows - 1]) + 1
-            items.append(
-                EncoderInput(
-                    begin, end - begin, own.content_hash, own.arrays, self._family.together
-                )
-            )
-            first += own.num_rows
-        return items
-
     def _prepare(self, image: Any, i: int, others: list[Any]) -> Prepared:
         """`others` are images that make it prepared as one of several; each stands for as much."""
-        shown = [_as_rgb(image, i), *others]
+        shown = [as_rgb(image, f"images[{i}]"), *others]
         try:
             made = self._processor(
                 images=[shown] if others else shown,
-                text=[self.placeholder * len(shown)],
+                text=[self.mark.placeholder * len(shown)],
                 return_text_replacement_offsets=True,
                 return_tensors="np",
             )
@@ -132,21 +77,22 @@ class ImageProcessor:
             raise RequestError(
                 f"the image cannot be prepared: {one_line(error)}", f"images[{i}]"
             ) from error
-        num_rows = int((np.asarray(made["input_ids"]) == self.token_id).sum()) // len(shown)
+        num_rows = int((np.asarray(made["input_ids"]) == self.mark.token_id).sum()) // len(shown)
         if not num_rows:
             raise RequestError("the image stands for no token", f"images[{i}]")
-        return Prepared(replaced["replacement"], num_rows, arrays, self._hash(arrays))
+        prepared = PreparedInput.of(self._family.model_type, num_rows, arrays)
+        return Prepared(replaced["replacement"], [prepared])
 
-    def _hash(self, arrays: dict[str, np.ndarray]) -> str:
-        digest = hashlib.sha256(self._family.model_type.encode())
-        for name, array in arrays.items():
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(array.data)
-        return digest.hexdigest()[:32]
+
+def _nothing() -> Any:
+    """An image of one pixel."""
+    from PIL import Image
+
+    return Image.new("RGB", (1, 1))
 
 
 def load_processor(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
-    """As `AutoProcessor` would, but for what is read of videos, which would need torchvision."""
+    """As `AutoProcessor` would, but for its processor of videos, which would need torchvision."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -185,46 +131,3 @@ def _own(name: str) -> Any:
     """A class of this package, by its module and name."""
     module, _, own = name.partition(":")
     return getattr(import_module(module), own)
-
-
-def _size(image: Any, i: int) -> tuple[int, int]:
-    """Height and width. Raises `RequestError` for what is no image."""
-    from PIL import Image
-
-    if isinstance(image, Image.Image):
-        width, height = image.size
-    else:
-        shape = tuple(getattr(image, "shape", ()))
-        if len(shape) != 3 or shape[2] != 3 or not str(image.dtype).endswith("uint8"):
-            raise RequestError(
-                "an image must be one of PIL, or an array [height, width, 3] of uint8, got "
-                f"{type(image).__name__}{f' {list(shape)}' if shape else ''}",
-                param=f"images[{i}]",
-            )
-        height, width = shape[:2]
-    if not (height and width):
-        raise RequestError(f"an image of {width} x {height} has no pixels", param=f"images[{i}]")
-    if max(height, width) > MAX_RATIO * min(height, width):
-        raise RequestError(
-            f"an image of {width} x {height} is too narrow: one side may be {MAX_RATIO} times as "
-            "long as the other",
-            param=f"images[{i}]",
-        )
-    return height, width
-
-
-def _nothing() -> Any:
-    """An image of one pixel."""
-    from PIL import Image
-
-    return Image.new("RGB", (1, 1))
-
-
-def _as_rgb(image: Any, i: int) -> Any:
-    """The image as one of PIL, in RGB."""
-    from PIL import Image
-
-    _size(image, i)
-    if not isinstance(image, Image.Image):
-        image = Image.fromarray(np.asarray(image))
-    return on_white(image)

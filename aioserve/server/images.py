@@ -1,4 +1,4 @@
-"""Images in bodies: which parts bring them, and how they come to the engine.
+"""Images and videos in bodies: which parts bring them, and how they come to the engine.
 
 Knows limits, URLs, and the place of each part, which is what an error names. Knows no protocol's
 own shapes, nor what a model makes of an image.
@@ -15,22 +15,23 @@ from typing import Any, NamedTuple, TypeVar
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation, EngineClient, Prompt
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.multimodal import MultimodalPrompt
+from aioserve.multimodal import MultimodalPrompt, Video
 from aioserve.multimodal.decoding import (
     MEDIA_TYPES,
     EncodedImage,
-    Header,
     decode_base64,
 )
-from aioserve.multimodal.fetching import AT_ONCE_FOR_REQUEST, ImageFetcher
+from aioserve.multimodal.fetching import ImageFetcher
+from aioserve.server.image_allowance import Allowance
+from aioserve.server.videos import frames_of, num_frames_of, read_frames
 
 Part = dict[str, Any]  # of a message, as chat templates know it
 Content = str | list[Part]
 
 T = TypeVar("T")
 
-# What the engine and its scheduler call them.
-_BY_ENGINE = re.compile(r"(?:images|encoder_inputs)\[(\d+)\]")
+# What the engine calls them.
+_BY_ENGINE = re.compile(r"(image|video)s\[(\d+)\]")
 
 
 def text_part(text: str) -> Part:
@@ -59,22 +60,27 @@ def joined(first: Content, second: Content) -> Content:
 class _Source(NamedTuple):
     path: str  # in the body
     url: str | None  # of http
-    base64: str = ""
+    base64: str = ""  # of a video, that of each frame, with commas between
+    kind: str = "image"
+    fps: float | None = None  # frames per second of a video
 
 
 class ImageParts:
-    """The images of one body, in the order in which its prompt shows them."""
+    """The images and videos of one body, in the order in which its prompt shows them."""
 
-    def __init__(self, config: ImageConfig, refusal: str) -> None:
-        """`refusal`: why there can be none; empty if there can be."""
+    def __init__(self, config: ImageConfig, refusal: str, no_videos: str = "") -> None:
+        """`refusal`: why there can be no images; empty if there can be. `no_videos`: the same of
+        videos.
+        """
         self.sources: list[_Source] = []
         self._config = config
-        self._refusal = refusal
+        self._refusals = {"image": refusal, "video": no_videos}
+        self._num_frames = 0  # of all videos
 
     @classmethod
     def of(cls, engine: EngineClient) -> "ImageParts":
-        """An empty list of image parts, with the limits of this engine."""
-        return cls(engine.config.images, engine.refuses_images)
+        """An empty list of such parts, with the limits of this engine."""
+        return cls(engine.config.images, engine.refuses_images, engine.media.refuses_videos)
 
     def add(self, path: str, url: str) -> Part:
         """The image that is at `url`, or in it. Raises `RequestError` that names `path`."""
@@ -102,6 +108,26 @@ class ImageParts:
         self._check_type(f"{path}.media_type", media_type.lower())
         return self._add(_Source(f"{path}.data", None, data))
 
+    def add_video(self, path: str, url: str, fps: float | None, fps_path: str) -> Part:
+        """The video whose frames are in `url`, `fps` of them in a second. Raises `RequestError`
+        that names `path` or `fps_path`.
+        """
+        self._check_read("video", path)
+        frames = frames_of(path, url)
+        self._num_frames += num_frames_of(frames)
+        if self._num_frames > self._config.max_video_frames:
+            raise RequestError(
+                f"{path}: the videos of this request have more than "
+                f"{self._config.max_video_frames} frames together, by --max-video-frames",
+                path,
+            )
+        try:
+            Video((), fps)
+        except RequestError as error:
+            raise RequestError(f"{fps_path}: {error}", fps_path) from error
+        self.sources.append(_Source(path, None, frames, "video", fps))
+        return {"type": "video"}
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """What the engine says of an image inside the block, the part's own name says."""
@@ -109,8 +135,10 @@ class ImageParts:
             yield
         except RequestError as error:
             found = _BY_ENGINE.fullmatch(error.param or "")
-            if found is not None and int(found[1]) < len(self.sources):
-                path = self.sources[int(found[1])].path
+            kind, i = (found[1], int(found[2])) if found is not None else ("", 0)
+            paths = [source.path for source in self.sources if source.kind == kind]
+            if found is not None and i < len(paths):
+                path = paths[i]
                 message = str(error).replace(found[0], path)
                 error.args = (message if path in message else f"{path}: {message}",)
                 error.param = path
@@ -123,10 +151,13 @@ class ImageParts:
                 f"{path}: images of type {media_type[:64]!r} are not supported, only {known}", path
             )
 
+    def _check_read(self, kind: str, path: str) -> None:
+        if self._refusals[kind]:
+            raise RequestError(f"{path}: {self._refusals[kind]}", path)
+
     def _add(self, source: _Source) -> Part:
-        if self._refusal:
-            raise RequestError(f"{source.path}: {self._refusal}", source.path)
-        if len(self.sources) == self._config.max_images:
+        self._check_read("image", source.path)
+        if sum(other.kind == "image" for other in self.sources) == self._config.max_images:
             raise RequestError(
                 f"{source.path} is one image too many: a request may have "
                 f"{self._config.max_images}, by --max-images",
@@ -174,21 +205,25 @@ class ImageLoader:
                 f"images that wait to be prepared take {self._num_bytes / 2**20:.0f} MiB, more "
                 f"than image_memory_gib ({self._config.image_memory_gib:g})"
             )
-        allowance = _Allowance(self._config)
-        brought: dict[int, EncodedImage] = {}
+        allowance = Allowance(self._config)
+        brought: dict[str, dict[int, Any]] = {"image": {}, "video": {}}
 
         async def bring(i: int, source: _Source) -> None:
             with _blamed(source):
-                brought[i] = await self._bring(i, source, allowance)
+                work = self._bring_frames if source.kind == "video" else self._bring
+                brought[source.kind][i] = await work(f"{source.kind}s[{i}]", source, allowance)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for i, source in enumerate(sources):
-                    group.create_task(bring(i, source))
+                for kind in brought:
+                    those = [source for source in sources if source.kind == kind]
+                    for i, source in enumerate(those):
+                        group.create_task(bring(i, source))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         images.sources = [source._replace(base64="") for source in sources]  # only paths are left
-        return MultimodalPrompt(conversation, [brought[i] for i in range(len(sources))])
+        in_order = ([own[i] for i in range(len(own))] for own in brought.values())
+        return MultimodalPrompt(conversation, *in_order)
 
     def shown(self, conversation: Conversation, images: ImageParts) -> Conversation | Shown:
         """What `show` would make of it, to be brought when its request may run."""
@@ -199,7 +234,7 @@ class ImageLoader:
         await self._fetcher.close()
         self._executor.shutdown(wait=False)
 
-    async def _bring(self, i: int, source: _Source, allowance: "_Allowance") -> EncodedImage:
+    async def _bring(self, name: str, source: _Source, allowance: Allowance) -> EncodedImage:
         if source.url is not None:
             async with allowance.fetches:  # waiting here costs a request none of its time
                 data = await self._fetcher.fetch(
@@ -208,47 +243,29 @@ class ImageLoader:
         else:
             allowance.take_bytes(len(source.base64) * 3 // 4)
             data = await self._in_thread(decode_base64, source.base64)
-        image = await self._in_thread(EncodedImage, data, f"images[{i}]")
-        num_bytes = len(data)  # beforehand: images end in other threads, too
+        image = await self._in_thread(EncodedImage, data, name)
+        self._hold(image, allowance)
+        return image
+
+    async def _bring_frames(self, name: str, source: _Source, allowance: Allowance) -> Video:
+        allowance.take_bytes(len(source.base64) * 3 // 4)
+        frames = await self._in_thread(read_frames, source.base64, name)
+        for frame in frames:
+            self._hold(frame, allowance)
+        return Video(frames, source.fps)
+
+    def _hold(self, image: EncodedImage, allowance: Allowance) -> None:
+        """Count it until no request has it."""
+        num_bytes = image.num_bytes  # beforehand: images end in other threads, too
         self._num_bytes += num_bytes
         weakref.finalize(image, self._release, num_bytes).atexit = False
         allowance.take_pixels(image.header)
-        return image
 
     def _release(self, num_bytes: int) -> None:
         self._num_bytes -= num_bytes
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
-
-
-class _Allowance:
-    """The bytes and pixels that the images of one request may still take."""
-
-    def __init__(self, config: ImageConfig) -> None:
-        self._config = config
-        self._bytes = config.max_image_mib * 2**20
-        self._pixels = config.max_image_megapixels * 1_000_000
-        self.fetches = asyncio.Semaphore(AT_ONCE_FOR_REQUEST)
-
-    def take_bytes(self, count: int) -> None:
-        """Raises `RequestError` if fewer than `count` bytes are left for the request."""
-        self._bytes -= count
-        if self._bytes < 0:
-            raise RequestError(
-                f"the images of this request are more than {self._config.max_image_mib} MiB "
-                "together, by --max-image-mib"
-            )
-
-    def take_pixels(self, header: Header) -> None:
-        """Raises `RequestError` if this image has more pixels than are left for the request."""
-        self._pixels -= header.num_pixels
-        if self._pixels < 0:
-            raise RequestError(
-                f"with {header.width} x {header.height} pixels of this one, the images of this "
-                f"request are more than {self._config.max_image_megapixels} megapixels together, "
-                "by --max-image-megapixels"
-            )
 
 
 @contextmanager

@@ -24,7 +24,8 @@ def model_cards(engine: EngineClient, chat_format: ChatFormat | None) -> list[Mo
     """A card of each name of the model, then one of each adapter; no `chat_format`: no chat."""
     model, longest = engine.config.model, engine.max_model_len
     sees = not engine.refuses_images
-    inputs = ("text", "image") if sees else ("text",)
+    inputs = ("text", *(("image",) if sees else ()))
+    inputs += () if engine.media.refuses_videos else ("video",)
     calls = chat_format is not None and chat_format.takes_tools
     thinks = chat_format is not None and chat_format.tells_apart
     capabilities: dict[Capability, bool] = {

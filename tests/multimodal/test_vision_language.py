@@ -370,7 +370,7 @@ def test_a_failure_is_known_to_who_comes_with_the_step_that_drops_its_image(
 ) -> None:
     model = seeing(ONE)
     mark = model.processor.image_token_id
-    encoder = ImageEncoder(model.model, FAMILIES[ONE][0], mark)
+    encoder = ImageEncoder(model.model, FAMILIES[ONE][0], [mark])
     tokens = [mark] * 4 + [7]
     encoder.encode([(EncoderInput(0, 4, "X", {}), 4)])  # there are no pixels in it
     for says, expected in ((["X"], [0]), ([], [])):

@@ -79,12 +79,12 @@ class ChatTemplate:
     """The templates of one tokenizer. Blocks the caller, which must be no event loop."""
 
     def __init__(
-        self, tokenizer: Any, placeholder: str | None = None, *, seconds: float | None = None
+        self, tokenizer: Any, marks: Mapping[str, str] = {}, *, seconds: float | None = None
     ) -> None:
-        """`placeholder` stands for an image in a text; None: of a model that reads none. `seconds`
-        of CPU time are for one text; None: as many as there are by default.
+        """`marks` stand in a text for parts of other types that the model reads ("image"), by type.
+        `seconds` of CPU time are for one text; None: as many as there are by default.
         """
-        self._tokenizer, self._placeholder = tokenizer, placeholder
+        self._tokenizer, self._marks = tokenizer, marks
         self._renderer = TemplateRenderer(seconds)
         self._names: dict[str, frozenset[str]] = {}  # that a template may be given, by template
         self._takes: dict[str, tuple[bool, bool]] = {}  # by template: text, parts
@@ -188,7 +188,7 @@ class ChatTemplate:
 
     def _with_contents(self, source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With contents as this template wants them: texts, or lists of parts."""
-        if self._placeholder is None and not any(isinstance(m["content"], list) for m in messages):
+        if not self._marks and not any(isinstance(m["content"], list) for m in messages):
             return messages
         if source not in self._takes:
             parts = [{"type": "text", "text": "probe"}]
@@ -206,7 +206,8 @@ class ChatTemplate:
 
     def _as_text(self, parts: Sequence[Mapping[str, Any]]) -> str:
         return "".join(
-            part["text"] if part["type"] == "text" else self._placeholder or "" for part in parts
+            part["text"] if part["type"] == "text" else self._marks.get(part["type"], "")
+            for part in parts
         )
 
     def _takes_late_system(self, source: str) -> bool:

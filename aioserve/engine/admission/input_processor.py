@@ -12,7 +12,11 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 
 from aioserve.engine.admission.chat_template import Conversation, Messages
-from aioserve.engine.admission.multimodal_prompts import Encoded, MultimodalProcessor
+from aioserve.engine.admission.multimodal_prompts import (
+    Encoded,
+    MultimodalProcessor,
+    ReadMedia,
+)
 from aioserve.engine.admission.prompt_limit import PromptLimit
 from aioserve.engine.admission.sampling_validator import NO_TOKENIZER, SamplingValidator
 from aioserve.errors import RequestError
@@ -81,14 +85,9 @@ class InputProcessor:
         self._image_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-image")
 
     @property
-    def refuses_images(self) -> str:
-        """Why there can be no images in prompts; empty if there can be."""
-        return self._illustrations.refusal if self._has_tokenizer else NO_TOKENIZER
-
-    @property
-    def image_placeholder(self) -> str:
-        """What stands for an image in a text; empty if there can be none."""
-        return self._illustrations.placeholder if self._has_tokenizer else ""
+    def media(self) -> ReadMedia:
+        """What prompts may hold besides text."""
+        return self._illustrations.media if self._has_tokenizer else ReadMedia.none(NO_TOKENIZER)
 
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
         """What `params` leave to a prompt."""
@@ -152,13 +151,7 @@ class InputProcessor:
         if isinstance(prompt, Encoded):
             assert room.keep is None, "what is cut off would take its images along"
             token_ids = self._check_vocabulary(prompt.token_ids, "prompt")
-            for i, item in enumerate(prompt.encoder_inputs):
-                if missing := [name for name in self._arrays if name not in (item.arrays or {})]:
-                    raise RequestError(
-                        f"encoder_inputs[{i}] comes without {', '.join(missing)}, which the "
-                        "encoder of this model reads",
-                        param=f"encoder_inputs[{i}]",
-                    )
+            prompt.check_arrays(self._arrays)
             return Encoded(token_ids, prompt.encoder_inputs)
         return Encoded(room.cut(await self._encode_all(prompt, room, add_special_tokens)))
 

@@ -1,25 +1,31 @@
-"""What the door does with images: which prompts may have some, and their tokens and arrays.
+"""What the door does with images and videos: which prompts may have some, their tokens and arrays.
 
-Knows prompts and templates; how an image is prepared is known to `aioserve.multimodal`.
+Knows prompts and templates; how either is prepared is known to `aioserve.multimodal`.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+import msgspec
 
 from aioserve.engine.admission.chat_template import ChatTemplate, Conversation, Messages
 from aioserve.engine.admission.prompt_limit import PromptLimit
 from aioserve.errors import ConfigError, RequestError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal import MultimodalPrompt
-from aioserve.multimodal.families import family_of
+from aioserve.multimodal.families import Family, family_of
+from aioserve.multimodal.prepared import Marks
 from aioserve.multimodal.processing import ImageProcessor
+from aioserve.multimodal.video_processing import VideoProcessor
 from aioserve.request import EncoderInput
 from aioserve.runner.info import RunnerInfo
 
 logger = logging.getLogger(__name__)
 
 NO_IMAGES = "this model reads no images, it is one for text"
+NO_VIDEOS = "this model reads no videos"
 NOT_READ = (
     "this engine reads no images, though its model does: they are served on a CPU, and from "
     "unquantized files"
@@ -31,6 +37,44 @@ class Encoded(NamedTuple):
 
     token_ids: list[int]
     encoder_inputs: Sequence[EncoderInput] = ()
+    names: Sequence[str] = ()  # of the image or video that each of them is of, as `images[i]`
+
+    def check_arrays(self, names: Sequence[str]) -> None:
+        """Raises `RequestError` for an encoder input without all arrays of these names."""
+        for i, item in enumerate(self.encoder_inputs):
+            if missing := [name for name in names if name not in (item.arrays or {})]:
+                raise RequestError(
+                    f"encoder_inputs[{i}] comes without {', '.join(missing)}, which the encoder of "
+                    "this model reads",
+                    param=f"encoder_inputs[{i}]",
+                )
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """What is said of an encoder input inside the block is said of its image or video."""
+        try:
+            yield
+        except RequestError as error:
+            for i, name in enumerate(self.names):
+                if error.param == f"encoder_inputs[{i}]":
+                    error.args = (str(error).replace(error.param, name),)
+                    error.param = name
+                    break
+            raise
+
+
+class ReadMedia(msgspec.Struct, frozen=True):
+    """What prompts of a model may hold besides text, and how a text mentions it."""
+
+    refuses_images: str  # why; empty: images are read
+    refuses_videos: str
+    image_placeholder: str = ""
+    video_placeholder: str = ""
+
+    @classmethod
+    def none(cls, why: str) -> "ReadMedia":
+        """Neither images nor videos."""
+        return cls(why, why)
 
 
 class MultimodalProcessor:
@@ -38,44 +82,54 @@ class MultimodalProcessor:
 
     def __init__(self, info: ModelInfo, tokenizer: Any, runner_info: RunnerInfo) -> None:
         """What its processor lacks is logged: text is served."""
-        self._processor: ImageProcessor | None = None
+        self._processors: dict[str, ImageProcessor | VideoProcessor] = {}  # by kind
+        self._refusals: dict[str, str] = {}  # by kind, of those that are not read
         family = family_of(info)
-        self.refusal = NO_IMAGES if family is None else NOT_READ  # empty: images are read
-        if family is not None and runner_info.supports_images:
-            try:
-                self._processor = ImageProcessor(family, info, tokenizer)
-                self.refusal = ""
-            except ConfigError as error:
-                self.refusal = str(error)
-                logger.warning("%s: images are refused: %s", info.config.served_name, error)
-        # in a text, one for each image; empty: there can be none
-        self.placeholder = "" if self._processor is None else self._processor.placeholder
-        self.template = ChatTemplate(tokenizer, self.placeholder or None)
+        if family is None:
+            self._refusals = {"image": NO_IMAGES, "video": NO_VIDEOS}
+        elif not runner_info.supports_images:
+            self._refusals = {"image": NOT_READ, "video": NOT_READ}
+        else:
+            self._load(family, info, tokenizer)
+        marks = {kind: processor.mark for kind, processor in self._processors.items()}
+        self._marks = Marks(list(marks.values()), family is not None and family.together)
+        placeholders = {kind: mark.placeholder for kind, mark in marks.items()}
+        self.media = ReadMedia(
+            *(self._refusals.get(kind, "") for kind in ("image", "video")),
+            *(placeholders.get(kind, "") for kind in ("image", "video")),
+        )
+        self.template = ChatTemplate(tokenizer, placeholders)
 
     def look_at(self, prompt: MultimodalPrompt, room: PromptLimit) -> tuple[str | Messages, int]:
-        """The words of a prompt, without its images, and how many tokens those stand for at least.
+        """The words of a prompt, without its images and videos, and how many tokens those stand for
+        at least.
 
-        Raises `RequestError` for images that cannot be served, or that are not those mentioned.
+        Raises `RequestError` for those that cannot be served, or that are not those mentioned.
         """
-        words, images = prompt.prompt, prompt.images
-        if images and self.refusal:
-            raise RequestError(self.refusal, param="images[0]")
-        if images and room.keep is not None:
-            raise RequestError(
-                "truncate_prompt_tokens cannot be served with images: some would be cut",
-                param="truncate_prompt_tokens",
-            )
-        room.check(len(images), "at least ")
-        if not isinstance(words, str):
-            words, mentioned = _without_images(
-                words.messages if isinstance(words, Conversation) else words
-            )
-            if mentioned != len(images):
+        words, given = prompt.prompt, _given(prompt)
+        for kind, those in given.items():
+            if those and kind in self._refusals:
+                raise RequestError(self._refusals[kind], param=f"{kind}s[0]")
+            if those and room.keep is not None:
                 raise RequestError(
-                    f"the messages mention {mentioned} images, and {len(images)} come with them",
-                    param="messages",
+                    f"truncate_prompt_tokens cannot be served with {kind}s: some would be cut",
+                    param="truncate_prompt_tokens",
                 )
-        return words, self._processor.least_tokens(images) if self._processor and images else 0
+        room.check(sum(map(len, given.values())), "at least ")
+        if not isinstance(words, str):
+            words, mentioned = _without_media(
+                words.messages if isinstance(words, Conversation) else words,
+                ("image", *(kind for kind in self._processors if kind != "image")),
+            )
+            for kind, those in given.items():
+                if mentioned[kind] != len(those):
+                    raise RequestError(
+                        f"the messages mention {mentioned[kind]} {kind}s, and {len(those)} come "
+                        "with them",
+                        param="messages",
+                    )
+        processors = self._processors.items()
+        return words, sum(own.least_tokens(given[kind]) for kind, own in processors if given[kind])
 
     def encode(
         self,
@@ -87,22 +141,46 @@ class MultimodalProcessor:
         """One that `look_at` has let pass. `encode` makes tokens of a text, with special ones or
         without. Raises `RequestError`; takes its time.
         """
-        text, images = prompt.prompt, prompt.images
+        text, given = prompt.prompt, _given(prompt)
         if not isinstance(text, str):
             text = text if isinstance(text, Conversation) else Conversation(text)
             text, add_special_tokens = self.template.render(text), False
-        if not images:
+        if not any(given.values()):
             return Encoded(room.cut(encode(text, add_special_tokens)))
-        assert self._processor is not None, "`look_at`"
-        self._processor.check_count(text, images)
-        prepared = self._processor.prepare(images)
-        token_ids = encode(self._processor.expand(text, prepared), add_special_tokens)
-        return Encoded(token_ids, self._processor.place(token_ids, prepared))
+        self._marks.check_counts(text, {kind: len(those) for kind, those in given.items()})
+        processors = self._processors.items()
+        prepared = {kind: own.prepare(given[kind]) for kind, own in processors if given[kind]}
+        token_ids = encode(self._marks.expand(text, prepared), add_special_tokens)
+        return Encoded(token_ids, *self._marks.place(token_ids, prepared))
+
+    def _load(self, family: Family, info: ModelInfo, tokenizer: Any) -> None:
+        name = info.config.served_name
+        self._refusals = {"video": NO_VIDEOS}
+        try:
+            self._processors["image"] = ImageProcessor(family, info, tokenizer)
+        except ConfigError as error:
+            self._refusals = {"image": str(error), "video": str(error)}
+            logger.warning("%s: images are refused: %s", name, error)
+            return
+        if family.videos:
+            try:
+                self._processors["video"] = VideoProcessor(family, info, tokenizer)
+                self._refusals = {}
+            except ConfigError as error:
+                self._refusals = {"video": str(error)}
+                logger.warning("%s: videos are refused: %s", name, error)
 
 
-def _without_images(messages: Messages) -> tuple[Messages, int]:
-    """With contents as texts, and how many images they mention. Raises `RequestError`."""
-    found, num_images = [], 0
+def _given(prompt: MultimodalPrompt) -> dict[str, Sequence[Any]]:
+    """By kind."""
+    return {"image": prompt.images, "video": prompt.videos}
+
+
+def _without_media(messages: Messages, kinds: Sequence[str]) -> tuple[Messages, dict[str, int]]:
+    """With contents as texts, and how many of each of `kinds` they mention. Raises `RequestError`
+    for another one.
+    """
+    found, counts = [], {"image": 0, "video": 0}
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list):
@@ -111,15 +189,16 @@ def _without_images(messages: Messages) -> tuple[Messages, int]:
         texts = []
         for k, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind == "image":
-                num_images += 1
+            if isinstance(kind, str) and kind in kinds:
+                counts[kind] += 1
             elif kind == "text" and isinstance(part.get("text"), str):
                 texts.append(part["text"])
             else:
+                known = " or ".join(f'{{"type": "{name}"}}' for name in kinds)
                 raise RequestError(
                     f'messages[{i}].content[{k}] must be {{"type": "text", "text": ...}} or '
-                    f'{{"type": "image"}}, got {part!r}',
+                    f"{known}, got {part!r}",
                     param="messages",
                 )
         found.append({**message, "content": "".join(texts)})
-    return found, num_images
+    return found, counts

@@ -55,11 +55,11 @@ def encoder_cache_bytes(
 class ImageEncoder(ImageRows):
     """Vision tower and projector of one model, and the part of the batch that reads its rows."""
 
-    def __init__(self, module: Any, family: Family, token_id: int) -> None:
-        """`module` is the whole model; `token_id` stands for a row in its prompts."""
+    def __init__(self, module: Any, family: Family, token_ids: Sequence[int]) -> None:
+        """`module` is the whole model; each of `token_ids` stands for a row in its prompts."""
         self.has_axes = family.axes  # whether the text model turns image tokens by three axes
         merged = module.config.vision_config.spatial_merge_size if family.axes else None
-        super().__init__(token_id, merged)
+        super().__init__(token_ids, merged)
         self._module, self._family = module, family
         self._dtype = next(module.parameters()).dtype
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -121,7 +121,7 @@ class ImageEncoder(ImageRows):
         """A part of an image, or the rest of it."""
         item = ahead.item
         if ahead.is_last:
-            self.encode([(item, ahead.token_ids.count(self._token_id))])
+            self.encode([(item, sum(map(ahead.token_ids.count, self._token_ids)))])
         else:
             self._gone.discard(item.content_hash)
             share = ahead.done / item.num_tokens

@@ -1,6 +1,6 @@
 """Where in the batch images are: which tokens of a step stand for which rows of which image.
 
-Knows tokens and positions; knows no pixels and no model.
+An image may be some frames of a video. Knows tokens and positions; knows no pixels and no model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aioserve.multimodal.families import GRID
+from aioserve.multimodal.families import GRID, TURN
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.batch_part import BatchPart
@@ -36,12 +36,14 @@ class _Row:
     ahead: int = 0  # by how much text behind the last image turns more than by its position
 
     def turns(self, positions: IntArray) -> IntArray:
-        """The positions by which heads turn for tokens of text."""
+        """The positions by which heads turn for tokens of text, and for others, which have axes,
+        any that there are.
+        """
         assert self.axes is not None, "of a model that has some"
         end = self.axes.shape[1]
         turns: IntArray = positions + self.ahead
         before = positions < end
-        turns[before] = self.axes[0, positions[before]]
+        turns[before] = np.minimum(self.axes[0, positions[before]], positions[before])
         return turns
 
 
@@ -50,24 +52,25 @@ class ImageRows(BatchPart[_Row]):
 
     asked_by = "encoder_inputs"
 
-    def __init__(self, token_id: int, merged: int | None = None) -> None:
-        """`token_id` stands for one row of an image; `merged` x `merged` patches are one, if heads
-        turn by axes.
+    def __init__(self, token_ids: Sequence[int], merged: int | None = None) -> None:
+        """Each of `token_ids` stands for one row of an image; `merged` x `merged` patches are one,
+        if heads turn by axes.
         """
         super().__init__()
-        self._token_id, self._merged = token_id, merged
+        self._token_ids, self._merged = tuple(token_ids), merged
 
     def set(self, row: int, request: NewRequestData) -> None:
         ids = np.asarray(request.token_ids[: request.num_prompt_tokens])
+        is_row = np.isin(ids, self._token_ids)
         places = [
-            item.position + np.flatnonzero(ids[item.position : item.end] == self._token_id)
+            item.position + np.flatnonzero(is_row[item.position : item.end])
             for item in request.encoder_inputs
         ]
         starts = np.cumsum([0, *map(len, places)])
         axes, ahead = None, 0
         if self._merged is not None:
-            axes = _axes(request.encoder_inputs, places, self._merged)
-            ahead = int(axes.max()) + 1 - axes.shape[1]
+            axes, following = _axes(request.encoder_inputs, places, self._merged)
+            ahead = following - axes.shape[1]
         self.rows[row] = _Row(
             request.request_id, request.encoder_inputs, np.concatenate(places), starts, axes, ahead
         )
@@ -118,19 +121,28 @@ class ImageRows(BatchPart[_Row]):
         return turns
 
 
-def _axes(items: Sequence[EncoderInput], places: Sequence[IntArray], merged: int) -> IntArray:
-    """[3, up to the end of the last image]: time, height and width (Qwen2-VL, arXiv 2409.12191).
+def _axes(
+    items: Sequence[EncoderInput], places: Sequence[IntArray], merged: int
+) -> tuple[IntArray, int]:
+    """[3, up to the end of the last image]: time, height and width (Qwen2-VL, arXiv 2409.12191);
+    and the position at which text goes on behind it.
 
-    The three of a token of text are the same, behind the largest before it.
+    The three of a token of text are the same. They go on behind height and width of an image or a
+    video, as `generate` of `transformers` has it, though the time of a video may be further.
     """
     parts, end, following = [], 0, 0
     for item, own in zip(items, places, strict=True):
         assert item.arrays is not None, "refused at the door"
         time, height, width = item.arrays[GRID][0].tolist()
         sizes = (time, height // merged, width // merged)
+        later, extent = 0, max(sizes[1:])
+        if TURN in item.arrays:
+            later, extent = item.arrays[TURN][0].tolist()
         text = following + np.arange(own[0] - end)
         following += len(text)
-        parts += [np.tile(text, (3, 1)), np.indices(sizes).reshape(3, -1) + following]
-        following += max(sizes[1:])
+        image = np.indices(sizes).reshape(3, -1) + following
+        image[0] += later
+        parts += [np.tile(text, (3, 1)), image]
+        following += extent
         end = own[-1] + 1
-    return np.concatenate(parts, axis=1)
+    return np.concatenate(parts, axis=1), following

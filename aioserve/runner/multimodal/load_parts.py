@@ -39,8 +39,9 @@ def load_parts(
     if rounding is not None:
         quantize_linears(text, rounding)
         quantize_experts(text, rounding.inner)
-    token_id = info.whole_config.image_token_id
+    names = ("image_token_id", *(("video_token_id",) if family.videos else ()))
+    token_ids = [getattr(info.whole_config, name) for name in names]
     if ranks is None:
-        return text, ImageEncoder(whole, family, token_id)
+        return text, ImageEncoder(whole, family, token_ids)
     shard(text, ranks, dtype)
-    return text, SharedImageEncoder(whole, family, token_id, ranks)
+    return text, SharedImageEncoder(whole, family, token_ids, ranks)

@@ -3,7 +3,7 @@
 So an image that fails does so on all of them, and the encoder's weights are in memory once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ _FAILED = "the image could not be encoded on the first rank"  # which tells the 
 class SharedImageEncoder(ImageEncoder):
     """The part of it that one of `ranks` has."""
 
-    def __init__(self, module: Any, family: Family, token_id: int, ranks: Ranks) -> None:
-        super().__init__(module, family, token_id)
+    def __init__(self, module: Any, family: Family, token_ids: Sequence[int], ranks: Ranks) -> None:
+        super().__init__(module, family, token_ids)
         self._ranks = ranks
         self._width = self._hidden_size * (1 + num_deep_rows(module.config))
         if not ranks.is_first:

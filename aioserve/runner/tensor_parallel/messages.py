@@ -12,7 +12,7 @@ import numpy as np
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig
 from aioserve.kv_cache import Ahead, StatePool, StateSlots, WindowBlocks, WindowPool
-from aioserve.multimodal.families import GRID
+from aioserve.multimodal.families import GRID, TURN
 from aioserve.request import EncoderInput
 from aioserve.row_values import ROW_VALUES
 from aioserve.sampling_params import SamplingParams
@@ -183,6 +183,6 @@ def _for_others(request: NewRequestData) -> NewRequestData:
 
 
 def _without_pixels(item: EncoderInput) -> EncoderInput:
-    """The first rank alone encodes; where the rows of an image are says its grid."""
-    grid = {name: array for name, array in (item.arrays or {}).items() if name == GRID}
-    return msgspec.structs.replace(item, arrays=grid)
+    """The first rank alone encodes; where the rows of an image are say its grid and its time."""
+    told = {name: array for name, array in (item.arrays or {}).items() if name in (GRID, TURN)}
+    return msgspec.structs.replace(item, arrays=told)

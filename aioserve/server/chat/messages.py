@@ -10,6 +10,7 @@ import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.server.chat.protocol import ChatMessage
+from aioserve.server.chat.shown_parts import SHOWN, shown_part
 from aioserve.server.images import Content, ImageParts, content_of, text_part
 from aioserve.server.validation import refuse_all_but
 
@@ -28,7 +29,7 @@ _SERVED = {
 
 _ALWAYS = ("role", "content", "cache_control", "annotations")
 
-# Whose content may hold images.
+# Whose content may hold images and videos.
 _SHOW_IMAGES = ("user", "tool")
 
 
@@ -108,23 +109,22 @@ def _content(message: ChatMessage, path: str, images: ImageParts) -> Content | N
         raise RequestError(f"{path} is missing", param=path)
     if isinstance(message.content, str):
         return message.content
-    types = ("text", "image_url") if message.role in _SHOW_IMAGES else ("text",)
+    types = ("text", *SHOWN) if message.role in _SHOW_IMAGES else ("text",)
     parts = []
     for j, part in enumerate(message.content):
         place = f"{path}[{j}]"
         if part.type not in types:
             raise RequestError(
                 f"content parts of type {part.type[:64]!r} are not supported in messages of role "
-                f"{message.role}, only {' and '.join(map(repr, types))}",
+                f"{message.role}, only {', '.join(map(repr, types))}",
                 param=place,
             )
-        refuse_all_but(("type", "cache_control", part.type), part, place)
+        own = SHOWN.get(part.type, ("text",))
+        refuse_all_but(("type", "cache_control", *own), part, place)
         if part.type == "text":
             if part.text is None:
                 raise RequestError(f"{place}.text is missing", param=f"{place}.text")
             parts.append(text_part(part.text))
-        elif part.image_url is None:
-            raise RequestError(f"{place}.image_url is missing", param=f"{place}.image_url")
         else:
-            parts.append(images.add(f"{place}.image_url.url", part.image_url.url))
+            parts.append(shown_part(part, place, images))
     return content_of(parts)

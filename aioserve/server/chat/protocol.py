@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from aioserve.server.chat.shown_parts import SHOWN, ImageURL, VideoURL
 from aioserve.server.chat.tool_structs import NamedToolChoice, ToolEntry
 from aioserve.server.logprob_structs import ChatLogprobs, PromptLogprobs
 from aioserve.server.protocol import (
@@ -20,24 +21,18 @@ from aioserve.server.protocol import (
 )
 
 
-class ImageURL(RequestPart, kw_only=True, omit_defaults=True):
-    """Where an image is, or all of it in a data: URL."""
-
-    url: str
-    detail: Any = None  # a hint: the model's own processor has the say
-
-
 class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
-    """One part of a message: a text or an image."""
+    """One part of a message: a text, an image or a video."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url"]})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", *SHOWN]})]
     text: str | None = None
     image_url: ImageURL | None = None
+    video_url: VideoURL | None = None
+    fps: float | None = None  # frames per second, of a video
     cache_control: Any = None  # a hint: prefixes are cached by themselves
     # Of parts of other types.
     input_audio: Empty = None
     audio_url: Empty = None
-    video_url: Empty = None
     file: Empty = None
     refusal: Empty = None
 
