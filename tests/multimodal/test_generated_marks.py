@@ -33,7 +33,7 @@ def writing_marks(model: Seeing, path: Path, text: str, images: list[Any]) -> Se
 
 
 @pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=["gemma4_small", "qwen2_5_vl"]))
-async def test_a_mark_in_a_reply_is_read_as_transformers_reads_it(
+async def test_marks_in_replies_and_those_without_images_are_read_as_transformers_reads_them(
     kind: str, tmp_path: Path
 ) -> None:
     model = Seeing(kind, tmp_path / "model")
@@ -49,8 +49,20 @@ async def test_a_mark_in_a_reply_is_read_as_transformers_reads_it(
         scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": 80}),
     )
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-    tokens: list[int] = []
+    of_prompt = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    ids = [*range(500, 510), mark, 520, mark, *range(530, 535)]
     async with AsyncEngine(config) as engine:
-        async for output in engine.generate(MultimodalPrompt(text, images), params):
-            tokens += output.token_ids
+        tokens = [
+            token
+            async for output in engine.generate(MultimodalPrompt(text, images), params)
+            for token in output.token_ids
+        ]
+        told = [
+            entry.logprob
+            async for output in engine.generate(ids, of_prompt)
+            for entry in (output.prompt_logprobs or [])[1:]
+        ]
     assert tokens == expected
+    logits = model.model(input_ids=torch.tensor([ids])).logits[0]
+    logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    assert told == pytest.approx(logprobs.tolist(), abs=1e-3)

@@ -34,6 +34,8 @@ class TextPart(nn.Module):
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         ids = [getattr(whole.config, name) for name in blank]
         self._blank = torch.tensor([token_id for token_id in ids if token_id is not None])
+        if blank:  # for callers of `base_model` as well
+            self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         # Gemma 4 E2B and E4B: each layer adds a row by token, for an image that of padding.
         self._has_layer_rows = bool(getattr(self.config, "hidden_size_per_layer_input", None))
 
@@ -96,7 +98,7 @@ class TextPart(nn.Module):
         `of_images` are what the decoder is told besides.
         """
         hidden = self.model(
-            input_ids=None if input_ids is None else self._as_read(input_ids),
+            input_ids=input_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -107,6 +109,11 @@ class TextPart(nn.Module):
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return CausalLMOutputWithPast(logits=logits)
+
+    def _before_model(self, _: nn.Module, args: Any, arguments: dict[str, Any]) -> Any:
+        if (ids := arguments.get("input_ids")) is not None:
+            arguments["input_ids"] = self._as_read(ids)
+        return args, arguments
 
     def _as_read(self, input_ids: Tensor) -> Tensor:
         if not len(self._blank):
