@@ -110,7 +110,10 @@ PARTS = (
     *(
         "runner/models/piece_states.py",
         "runner/models/stateful_layers.py",
+        "runner/models/own_experts.py",
         "runner/models/own_products.py",
+        "runner/models/quantized_load.py",
+        "runner/models/tapped_layers.py",
         "runner/cpu/state_steps.py",
         "kernels/state_steps.py",
         "kernels/src/state_steps.h",

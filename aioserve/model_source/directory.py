@@ -17,6 +17,7 @@ import msgspec
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.checkpoint import Stored, find_weights, kinds_of
 from aioserve.model_source.lazy_tensors import LazyReads
+from aioserve.model_source.quantized_names import ModuleNames
 from aioserve.model_source.sentence_pooling import stated_pooling
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
@@ -149,12 +150,14 @@ class Directory(ModelSource):
         self, itemsize: int, *, keeps_blocks: bool = False, rounding: Rounding | None = None
     ) -> float:
         from aioserve.model_source.quantized import bytes_in_memory
+        from aioserve.model_source.quantized_modules import keeps_numbers
 
         def rounded(name: str, shape: tuple[int, ...]) -> str | None:
             if rounding is None or len(shape) != 2 or shape[1] % _group(rounding.inner):
                 return None
             # Experts lie in memory as they are stored until all of them are put together.
-            inner = None if ".experts." in name else rounding.inner
+            is_kept = ".experts." in name or keeps_numbers(name)
+            inner = None if is_kept else rounding.inner
             return rounding.outer if "embed" in name else inner
 
         total = 0.0
@@ -274,6 +277,7 @@ class Directory(ModelSource):
         from transformers import AutoModelForCausalLM
 
         from aioserve.model_source.quantized import QuantizedWeight, attach, quantize, stand_in
+        from aioserve.model_source.quantized_modules import keeps_numbers
 
         config = self.read_config()
         for part in (config, config.get_text_config(decoder=True)):
@@ -284,13 +288,14 @@ class Directory(ModelSource):
                 config, trust_remote_code=self.trust_remote_code, **arguments
             )
         parts = {f"{name}.weight": part for name, part in outline.named_modules()}
+        names = ModuleNames(outline)
         outer = {id(outline.get_input_embeddings()), id(outline.get_output_embeddings())}
         kept: dict[int, tuple[str, QuantizedWeight, Any]] = {}  # by where its stand-in lies
         unpacked: list[str] = []
 
         def part_of(name: str) -> Any:
-            """The matrix of this name; that of the body may be stored without its prefix."""
-            part = parts.get(name) or parts.get(f"{outline.base_model_prefix}.{name}")
+            """The matrix that has the weight of this name."""
+            part = parts.get(names.find(name) or "")
             return part if type(part) in (nn.Linear, nn.Embedding) else None
 
         def keep(name: str, weight: QuantizedWeight) -> Any:
@@ -311,7 +316,9 @@ class Directory(ModelSource):
 
         def round_off(name: str, tensor: Any) -> Any:
             shape, part = tensor.get_shape(), part_of(name)
-            if rounding is None or part is None:
+            if rounding is None or part is None or keeps_numbers(names.find(name) or name):
+                return tensor[...]
+            if type(part) is nn.Embedding and id(part) not in outer:  # of positions
                 return tensor[...]
             if shape[1] % _group(rounding.inner):
                 if _group(rounding.inner) > 32:

@@ -22,22 +22,45 @@ from aioserve.model_source.quantized import (
 )
 from aioserve.model_source.source import Rounding
 
-EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+#: Parts of names of linear layers that keep their numbers: routers, and what decides how fast
+#: states fade; they are small, and what they are off by is felt for long.
+_KEPT = {"dt_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj"}
+_ROUTERS = {"gate", "router", "modality_router", "classifier", "wg", "shared_expert_gate"}
+
+
+def keeps_numbers(name: str) -> bool:
+    """Whether the linear layer of this name, or its weight, is not to be quantized."""
+    return not (_KEPT | _ROUTERS).isdisjoint(name.split("."))
+
+
+def weights_of_experts(module: nn.Module) -> tuple[str, ...]:
+    """The names of the weights [experts, ...] of a layer's experts, first and second product, where
+    `module` has them as `transformers` has most; else none.
+    """
+    if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
+        return ()
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    found = (getattr(module, name, None) for name in names)
+    return names if all(isinstance(one, Tensor) and one.dim() == 3 for one in found) else ()
 
 
 @torch.no_grad()
 def quantize_linears(module: Any, rounding: Rounding) -> None:
-    """Have the embedding and every linear layer of a causal language model stand in for the same in
-    few bits, and free their numbers. Raises `ConfigError` for a layer that does not fit the groups.
+    """Have embedding and linear layers of a causal language model, if they are not quantized yet,
+    stand in for the same in few bits, and free their numbers. Raises `ConfigError` for a layer that
+    does not fit the groups.
     """
     outer = (module.get_input_embeddings(), module.get_output_embeddings())
     made: dict[int, nn.Parameter] = {}  # one for what is tied
     for name, part in module.named_modules():
-        if type(part) not in (nn.Linear, nn.Embedding):
+        is_outer = part in outer
+        if type(part) not in ((nn.Linear, nn.Embedding) if is_outer else (nn.Linear,)):
+            continue  # embeddings of positions, too
+        if keeps_numbers(name):
             continue
-        kind = rounding.outer if part in outer else rounding.inner
+        kind = rounding.outer if is_outer else rounding.inner
         weight = part.weight
-        if not _fits(name, weight.shape[1], kind):
+        if attached(weight) is not None or not _fits(name, weight.shape[1], kind):
             continue
         if id(weight) not in made:
             small = quantize(weight.data, kind)
@@ -48,18 +71,24 @@ def quantize_linears(module: Any, rounding: Rounding) -> None:
 
 @torch.no_grad()
 def quantize_experts(module: nn.Module, kind: str) -> None:
-    """Round the experts of a causal language model; their parameters keep the rounded numbers, and
-    `quantized_experts` tells the same in few bits. Raises `ConfigError` as `quantize_linears`.
+    """Quantize the experts of a causal language model; their parameters keep the rounded numbers,
+    and `quantized_experts` tells the same in few bits. Raises `ConfigError` as `quantize_linears`.
     """
     for name, part in module.named_modules():
-        for own in EXPERT_WEIGHTS:
-            weight = getattr(part, own, None)
-            if not isinstance(weight, Tensor) or weight.dim() != 3:
-                continue
-            is_transposed = bool(getattr(part, "is_transposed", False))
+        for own in weights_of_experts(part):
+            weight, is_transposed = getattr(part, own), bool(part.is_transposed)
             if _fits(f"{name}.{own}", weight.shape[1 if is_transposed else 2], kind):
                 small = list(_quantized_each(weight.data, kind, is_transposed))
-                weight.quantized_experts = small  # type: ignore[attr-defined]
+                weight.quantized_experts = small
+
+
+def has_quantized_layers(module: Any) -> bool:
+    """Whether anything but embedding and head of a causal language model is quantized."""
+    outer = (module.get_input_embeddings(), module.get_output_embeddings())
+    shared = {id(part.weight) for part in outer if part is not None}
+    return any(
+        id(p) not in shared and (attached(p) or quantized_experts(p)) for p in module.parameters()
+    )
 
 
 def told_of_weights(module: nn.Module) -> tuple[str, int]:

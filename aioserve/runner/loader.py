@@ -4,8 +4,8 @@ Knows `transformers`; knows nothing about file formats, blocks, batches or reque
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,7 @@ from transformers.utils import logging as hf_logging
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized_modules import quantize_experts, told_of_weights
-from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
+from aioserve.model_source.source import NoAttentionInterfaceError
 from aioserve.multimodal.families import family_of
 from aioserve.progress import as_stage
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
@@ -32,8 +31,6 @@ from aioserve.runner.attention.bridge import (
     serving,
 )
 from aioserve.runner.fused import NotFusedError, Place, fuse
-from aioserve.runner.fused.decoder import LOGITS_DTYPE
-from aioserve.runner.fused.ops import Ops, WideLinear
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.models.attention_probe import (
@@ -46,14 +43,22 @@ from aioserve.runner.models.attention_probe import (
 from aioserve.runner.models.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.models.hooked_adapters import HookedAdapters
 from aioserve.runner.models.long_rope import set_long_factors
-from aioserve.runner.models.own_products import passed, unpack, use_own_products
+from aioserve.runner.models.own_products import (
+    are_stored,
+    passed,
+    unpack,
+    use_own_products,
+    widen_head,
+)
+from aioserve.runner.models.quantized_load import QuantizedLoad, check_kernels, rounding_of
 from aioserve.runner.models.row_by_row import RowByRowModel
 from aioserve.runner.models.stateful_layers import StatefulLayers
+from aioserve.runner.models.tapped_layers import TappedLayers, tap_layers
 from aioserve.runner.models.weights_check import warn_of_unsound
 from aioserve.runner.multimodal.image_encoder import ImageEncoder
 from aioserve.runner.multimodal.load_parts import load_parts
 from aioserve.runner.multimodal.vision_language import TextPart
-from aioserve.runner.served_model import Halves, ServedModel
+from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import together
 from aioserve.runner.tensor_parallel.groups import check_groups
 from aioserve.runner.tensor_parallel.shard import shard
@@ -90,6 +95,11 @@ class AnyModel(ServedModel, Halves):
         self._takes_positions = takes(module, "position_ids")
         self._parts: BodyAndHead | None = None
         self._adapters = HookedAdapters(module)
+        self._tapped: TappedLayers | None = None
+
+    def tap(self, layers: Sequence[int]) -> Taps | None:
+        self._tapped = tap_layers(self.module, layers)
+        return None if self._tapped is None else self._tapped.taps
 
     def take_apart(self, info: ModelInfo) -> None:
         """Find out whether there are `halves`, and what can have adapters."""
@@ -105,7 +115,7 @@ class AnyModel(ServedModel, Halves):
         tokens = inputs.adapters
         sampling = inputs.logits_adapters if self._takes_logits_to_keep else tokens
         handler = PagedAttentionHandler(self._sites, attention)
-        with serving(handler), self._adapters.used(tokens, sampling), self._states_of(inputs):
+        with serving(handler), self._adapters.used(tokens, sampling), self._passing(inputs):
             arguments = self._arguments(inputs) | {"use_cache": False}
             if self._takes_logits_to_keep:
                 arguments["logits_to_keep"] = keep
@@ -119,7 +129,7 @@ class AnyModel(ServedModel, Halves):
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert self._parts is not None, "asked for its halves"
         handler = PagedAttentionHandler(self._sites, attention)
-        with serving(handler), self._adapters.used(inputs.adapters, None), self._states_of(inputs):
+        with serving(handler), self._adapters.used(inputs.adapters, None), self._passing(inputs):
             hidden = self._parts.hidden(**self._arguments(inputs))
         return hidden[inputs.logits_rows]
 
@@ -139,8 +149,15 @@ class AnyModel(ServedModel, Halves):
         with self._adapters.used(None, adapters):
             return self._parts.logits(hidden)
 
-    def _states_of(self, inputs: ModelInputs) -> AbstractContextManager[None]:
-        return nullcontext() if self.states is None else self.states.used(inputs.states)
+    @contextmanager
+    def _passing(self, inputs: ModelInputs) -> Iterator[None]:
+        """All layers are run in here, once."""
+        with ExitStack() as stack:
+            if self.states is not None:
+                stack.enter_context(self.states.used(inputs.states))
+            if self._tapped is not None:
+                stack.enter_context(self._tapped.telling(inputs.slots))
+            yield
 
 
 def load_model(
@@ -155,19 +172,16 @@ def load_model(
     """
     check_architecture(info)
     keeps_blocks = config.fused and place.multiplies_blocks
-    if config.quantization is not None and not keeps_blocks:
-        raise ConfigError(
-            f"model.quantization is {config.quantization!r}, which needs the compiled kernels of a "
-            "CPU and model.fused"
-        )
+    check_kernels(config, keeps_blocks=keeps_blocks)
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
-    rounding = _rounding(config)
+    rounding = rounding_of(config)
     if num_seen:
         with quiet_transformers(), together(place.ranks):
             text, encoder = load_parts(info, named_dtype(config.dtype), rounding, place.ranks)
         num_mrope = num_seen if encoder.has_axes else 0
+        quantized = QuantizedLoad.of(text, None)
         model = prepare_model(text, config, info, place, encoder, num_mrope)
-        _check_quantized(config, model, is_quantized=True)
+        quantized.check(model, config)
         return model
     if type(info.whole_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and family_of(info) is not None:
         raise ConfigError(
@@ -194,40 +208,10 @@ def load_model(
         if place.ranks is not None:
             shard(module, place.ranks, named_dtype(config.dtype))
             module.to(place.device)
-    if rounding is not None:
-        quantize_experts(module, rounding.inner)
-    kinds, num_bytes = told_of_weights(module)
+    quantized = QuantizedLoad.of(module, rounding)
     model = prepare_model(module, config, info, place)
-    _check_quantized(config, model, bool(kinds))
-    if kinds:
-        logger.info(
-            "%s: %.0f MB of weights, %s, %s",
-            model.name,
-            num_bytes / 1e6,
-            kinds,
-            "multiplied as they are stored" if model.is_stored else f"unpacked to {config.dtype}",
-        )
+    quantized.check(model, config)
     return model
-
-
-def _check_quantized(config: ModelConfig, model: ServedModel, is_quantized: bool) -> None:
-    """Raises `ConfigError` where weights were to be quantized, and are not multiplied so."""
-    if config.quantization is not None and not (is_quantized and model.is_compiled):
-        raise ConfigError(
-            f"model.quantization is {config.quantization!r}, but the compiled kernels do not serve "
-            f"{model.name} whole: leave it out"
-        )
-
-
-def _rounding(config: ModelConfig) -> Rounding | None:
-    """The rounding that `model.quantization` asks for: one scale for a group of inputs."""
-    if config.quantization is None:
-        return None
-    group = config.quantization_group_size
-    outer = "Q8_0" if group == 32 else f"int8/{group}"
-    if config.quantization == "int8":
-        return Rounding(outer, outer)
-    return Rounding("Q4_0" if group == 32 else f"int4/{group}", outer)
 
 
 def prepare_model(
@@ -252,7 +236,7 @@ def prepare_model(
             probe = probe_attention(module, info, has_states=bool(len(states)))
     except UnsupportedModelError as error:
         if not len(states) and not isinstance(error, NotADecoderError) and encoder is None:
-            return _row_by_row(module, info, place, error)
+            return _row_by_row(module, config, info, place, error)
         name = type(module).__name__
         raise ConfigError(f"unsupported architecture {name}: {error}") from error
     model = AnyModel(module, probe, dtype, states if len(states) else None, encoder)
@@ -261,49 +245,40 @@ def prepare_model(
             return fuse(model, module, probe, info.max_model_len, place, num_mrope_tokens)
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
-    ops = place.create_ops(model.kv_cache_spec, set()) if config.fused else None
-    if ops is not None and place.multiplies_blocks and place.ranks is None:
-        model.is_stored = use_own_products(module, called, ops)
-    unpack(module, place)
-    _widen_head(module, ops)
+    _multiply(model, module, called, place, is_own=config.fused)
     model.take_apart(info)
     return model
 
 
-def _widen_head(module: nn.Module, ops: Ops | None = None) -> None:
-    """Let the head of `module` write logits in float32, not rounded to the type of its weight.
-
-    `ops` may copy a weight that is tied to the embedding: `num_weight_bytes` counts the copy. A
-    head of another class than `nn.Linear`, or shared out over ranks, stays as it is.
+def _multiply(
+    model: ServedModel, module: nn.Module, called: set[nn.Linear], place: Place, *, is_own: bool
+) -> None:
+    """Have `module`, which `model` runs, compute with all of its weights: by our kernels if it
+    `is_own` products that are wanted, and there are kernels.
     """
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not nn.Linear or head.weight.dtype is LOGITS_DTYPE:
-        return
-    weight, bias = head.weight.data, None if head.bias is None else head.bias.data
-    is_tied = head.weight is getattr(module.get_input_embeddings(), "weight", None)  # type: ignore[operator]
-    if ops is not None and is_tied:
-        wide = ops.linear(weight, bias, LOGITS_DTYPE)
-    else:
-        wide = WideLinear(weight, bias)
-
-    def forward(hidden: Tensor) -> Tensor:
-        logits = wide(hidden.reshape(-1, hidden.shape[-1]))
-        return logits.view(*hidden.shape[:-1], logits.shape[-1])  # of no rows, too
-
-    head.forward = forward  # type: ignore[method-assign, assignment]
+    ops = place.create_products() if is_own else None
+    if ops is not None and place.multiplies_blocks:
+        model.own = use_own_products(module, called, ops)
+        model.is_stored = are_stored(module)
+    unpack(module, place)
+    widen_head(module, ops)
 
 
 @torch.inference_mode()
 def _row_by_row(
-    module: nn.Module, info: ModelInfo, place: Place, obstacle: UnsupportedModelError
+    module: nn.Module,
+    config: ModelConfig,
+    info: ModelInfo,
+    place: Place,
+    obstacle: UnsupportedModelError,
 ) -> RowByRowModel:
     """The slowest tier, for what `obstacle` keeps from the others."""
     use_default_attention(module)
-    unpack(module, place)
-    _widen_head(module)
     name = type(module).__name__
     try:
-        model = RowByRowModel(module, info.vocab_size)
+        with passed(module) as called:
+            model = RowByRowModel(module, info.vocab_size)
+        _multiply(model, module, called, place, is_own=config.fused)
         model.prove(place)
     except Exception as error:  # code of any kind of model
         raise ConfigError(
@@ -320,7 +295,7 @@ def num_weight_bytes(config: ModelConfig, info: ModelInfo, place: Place) -> int:
     """
     itemsize, source = named_dtype(config.dtype).itemsize, info.source
     # A model that sees is quantized once it lies in memory.
-    rounding = _rounding(config) if family_of(info) is None else None
+    rounding = rounding_of(config) if family_of(info) is None else None
     keeps_blocks = config.fused and place.multiplies_blocks
     num_bytes = source.num_bytes(itemsize, keeps_blocks=keeps_blocks, rounding=rounding)
     is_packed = rounding is not None or (keeps_blocks and source.packs_embedding)

@@ -49,7 +49,8 @@ class ServedModel(ABC):
     kv_cache_spec: KVCacheSpec
     attention_calls: tuple[AttentionCall, ...]  # as many
     is_compiled = False  # whether our own kernels compute all of it
-    is_stored = False  # whether they multiply with the layers' quantized weights as these are
+    is_stored = False  # whether they multiply with all quantized weights as these are
+    own: Sequence[Callable[..., Tensor]] = ()  # products and experts by them, if it is not fused
     states: "StatefulLayers | None" = None  # of layers that have some
     embedding: Callable[[Tensor], Tensor] | None = None  # token ids [T] -> [T, hidden], if told
     reads_rows = False  # whether the `attention` that it is given must be `RowStates`

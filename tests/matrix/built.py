@@ -89,11 +89,15 @@ _KINDS: dict[frozenset[str], tuple[str, Callable[[Path], Path | Seeing], tuple[s
 }
 
 
+#: Those of the above that have an MTP layer in any case.
+_ALSO_MTP = (frozenset({"states"}), frozenset({"states", "experts"}))
+
+
 def model_key(features: Collection[str]) -> frozenset[str] | None:
     """Which model has these features; None: none has all of them."""
     key = frozenset(features) & {*MODELS, "MTP"}
     for found in (key, key - {"MTP"}):
-        if found in _KINDS and ("MTP" not in key or found == key or "states" in found):
+        if found in _KINDS and ("MTP" not in key or found == key or found in _ALSO_MTP):
             return found
     return None
 

@@ -71,18 +71,6 @@ _NEVER: dict[frozenset[str], str] = {
 }
 
 
-#: Three of which each pair works, on other models.
-_NOT_FUSED = "{}, the model of these three, is not fused, which {} needs"
-for *_two, _model in (
-    ("windows", "MTP", "MiMo-V2-Flash"),
-    ("experts", "MTP", "GLM-4.5"),
-    ("images", "windows", "Gemma 3"),
-):
-    for _third in ("few-bit weights", "int8 activations"):
-        _NEVER[frozenset((*_two, _third))] = _NOT_FUSED.format(_model, "quantization")
-_NEVER[frozenset(("images", "windows", "EAGLE"))] = _NOT_FUSED.format("Gemma 3", "an EAGLE-3 head")
-
-
 def why_not(features: Collection[str]) -> str | None:
     """Why these features do not come together in any engine; None: they may."""
     for group, reason in _ONE_OF:

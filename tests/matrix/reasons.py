@@ -8,15 +8,6 @@ _DRAFTS = (
 _REASONS: tuple[tuple[str, str], ...] = (
     ("at scheduler.pipeline_depth 2 a step begins", _DRAFTS),
     (
-        "does not tell of its layers",
-        "The head reads what enters inner layers. Modules of `transformers` tell nothing of it.",
-    ),
-    (
-        "but the compiled kernels do not serve",
-        "The kernels multiply what is quantized. Modules of `transformers` would unpack it, and "
-        "cost more memory and time than without.",
-    ),
-    (
         "could not be replayed",
         "A replay has no such blocks, and would decide otherwise.",
     ),

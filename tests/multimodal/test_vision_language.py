@@ -589,17 +589,10 @@ async def test_speculation_structure_and_prompt_logprobs_go_with_images(
     ("kind", "model", "runner", "said"),
     [
         (
-            "gemma3",
-            {"quantization": "int8"},
-            {},
-            "do not serve Gemma3ForConditionalGeneration whole",
-        ),
-        pytest.param(
             "qwen3_vl",
             {},
             {"threads": 2, "tensor_parallel_size": 2},
             "no plan for Qwen3VLText",
-            marks=pytest.mark.slow,
         ),
     ],
 )

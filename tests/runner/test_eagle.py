@@ -3,6 +3,7 @@ said does not change.
 """
 
 import asyncio
+import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,11 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from aioserve.runner.spec_decode.head_drafter import HeadDrafter
 from tests.eagle_models import DIM, EPS, LAYERS, THETA, make_head
+from tests.models import make_model
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
 from tests.runner.cuda.on_device import make_device_runner
+from tests.runner.test_stateful_models import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -37,11 +40,11 @@ EMBEDDED = Path(aioserve.__file__).parent / "embedded"
 class Reference:
     """The same head in plain torch, over whole texts, and its model by `transformers`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, model: Path) -> None:
         from safetensors.torch import load_file
 
         self.weights = load_file(path / "model.safetensors")
-        self.model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def guess(self, text: Sequence[int], count: int) -> list[int]:
@@ -112,8 +115,20 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+def make_hybrid(path: Path) -> Path:
+    """A model with states, of the sizes of the embedded one and with its tokenizer."""
+    layers = ["linear_attention", "full_attention"] * 3
+    sizes = {"vocab_size": 2048, "hidden_size": 192, "num_hidden_layers": 6, "layer_types": layers}
+    make_model("qwen3_5_text", path, **MODELS["qwen3_5_text"] | sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, path)
+    return path
+
+
 async def say(
-    head: Path | None, make_runner: Callable[[EngineConfig], RunnerInterface] | None = None
+    head: Path | None,
+    make_runner: Callable[[EngineConfig], RunnerInterface] | None = None,
+    **model: Any,
 ) -> list[list[int]]:
     """Four at a time in a pool that is too small for them, and two that find a cached prefix."""
     speculation = SpeculationConfig()
@@ -122,7 +137,7 @@ async def say(
             speculative_method="draft", draft_model=str(head), num_speculative_tokens=3
         )
     config = EngineConfig(
-        model=ModelConfig(max_model_len=100, dtype="float32"),
+        model=ModelConfig(max_model_len=100, dtype="float32", **model),
         cache=CacheConfig(block_size=4, num_kv_blocks=26),
         scheduler=SchedulerConfig(max_num_batched_tokens=16, pipeline_depth=1),
         speculation=speculation,
@@ -148,7 +163,7 @@ async def say(
         return said
 
 
-@pytest.mark.parametrize("side", ["cpu", "cuda"])
+@pytest.mark.parametrize("side", ["cpu", "cuda", "not fused", "states"])
 async def test_a_head_guesses_what_a_plain_reference_guesses(
     side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,8 +171,12 @@ async def test_a_head_guesses_what_a_plain_reference_guesses(
     what it is without the head. "cuda": on a device that computes as late as it may, and replays
     decodes.
     """
-    head = make_head(tmp_path / "head")
-    reference = Reference(head)
+    head, model = make_head(tmp_path / "head"), dict[str, Any]()
+    if side == "not fused":
+        model["fused"] = False
+    if side == "states":
+        model["model"] = str(make_hybrid(tmp_path / "hybrid"))
+    reference = Reference(head, Path(model.get("model", EMBEDDED)))
     guesses = HeadDrafter.guesses
     compared: list[tuple[list[int], list[int]]] = []  # what raised there would be logged alone
 
@@ -181,7 +200,7 @@ async def test_a_head_guesses_what_a_plain_reference_guesses(
         # the stand-in has no use for it
         monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1)
         make_runner = partial(make_device_runner, device=device)
-    assert await say(head, make_runner) == await say(None)
+    assert await say(head, make_runner, **model) == await say(None, **model)
     if side == "cuda":
         assert flashinfer.num_captured_plans > len(capture_sizes(16))  # and some were replayed
     assert len(compared) > 40
@@ -209,5 +228,9 @@ async def test_a_head_that_cannot_work_is_refused_in_one_line(tmp_path: Path) ->
     layers = {"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}
     high = make_head(tmp_path / "high", eagle_config=layers)
     assert "looks at layers (1, 3, 9): three of the 6" in await refusal(high)
-    right = make_head(tmp_path / "right")
-    assert "only fused models do (model.fused)" in await refusal(right, fused=False)
+    sizes = {"vocab_size": 2048, "hidden_size": 192, "num_hidden_layers": 6}
+    bloom = make_model("bloom", tmp_path / "bloom", **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, bloom)
+    said = await refusal(make_head(tmp_path / "right"), model=str(bloom), max_model_len=100)
+    assert "does not tell what enters its layers, which an EAGLE-3 head needs" in said

@@ -22,7 +22,7 @@ from aioserve.runner.attention.backend import (
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention, create_attention_backend
-from aioserve.runner.cpu.experts import CompiledExperts
+from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
 from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.low_rank import CompiledProduct, CompiledTable
 from aioserve.runner.cpu.panels import PanelLinear
@@ -38,6 +38,7 @@ from aioserve.runner.fused.ops import (
     Experts,
     ExpertWeights,
     Linear,
+    Mixture,
     Ops,
     RMSNorm,
     Router,
@@ -91,6 +92,13 @@ class CompiledOps(PackedOps):
         if not CompiledExperts.serves(activation):
             return None
         return CompiledExperts(self._kernels, router, activation, weights)
+
+    def mixture(
+        self, activation: ExpertActivation, weights: Iterable[ExpertWeights], dtype: torch.dtype
+    ) -> Mixture | None:
+        if not CompiledMixture.serves(activation):
+            return None
+        return CompiledMixture(self._kernels, activation, weights, dtype)
 
     def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
         return BlockEmbedding(head, dtype) if isinstance(head, BlockLinear) else None
@@ -168,6 +176,9 @@ class CpuPlace(Place):
             return CompiledOps(load_kernels())
         except KernelsUnavailableError:
             return PackedOps()
+
+    def create_products(self) -> Ops:
+        return CompiledOps(load_kernels()) if self.multiplies_blocks else PackedOps()
 
     def begin_alone(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs

@@ -4,6 +4,8 @@ A model is proved with exact products, as any other; then they are told to quant
 Knows which products there are; the kernels know how.
 """
 
+from typing import Any
+
 import msgspec
 
 from aioserve.config import ModelConfig
@@ -11,12 +13,13 @@ from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu.blocks import BlockLinear
-from aioserve.runner.cpu.experts import CompiledExperts
+from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused import FusedModel
 from aioserve.runner.fused.decoder import GatedMLP
-from aioserve.runner.fused.ops import Linear
+from aioserve.runner.fused.ops import Mixture
 from aioserve.runner.fused.shares import own_experts, own_product
+from aioserve.runner.models.own_experts import EachExpert
 from aioserve.runner.served_model import ServedModel
 
 _SETTING = "model.activations is 'int8', which"
@@ -51,14 +54,8 @@ def quantize_activations(model: ServedModel, config: ModelConfig) -> None:
     """
     if config.activations is None:
         return
-    if not isinstance(model, FusedModel) or not isinstance(model.decoder, WholeDecoder):
-        raise ConfigError(
-            f"{_SETTING} needs a model that the compiled kernels serve whole, and {model.name} is "
-            "none: leave it out"
-        )
-    found = [own_experts(layer.mlp) for layer in model.decoder.layers]
-    experts = [one for one in found if isinstance(one, CompiledExperts)]
-    products = _products(model.decoder) + [linear for one in experts for linear in one.products]
+    products, mixtures = _computing(model)
+    products += [linear for one in mixtures for linear in one.products]
     quantized = [linear for linear in products if isinstance(linear, BlockLinear)]
     if not quantized:
         raise ConfigError(
@@ -66,13 +63,32 @@ def quantize_activations(model: ServedModel, config: ModelConfig) -> None:
         )
     for linear in quantized:
         linear.quantize_rows()
-    for one in experts:
+    for one in mixtures:
         one.update()
-    model.facts = msgspec.structs.replace(model.facts, name=f"{model.name}, int8 activations")
-    model.name = model.facts.name
+    name = f"{model.name}, int8 activations"
+    if isinstance(model, FusedModel):
+        model.facts = msgspec.structs.replace(model.facts, name=name)
+    model.name = name
 
 
-def _products(decoder: WholeDecoder) -> list[Linear]:
+def _computing(model: ServedModel) -> tuple[list[Any], list[Mixture]]:
+    """The products of `model` outside of experts, and its experts. Raises `ConfigError`."""
+    if not isinstance(model, FusedModel):
+        mixtures: list[Mixture] = [
+            one for one in model.own if isinstance(one, CompiledMixture | EachExpert)
+        ]
+        return [one for one in model.own if isinstance(one, BlockLinear)], mixtures
+    if not isinstance(model.decoder, WholeDecoder):
+        raise ConfigError(
+            f"{_SETTING} needs a model that the compiled kernels serve whole, and {model.name} is "
+            "none: leave it out"
+        )
+    found = [own_experts(layer.mlp) for layer in model.decoder.layers]
+    experts: list[Mixture] = [one for one in found if isinstance(one, CompiledExperts)]
+    return _products(model.decoder), experts
+
+
+def _products(decoder: WholeDecoder) -> list[Any]:
     """All but those of experts."""
     products = [decoder.head]
     for layer in decoder.layers:

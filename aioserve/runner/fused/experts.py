@@ -4,7 +4,7 @@ Such layers are a router, a linear layer whose largest logits choose, and expert
 in one tensor. What they add up to is for `proof` to show.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,11 @@ from aioserve.runner.fused.structure import NotFusedError, expect, find_activati
 _NUM_ROWS = 8  # of noise, by which a router is recognized
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertParts:
-    """The modules of a layer of experts, and how they go."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedExperts:
+    """The module with the weights of gated experts, and how they go."""
 
-    router_module: nn.Module
-    router: Router
-    experts: Any  # the module that has the weights
+    experts: Any
     activation: ExpertActivation
     is_interleaved: bool  # whether gates and ups lie by turns
 
@@ -36,7 +34,7 @@ class ExpertParts:
 
     def weights(self) -> Iterator[ExpertWeights]:
         """The weights of the experts, one expert after the other."""
-        for number in range(len(self.router.weight)):
+        for number in range(len(self.experts.down_proj)):
             bias = self._bias("gate_up_proj", number)
             yield ExpertWeights(
                 self._gate_up(number),
@@ -67,6 +65,27 @@ class ExpertParts:
         return torch.cat((rows[::2], rows[1::2])) if self.is_interleaved else rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParts(GatedExperts):
+    """The modules of a layer of experts, its router included."""
+
+    router_module: nn.Module
+    router: Router
+
+
+def gated_experts(experts: Any) -> GatedExperts:
+    """How a module with the weights of gated experts goes. Raises `NotFusedError`."""
+    activation, is_interleaved = _activation(experts)
+    return GatedExperts(experts=experts, activation=activation, is_interleaved=is_interleaved)
+
+
+def between(experts: Any) -> Callable[[Tensor], Tensor] | None:
+    """What a module with the weights of experts computes between their two products."""
+    name = "_apply_gate" if experts.has_gate else "act_fn"
+    found: Callable[[Tensor], Tensor] | None = getattr(experts, name, None)
+    return found
+
+
 def find_experts(mlp: Any) -> ExpertParts:
     """The parts of a module that has experts. Raises `NotFusedError`."""
     name = "router" if hasattr(mlp, "router") else "gate"
@@ -82,7 +101,13 @@ def find_experts(mlp: Any) -> ExpertParts:
     if not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
         raise NotFusedError(f"{type(experts).__name__} keeps its weights in a way of its own")
     activation, is_interleaved = _activation(experts)
-    return ExpertParts(router, _router(router), experts, activation, is_interleaved)
+    return ExpertParts(
+        experts=experts,
+        activation=activation,
+        is_interleaved=is_interleaved,
+        router_module=router,
+        router=_router(router),
+    )
 
 
 def _has(module: nn.Module, name: str) -> bool:

@@ -115,6 +115,19 @@ class Experts(ABC):
         """[T, hidden]: what the chosen experts make of `x`, times their shares, added up."""
 
 
+class Mixture(Protocol):
+    """Experts whose router is another's."""
+
+    @property
+    def products(self) -> Sequence[Linear]:
+        """The products of all experts; after a change of one, `update` lets the kernels know."""
+
+    def update(self) -> None: ...
+
+    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+        """[T, hidden]: what the chosen experts make of `x`, times their shares, added up."""
+
+
 class Ops(ABC):
     """One thread, one step at a time: `begin`, then the operations of all layers in order."""
 
@@ -148,6 +161,12 @@ class Ops(ABC):
         self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]
     ) -> Experts | None:
         """A layer of experts; None where there are none of these operations."""
+        return None
+
+    def mixture(
+        self, activation: ExpertActivation, weights: Iterable[ExpertWeights], dtype: torch.dtype
+    ) -> Mixture | None:
+        """Experts without their router, for rows of `dtype`; None where nothing computes these."""
         return None
 
     def low_rank_product(self, pieces: Sequence[Piece]) -> LowRankProduct:

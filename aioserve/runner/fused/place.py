@@ -19,7 +19,7 @@ from aioserve.runner.attention.backend import (
     StepInputs,
 )
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
-from aioserve.runner.fused.ops import Embedding, Linear, Ops, RMSNorm
+from aioserve.runner.fused.ops import Embedding, Linear, Ops, RMSNorm, TorchOps
 from aioserve.runner.tensor_parallel.group import Ranks
 
 
@@ -37,6 +37,10 @@ class Place(ABC):
     @abstractmethod
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
         """The fastest operations here, for rows of these sizes and the attention of `spec`."""
+
+    def create_products(self) -> Ops:
+        """The fastest products here, of operations whose others are not asked for."""
+        return TorchOps()
 
     @abstractmethod
     def begin_alone(

@@ -82,7 +82,8 @@ class HookedAdapters:
             dtype=weight.dtype,
             device=weight.device,
             table_shape=shape,
-            rows_of_table=lambda ids: table[1].weight[ids] if table is not None else ids,
+            # `forward`, as for the head
+            rows_of_table=lambda ids: table[1].forward(ids) if table is not None else ids,
             head=head,
             is_table=lambda name: table is not None and own_name(name) == table[0],
         )

@@ -5,7 +5,7 @@ stay in the few bits that a file has them in. What reads a weight in another way
 is left alone. Knows modules and products; knows nothing about steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,9 @@ from aioserve.errors import ConfigError
 from aioserve.model_source.quantized import attached, stands_in, unpack_all
 from aioserve.model_source.quantized_modules import quantized_experts
 from aioserve.runner.fused import Place
-from aioserve.runner.fused.ops import Linear, Ops, PlainLinear
+from aioserve.runner.fused.decoder import LOGITS_DTYPE
+from aioserve.runner.fused.ops import Embedding, Linear, Mixture, Ops, PlainLinear, WideLinear
+from aioserve.runner.models.own_experts import use_own_experts
 
 
 @contextmanager
@@ -38,22 +40,31 @@ def passed(module: nn.Module) -> Iterator[set[nn.Linear]]:
             handle.remove()
 
 
-def use_own_products(module: nn.Module, called: set[nn.Linear], ops: Ops) -> bool:
-    """Give the layers of `module` that were `called`, but for its head, products of `ops`, and free
-    their weights. Returns whether all that is quantized in layers is multiplied so, which experts
-    are not.
+def use_own_products(module: nn.Module, called: set[nn.Linear], ops: Ops) -> list[Linear | Mixture]:
+    """Give the layers of `module` that were `called` products of `ops`, and free their weights; its
+    embedding, head and experts where they are quantized. Returns what computes now. `widen_head`
+    follows.
     """
+    own: list[Linear | Mixture] = []
     outer = (module.get_input_embeddings(), module.get_output_embeddings())  # type: ignore[operator]
     shared = {id(part.weight) for part in outer if part is not None}
     for layer in module.modules():
-        if layer not in called or id(layer.weight) in shared:
+        if layer not in called or id(layer.weight) in shared or layer.weight.is_meta:
             continue
         assert isinstance(layer, nn.Linear)
         product = _product(layer, ops)
         if product is not None:
+            own.append(product)
             layer.forward = _forward(product, layer.weight.dtype)  # type: ignore[method-assign]
             # A shape and a type without numbers: code that reads them raises, instead of computing.
             layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+    return [*own, *_own_outer(*outer, ops), *use_own_experts(module, ops)]
+
+
+def are_stored(module: nn.Module) -> bool:
+    """Whether our kernels have taken all layers that are quantized, so that none is unpacked."""
+    outer = (module.get_input_embeddings(), module.get_output_embeddings())  # type: ignore[operator]
+    shared = {id(part.weight) for part in outer if part is not None}
     return all(
         quantized_experts(p) is None and (attached(p) is None or id(p) in shared)
         for p in module.parameters()
@@ -74,6 +85,68 @@ def _forward(product: Linear, dtype: torch.dtype) -> Any:
         assert x.dtype is dtype, "as torch has it"
         out = product(x.reshape(-1, x.shape[-1]).contiguous())
         return out.view(*x.shape[:-1], out.shape[-1])
+
+    return forward
+
+
+def _own_outer(embedding: Any, head: Any, ops: Ops) -> list[Linear]:
+    """Have embedding and head read their quantized weights as these are. Returns the products."""
+    products: list[Linear] = []
+    made: Linear | None = None
+    table = embedding.weight if type(embedding) is nn.Embedding else None
+    if type(head) is nn.Linear and (stored := attached(head.weight)) is not None:
+        bias = None if head.bias is None else head.bias.data
+        made = ops.quantized_linear([stored], bias, head.weight.dtype, LOGITS_DTYPE)
+    if made is not None:
+        products.append(made)
+        head.forward = _logits(made)
+    if table is not None and (stored := attached(table)) is not None:
+        is_tied = made is not None and head.weight is table
+        rows = made if is_tied else ops.quantized_linear([stored], None, table.dtype)
+        own = None if rows is None else ops.quantized_embedding(rows, table.dtype)
+        if own is not None:
+            embedding.forward = _lookup(own)
+            embedding.weight = _without_numbers(table)
+    if made is not None:
+        head.weight = _without_numbers(head.weight)
+    return products
+
+
+def _lookup(own: Embedding) -> Callable[[Tensor], Tensor]:
+    def forward(ids: Tensor) -> Tensor:
+        return own(ids.reshape(-1).contiguous()).view(*ids.shape, -1)
+
+    return forward
+
+
+def _without_numbers(weight: Tensor) -> nn.Parameter:
+    """A weight without memory on the same device, which models ask of their embedding."""
+    return nn.Parameter(weight.new_full((1, 1), torch.nan).expand(weight.shape), False)
+
+
+def widen_head(module: nn.Module, ops: Ops | None = None) -> None:
+    """Let the head of `module` write logits in float32, not rounded to the type of its weight.
+
+    `ops` may copy a weight that is tied to the embedding: `num_weight_bytes` counts the copy. A
+    head of another class than `nn.Linear`, or one that is quantized, stays as it is.
+    """
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    is_done = type(head) is not nn.Linear or "forward" in vars(head)
+    if is_done or head.weight.dtype is LOGITS_DTYPE:
+        return
+    weight, bias = head.weight.data, None if head.bias is None else head.bias.data
+    is_tied = head.weight is getattr(module.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    if ops is not None and is_tied:
+        wide = ops.linear(weight, bias, LOGITS_DTYPE)
+    else:
+        wide = WideLinear(weight, bias)
+    head.forward = _logits(wide)
+
+
+def _logits(wide: Linear) -> Callable[[Tensor], Tensor]:
+    def forward(hidden: Tensor) -> Tensor:
+        logits = wide(hidden.reshape(-1, hidden.shape[-1]).contiguous())
+        return logits.view(*hidden.shape[:-1], logits.shape[-1])  # of no rows, too
 
     return forward
 

@@ -22,6 +22,7 @@ from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import int8_activations
+from aioserve.runner.cpu.blocks import BlockLinear
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_models
 from aioserve.runner.cuda.load import load_on_cuda
@@ -194,13 +195,19 @@ def test_what_the_kernels_do_not_serve_whole_is_refused(
     assert said.endswith("needs the compiled kernels of a CPU: AIOSERVE_KERNELS=off")
 
 
-def test_a_model_that_is_not_like_llama_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_not_like_llama_is_served_so(tmp_path: Path) -> None:
     directory = make_model("gemma2", tmp_path / "float")
     file = write_gguf(directory, tmp_path / "m.gguf", kind_of=lambda name: "Q8_0")
-    said = refusal(make_config(file, activations="int8"))
-    assert (
-        "needs a model that the compiled kernels serve whole, and Gemma2ForCausalLM is none" in said
-    )
+    config = make_config(file, activations="int8")
+    runner = load_on_cpu(config, ModelInfo(config.model))
+    try:
+        model = runner._model
+        assert model.name == "Gemma2ForCausalLM, int8 activations"
+        quantized = [one for one in model.own if isinstance(one, BlockLinear)]
+        assert len(quantized) > 7 * 3
+        assert all(one.packed.is_int8 for one in quantized)
+    finally:
+        runner.close()
 
 
 def test_a_gpu_is_refused(file: Path) -> None:
