@@ -69,6 +69,11 @@ class Together(RuleBasedStateMachine):
         assert all(FOUND[self.place][name,].kind != REFUSED for name in self.features)
 
 
+def test_three_that_no_model_has_do_not_apply() -> None:
+    assert applies({"MTP", "states"}) is None
+    assert applies({"MTP", "states", "windows"}) is not None
+
+
 @pytest.mark.slow
 def test_features_that_work_by_twos_work_by_threes_and_fours() -> None:
     """`AIOSERVE_MATRIX_EXAMPLES` says how many series are tried."""
