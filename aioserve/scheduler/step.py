@@ -380,5 +380,5 @@ class Step(OffloadingStep, RejectingStep):
         if drafts:
             self._drafts[request.request_id] = drafts
         request.draft_token_ids = []
-        # Nothing more until the step is back.
-        request.num_target_tokens = request.num_computed_tokens
+        # Behind drafts nothing more until the step is back.
+        request.num_target_tokens = request.num_computed_tokens + (0 if drafts else 1)

@@ -51,3 +51,22 @@ def test_at_depth_2_wrong_drafts_change_no_token() -> None:
         return [request.token_ids for request in requests]
 
     assert replies(2) == replies(1)
+
+
+def test_at_depth_2_a_request_whose_drafts_are_not_wanted_is_in_every_step() -> None:
+    class Plain(ChunkedPrefillScheduler):
+        def schedule(self) -> SchedulerOutput:
+            step = self.new_step()
+            for request in list(self.running):
+                step.run(request, max_tokens=1)
+            for request in self.waiting:
+                step.admit(request)
+            return step.output()
+
+    nums_of_steps = []
+    for drafter in (None, lambda token_ids: [1, 1, 1]):
+        harness = SchedulerHarness(Plain, pipeline_depth=2, drafter=drafter)
+        harness.add_request("a", [5, 6, 7], max_tokens=12)
+        harness.run_until_idle()
+        nums_of_steps.append(len(harness.steps))
+    assert nums_of_steps[0] == nums_of_steps[1]
