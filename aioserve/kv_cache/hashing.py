@@ -3,12 +3,16 @@
 Knows tokens, salts, adapters and encoder inputs. The same in every process: files go by them.
 """
 
+from bisect import bisect_right
 from hashlib import blake2b
+from itertools import takewhile
+from operator import attrgetter
 from struct import pack
 
 from aioserve.request import Request
 
 HASH_BYTES = 16
+_end = attrgetter("end")
 
 
 def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
@@ -40,8 +44,9 @@ def _root(request: Request) -> bytes:
 
 def _encoder_key(request: Request, start: int, end: int) -> bytes:
     """Contents of the encoder inputs that reach into tokens `start` to `end`, and where."""
+    items = request.encoder_inputs  # in order; a video has many
+    first = bisect_right(items, start, key=_end)
+    reaching = takewhile(lambda item: item.position < end, items[first:])
     return b"".join(
-        b"|%d:%b" % (item.position - start, item.content_hash.encode())
-        for item in request.encoder_inputs
-        if item.position < end and item.end > start
+        b"|%d:%b" % (item.position - start, item.content_hash.encode()) for item in reaching
     )
