@@ -14,7 +14,8 @@ from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
-from aioserve.errors import RequestError
+from aioserve.engine import RequestStream
+from aioserve.errors import RequestError, RequestFailedError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.decoding import EncodedImage
 from aioserve.multimodal.video_processing import VideoProcessor
@@ -82,16 +83,22 @@ async def collect(
 ) -> list[int]:
     wanted = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, **params}
     prompt = MultimodalPrompt(text, images, videos)
-    tokens: list[int] = []
-    async for output in engine.generate(prompt, SamplingParams(**wanted)):
-        tokens += output.token_ids
-    return tokens
+    return await read(await engine.add_request(prompt, SamplingParams(**wanted)))
+
+
+async def read(stream: RequestStream) -> list[int]:
+    return [token async for output in stream for token in output.token_ids]
 
 
 async def serve(config: EngineConfig, prompts: Sequence[Prompt], runner: Any = None) -> Any:
+    """The tokens of all of them, which begin together, and the statistics."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     async with AsyncEngine(config, runner=runner) as engine:
-        tokens = await asyncio.gather(*(collect(engine, *prompt) for prompt in prompts))
-        return tokens, engine.get_stats()
+        await engine.pause()
+        added = (engine.add_request(MultimodalPrompt(*prompt), params) for prompt in prompts)
+        streams = await asyncio.gather(*added)
+        await engine.resume()
+        return await asyncio.gather(*map(read, streams)), engine.get_stats()
 
 
 def expected_of(model: Seeing, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -315,3 +322,27 @@ async def test_a_decision_log_of_videos_is_replayed_without_them(
     config = make_config(model, **CASES["chunks"], decision_log=str(path))
     await serve(config, prompts_of(model))
     assert replay(DecisionLog(path)).divergence is None
+
+
+async def test_the_time_of_a_video_may_go_beyond_the_length_of_the_model(
+    seeing: Callable[[str], Seeing],
+) -> None:
+    model, slow = seeing(ONE), clip(8, 6, 40, 40, 0.001)  # 8,000 positions from frames to frames
+    prompts: list[Prompt] = [(f"{VIDEO} What happens?", [], [slow]), ("Nothing", [], [])]
+    config = make_config(model, options={"chunk_size": 11})
+    async with AsyncEngine(config) as engine:
+        assert engine.max_model_len < 8_000
+        encoder: Any = engine._runner
+        module = encoder._executor._encoder._module
+        features = module.get_image_features
+
+        def fail(**arguments: Any) -> Any:
+            raise ValueError("what is this?")
+
+        module.get_image_features = fail
+        asked = (collect(engine, *prompt) for prompt in prompts)
+        failure, beside = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(failure, RequestFailedError)
+        module.get_image_features = features
+        again = await collect(engine, *prompts[0])
+    assert [again, beside] == expected_of(model, prompts)
