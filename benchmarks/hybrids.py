@@ -1,22 +1,28 @@
-"""What steps of models with states cost, beside reading their weights and states once.
+"""What steps of models with states cost, beside reading weights and states and multiplying once.
 
     python benchmarks/hybrids.py [--models qwen3_5_text lfm2] [--dtype float32] [--profile]
+    python benchmarks/hybrids.py --against ../other-checkout --turns 3
 
 Random weights of 8 layers, 1,024 wide: linear attention, convolutions, Mamba 2 beside or in
-parallel with attention, Mamba 1 alone. Decodes of some rows at once, and a chunk of a prompt; least
-processor time of the steps. A decode's floor is its bytes over the rate of a plain read, by one
-thread. The last line is JSON.
+parallel with attention, Mamba 1 alone. Decodes of some rows at once, and prompts; least processor
+time of the steps. A decode's floor is its bytes over the rate of a plain read, by one thread; a
+prompt's the products of its weights over the rate of a large one in torch. `--against` measures
+another checkout, whose kernels are built, by turns. The last line is JSON.
 """
 
 import argparse
 import cProfile
 import json
 import math
+import os
 import pstats
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,7 +42,7 @@ COMMON = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "vocab_size": 8192,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -61,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba": {"intermediate_size": 2048, "state_size": 16},
 }
 DECODES = (1, 4, 16)
-PROMPT = 512
+PROMPTS = (512, 4096)
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -76,6 +82,7 @@ class Bench:
             config = AutoConfig.for_model(model, **(COMMON | MODELS[model]))
             made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             self.num_weights = sum(p.numel() for p in made.parameters())
+            self.num_multiplied = self.num_weights - 8192 * 1024  # a prompt's: without the head
             made.save_pretrained(folder)
             engine = EngineConfig(
                 model=ModelConfig(model=folder, dtype=dtype, skip_tokenizer_init=True),
@@ -97,12 +104,12 @@ class Bench:
         cached = {name: self._known[name] for name in rows}
         self._execute([], cached, dict.fromkeys(rows, 1), {})
 
-    def prompt(self) -> None:
+    def prompt(self, num_tokens: int) -> None:
         """A whole prompt, of a request that has the row of the last one."""
         self._execute(
-            [self._new("prompt", PROMPT, 0, 480)],
+            [self._new("prompt", num_tokens, 0, 256)],
             {},
-            {"prompt": PROMPT},
+            {"prompt": num_tokens},
             {"prompt": StateSlots(31, -1, [])},
         )
 
@@ -123,7 +130,7 @@ class Bench:
     def _new(name: str, num_tokens: int, num_computed: int, block: int) -> NewRequestData:
         rng = random.Random(name)
         tokens = [rng.randrange(8192) for _ in range(num_tokens)]
-        blocks = list(range(block, block + 32))
+        blocks = list(range(block, block + max(num_tokens // 16, 32)))
         return NewRequestData(name, tokens, num_tokens, GREEDY, frozenset(), blocks, num_computed)
 
     def _execute(
@@ -160,6 +167,56 @@ def least(run: Callable[[], object], repeats: int) -> float:
     return best
 
 
+def measure(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of each kind of step, and its floor."""
+    memory = torch.ones(64 << 20)
+    bandwidth = memory.nbytes / least(lambda: memory.sum(), 10)
+    bench = Bench(model, args.dtype, args.threads)
+    size = 2 if args.dtype == "bfloat16" else 4
+    x, weight = (torch.ones(n, 1024, dtype=getattr(torch, args.dtype)) for n in (512, 3072))
+    rate = 2 * x.numel() * len(weight) / least(lambda: torch.nn.functional.linear(x, weight), 10)
+    rows = []
+    for decodes in DECODES:
+        bench.begin(decodes)
+        taken = 1e3 * least(bench.decode, args.repeats)
+        bytes_moved = bench.num_weights * size + 2 * decodes * bench.bytes_per_state
+        floor = 1e3 * bytes_moved / bandwidth
+        rows.append({"model": model, "step": f"decode {decodes}", "ms": taken, "floor": floor})
+        if args.profile and decodes == 4:
+            profile = cProfile.Profile()
+            for _ in range(10):
+                profile.runcall(bench.decode)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    for num_tokens in PROMPTS:
+        repeats = max(args.repeats * PROMPTS[0] // num_tokens // 10, 1)
+        taken = 1e3 * least(lambda n=num_tokens: bench.prompt(n), repeats)  # type: ignore[misc]
+        floor = 1e3 * 2 * bench.num_multiplied * num_tokens / rate
+        rows.append({"model": model, "step": f"prompt {num_tokens}", "ms": taken, "floor": floor})
+    bench.close()
+    return rows
+
+
+def measure_by_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The least of this checkout's times and of the other's, each measured `turns` times."""
+    least_ms: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    words = [sys.executable, __file__, "--dtype", args.dtype, "--threads", str(args.threads)]
+    for turn in range(args.turns):
+        order = (0, 1) if turn % 2 == 0 else (1, 0)
+        for model in args.models:
+            for side in order:
+                place = (Path(__file__).parents[1], args.against.resolve())[side]
+                command = [*words, "--repeats", str(args.repeats), "--models", model]
+                environment = {**os.environ, "PYTHONPATH": str(place)}
+                found = subprocess.run(
+                    command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+                )
+                for row in json.loads(found.stdout.splitlines()[-1]):
+                    both = least_ms.setdefault((model, row["step"]), [{}, {}])
+                    if row["ms"] < both[side].get("ms", math.inf):
+                        both[side] = row
+    return [own | {"other ms": other["ms"]} for own, other in least_ms.values()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -167,33 +224,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=40, help="of a decode; a tenth of a prompt")
     parser.add_argument("--profile", action="store_true", help="of the Python of 4 decodes")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measured by turns")
+    parser.add_argument("--turns", type=int, default=3, help="of each checkout")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    memory = torch.ones(64 << 20)
-    bandwidth = memory.nbytes / least(lambda: memory.sum(), 10)
-    print(f"read {bandwidth / 1e9:.1f} GB/s\n{'model':18}{'step':>12}{'ms':>9}{'floor':>9}{'x':>6}")
-    rows = []
-    for model in args.models:
-        bench = Bench(model, args.dtype, args.threads)
-        size = 2 if args.dtype == "bfloat16" else 4
-        for decodes in DECODES:
-            bench.begin(decodes)
-            taken = 1e3 * least(bench.decode, args.repeats)
-            bytes_moved = bench.num_weights * size + 2 * decodes * bench.bytes_per_state
-            floor = 1e3 * bytes_moved / bandwidth
-            rows.append({"model": model, "step": f"decode {decodes}", "ms": taken, "floor": floor})
-            print(
-                f"{model:18}{f'decode {decodes}':>12}{taken:9.2f}{floor:9.2f}{taken / floor:6.2f}"
-            )
-            if args.profile and decodes == 4:
-                profile = cProfile.Profile()
-                for _ in range(10):
-                    profile.runcall(bench.decode)
-                pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-        taken = 1e3 * least(bench.prompt, max(args.repeats // 10, 1))
-        rows.append({"model": model, "step": f"prompt {PROMPT}", "ms": taken})
-        print(f"{model:18}{f'prompt {PROMPT}':>12}{taken:9.2f}", flush=True)
-        bench.close()
+    if args.against:
+        rows = measure_by_turns(args)
+    else:
+        rows = [row for model in args.models for row in measure(model, args)]
+    print(f"{'model':18}{'step':>12}{'ms':>9}{'floor':>9}{'x':>6}{'other ms':>10}{'ratio':>7}")
+    for row in rows:
+        taken, floor, other = row["ms"], row["floor"], row.get("other ms")
+        beside = "" if other is None else f"{other:10.2f}{taken / other:7.2f}"
+        print(
+            f"{row['model']:18}{row['step']:>12}{taken:9.2f}{floor:9.2f}{taken / floor:6.2f}"
+            + beside
+        )
     print(json.dumps(rows))
 
 

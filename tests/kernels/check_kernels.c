@@ -1177,6 +1177,8 @@ static void check_decode(type t) {
     }
 }
 
+#include "check_states.h"
+
 int main(int count, char **arguments) {
     list_values();
 #ifdef __x86_64__
@@ -1201,6 +1203,7 @@ int main(int count, char **arguments) {
         check_blocks(t, 1);
         check_experts(t);
         check_decode(t);
+        check_states(t);
     }
     printf("%d passed, %d failed\n", num_passed, num_failed);
     return num_failed > 0;

@@ -1,12 +1,14 @@
-"""Steps of states, of every variant that this CPU runs, against torch in float64, token by token.
+"""Layers with states, by every variant that this CPU runs, against torch in float64.
 
-Tolerances are those of float32 sums in another order than torch's, over up to 128 numbers.
+Tokens are gone through one by one. Tolerances are those of float32 sums in another order than
+torch's, over up to 128 numbers, and of outputs rounded to their type.
 """
 
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.kernels import KernelsUnavailableError, usable_variants
@@ -17,6 +19,11 @@ if not usable_variants():
 
 Draw = Callable[..., Tensor]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+ROUNDED = {  # of outputs of one type
+    torch.float32: CLOSE,
+    torch.bfloat16: {"rtol": 2**-8, "atol": 1e-5},
+    torch.float16: {"rtol": 2**-11, "atol": 1e-5},
+}
 
 
 @pytest.fixture(scope="module", params=usable_variants())
@@ -44,11 +51,20 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, **CLOSE)
 
 
+def apart(x: Tensor) -> Tensor:
+    """The same numbers, with others between and around those of tokens."""
+    whole = torch.full((*x.shape[:2], x[0, 0].numel() + 16), 7.0, dtype=x.dtype)
+    whole[..., 8:-8] = x.flatten(2)
+    return whole[..., 8:-8].view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 3, 32, 71])
 @pytest.mark.parametrize(
     ("rows", "key_heads", "value_heads", "key_dim", "value_dim"),
-    [(1, 1, 1, 16, 16), (3, 2, 6, 24, 80), (8, 4, 8, 128, 128)],
+    [(1, 1, 1, 16, 16), (3, 2, 6, 24, 80), (2, 4, 8, 128, 128)],
 )
-def test_a_token_of_the_gated_delta_rule(
+def test_tokens_of_the_gated_delta_rule(
     steps: StateSteps,
     randn: Draw,
     rows: int,
@@ -56,44 +72,66 @@ def test_a_token_of_the_gated_delta_rule(
     value_heads: int,
     key_dim: int,
     value_dim: int,
+    tokens: int,
+    dtype: torch.dtype,
 ) -> None:
     states = rows_of_more(randn(rows, value_heads, key_dim, value_dim))
-    query, key = (randn(rows, key_heads, key_dim) * key_dim**-0.5 for _ in range(2))
-    value, beta = randn(rows, value_heads, value_dim), randn(rows, value_heads).sigmoid()
-    decay = torch.exp(-randn(rows, value_heads).abs())
-    before, out = states.double(), torch.empty_like(value)
-    steps.gated_delta(states, query, key, value, decay, beta, out)
+    query, key = (apart(randn(rows, tokens, key_heads, key_dim).to(dtype)) for _ in range(2))
+    value = apart(randn(rows, tokens, value_heads, value_dim).to(dtype))
+    beta = randn(rows, tokens, value_heads).sigmoid()
+    decay = torch.exp(-randn(rows, tokens, value_heads).abs() / 4)
+    now, out = states.double(), torch.empty(value.shape, dtype=dtype)
+    steps.gated_delta(
+        states, query, key, value, decay, beta, out, is_normalized=True, scale=key_dim**-0.5
+    )
 
     each = value_heads // key_heads
-    wide_query, wide_key = (x.double().repeat_interleave(each, 1) for x in (query, key))
-    after = before * decay[..., None, None]
-    known = (after * wide_key[..., None]).sum(-2)
-    change = (value - known) * beta[..., None]
-    after = after + wide_key[..., None] * change[:, :, None]
-    assert_same(states, after)
-    assert_same(out, (after * wide_query[..., None]).sum(-2))
+    wide_query, wide_key = (
+        F.normalize(x.double(), dim=-1).repeat_interleave(each, 2) for x in (query, key)
+    )
+    for token in range(tokens):
+        now = now * decay[:, token, :, None, None]
+        known = (now * wide_key[:, token, :, :, None]).sum(-2)
+        change = (value[:, token] - known) * beta[:, token, :, None]
+        now = now + wide_key[:, token, :, :, None] * change[:, :, None]
+        expected = (now * wide_query[:, token, :, :, None]).sum(-2) * key_dim**-0.5
+        torch.testing.assert_close(out[:, token].double(), expected, **ROUNDED[dtype])
+    assert_same(states, now)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 3, 32, 71])
 @pytest.mark.parametrize(
     ("rows", "heads", "head_dim", "groups", "size"),
-    [(1, 1, 1, 1, 16), (3, 6, 24, 2, 48), (8, 32, 64, 1, 128)],
+    [(1, 1, 1, 1, 16), (3, 6, 23, 2, 48), (2, 8, 64, 1, 128)],
 )
-def test_a_token_of_mamba_2(
-    steps: StateSteps, randn: Draw, rows: int, heads: int, head_dim: int, groups: int, size: int
+def test_tokens_of_mamba_2(
+    steps: StateSteps,
+    randn: Draw,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    size: int,
+    tokens: int,
+    dtype: torch.dtype,
 ) -> None:
     states = rows_of_more(randn(rows, heads, head_dim, size))
-    x, step = randn(rows, heads, head_dim), randn(rows, heads).abs()
-    b, c, d = randn(rows, groups, size), randn(rows, groups, size), randn(heads)
+    x = apart(randn(rows, tokens, heads, head_dim).to(dtype))
+    b, c = (apart(randn(rows, tokens, groups, size).to(dtype)) for _ in range(2))
+    step, d = randn(rows, tokens, heads).abs(), randn(heads)
     decay = torch.exp(-step)
-    before, out = states.double(), torch.empty_like(x)
+    now, out = states.double(), torch.empty(x.shape, dtype=dtype)
     steps.state_space(states, x, decay, step, b, c, d, out)
 
-    wide_b, wide_c = (t.double().repeat_interleave(heads // groups, 1)[:, :, None] for t in (b, c))
-    after = before * decay[..., None, None] + (x * step[..., None])[..., None] * wide_b
-    assert_same(states, after)
-    torch.testing.assert_close(
-        out.double(), (after * wide_c).sum(-1) + d[:, None] * x, rtol=1e-5, atol=1e-4
-    )
+    wide_b, wide_c = (t.double().repeat_interleave(heads // groups, 2) for t in (b, c))
+    for token in range(tokens):
+        into = (x[:, token] * step[:, token, :, None]).double()
+        now = now * decay[:, token, :, None, None] + into[..., None] * wide_b[:, token, :, None]
+        expected = (now * wide_c[:, token, :, None]).sum(-1) + d[:, None] * x[:, token]
+        close = ROUNDED[dtype] | {"atol": 1e-4}
+        torch.testing.assert_close(out[:, token].double(), expected, **close)
+    assert_same(states, now)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +154,10 @@ def test_tokens_of_mamba_1_one_behind_the_other(
     assert_same(states, now)
 
 
-def test_a_row_does_not_depend_on_the_others(steps: StateSteps, randn: Draw) -> None:
-    states, x = randn(9, 8, 32, 64), randn(9, 8, 32)
-    step, b, d = randn(9, 8).abs(), randn(9, 1, 64), randn(8)
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_a_row_does_not_depend_on_the_others(steps: StateSteps, randn: Draw, tokens: int) -> None:
+    states, x = randn(9, 8, 32, 64), randn(9, tokens, 8, 32)
+    step, b, d = randn(9, tokens, 8).abs(), randn(9, tokens, 1, 64), randn(8)
     alone, out = states.clone(), torch.empty_like(x)
     steps.state_space(states, x, torch.exp(-step), step, b, b, d, out)
     for row in range(9):
@@ -127,3 +166,71 @@ def test_a_row_does_not_depend_on_the_others(steps: StateSteps, randn: Draw) -> 
         steps.state_space(own, *args, d, last)
         assert torch.equal(last, out[row : row + 1])
     assert torch.equal(alone, states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "tokens", "channels", "taps"), [(1, 1, 16, 4), (3, 9, 80, 3)])
+def test_causal_convolutions(
+    steps: StateSteps,
+    randn: Draw,
+    rows: int,
+    tokens: int,
+    channels: int,
+    taps: int,
+    dtype: torch.dtype,
+) -> None:
+    x, weight = apart(randn(rows, tokens, channels).to(dtype)), randn(taps, channels)
+    bias, out = randn(channels), torch.empty(x.shape, dtype=dtype)
+    padded = F.pad(x.double(), (0, 0, taps - 1, 0))
+    sums = sum(padded[:, j : j + tokens] * weight[j] for j in range(taps)) + 0.0
+    for has_silu, own, expected in ((True, bias, F.silu(sums + bias)), (False, None, sums)):
+        steps.conv(x, weight, own, has_silu, out)
+        torch.testing.assert_close(out.double(), expected.double(), **ROUNDED[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "channels", "taps", "width"), [(1, 16, 4, 4), (3, 80, 4, 3), (9, 2048, 3, 5)]
+)
+def test_a_token_of_a_convolution_behind_its_last_inputs(
+    steps: StateSteps,
+    randn: Draw,
+    rows: int,
+    channels: int,
+    taps: int,
+    width: int,
+    dtype: torch.dtype,
+) -> None:
+    states = rows_of_more(randn(rows, channels, width)).to(dtype)
+    x, weight = apart(randn(rows, 1, channels).to(dtype))[:, 0], randn(channels, taps).to(dtype)
+    bias, out = randn(channels).to(dtype), torch.empty(x.shape, dtype=dtype)
+    inputs = torch.cat([states, x[..., None]], -1)
+    sums = (inputs[..., -taps:].double() * weight).sum(-1)
+    for has_silu, own, expected in ((True, bias, F.silu(sums + bias)), (False, None, sums)):
+        now = states.clone()
+        steps.conv_step(now, x, weight, own, has_silu, out)
+        torch.testing.assert_close(out.double(), expected, **ROUNDED[dtype])
+        assert torch.equal(now, inputs[..., 1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_gated_first", [True, False])
+@pytest.mark.parametrize(("rows", "groups", "size"), [(1, 1, 16), (5, 3, 80), (70, 1, 1024)])
+def test_gated_norms(
+    steps: StateSteps,
+    randn: Draw,
+    rows: int,
+    groups: int,
+    size: int,
+    is_gated_first: bool,
+    dtype: torch.dtype,
+) -> None:
+    x, weight = randn(rows, groups * size).to(dtype), randn(groups * size)
+    gate, out = apart(randn(rows, 1, groups * size).to(dtype))[:, 0], torch.empty_like(x)
+    steps.gated_norm(x, gate, weight, 1e-5, size, is_gated_first, out)
+
+    opened = F.silu(gate.double())
+    whole = (x * opened if is_gated_first else x.double()).unflatten(1, (groups, size))
+    normed = whole * torch.rsqrt((whole**2).mean(-1, keepdim=True) + 1e-5)
+    expected = normed.flatten(1) * weight * (1 if is_gated_first else opened)
+    torch.testing.assert_close(out.double(), expected, **ROUNDED[dtype])

@@ -3,8 +3,8 @@
 #include "blocks.h"
 #include "codes.h"
 #include "plan.h"
+#include "states.h"
 #include "vector.h"
-#include "state_steps.h"
 #include "weight.h"
 #include "whole.h"
 

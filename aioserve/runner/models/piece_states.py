@@ -64,7 +64,8 @@ class PieceStates:
             whole = F.pad(conv_states, (max(width - conv_states.shape[-1], 0), 0))
         else:
             width = known.shape[-1]
-            whole = torch.cat([known, conv_states], dim=-1)
+            parts = [known.transpose(1, 2), conv_states.transpose(1, 2)]
+            whole = torch.cat(parts, dim=1).transpose(1, 2)  # in memory token by token, as new ones
         self.states[key] = whole[..., -width:]
         return whole
 
