@@ -4,9 +4,9 @@
 
 Requests come faster than KV blocks last, so that running ones are preempted; what such a request
 computes again is what lies behind its newest snapshot, if its blocks are still there. Each value of
-`--victim` serves the same requests: on the virtual clock, and with `--live` by the engine with a tiny
-Qwen3.5 of random weights, all at once. Printed are medians of the seeds, and of each seed the ratio
-to the policy's own victim, the last in its order. The last line is JSON.
+`--victim` serves the same requests: on the virtual clock, and with `--live` by the engine with a
+tiny Qwen3.5 of random weights, all at once. Printed are medians of the seeds and, in brackets, of
+the ratios to the policy's own victim, the last in its order. The last line is JSON.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.scheduler import SchedulerOutput
 
-VICTIMS = ("policy", "newest", "least_computed", "most_remaining", "least_lost")
+VICTIMS = ("policy", "least_computed", "least_lost")
 STEPS = {"step_base_ms": 4.0, "step_prefill_token_us": 50.0, "step_decode_us": 100.0}
 SPEC = {
     "arrivals": {"kind": "poisson", "rate": 6.0},
-    "num_requests": 400,
+    "num_requests": 200,
     "classes": [
         {
             "name": "chat",
@@ -151,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=96, help="for states; live, half of them")
-    parser.add_argument("--blocks", type=int, default=500, help="of 16 tokens, on the virtual clock")
+    parser.add_argument("--blocks", type=int, default=500, help="of 16 tokens; simulated")
     parser.add_argument("--live-blocks", type=int, default=100)
     parser.add_argument("--live", action="store_true")
     args = parser.parse_args()
