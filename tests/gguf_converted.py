@@ -11,6 +11,7 @@ import numpy as np
 _PERMUTED = {
     *("llama", "mistral3", "granite", "granitemoe", "smollm3", "olmo", "arcee"),
     *("granitehybrid", "nemotron_h", "nemotron_h_moe"),
+    *("granite_swa", "internlm2", "minicpm"),
 }
 _ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe"}
 _TILED = {"qwen35", "qwen35moe"}
@@ -52,6 +53,8 @@ def _halves(name: str, weights: np.ndarray, config: Any) -> Iterator[tuple[str, 
             is_bias = name.endswith("bias")
             end = "bias" if is_bias else "weight"
             yield f"ffn_{which}_exps.{end}", part if is_bias else part.swapaxes(1, 2)
+        elif config.model_type == "llama4_text":
+            yield f"ffn_{which}_exps.weight", np.split(weights, 2, 2)[number].swapaxes(1, 2)
         else:
             axis = weights.ndim - 2
             yield f"ffn_{which}{kind}.weight", np.split(weights, 2, axis)[number]
@@ -70,7 +73,7 @@ def stored(name: str, weights: np.ndarray, architecture: str, config: Any) -> np
         return pairs.swapaxes(1, 2).reshape(weights.shape)
     if architecture in _ONE_MORE and name.endswith("norm.weight") and ".ssm_norm." not in name:
         return weights + 1
-    if architecture == "gpt-oss" and name.endswith("ffn_down_exps.weight"):
+    if architecture in ("gpt-oss", "llama4") and name.endswith("ffn_down_exps.weight"):
         return weights.swapaxes(1, 2)
     if architecture == "gpt2" and name.startswith("blk.") and weights.ndim == 2:
         return weights.T

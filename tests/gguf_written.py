@@ -43,6 +43,29 @@ _NAMES_OF = {
         ".experts.down_proj": "ffn_down_exps.weight",
     },
     "gpt-oss": {"post_attention_layernorm.weight": "post_attention_norm.weight"},
+    "granite_swa": {
+        ".sinks": "attn_sinks.weight",
+        ".experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        ".input_linear.weight": "ffn_up_shexp.weight",
+    },
+    "hy_v3": {".e_score_correction_bias": "exp_probs_b"},
+}
+
+
+#: Of architectures that the package gguf does not know, one with the same names of tensors.
+_NAMED_AS = {
+    "cohere2moe": "dots1",
+    "deepseek32": "glm-dsa",
+    "granite_swa": "granite",
+    "hy_v3": "dots1",
+    "mellum": "qwen3moe",
+}
+#: Parameters that the file has in its metadata, a number for each layer (Apertus).
+_NUMBERS = ".act_fn."
+#: Parameters that are stacked in one tensor (Gemma 3n).
+_STACKED = {
+    "altup_projections": "altup_proj.weight",
+    "altup_unembed_projections": "altup_unembd_proj.weight",
 }
 
 
@@ -71,6 +94,9 @@ def make_written(case: Written, folder: Path, kind: str | None = None) -> tuple[
     writer = gguf.GGUFWriter(path, case.architecture)
     add_metadata(writer, case.metadata)
     add_tokenizer(writer, config.vocab_size)
+    for key in ("alpha_p", "alpha_n", "beta", "eps") if case.architecture == "apertus" else ():
+        layers = [getattr(layer.mlp.act_fn, key).item() for layer in module.model.layers]
+        writer.add_array(f"xielu.{key}", layers)
     for name, weights in _tensors(module, case):
         add_weights(writer, name, np.ascontiguousarray(weights, dtype=np.float32), kind)
     writer.write_header_to_file()
@@ -109,10 +135,19 @@ def add_metadata(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
 def _tensors(module: Any, case: Written) -> Iterator[tuple[str, np.ndarray]]:
     config = module.config
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(numbers[case.architecture], config.num_hidden_layers)
+    named_as = _NAMED_AS.get(case.architecture, case.architecture)
+    names = gguf.get_tensor_name_map(numbers[named_as], config.num_hidden_layers)
     own = _NAMES_OF.get(case.architecture, {})
     for name, tensor in module.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stack = next((own for own in _STACKED if f".{own}." in name), None)
+        if stack is not None:
+            if name.endswith(".0.weight"):
+                whole = getattr(module.model, stack)
+                yield _STACKED[stack], np.stack([part.weight.detach().numpy() for part in whole])
+            continue
+        if _NUMBERS in name:
             continue
         block = "".join(f"blk.{part}." for part in name.split(".") if part.isdecimal())
         weights = tensor.numpy()
@@ -127,7 +162,7 @@ def _tensors(module: Any, case: Written) -> Iterator[tuple[str, np.ndarray]]:
         for theirs in (name, rest, f"backbone.{rest}"):
             found = found or names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
-        if found.endswith(("attn_sinks", "layer_output_scale")):
+        if found.endswith(("attn_sinks", "layer_output_scale", "altup_correct_scale")):
             found += ".weight"
         yield found, stored(found, weights, case.architecture, config)
     yield from _rope(config)

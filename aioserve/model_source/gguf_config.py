@@ -105,6 +105,13 @@ class Architecture:
     layout: Callable[[str, Any, Mapping[str, Any]], Any] = lambda name, weights, fields: weights
     names: Mapping[str, str] = field(default_factory=dict)  # more names of tensors: ends, GGUF
     parts: stacked.Parts = stacked.experts  # tensors that hold parts of a parameter
+    #: Tensors that hold several parameters one behind another, and the name of each: its number is
+    #: put in the place of {}.
+    unstacked: Mapping[str, str] = field(default_factory=dict)
+    #: Parameters of one number, by the ends of their names, and the keys with one for each layer.
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    #: The architecture whose tensors have the same names, where the package gguf knows no names.
+    named_as: str = ""
     stem: str = ""  # what the package gguf calls the part of the model before its head
     usual: Mapping[str, str] = field(default_factory=lambda: _USUAL)
 

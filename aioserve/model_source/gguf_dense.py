@@ -20,7 +20,7 @@ GRANITE_FIXED = {
 }
 
 
-def _llama(facts: Facts) -> None:
+def llama_facts(facts: Facts) -> None:
     facts.fields["attention_bias"] = facts.has("attn_q.bias") and facts.has("attn_output.bias")
     facts.fields["mlp_bias"] = facts.has("ffn_down.bias")
     if facts.metadata.get("expert_count"):
@@ -93,7 +93,7 @@ def _mistral3(facts: Facts) -> None:
         rope["llama_4_scaling_beta"] = beta
         facts.fields["sliding_window"] = None
     else:
-        _llama(facts)
+        llama_facts(facts)
 
 
 def _olmo(facts: Facts) -> None:
@@ -122,7 +122,7 @@ def _every_fourth_sees_all(facts: Facts) -> None:
 DENSE: Mapping[str, Architecture] = {
     "llama": Architecture(
         lambda facts: "mixtral" if facts.metadata.get("expert_count") else "llama",
-        more=_llama,
+        more=llama_facts,
         layout=layouts.permuted,
     ),
     "mistral3": Architecture(
@@ -215,5 +215,5 @@ DENSE: Mapping[str, Architecture] = {
     ),
     "ernie4_5": Architecture("ernie4_5", more=biases(use_bias="attn_q.bias")),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", more=biases(attention_bias="attn_q.bias")),
-    "arcee": Architecture("arcee", more=_llama, layout=layouts.permuted),
+    "arcee": Architecture("arcee", more=llama_facts, layout=layouts.permuted),
 }

@@ -4,18 +4,25 @@ from collections.abc import Mapping
 
 from aioserve.model_source import gguf_layouts as layouts
 from aioserve.model_source import gguf_stacked as stacked
-from aioserve.model_source.gguf_config import RMS, RMS_KEY, Architecture, Facts, biases
+from aioserve.model_source.gguf_config import (
+    RMS,
+    RMS_KEY,
+    USUAL_WITHOUT_WIDTH,
+    Architecture,
+    Facts,
+    biases,
+)
 from aioserve.model_source.gguf_dense import GRANITE, GRANITE_FIXED, glm4_facts, granite_facts
 from aioserve.model_source.gguf_others import lfm2_facts
 
-_EXPERTS = {
+EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 #: Layers of experts as DeepSeek's: some shared, some layers dense, a sigmoid and a bias per expert.
 _DEEP_EXPERTS = {
-    **_EXPERTS,
+    **EXPERT_KEYS,
     "expert_count": "n_routed_experts",
     "expert_shared_count": "n_shared_experts",
     "expert_weights_scale": "routed_scaling_factor",
@@ -104,7 +111,7 @@ EXPERTS: Mapping[str, Architecture] = {
         "qwen2_moe",
         keys={
             **RMS,
-            **_EXPERTS,
+            **EXPERT_KEYS,
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
         ignored=_DENSE_WIDTH,
@@ -112,13 +119,13 @@ EXPERTS: Mapping[str, Architecture] = {
     ),
     "qwen3moe": Architecture(
         "qwen3_moe",
-        keys={**RMS, **_EXPERTS},
+        keys={**RMS, **EXPERT_KEYS},
         ignored=_DENSE_WIDTH,
         fixed={"use_sliding_window": False, "norm_topk_prob": True},
     ),
     "qwen3vlmoe": Architecture(
         "qwen3_moe",
-        keys={**RMS, **_EXPERTS},
+        keys={**RMS, **EXPERT_KEYS},
         ignored=(*_DENSE_WIDTH, "n_deepstack_layers"),
         fixed={"use_sliding_window": False, "norm_topk_prob": True},
     ),
@@ -174,8 +181,10 @@ EXPERTS: Mapping[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         "glm4_moe",
-        keys={**RMS, **_DEEP_EXPERTS},
-        fixed=_DEEP_FIXED,
+        keys={**RMS, **_DEEP_EXPERTS, "feed_forward_length": "intermediate_size"},
+        # of Solar Open, all of whose layers have experts, no width of dense ones is stated
+        fixed={**_DEEP_FIXED, "intermediate_size": 1},
+        usual=USUAL_WITHOUT_WIDTH,
         turned="part",
         more=_glm4_moe,
         names=_GATE_BIAS,
@@ -233,7 +242,7 @@ EXPERTS: Mapping[str, Architecture] = {
         keys={
             RMS_KEY: "norm_eps",
             "shortconv.l_cache": "conv_L_cache",
-            **_EXPERTS,
+            **EXPERT_KEYS,
             "leading_dense_block_count": "num_dense_layers",
         },
         fixed={"num_key_value_heads": None, "norm_topk_prob": True, "num_dense_layers": 0},

@@ -15,12 +15,14 @@ from typing import Any
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.gguf_architectures import ARCHITECTURES
 from aioserve.model_source.gguf_config import Facts, read_fields
+from aioserve.model_source.gguf_filling import Filling
 from aioserve.model_source.gguf_header import Header, read_header
 from aioserve.model_source.gguf_metadata import Metadata
 from aioserve.model_source.gguf_parts import read_parts
 from aioserve.model_source.gguf_rope import DIVISORS, LONG, SHORT, RopeTensors
 from aioserve.model_source.gguf_splits import split_as_stated
-from aioserve.model_source.gguf_weights import Filling, fill, unpack
+from aioserve.model_source.gguf_tensors import unpack
+from aioserve.model_source.gguf_weights import fill
 from aioserve.model_source.source import ModelSource, Rounding, not_loaded
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
@@ -220,7 +222,13 @@ class GgufFile(ModelSource):
 
     def _filling(self) -> Filling:
         architecture = ARCHITECTURES[self._architecture]
-        return Filling(architecture, self._architecture, self._fields(), (DIVISORS, LONG, SHORT))
+        return Filling(
+            architecture,
+            self._architecture,
+            self._fields(),
+            (DIVISORS, LONG, SHORT),
+            self._header.metadata,
+        )
 
     def _stated(self, key: str) -> Any:
         return self._header.metadata.get(f"{self._architecture}.{key}")

@@ -8,6 +8,7 @@ from aioserve.model_source.gguf_config import LAYER_NORM, RMS, RMS_KEY, Architec
 from aioserve.model_source.gguf_config import USUAL_WITHOUT_WIDTH as WITHOUT_WIDTH
 from aioserve.model_source.gguf_delta_net import inner_head_size, kind_of
 from aioserve.model_source.gguf_dense import GRANITE, GRANITE_FIXED
+from aioserve.model_source.gguf_rope import read_rope
 
 #: Of a Mamba 2 layer, after `mamba_`.
 _MAMBA2 = {
@@ -52,6 +53,7 @@ def _falcon_h1(facts: Facts) -> None:
 
 def _granite_hybrid(facts: Facts) -> None:
     fields = facts.fields
+    facts.metadata.need("expert_shared_feed_forward_length")
     attention = _attention_where_stated(facts)
     fields["layer_types"] = [kind_of(not has_kv) for has_kv in attention]
     _mamba2_biases(facts)
@@ -65,6 +67,32 @@ def _granite_hybrid(facts: Facts) -> None:
     if not fields["num_local_experts"]:
         facts.metadata.expect("expert_used_count", lambda count: not count, "0")
     facts.metadata.expect("rope.scaling.finetuned", lambda turns: not turns, "false: no rotation")
+
+
+def _turns(facts: Facts) -> bool:
+    """Whether a file of `granitehybrid` is of Bamba, whose attention has a rotary embedding."""
+    return bool(facts.metadata.get("rope.scaling.finetuned"))
+
+
+def _granite_hybrid_or_bamba(facts: Facts) -> None:
+    if not _turns(facts):
+        _granite_hybrid(facts)
+        return
+    metadata, fields = facts.metadata, facts.fields
+    for key, name in GRANITE.items():
+        if name not in RMS.values():
+            metadata.expect(key, lambda _: False, "no scale, as in Bamba,")
+    for key in ("expert_count", "expert_used_count", "expert_shared_feed_forward_length"):
+        metadata.expect(key, lambda count: not count, "0, as in Bamba,")
+    attention = _attention_where_stated(facts)
+    fields["attn_layer_indices"] = [layer for layer, has_kv in enumerate(attention) if has_kv]
+    _mamba2_biases(facts)
+    size, inner = fields["head_dim"], int(metadata.need("ssm.inner_size"))
+    fields["mamba_d_head"] = inner_head_size(facts, fields["mamba_n_heads"])
+    fields["mamba_expand"] = inner // fields["hidden_size"]
+    turned = metadata.get("rope.dimension_count", size)
+    fields["rope_parameters"] = read_rope(metadata, facts.rope_tensors, turned)
+    fields["rope_parameters"]["partial_rotary_factor"] = turned / size
 
 
 def _nemotron_h(facts: Facts) -> None:
@@ -154,7 +182,7 @@ HYBRIDS: Mapping[str, Architecture] = {
         names={"mamba.dt_bias": "ssm_dt.bias"},
     ),
     "granitehybrid": Architecture(
-        "granitemoehybrid",
+        lambda facts: "bamba" if _turns(facts) else "granitemoehybrid",
         keys={
             **GRANITE,
             **_MAMBA2,
@@ -167,11 +195,12 @@ HYBRIDS: Mapping[str, Architecture] = {
             **GRANITE_FIXED,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
+            "shared_intermediate_size": None,
             "num_key_value_heads": None,
             "position_embedding_type": None,
         },
         turned="none",
-        more=_granite_hybrid,
+        more=_granite_hybrid_or_bamba,
         layout=layouts.hybrid,
         names={
             "mamba.dt_bias": "ssm_dt.bias",

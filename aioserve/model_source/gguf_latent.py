@@ -100,6 +100,49 @@ _FIXED: Mapping[str, Any] = {
     "num_mtp_layers": 0,
 }
 
+
+def _sparse_facts(facts: Facts) -> None:
+    """An indexer chooses the tokens that a layer looks at (DeepSeek 3.2, GLM 5)."""
+    metadata, fields = facts.metadata, facts.fields
+    metadata.expect(_GATING, lambda kind: kind == _SIGMOID, "2, a sigmoid,")
+    fields["num_hidden_layers"] -= metadata.get("nextn_predict_layers", 0)
+    _heads(facts)
+    fields["rope_parameters"] = read_rope(metadata, facts.rope_tensors, fields["qk_rope_head_dim"])
+    groups = fields["n_group"]
+    metadata.expect(
+        "expert_group_used_count", lambda used: 0 < used <= groups, f"a number from 1 to {groups}"
+    )
+
+
+def _glm_dsa(facts: Facts) -> None:
+    _sparse_facts(facts)
+    kinds = facts.metadata.each("attention.indexer.types", facts.num_layers)
+    if kinds is not None:
+        facts.fields["indexer_types"] = ["full" if is_full else "shared" for is_full in kinds]
+
+
+def _deepseek32(facts: Facts) -> None:
+    _sparse_facts(facts)
+    if all_dims := facts.fields["rope_parameters"].get("mscale_all_dim"):
+        rope = facts.fields["rope_parameters"]
+        rope["mscale"] = rope["mscale_all_dim"] = round(10 * all_dims, 6)
+
+
+_SPARSE: dict[str, Any] = {
+    "keys": {
+        **_KEYS,
+        "attention.indexer.head_count": "index_n_heads",
+        "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    },
+    "fixed": _FIXED,
+    "heads": "own",
+    "turned": "none",
+    "parts": stacked.latent,
+    "named_as": "glm-dsa",
+    "names": {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+}
+
 LATENT: Mapping[str, Architecture] = {
     "deepseek2": Architecture(
         _model_type,
@@ -110,5 +153,7 @@ LATENT: Mapping[str, Architecture] = {
         more=_facts,
         parts=stacked.latent,
         names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
-    )
+    ),
+    "deepseek32": Architecture("deepseek_v32", more=_deepseek32, **_SPARSE),
+    "glm-dsa": Architecture("glm_moe_dsa", more=_glm_dsa, **_SPARSE),
 }

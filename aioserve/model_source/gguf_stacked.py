@@ -39,6 +39,16 @@ def gpt_oss(parameter: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Pa
         yield "ffn_down_exps.weight", lambda whole: whole.transpose(1, 2)
 
 
+def llama4(parameter: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Part | None]]:
+    """Gates before ups, all multiplied from the other side."""
+    end = parameter.rpartition(".experts.")[2]
+    if end == "gate_up_proj":
+        for which, number in (("gate", 0), ("up", 1)):
+            yield f"ffn_{which}_exps.weight", _transposed_half(number)
+    elif end == "down_proj":
+        yield "ffn_down_exps.weight", lambda whole: whole.transpose(1, 2)
+
+
 def delta_net(parameter: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Part | None]]:
     """Queries, keys and values of each key head, and behind them its gates (Qwen3-Next)."""
     yield from experts(parameter, fields)
@@ -65,6 +75,10 @@ def _by_head(whole: Any, heads: int) -> Any:
 
 def _half(dim: int, which: int) -> Part:
     return lambda whole: whole.chunk(2, dim)[which]
+
+
+def _transposed_half(which: int) -> Part:
+    return lambda whole: whole.chunk(2, 2)[which].transpose(1, 2)
 
 
 def _every_second(which: int, *, is_matrix: bool) -> Part:
