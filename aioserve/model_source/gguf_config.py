@@ -110,6 +110,8 @@ class Architecture:
     unstacked: Mapping[str, str] = field(default_factory=dict)
     #: Parameters of one number, by the ends of their names, and the keys with one for each layer.
     numbers: Mapping[str, str] = field(default_factory=dict)
+    #: Whether the module of the experts is one that can stand in for quantized ones.
+    packs_experts: bool = True
     #: The architecture whose tensors have the same names, where the package gguf knows no names.
     named_as: str = ""
     stem: str = ""  # what the package gguf calls the part of the model before its head

@@ -176,10 +176,12 @@ class GgufFile(ModelSource):
 
         from aioserve.model_source.quantized import FORMATS, bytes_in_memory
 
+        packs_experts = ARCHITECTURES[self._architecture].packs_experts
         total = 0.0
         for tensor in self._header.tensors:
             kind = GGMLQuantizationType(tensor.type_id).name
-            is_matrix = len(tensor.shape) == 2 or tensor.name.endswith("_exps.weight")
+            is_packed = packs_experts and tensor.name.endswith("_exps.weight")
+            is_matrix = len(tensor.shape) == 2 or is_packed
             is_kept = keeps_blocks and kind in FORMATS and is_matrix
             total += tensor.num_elements * (bytes_in_memory(kind) if is_kept else itemsize)
         return total

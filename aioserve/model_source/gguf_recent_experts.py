@@ -131,6 +131,7 @@ RECENT_EXPERTS: Mapping[str, Architecture] = {
         usual={**USUAL_WITHOUT_WIDTH, "feed_forward_length": "intermediate_size_mlp"},
         more=_llama4,
         parts=stacked.llama4,
+        packs_experts=False,
     ),
     "mellum": Architecture(
         "mellum",

@@ -109,6 +109,15 @@ def test_experts_of_every_format_are_multiplied_as_they_are_stored(
     assert {type(part) for part in experts.products} == {BlockLinear}
 
 
+def test_experts_that_are_unpacked_are_told_so(tmp_path: Path) -> None:
+    _, file = make_written(WRITTEN["llama4_text"], tmp_path, kind="Q8_0")
+    source = ModelInfo(ModelConfig(model=str(file))).source
+    module = load(file, keeps_blocks=True)
+    experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
+    assert not [p for p in module.parameters() if stored_experts(p) is not None]
+    assert source.num_bytes(4, keeps_blocks=True) > 4 * experts
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_memory_is_told_as_the_experts_are_stored(name: str, tmp_path: Path) -> None:
     """Where all are of a format; gates of one and ups of another are told so, and unpacked."""
