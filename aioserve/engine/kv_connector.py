@@ -6,6 +6,7 @@ Knows settings and constructors. Knows no request and no block.
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -96,10 +97,18 @@ def make_connector(
             worker.block_bytes,
             worker.memory,
             max_bytes=int(cache.kv_connector_disk_gib * GIB),
+            identify=partial(_identity_of, config, worker),
         )
     connector = OffloadingConnector(worker, cache.block_size, store=store, role=cache.kv_role)
     metrics.connector = connector
     return connector
+
+
+def _identity_of(config: EngineConfig, worker: HostMemoryWorker, path: str) -> dict[str, str]:
+    """The identity of blocks once the weights are those of the model at `path`."""
+    model = msgspec.structs.replace(config.model, model=path)
+    config = msgspec.structs.replace(config, model=model)
+    return _identity(config, ModelInfo(model), worker)
 
 
 def _identity(

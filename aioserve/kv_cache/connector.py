@@ -249,6 +249,12 @@ class KVConnectorBase(ABC):
     def reset(self) -> None:
         """Forget what is in host memory."""
 
+    async def change_weights(self, path: str) -> None:
+        """The weights are those of the model at `path` from now on: nothing counts that was kept or
+        is looked for. No step is planned or in flight.
+        """
+        self.reset()
+
     @abstractmethod
     async def shutdown(self) -> None:
         """No step comes any more. Give back what is held outside; returns when what was still to be

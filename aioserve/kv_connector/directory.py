@@ -68,22 +68,24 @@ class BlockDirectory(BlockStore):
         memory: Callable[[int], memoryview],
         *,
         max_bytes: int,
+        identify: Callable[[str], dict[str, str]] | None = None,
     ) -> None:
-        """`identity` is all that must be equal for blocks to be the same; `memory` gives the bytes
-        of a slot. To be made on the event loop. Raises `ConfigError` if the directory is of no use.
+        """`identity` is all that must be equal for blocks to be the same, and `identify` says it of
+        another model's path; `memory` gives the bytes of a slot. To be made on the event loop.
+        Raises `ConfigError` if the directory is of no use.
         """
         self._root = path.expanduser().absolute()
         self._name = secrets.token_hex(8)  # of temporary files; pids are not unique in containers
         self._memory = memory
         self._max_bytes = max_bytes
-        self._identity = identity | {"block bytes": str(block_bytes)}
-        digest = hashlib.sha256(msgspec.json.encode(self._identity, order="sorted")).hexdigest()
-        self._folder = self._root / f"{PREFIX}{digest[:32]}"
-        self._make_folder()
+        self._block_bytes = block_bytes
+        self._identify = identify
+        self._folder = self._make_folder(identity)
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="aioserve-kv-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="aioserve-kv-write")
         self._is_closed = False
+        self._is_off = False  # while weights change, and if there is no folder for them
         # What follows is the writer's, and read elsewhere.
         self._num_bytes_unseen = 0  # written since the directory was last looked at
         self._num_written = 0
@@ -100,24 +102,26 @@ class BlockDirectory(BlockStore):
     # On the event loop.
 
     def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
-        self._run(self._readers, partial(self._find, list(block_hashes)), on_found, 0)
+        work = partial(self._find, self._folder, list(block_hashes))
+        self._run(self._readers, work, on_found, 0)
 
     def find_each(
         self, block_hashes: Sequence[bytes], on_found: Callable[[frozenset[bytes]], None]
     ) -> None:
         nothing: frozenset[bytes] = frozenset()
-        self._run(self._readers, partial(self._find_each, list(block_hashes)), on_found, nothing)
+        work = partial(self._find_each, self._folder, list(block_hashes))
+        self._run(self._readers, work, on_found, nothing)
 
     def read(
         self, block_hashes: Sequence[bytes], slots: Sequence[int], on_read: Callable[[int], None]
     ) -> None:
-        work = partial(self._read_all, list(zip(block_hashes, slots, strict=True)))
+        work = partial(self._read_all, self._folder, list(zip(block_hashes, slots, strict=True)))
         self._run(self._readers, work, on_read, 0)
 
     def write(
         self, block_hashes: Sequence[bytes], slots: Sequence[int], on_written: Callable[[], None]
     ) -> None:
-        work = partial(self._write_all, list(zip(block_hashes, slots, strict=True)))
+        work = partial(self._write_all, self._folder, list(zip(block_hashes, slots, strict=True)))
         self._run(self._writer, work, lambda _: on_written(), None)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
@@ -126,6 +130,17 @@ class BlockDirectory(BlockStore):
     def seconds_to_read(self, num_bytes: int) -> float:
         num_read = self.num_bytes_read
         return self.read_seconds / num_read * num_bytes if num_read else 0.0
+
+    async def change_weights(self, path: str) -> None:
+        """Use the folder of these weights; where there can be none, no block is found or kept."""
+        assert self._identify is not None, "it is served for models alone"
+        self._is_off, identify = True, self._identify
+        try:
+            self._folder = await asyncio.to_thread(lambda: self._make_folder(identify(path)))
+        except (OSError, ConfigError) as error:
+            self._note_failure(f"keeps no blocks of {path}", error)
+        else:
+            self._is_off = False
 
     async def close(self) -> None:
         self._is_closed = True
@@ -143,6 +158,9 @@ class BlockDirectory(BlockStore):
         nothing: T,
     ) -> None:
         """Call back with what the work returns, or with `nothing` if it raises."""
+        if self._is_off:
+            self._loop.call_soon(callback, nothing)
+            return
 
         def done(future: asyncio.Future[T]) -> None:
             if future.cancelled() or (self._is_closed and pool is self._readers):
@@ -156,19 +174,19 @@ class BlockDirectory(BlockStore):
 
     # On a thread that reads.
 
-    def _find(self, block_hashes: list[bytes]) -> int:
+    def _find(self, folder: Path, block_hashes: list[bytes]) -> int:
         for i, block_hash in enumerate(block_hashes):
-            if not self._path(block_hash).exists():
+            if not self._path(block_hash, folder).exists():
                 return i
         return len(block_hashes)
 
-    def _find_each(self, block_hashes: list[bytes]) -> frozenset[bytes]:
-        return frozenset(found for found in block_hashes if self._path(found).exists())
+    def _find_each(self, folder: Path, block_hashes: list[bytes]) -> frozenset[bytes]:
+        return frozenset(found for found in block_hashes if self._path(found, folder).exists())
 
-    def _read_all(self, pairs: list[tuple[bytes, int]]) -> int:
+    def _read_all(self, folder: Path, pairs: list[tuple[bytes, int]]) -> int:
         began, num_read, num_bytes = time.perf_counter(), 0, 0
         for block_hash, slot in pairs:
-            if not self._read_one(block_hash, slot):
+            if not self._read_one(self._path(block_hash, folder), block_hash, slot):
                 break
             num_read += 1
             num_bytes += len(self._memory(slot))
@@ -177,8 +195,7 @@ class BlockDirectory(BlockStore):
             self.read_seconds += time.perf_counter() - began
         return num_read
 
-    def _read_one(self, block_hash: bytes, slot: int) -> bool:
-        path = self._path(block_hash)
+    def _read_one(self, path: Path, block_hash: bytes, slot: int) -> bool:
         memory, header = self._memory(slot), bytearray(_HEADER.size)
         try:
             with FileIO(path, "rb", opener=_open_at_once) as file:
@@ -200,11 +217,11 @@ class BlockDirectory(BlockStore):
 
     # On the thread that writes.
 
-    def _write_all(self, pairs: list[tuple[bytes, int]]) -> None:
+    def _write_all(self, folder: Path, pairs: list[tuple[bytes, int]]) -> None:
         for block_hash, slot in pairs:
             if time.monotonic() < self._paused_until:
                 return
-            path = self._path(block_hash)
+            path = self._path(block_hash, folder)
             if path.exists():
                 continue
             try:
@@ -228,7 +245,7 @@ class BlockDirectory(BlockStore):
             try:
                 file = FileIO(temporary, "xb", opener=_open_private)
             except FileNotFoundError:
-                for folder in (self._root, self._folder, path.parent):
+                for folder in (self._root, path.parent.parent, path.parent):
                     _make_private(folder)
                 file = FileIO(temporary, "xb", opener=_open_private)
             with file:
@@ -274,52 +291,58 @@ class BlockDirectory(BlockStore):
 
     # Anywhere.
 
-    def _path(self, block_hash: bytes) -> Path:
+    def _path(self, block_hash: bytes, folder: Path | None = None) -> Path:
+        """The file of a block, by default in the folder of the weights of now."""
         name, pool = block_hash[:HASH_BYTES].hex(), block_hash[HASH_BYTES:].decode()
-        return self._folder / name[:2] / f"{name}{'.' if pool else ''}{pool}{SUFFIX}"
+        return (folder or self._folder) / name[:2] / f"{name}{'.' if pool else ''}{pool}{SUFFIX}"
 
-    def _make_folder(self) -> None:
-        note = self._folder / NAMESPACE_FILE
+    def _make_folder(self, identity: dict[str, str]) -> Path:
+        """The folder of blocks of this identity, made if need be. Raises `ConfigError`."""
+        identity = identity | {"block bytes": str(self._block_bytes)}
+        digest = hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
+        found = self._root / f"{PREFIX}{digest[:32]}"
+        note = found / NAMESPACE_FILE
         try:
             self._root.parent.mkdir(parents=True, exist_ok=True)
             _make_private(self._root)
-            _make_private(self._folder)
-            self._check_owner()
+            _make_private(found)
+            self._check_owner(found)
             written = _read_note(note)
             if written is None:
-                temporary = self._folder / f".{self._name}{TEMPORARY}"
+                temporary = found / f".{self._name}{TEMPORARY}"
                 with open(temporary, "xb", opener=_open_private) as file:
-                    file.write(msgspec.json.format(msgspec.json.encode(self._identity)))
+                    file.write(msgspec.json.format(msgspec.json.encode(identity)))
                 temporary.replace(note)
-                written = self._identity
+                written = identity
         except OSError as error:
             raise ConfigError(
                 f"cache.kv_connector_path {self._root} cannot be used: {error}"
             ) from error
-        if written != self._identity:
+        if written != identity:
             raise ConfigError(
                 f"cache.kv_connector_path: {note} is not of this model and these settings: remove "
-                f"{self._folder}"
+                f"{found}"
             )
+        return found
 
-    def _check_owner(self) -> None:
+    def _check_owner(self, folder: Path) -> None:
         """Close what an earlier version has left open. Raises `OSError`, and `ConfigError` if the
         folder is another user's, whose blocks would be believed.
         """
-        found = self._folder.lstat()
+        found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise ConfigError(
-                f"cache.kv_connector_path: {self._folder} is not a folder of this user's, and what "
+                f"cache.kv_connector_path: {folder} is not a folder of this user's, and what "
                 "is in it would be believed: name another directory"
             )
         if found.st_mode & OTHERS:
-            self._folder.chmod(PRIVATE)
+            folder.chmod(PRIVATE)
         mode = self._root.stat().st_mode
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
             logger.warning(
                 "kv connector: other users may put their own folder in the place of %s: name a "
                 "directory that only this user can write to, or one that is not there yet",
-                self._folder,
+                folder,
             )
 
     def _note_failure(self, what: str, error: BaseException) -> None:

@@ -97,5 +97,11 @@ class BlockStore(ABC):
         """As measured so far; 0: nothing is known."""
 
     @abstractmethod
+    async def change_weights(self, path: str) -> None:
+        """What is asked for from now on is of the model at `path`. What was asked before is still
+        answered: reads are of the weights before, and writes for them.
+        """
+
+    @abstractmethod
     async def close(self) -> None:
         """Finish writes that were begun; reads are not answered any more. Idempotent."""

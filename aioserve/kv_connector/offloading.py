@@ -75,6 +75,7 @@ class OffloadingConnector(KVConnectorBase):
         self._staged: dict[Request, list[tuple[PoolSlots, list[int]]]] = {}
         self._offloaded: set[Request] = set()  # requests that were: they are loaded
         self._worth: dict[Request, bool] = {}  # whether loading is, as of the first admission
+        self._num_changes = 0  # of weights
         self._num_passed = 0
         self._num_timeouts = 0
         self._num_raised = 0
@@ -252,6 +253,15 @@ class OffloadingConnector(KVConnectorBase):
         for kept in self._pools:
             kept.slots.clear_index()
 
+    async def change_weights(self, path: str) -> None:
+        self._num_changes += 1  # what is being read is of no use
+        self.reset()
+        for request in list(self._waiting):
+            self._late.add(request)
+            self._be_ready(request)
+        if self._store is not None:
+            await self._store.change_weights(path)
+
     async def shutdown(self) -> None:
         if self._store is not None:
             await self._store.close()
@@ -325,7 +335,7 @@ class OffloadingConnector(KVConnectorBase):
         taken = [(own, own[0].slots.allocate(len(own[1]))) for own in wanted]
         named = [kept.key(block_hash) for kept, hashes in wanted for block_hash in hashes]
         numbers = [kept.first_slot + slot for (kept, _), slots in taken for slot in slots]
-        was_read = partial(self._was_read, request, taken)
+        was_read = partial(self._was_read, request, taken, self._num_changes)
         self._ask(partial(store.read, named, numbers, was_read), lambda: was_read(0))
 
     def _ask(self, ask: Callable[[], None], instead: Callable[[], None]) -> None:
@@ -341,9 +351,14 @@ class OffloadingConnector(KVConnectorBase):
         self,
         request: Request,
         taken: list[tuple[Contents, list[int]]],
+        num_changes: int,
         num_read: int,
     ) -> None:
-        """The first of them are in host memory, and stay there until the request is admitted."""
+        """The first of them are in host memory, and stay there until the request is admitted;
+        unless weights have changed since.
+        """
+        if num_changes != self._num_changes:
+            num_read = 0
         for (kept, hashes), slots in taken:
             num_own = min(num_read, len(slots))
             num_read -= num_own

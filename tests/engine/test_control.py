@@ -461,25 +461,15 @@ async def test_who_asked_for_weights_may_leave(model: Path, other_weights: Path)
 async def test_what_cannot_lose_its_blocks_is_told_before_anything_changes(
     model: Path, tmp_path: Path
 ) -> None:
-    on_disk = CacheConfig(
-        num_kv_blocks=64, kv_connector="disk", kv_connector_path=str(tmp_path / "blocks")
-    )
-    refused = {
-        "kv_connector": of_model(model, cache=on_disk),
-        "decision log": of_model(
-            model, scheduler=SchedulerConfig(decision_log=str(tmp_path / "log"))
-        ),
-    }
-    for what, config in refused.items():
-        async with serving(config) as engine:
-            begun = await begin(engine)
-            if what == "decision log":
-                with pytest.raises(ConfigError, match=what):
-                    await engine.sleep()
-            with pytest.raises(ConfigError, match=what):
-                await engine.reload(str(model))
-            assert engine.state == "running"
-            assert all(len(tokens) == PARAMS.max_tokens for tokens in await finish(begun))
+    config = of_model(model, scheduler=SchedulerConfig(decision_log=str(tmp_path / "log")))
+    async with serving(config) as engine:
+        begun = await begin(engine)
+        with pytest.raises(ConfigError, match="decision log"):
+            await engine.sleep()
+        with pytest.raises(ConfigError, match="decision log"):
+            await engine.reload(str(model))
+        assert engine.state == "running"
+        assert all(len(tokens) == PARAMS.max_tokens for tokens in await finish(begun))
 
 
 @pytest.mark.dist

@@ -12,10 +12,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "A replay has no such blocks, and would decide otherwise.",
     ),
     (
-        "files in its directory are of the",
-        "Blocks of other weights would be found under the same hashes.",
-    ),
-    (
         "a decision log does not tell that requests lose",
         "With `running: abort` it is served; kept requests would be replayed otherwise.",
     ),

@@ -121,6 +121,8 @@ class Control:
                     if before != "asleep":
                         await self._vacate()
                     await self._runner.load_weights(path)
+                    if (connector := self._core.loop.scheduler.get_kv_connector()) is not None:
+                        await connector.change_weights(path)
                     self.state = "running" if before == "asleep" else before
                     logger.info("the weights are those of %s", path)
                 except BaseException:
@@ -179,11 +181,6 @@ class Control:
         config = self._config
         if not isinstance(innermost(self._core.loop.scheduler), BaseScheduler):
             raise ConfigError(f"{what}: only policies that derive from BaseScheduler give way")
-        if what == "reload" and config.cache.kv_connector == "disk":
-            raise ConfigError(
-                "reload: cache.kv_connector is disk, and the files in its directory are of the "
-                "weights that go: start anew with the others, or keep blocks in memory"
-            )
         if running == "keep" and config.scheduler.decision_log is not None:
             raise ConfigError(
                 f"{what}: a decision log does not tell that requests lose their blocks: abort "

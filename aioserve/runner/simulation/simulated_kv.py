@@ -93,5 +93,8 @@ class SimulatedDirectory(BlockStore):
         wait = max(self._busy_until - self._loop.time(), 0.0)
         return wait + num_bytes / self._block_bytes * self._seconds_per_block
 
+    async def change_weights(self, path: str) -> None:
+        self._contents.clear()
+
     async def close(self) -> None:
         pass
