@@ -65,6 +65,16 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 2048},
     "mamba": {"intermediate_size": 2048, "state_size": 16},
+    "qwen3_5_moe_text": {
+        "linear_num_value_heads": 16,
+        "linear_num_key_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
 }
 DECODES = (1, 4, 16)
 PROMPTS = (512, 4096)
@@ -74,7 +84,14 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 class Bench:
     """One model in a runner, and steps planned by hand."""
 
-    def __init__(self, model: str, dtype: Literal["bfloat16", "float32"], threads: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        dtype: Literal["bfloat16", "float32"],
+        threads: int,
+        quantization: Literal["int8", "int4"] | None = None,
+        activations: Literal["int8"] | None = None,
+    ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +102,13 @@ class Bench:
             self.num_multiplied = self.num_weights - 8192 * 1024  # a prompt's: without the head
             made.save_pretrained(folder)
             engine = EngineConfig(
-                model=ModelConfig(model=folder, dtype=dtype, skip_tokenizer_init=True),
+                model=ModelConfig(
+                    model=folder,
+                    dtype=dtype,
+                    skip_tokenizer_init=True,
+                    quantization=quantization,
+                    activations=activations,
+                ),
                 cache=CacheConfig(num_kv_blocks=512, num_state_slots=2 * max(DECODES)),
                 scheduler=SchedulerConfig(max_num_seqs=max(DECODES) + 1),
                 runner=RunnerConfig(threads=threads),
