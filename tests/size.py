@@ -130,7 +130,12 @@ PARTS = (
         "runner/cpu/host_copies.py",
     ),
     "runner/cpu/huge_pages.py",
-    *("runner/attention/image_ends.py", "runner/cpu/int8_cache.py", "runner/cpu/low_rank.py"),
+    *(
+        "runner/attention/image_ends.py",
+        "runner/cpu/int8_cache.py",
+        "runner/cpu/encoder_attention.py",
+        "runner/cpu/low_rank.py",
+    ),
     *(
         "runner/cpu/prepared.py",
         "runner/cpu/prompts.py",

@@ -283,13 +283,13 @@ class Kernels:
     ) -> None:
         """Attention of the last tokens of R rows to all of their past, which is in the cache.
 
-        `query` [T, Hq, Dk], any strides but the last; `out` [T, Hq, Dv]. Caches
-        as `rope_store` fills them, finite where a row has tokens and never read elsewhere.
-        `block_table` int32 [R, W], `query_start_loc` int64 [R + 1], `seq_lens` int64 [R]; `sinks`
-        float32 [Hq]. The options are those of `AttentionOptions`, `scaling` > 0; of window and
-        chunk there may be one. `ends` int64 [T], up to `seq_lens`: behind the last position that a
-        token sees, if not its own; never less than for the token before it in its row.
-        A token's result does not depend on the other rows or on the number of threads.
+        `query` [T, Hq, Dk], any strides but the last; `out` [T, Hq, Dv]. Caches as `rope_store`
+        fills them, finite where a row has tokens and never read elsewhere. `block_table` int32 [R,
+        W], `query_start_loc` int64 [R + 1], `seq_lens` int64 [R]; `sinks` float32 [Hq]. The options
+        are those of `AttentionOptions`, `scaling` > 0; of window and chunk there may be one. `ends`
+        int64 [T], up to `seq_lens`: behind the last position that a token sees, if not its own;
+        never less than for the token before it in its row. A token's result does not depend on the
+        other rows or on the number of threads.
         """
         _, num_heads, key_dim = query.shape
         token_stride, head_stride, _ = query.stride()

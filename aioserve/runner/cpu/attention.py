@@ -177,8 +177,7 @@ class _StepPlan:
                 first_block, self._position // shape.chunk * shape.chunk // self._block_size
             )
         ends = ends_seen(self._image_ends, self._positions, shape.window)
-        last = self._token + self._query_len - 1
-        num_blocks = -(-ends[last] // self._block_size) - first_block
+        num_blocks = -(-ends[self._token + self._query_len - 1] // self._block_size) - first_block
         padded_len = 1 << np.ceil(np.log2(self._query_len)).astype(np.int64)
         order = np.lexsort((-num_blocks, padded_len))  # like lengths together, longest first
         groups = []

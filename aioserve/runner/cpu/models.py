@@ -14,6 +14,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compute_type import CPU_TYPES
+from aioserve.runner.cpu.encoder_attention import use_kernels
 from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.int8_activations import check_activations, quantize_activations
 from aioserve.runner.cpu.linear import pack_linear
@@ -47,6 +48,7 @@ def load_models(
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
     quantize_activations(model, config.model)
+    use_kernels(model.image_encoder)
     place = DraftPlace(
         lambda info: load_model_on_cpu(info.config, info),
         lambda weight: pack_linear(weight, None),
@@ -85,13 +87,12 @@ def _check_memory(
         sizes = (1, SCALE_BYTES) if config.cache.kv_cache_dtype == "int8" else (itemsize, 0)
         per_token.append(expected_bytes_per_token(part.hf_config, *sizes))
         per_token.append(draft.num_states * itemsize if part is draft else 0)
+    dtype = named_dtype(CPU_TYPES.resolve(info.config).dtype)
     if num_ranks > 1:
-        itemsize = named_dtype(CPU_TYPES.resolve(info.config).dtype).itemsize
-        weights += (num_ranks - 1) * info.vocab_size * info.hidden_size * itemsize  # whole on each
+        weights += (num_ranks - 1) * info.vocab_size * info.hidden_size * dtype.itemsize  # on each
         if not shares_heads(info.hf_config):
             per_token = [None if size is None else size * num_ranks for size in per_token]
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
-    dtype = named_dtype(CPU_TYPES.resolve(info.config).dtype)
     num_image_bytes = num_ranks * encoder_cache_bytes(config, info, dtype, sees_images(info))
     check_memory(config, weights, all_known, info.max_model_len, num_image_bytes)

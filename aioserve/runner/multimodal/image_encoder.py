@@ -72,6 +72,16 @@ class ImageEncoder(ImageRows):
         self._failures: dict[str, str] = {}  # why, by content
         self._gone: set[str] = set()  # of these, what the step says to drop
 
+    def attend_by(self, name: str) -> None:
+        """Let its layers attend by what `transformers` has registered under that name."""
+        from transformers import PreTrainedModel
+
+        for part in [] if self._module is None else self._module.modules():
+            # what holds others would give it to them too; the text model is one, and keeps its own
+            is_leaf = isinstance(part, PreTrainedModel) and not part.config.sub_configs
+            if is_leaf and part.config is not self._module.config.get_text_config():
+                part.set_attn_implementation(name)
+
     def forget(self, content_hashes: Iterable[str]) -> None:
         """Drop what was made of these images. To be called with every step: that they failed is
         known until the next, as a request that comes with this one may have found blocks that were
