@@ -6,6 +6,7 @@ places, since `configs/` and `policies/` stand at the top. All else is in pyproj
 """
 
 import copy
+import hashlib
 import os
 import platform
 import sys
@@ -26,6 +27,10 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx512_bf16"] = [*FLAGS["avx512_vnni"], "-mavx512bf16"]
     FLAGS["amx_bf16"] = [*FLAGS["avx512_bf16"], *("-mamx-tile", "-mamx-bf16")]
 
+# A library of other sources is not loaded: aioserve/kernels/sources.py makes the same digest.
+DIGEST = hashlib.sha256(
+    b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]")))
+).hexdigest()
 
 # A release must have all kernels; anybody else gets those that can be compiled.
 OPTIONAL = os.environ.get("AIOSERVE_BUILD") != "release"
@@ -67,6 +72,7 @@ setup(
                 f"aioserve.kernels._{variant}",
                 sources=[str(SOURCES / "kernels.c")],
                 depends=["setup.py", *map(str, sorted(SOURCES.glob("*.h")))],
+                define_macros=[("SOURCES_DIGEST", f'"{DIGEST}"')],
                 # -fopenmp only here, not for the linker: the runtime is the one that torch brings
                 extra_compile_args=[
                     *("-O3", "-g0", "-std=gnu11", "-fopenmp", "-fvisibility=default"),

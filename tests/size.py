@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 25_569
+CORE_LIMIT = 25_568
 
 #: Folders and files that a feature owns, below `aioserve`; so are `policies/zoo` and
 #: `policies/composed`.
@@ -116,6 +116,7 @@ PARTS = (
         "runner/models/tapped_layers.py",
         *("runner/cpu/state_steps.py", "runner/cpu/state_tensors.py", "runner/cpu/conv_steps.py"),
         *("runner/cpu/delta_steps.py", "runner/cpu/mamba_steps.py", "runner/cpu/gated_norms.py"),
+        "kernels/sources.py",
         *("kernels/state_steps.py", "kernels/src/any_element.h", "kernels/src/causal_conv.h"),
         *("kernels/src/gated_delta.h", "kernels/src/gated_norm.h"),
         *("kernels/src/selective_scan.h", "kernels/src/state_space.h"),

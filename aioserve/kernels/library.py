@@ -11,6 +11,7 @@ from threading import get_native_id
 
 from aioserve.errors import ConfigError
 from aioserve.kernels.cpu import cpu_flags, extension
+from aioserve.kernels.sources import StaleLibraryError, open_compiled
 
 ENVIRONMENT_VARIABLE = "AIOSERVE_KERNELS"  # off, or a variant: for tests and reports of bugs
 
@@ -66,8 +67,8 @@ def open_library(variant: str) -> ctypes.CDLL:
         raise KernelsUnavailableError("torch came without an OpenMP runtime")
     try:
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(extension(variant)))
-    except OSError as error:
+        return open_compiled(extension(variant))
+    except (OSError, StaleLibraryError) as error:
         raise KernelsUnavailableError(str(error)) from error
 
 
@@ -89,12 +90,7 @@ def compute_thread_ids(num_threads: int) -> list[int]:
 
 def _openmp_runtime() -> str | None:
     """The shared library that torch has loaded."""
-    match = re.search(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", _read("/proc/self/maps"))
+    maps = Path("/proc/self/maps")  # of Linux
+    loaded = maps.read_text(encoding="utf-8") if maps.exists() else ""
+    match = re.search(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", loaded)
     return match and match[0]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""

@@ -1,13 +1,15 @@
 """Which variant is taken, and that only one OpenMP runtime is loaded."""
 
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.kernels import KernelsUnavailableError, library, usable_variants
+from aioserve.kernels import KernelsUnavailableError, library, sources, usable_variants
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)
@@ -51,6 +53,22 @@ def test_a_cpu_gets_no_instructions_that_it_lacks(monkeypatch: pytest.MonkeyPatc
         assert usable_variants()[0] == best
     monkeypatch.setattr(library, "cpu_flags", set[str])
     assert usable_variants() == ["baseline"]
+
+
+def test_kernels_of_other_sources_than_those_beside_them_are_not_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    variant = usable_variants()[0]
+    changed = tmp_path / "src"
+    shutil.copytree(sources.SOURCES, changed)
+    monkeypatch.setattr(sources, "SOURCES", changed)
+    assert library.open_library(variant)
+    with (changed / "attention.h").open("a") as source:
+        source.write("// another line\n")
+    with pytest.raises(KernelsUnavailableError, match=f"_{variant}.so was compiled from other"):
+        library.open_library(variant)
+    monkeypatch.setattr(sources, "SOURCES", tmp_path / "of a wheel")
+    assert library.open_library(variant)
 
 
 def test_the_kernels_share_torchs_openmp_runtime() -> None:

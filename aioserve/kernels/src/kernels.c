@@ -19,6 +19,9 @@ const int64_t kept_from = KEPT_FROM;
 const int64_t rounded_from = ROUNDED_FROM;
 const int64_t lanes = W;
 
+#ifdef SOURCES_DIGEST
+const char sources_digest[] = SOURCES_DIGEST;  // see ../sources.py
+#endif
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 
