@@ -18,7 +18,7 @@ from aioserve.config import (
 )
 from aioserve.kv_cache import KVConnectorStats
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
-from tests.kit import greedy, stats_of, tokens_of
+from tests.kit import greedy, load_at_any_price, stats_of, tokens_of
 from tests.models import make_model
 from tests.mtp_models import make_mtp_model
 from tests.slow import mostly_slow
@@ -142,6 +142,7 @@ async def test_a_drafting_model_does_not_read_again_what_is_loaded(
     read: list[int] = []
     for _ in range(2):
         async with AsyncEngine(config) as engine:
+            load_at_any_price(engine)
             num_read.clear()
             assert await run_all(engine) == expected
             await tokens_of(engine, [5], greedy(2))  # whose steps save what the others have left
@@ -179,6 +180,7 @@ async def test_drafts_of_the_first_of_two_ranks_are_kept_beside_both_parts(
     config = msgspec.structs.replace(config, runner=RunnerConfig(threads=2, tensor_parallel_size=2))
     for turn in range(2):
         async with AsyncEngine(config) as engine:
+            load_at_any_price(engine)
             assert await run_all(engine) == expected
             await tokens_of(engine, [5], greedy(2))
             assert stats_of(engine).num_draft_tokens > 0

@@ -14,7 +14,15 @@ from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.kv_cache import KVConnectorStats
 from tests.engine.pausing_policy import OffloadsAtEveryTurn
-from tests.kit import expected_tokens, greedy, make_prompts, small_config, stats_of, tokens_of
+from tests.kit import (
+    expected_tokens,
+    greedy,
+    load_at_any_price,
+    make_prompts,
+    small_config,
+    stats_of,
+    tokens_of,
+)
 from tests.models import make_model
 from tests.slow import mostly_slow
 
@@ -90,6 +98,7 @@ async def test_windows_from_outside_give_the_same_tokens(
     config = settings(model, **(on_disk(tmp_path) if kind == "disk" else {"kv_connector": kind}))
     scheduler = msgspec.structs.replace(config.scheduler, pipeline_depth=depth)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
+        load_at_any_price(engine)
         for _ in range(3):
             assert await run_all(engine) == expected
         await next_turns(engine, expected)
@@ -105,11 +114,13 @@ async def test_a_second_engine_reads_no_more_of_windows_than_they_show(
 ) -> None:
     config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_window_blocks=200)
     async with AsyncEngine(config) as engine:
+        load_at_any_price(engine)
         assert await run_all(engine) == expected
         await tokens_of(engine, [5], greedy(2))  # whose steps save what the others have left
     prompt, tokens = make_prompts()[4], expected[4]
     size = files_in(tmp_path, "*.windows.kv")[0].stat().st_size
     async with AsyncEngine(config) as engine:
+        load_at_any_price(engine)
         whole = (len(prompt) + NUM_TOKENS - 1) // 8
         async for output in engine.generate([*prompt, *tokens, 5], greedy(1)):
             assert output.num_cached_tokens == 8 * whole
@@ -126,6 +137,7 @@ async def test_a_lost_or_damaged_window_means_a_shorter_find(
 ) -> None:
     config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_window_blocks=200)
     async with AsyncEngine(config) as engine:
+        load_at_any_price(engine)
         await run_all(engine)
     files = files_in(tmp_path, "*.windows.kv")
     assert len(files) > 20
@@ -135,6 +147,7 @@ async def test_a_lost_or_damaged_window_means_a_shorter_find(
         else:
             file.write_bytes(file.read_bytes()[:-7])
     async with AsyncEngine(config) as engine:
+        load_at_any_price(engine)
         await next_turns(engine, expected)
         assert bool(connector_stats(engine).num_failures) == (damage != "gone")
 
@@ -147,6 +160,7 @@ async def test_what_policies_swap_comes_back_with_its_window(
     policy = f"{OffloadsAtEveryTurn.__module__}:{OffloadsAtEveryTurn.__name__}"
     scheduler = SchedulerConfig(policy=policy, max_num_seqs=4)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
+        load_at_any_price(engine)
         for _ in range(2):
             assert await run_all(engine) == expected
         assert connector_stats(engine).num_hit_tokens > 0
@@ -162,6 +176,7 @@ async def test_each_of_two_ranks_keeps_its_part_of_a_window(
     config = settings(model, **(on_disk(tmp_path) if kind == "disk" else {"kv_connector": kind}))
     runner = RunnerConfig(threads=2, tensor_parallel_size=2)
     async with AsyncEngine(msgspec.structs.replace(config, runner=runner)) as engine:
+        load_at_any_price(engine)
         for _ in range(2):
             assert await run_all(engine) == expected
         await next_turns(engine, expected)
