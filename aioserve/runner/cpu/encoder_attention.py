@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
+from aioserve.runner.multimodal.encoding_pieces import may_stop, rows_at_once
 from aioserve.runner.multimodal.image_encoder import ImageEncoder
 
 NAME = "aioserve_encoder"
@@ -77,10 +78,26 @@ def attend(kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scaling:
     if packed.stride(-1) != 1:
         packed = packed.contiguous()
     out = torch.empty(packed.shape, dtype=query.dtype)
-    rows = _rows(batch, length)
-    kernels.paged_attention(
-        packed, key.contiguous(), value.contiguous(), *rows[:3], out, scaling=scaling, ends=rows[3]
-    )
+    caches = key.contiguous(), value.contiguous()
+    per_query = 2 * num_heads * length * packed.shape[2]
+    if (at_once := rows_at_once(length, per_query)) == length:
+        table, starts, lengths, ends = _rows(batch, length, length)
+        kernels.paged_attention(
+            *(packed, *caches, table, starts, lengths, out), scaling=scaling, ends=ends
+        )
+        may_stop(batch * length * per_query)
+    else:
+        for place in (
+            slice(image + begin, image + min(begin + at_once, length))
+            for image in range(0, batch * length, length)
+            for begin in range(0, length, at_once)
+        ):
+            some, table = packed[place], torch.tensor([[place.start // length]], dtype=torch.int32)
+            _, starts, lengths, ends = _rows(1, len(some), length)
+            kernels.paged_attention(
+                *(some, *caches, table, starts, lengths, out[place]), scaling=scaling, ends=ends
+            )
+            may_stop(len(some) * per_query)
     return out.view(batch, length, num_heads, -1)[..., :dim]
 
 
@@ -91,11 +108,11 @@ def _serves(kernels: Kernels, dtype: torch.dtype) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Block table, starts of rows, their lengths, and the ends of what tokens see."""
+def _rows(batch: int, num_queries: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Block table, starts of rows, their lengths, and the ends of what their queries see."""
     return (
         torch.arange(batch, dtype=torch.int32)[:, None],
-        torch.arange(batch + 1) * length,
+        torch.arange(batch + 1) * num_queries,
         torch.full((batch,), length),
-        torch.full((batch * length,), length),
+        torch.full((batch * num_queries,), length),
     )

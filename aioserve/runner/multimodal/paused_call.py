@@ -22,20 +22,20 @@ class PausedCall(Generic[T]):
         """`call` has not begun yet. It may call `pause` of this object."""
         self._call = call
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._num_passed = 0  # of its pauses
-        self._until: int | None = 0  # at which of them it stops
+        self._passed = 0.0  # of its work, at its last pause
+        self._until: float | None = 0.0  # behind how much work it stops
         self._has_ended = self._is_dropped = False
         self._result: T | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="aioserve-encoder", daemon=True)
         self._thread.start()
 
-    def advance(self, num_pauses: int) -> None:
-        """Let it run until it has come to its pause of that number, counted from 1, or has ended;
-        not at all if it has come that far.
+    def advance(self, work: float) -> None:
+        """Let it run until it has come to a pause behind that much of its work, or has ended; not
+        at all if it has come that far.
         """
-        if not self._has_ended and self._num_passed < num_pauses:
-            self._until = num_pauses
+        if not self._has_ended and self._passed < work:
+            self._until = work
             self._resume()
 
     def finish(self) -> T:
@@ -55,14 +55,14 @@ class PausedCall(Generic[T]):
             self._resume()
         self._thread.join()
 
-    def pause(self) -> None:
-        """Called by the call itself, or by what it calls: a place to stop. Elsewhere it does
-        nothing.
+    def pause(self, work: float = 1.0) -> None:
+        """Called by the call itself, or by what it calls: a place to stop, behind `work` since the
+        last one. On another thread it does nothing.
         """
         if threading.current_thread() is not self._thread:
             return
-        self._num_passed += 1
-        if self._until is not None and self._num_passed >= self._until:
+        self._passed += work
+        if self._until is not None and self._passed >= self._until:
             self._back.release()
             self._wait()
 
