@@ -126,7 +126,9 @@ async def test_drafts_come_about_behind_loaded_blocks_and_change_no_token(
             )
             assert await run_all(engine) == expected
             assert stats_of(engine).num_draft_tokens > num_drafts
-            assert not turn or connector_stats(engine).num_hit_tokens > num_hits
+            # What a directory has in time for a request depends on the disk.
+            least = num_hits if kind == "memory" else 0
+            assert not turn or connector_stats(engine).num_hit_tokens > least
         stats = stats_of(engine)
         if served[1].speculative_method == "draft":
             assert stats.num_accepted_tokens == stats.num_draft_tokens
