@@ -37,14 +37,6 @@ def stats_of(engine: AsyncEngine) -> SchedulerStats:
     return stats
 
 
-def load_at_any_price(engine: AsyncEngine) -> AsyncEngine:
-    """The engine, whose connector loads what it has, though a tiny model computes it sooner."""
-    connector = engine.metrics.kv_connector.connector
-    assert connector is not None
-    connector.step_time = None
-    return engine
-
-
 async def tokens_of(engine: AsyncEngine, prompt: Any, params: SamplingParams) -> list[int]:
     """All tokens of the reply."""
     found: list[int] = []

@@ -222,9 +222,12 @@ class EngineCalls(Bench):
         outputs: dict[int, EngineCoreOutputs],
     ) -> None:
         where = f"result of step {step.output.step_id}"
-        if result.failed:
-            self.recomputed |= self.planned.lose()
         lives = _lives(step)
+        statuses = {life: life.request.status for life in lives.values()}
+        # A request of the step failed in it, or has been ended by an error since.
+        if result.failed or RequestStatus.FINISHED_ERROR in statuses.values():
+            preempted = {one for one, is_ in statuses.items() if is_ is RequestStatus.PREEMPTED}
+            self.recomputed |= self.planned.lose() | preempted
         dropped = {name for name, life in lives.items() if life in self.recomputed}
         self.recomputed &= {row.life for row in self.rows_in_flight}
         self.ledger.receive(lives, result, outputs, where, dropped | self.runner.spoilt)

@@ -12,11 +12,14 @@ from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import CacheConfig
 from aioserve.kv_cache import KVConnectorStats
 from aioserve.kv_connector import BlockDirectory
-from tests.kit import greedy, load_at_any_price, make_prompts, small_config, tokens_of
+from tests.kit import greedy, make_prompts, small_config, tokens_of
 from tests.models import make_model
 from tests.processes import PATIENCE
 
-pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+pytestmark = [
+    pytest.mark.asyncio(loop_factories=["uvloop"]),
+    pytest.mark.usefixtures("at_any_price"),
+]
 
 NUM_TOKENS = 12
 
@@ -72,7 +75,6 @@ async def test_blocks_of_other_weights_are_other_files(
     assert first != second
     config = settings(model, kv_connector="disk", kv_connector_path=str(tmp_path))
     async with AsyncEngine(config) as engine:
-        load_at_any_price(engine)
         assert await run_all(engine) == first
         await engine.reload(str(other))
         assert num_folders(tmp_path) == 2
@@ -83,7 +85,6 @@ async def test_blocks_of_other_weights_are_other_files(
         assert stats_of(engine).num_fetched_tokens > 100  # its files are still there
         assert stats_of(engine).num_failures == 0
     async with AsyncEngine(settings(other, **_cache_of(config))) as engine:  # and those of others
-        load_at_any_price(engine)
         assert await run_all(engine) == second
         assert stats_of(engine).num_fetched_tokens > 100
     assert num_folders(tmp_path) == 2
@@ -100,7 +101,6 @@ async def test_what_was_being_read_when_weights_changed_is_not_used(
     second = await expected_of(other)
     config = settings(model, kv_connector="disk", kv_connector_path=str(tmp_path))
     async with AsyncEngine(config) as engine:
-        load_at_any_price(engine)
         await run_all(engine)
     may_read, is_reading, read_one = threading.Event(), threading.Event(), BlockDirectory._read_one
 
@@ -112,7 +112,6 @@ async def test_what_was_being_read_when_weights_changed_is_not_used(
     monkeypatch.setattr(BlockDirectory, "_read_one", slow)
     prompt = make_prompts()[4]
     async with AsyncEngine(config) as engine:
-        load_at_any_price(engine)
         waits = asyncio.create_task(tokens_of(engine, prompt, greedy(NUM_TOKENS)))
         await asyncio.to_thread(is_reading.wait, PATIENCE)
         await engine.reload(str(other))
@@ -131,7 +130,6 @@ async def test_weights_without_a_folder_are_served_without_one(
     second = await expected_of(other)
     config = settings(model, kv_connector="disk", kv_connector_path=str(tmp_path))
     async with AsyncEngine(config) as engine:
-        load_at_any_price(engine)
         await run_all(engine)
 
         def no_folder(*_: Any) -> Path:

@@ -17,7 +17,6 @@ from tests.engine.pausing_policy import OffloadsAtEveryTurn
 from tests.kit import (
     expected_tokens,
     greedy,
-    load_at_any_price,
     make_prompts,
     small_config,
     stats_of,
@@ -26,7 +25,10 @@ from tests.kit import (
 from tests.models import make_model
 from tests.slow import mostly_slow
 
-pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+pytestmark = [
+    pytest.mark.asyncio(loop_factories=["uvloop"]),
+    pytest.mark.usefixtures("at_any_price"),
+]
 
 WINDOW = 24
 #: Every layer has a window, so that the main pool has nothing; one of three has none.
@@ -98,7 +100,6 @@ async def test_windows_from_outside_give_the_same_tokens(
     config = settings(model, **(on_disk(tmp_path) if kind == "disk" else {"kv_connector": kind}))
     scheduler = msgspec.structs.replace(config.scheduler, pipeline_depth=depth)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
-        load_at_any_price(engine)
         for _ in range(3):
             assert await run_all(engine) == expected
         await next_turns(engine, expected)
@@ -114,13 +115,11 @@ async def test_a_second_engine_reads_no_more_of_windows_than_they_show(
 ) -> None:
     config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_window_blocks=200)
     async with AsyncEngine(config) as engine:
-        load_at_any_price(engine)
         assert await run_all(engine) == expected
         await tokens_of(engine, [5], greedy(2))  # whose steps save what the others have left
     prompt, tokens = make_prompts()[4], expected[4]
     size = files_in(tmp_path, "*.windows.kv")[0].stat().st_size
     async with AsyncEngine(config) as engine:
-        load_at_any_price(engine)
         whole = (len(prompt) + NUM_TOKENS - 1) // 8
         async for output in engine.generate([*prompt, *tokens, 5], greedy(1)):
             assert output.num_cached_tokens == 8 * whole
@@ -137,7 +136,6 @@ async def test_a_lost_or_damaged_window_means_a_shorter_find(
 ) -> None:
     config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_window_blocks=200)
     async with AsyncEngine(config) as engine:
-        load_at_any_price(engine)
         await run_all(engine)
     files = files_in(tmp_path, "*.windows.kv")
     assert len(files) > 20
@@ -147,7 +145,6 @@ async def test_a_lost_or_damaged_window_means_a_shorter_find(
         else:
             file.write_bytes(file.read_bytes()[:-7])
     async with AsyncEngine(config) as engine:
-        load_at_any_price(engine)
         await next_turns(engine, expected)
         assert bool(connector_stats(engine).num_failures) == (damage != "gone")
 
@@ -160,7 +157,6 @@ async def test_what_policies_swap_comes_back_with_its_window(
     policy = f"{OffloadsAtEveryTurn.__module__}:{OffloadsAtEveryTurn.__name__}"
     scheduler = SchedulerConfig(policy=policy, max_num_seqs=4)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
-        load_at_any_price(engine)
         for _ in range(2):
             assert await run_all(engine) == expected
         assert connector_stats(engine).num_hit_tokens > 0
@@ -176,7 +172,6 @@ async def test_each_of_two_ranks_keeps_its_part_of_a_window(
     config = settings(model, **(on_disk(tmp_path) if kind == "disk" else {"kv_connector": kind}))
     runner = RunnerConfig(threads=2, tensor_parallel_size=2)
     async with AsyncEngine(msgspec.structs.replace(config, runner=runner)) as engine:
-        load_at_any_price(engine)
         for _ in range(2):
             assert await run_all(engine) == expected
         await next_turns(engine, expected)
