@@ -69,6 +69,13 @@ _NEVER: dict[frozenset[str], str] = {
     frozenset(("images", "states")): "no family of vision models that is served has states",
     frozenset(("images", "MTP")): "no family of vision models that is served has an MTP layer",
 }
+#: What asks for models of which `transformers` computes a part, in sums that depend on the batch.
+_IN_PART = (("states",), ("windows", "MTP"), ("experts", "MTP"), ("images", "windows"))
+for _model in _IN_PART:
+    _NEVER[frozenset(("int8 activations", "seeded sampling", *_model))] = (
+        "where the batch changes an input's last bit, it may be rounded to the code beside, and a "
+        "draw fall on another token"
+    )
 
 
 def why_not(features: Collection[str]) -> str | None:

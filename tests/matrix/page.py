@@ -25,8 +25,7 @@ the KV cache has blocks for, so that some are preempted; three more are aborted 
   `transformers` on the same weights (merged with the adapter, with penalties, and among the tokens
   that the grammar allows), and log probabilities and vectors are the library's; with seeded
   sampling, few-bit weights, int8 activations and a quantized cache, if every reply is that of the
-  request alone in an engine without the other features (with int8 activations and drawn tokens, of
-  all requests but one, which may leave it behind its fourth token: a rounding between two codes);
+  request alone in an engine without the other features;
 - the feature came about: drafts were made, prefixes found, requests preempted;
 - no request, block, slot or lease is left.
 
