@@ -52,7 +52,7 @@ def load(args: argparse.Namespace, dtype: torch.dtype) -> Any:
 
 
 def taken(call: Callable[[], Any]) -> float:
-    """Processor seconds."""
+    """The processor seconds that one call takes."""
     began = time.process_time()
     call()
     return time.process_time() - began

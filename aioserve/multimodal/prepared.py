@@ -52,7 +52,7 @@ AllPrepared = Mapping[str, Sequence[Prepared]]
 
 
 class Marks:
-    """Those of one model."""
+    """The marks by which prompts of one model mention images and videos."""
 
     def __init__(self, marks: Sequence[Mark], together: bool) -> None:
         """`together`: whether the tokens of an input see each other in both directions."""

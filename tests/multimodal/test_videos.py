@@ -45,7 +45,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seeing]:
 
 
 def clip(seed: int, num_frames: int, width: int, height: int, fps: float | None = None) -> Video:
-    """Frames that differ."""
+    """Frames of a video that differ from each other."""
     return Video([picture(seed * 100 + i, width, height) for i in range(num_frames)], fps)
 
 

@@ -12,11 +12,7 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 
 from aioserve.engine.admission.chat_template import Conversation, Messages
-from aioserve.engine.admission.multimodal_prompts import (
-    Encoded,
-    MultimodalProcessor,
-    ReadMedia,
-)
+from aioserve.engine.admission.multimodal_prompts import Encoded, MultimodalProcessor, ReadMedia
 from aioserve.engine.admission.prompt_limit import PromptLimit
 from aioserve.engine.admission.sampling_validator import NO_TOKENIZER, SamplingValidator
 from aioserve.errors import RequestError

@@ -73,7 +73,7 @@ class ReadMedia(msgspec.Struct, frozen=True):
 
     @classmethod
     def none(cls, why: str) -> "ReadMedia":
-        """Neither images nor videos."""
+        """Of a model, or an engine, that reads neither images nor videos: `why` says so."""
         return cls(why, why)
 
 
@@ -172,7 +172,7 @@ class MultimodalProcessor:
 
 
 def _given(prompt: MultimodalPrompt) -> dict[str, Sequence[Any]]:
-    """By kind."""
+    """The images and the videos of a prompt, by kind."""
     return {"image": prompt.images, "video": prompt.videos}
 
 

@@ -8,6 +8,7 @@ scheduler knows no kind by name; the manager names two of today, for policies th
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from aioserve.kv_cache.connector import KVConnectorBase
 from aioserve.request import Request, WaitReason
 
 
@@ -51,6 +52,9 @@ class Resource:
 
     def let_go(self, request: Request) -> None:
         """The request that was ready is in line now."""
+
+    def join(self, connector: KVConnectorBase) -> None:
+        """Let a connector keep what this resource has in a pool. By default it has none."""
 
     def learn_prices(self, step_time: Any) -> None:
         """Take note of what steps cost, as the policy in charge has learned it."""

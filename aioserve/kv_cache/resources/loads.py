@@ -11,8 +11,6 @@ from typing import Any
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import BLOCKS, KVConnectorBase
 from aioserve.kv_cache.resources.base import Resource
-from aioserve.kv_cache.resources.states import StatePool
-from aioserve.kv_cache.resources.windows import WindowPool
 from aioserve.request import Request
 
 
@@ -48,8 +46,7 @@ class ConnectorLoads(Resource):
         self._block_size = block_size
         connector.join(_KVBlocks(pool))
         for other in others:
-            if isinstance(other, StatePool | WindowPool):
-                other.keep_outside(connector.join(other))
+            other.join(connector)
         self._aside: set[Request] = set()
         self._ready: list[Request] = []  # requests whose blocks came, until they are in line
 

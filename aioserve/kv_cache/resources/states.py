@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from aioserve.errors import InvariantError
-from aioserve.kv_cache.connector import BlockNotes, Outside, reached_blocks
+from aioserve.kv_cache.connector import BlockNotes, KVConnectorBase, Outside, reached_blocks
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.request import Request, WaitReason
@@ -61,9 +61,8 @@ class StatePool(Resource):
 
     # For a KV connector.
 
-    def keep_outside(self, outside: Outside | None) -> None:
-        """A connector keeps snapshots from now on; None: it keeps none."""
-        if outside is not None:
+    def join(self, connector: KVConnectorBase) -> None:
+        if (outside := connector.join(self)) is not None:
             self._outside, self._notes = outside, outside.notes
 
     def lookup(self, block_hash: bytes) -> int | None:

@@ -11,7 +11,7 @@ import msgspec
 
 from aioserve.errors import InvariantError, RequestError
 from aioserve.kv_cache.block_pool import BlockPool
-from aioserve.kv_cache.connector import Outside, reached_blocks
+from aioserve.kv_cache.connector import KVConnectorBase, Outside, reached_blocks
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.kv_cache.resources.base import Resource
 from aioserve.request import Request, WaitReason
@@ -85,9 +85,8 @@ class WindowPool(Resource):
 
     # For a KV connector.
 
-    def keep_outside(self, outside: Outside | None) -> None:
-        """A connector keeps blocks from now on, before there are any; None: it keeps none."""
-        if outside is not None:
+    def join(self, connector: KVConnectorBase) -> None:
+        if (outside := connector.join(self)) is not None:
             self._outside = outside
             self.pool = BlockPool(self.spec.num_blocks, None, outside.notes)
 

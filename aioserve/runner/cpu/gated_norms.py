@@ -18,7 +18,7 @@ _NAMES = ["self", "hidden_states", "gate"]
 
 
 class GatedNorm(NamedTuple):
-    """What a module computes."""
+    """A gated RMSNorm as a module of `transformers` computes it."""
 
     size: int  # numbers that are normed together
     eps: float

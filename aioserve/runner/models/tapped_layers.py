@@ -48,7 +48,7 @@ class TappedLayers:
         return shapes == {(_NUM_TOKENS, config.hidden_size)}
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away: the layers tell of their inputs no longer."""
         for handle in self._handles:
             handle.remove()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class LayerCosts:
-    """Of one encoder."""
+    """The costs of the layers of one image encoder."""
 
     def __init__(self, layers: Sequence[nn.Module], vision_config: Any) -> None:
         """`vision_config` says which layers have windows, if any have."""

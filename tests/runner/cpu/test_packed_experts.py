@@ -36,7 +36,7 @@ FUSED = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3vlmoe")
 
 
 def load(path: Path, **settings: Any) -> Any:
-    """The module of `transformers`."""
+    """The module of `transformers` for a model on disk."""
     source = ModelInfo(ModelConfig(model=str(path))).source
     return source.load_module(torch.float32, torch.device("cpu"), "eager", **settings)
 
