@@ -16,9 +16,9 @@ from aioserve.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from aioserve.kv_cache import KVConnectorStats
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from tests.kit import greedy, stats_of, tokens_of
+from tests.kv_connector.serving import connector_stats
 from tests.models import make_model
 from tests.mtp_models import make_mtp_model
 from tests.slow import mostly_slow
@@ -105,12 +105,6 @@ def expected(served: tuple[Path, SpeculationConfig]) -> list[list[int]]:
             return await run_all(engine)
 
     return asyncio.run(run())
-
-
-def connector_stats(engine: AsyncEngine) -> KVConnectorStats:
-    connector = engine.metrics.kv_connector.connector
-    assert connector is not None
-    return connector.make_stats()
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])

@@ -3,7 +3,6 @@
 A block of K and V is of use only with the state at its end: both are kept, and found together.
 """
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
-from aioserve.kv_cache import KVConnectorStats
 from tests.engine.pausing_policy import OffloadsAtEveryTurn
 from tests.kit import (
     expected_tokens,
@@ -21,6 +19,7 @@ from tests.kit import (
     small_config,
     tokens_of,
 )
+from tests.kv_connector.serving import connector_stats, files_in, next_turns, on_disk, run_all
 from tests.models import make_model
 from tests.slow import mostly_slow
 
@@ -77,32 +76,6 @@ def settings(model: Path, **cache: Any) -> EngineConfig:
     )
 
 
-def on_disk(path: Path) -> dict[str, Any]:
-    return {"kv_connector": "disk", "kv_connector_path": str(path)}
-
-
-def files_in(path: Path, names: str) -> list[Path]:
-    return sorted(path.glob(f"*/*/{names}"))
-
-
-def stats_of(engine: AsyncEngine) -> KVConnectorStats:
-    connector = engine.metrics.kv_connector.connector
-    assert connector is not None
-    return connector.make_stats()
-
-
-async def run_all(engine: AsyncEngine) -> list[list[int]]:
-    return await asyncio.gather(
-        *(tokens_of(engine, prompt, greedy(NUM_TOKENS)) for prompt in make_prompts())
-    )
-
-
-async def next_turns(engine: AsyncEngine, expected: list[list[int]]) -> None:
-    """Each conversation goes on, and gets the last token that is known of it."""
-    for prompt, tokens in zip(make_prompts(), expected, strict=True):
-        assert await tokens_of(engine, prompt + tokens[:-1], greedy(1)) == tokens[-1:]
-
-
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_blocks_and_states_from_outside_give_the_same_tokens(
@@ -112,9 +85,9 @@ async def test_blocks_and_states_from_outside_give_the_same_tokens(
     scheduler = msgspec.structs.replace(config.scheduler, pipeline_depth=depth)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
         for _ in range(3):
-            assert await run_all(engine) == expected
+            assert await run_all(engine, NUM_TOKENS) == expected
         await next_turns(engine, expected)
-        stats = stats_of(engine)
+        stats = connector_stats(engine)
         assert stats.num_hit_tokens > 100
         assert stats.num_bytes_loaded > 0
         assert stats.num_failures == 0
@@ -126,9 +99,9 @@ async def test_a_second_engine_goes_on_where_the_first_has_ended(
     """At the end of the last whole block of each reply."""
     config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_state_slots=40)
     async with AsyncEngine(config) as engine:
-        assert await run_all(engine) == expected
+        assert await run_all(engine, NUM_TOKENS) == expected
         await tokens_of(engine, [5], greedy(2))  # whose steps save what the others have left
-        assert stats_of(engine).num_failures == 0
+        assert connector_stats(engine).num_failures == 0
     async with AsyncEngine(config) as engine:
         for prompt, tokens in zip(make_prompts(), expected, strict=True):
             async for output in engine.generate([*prompt, *tokens, 5], greedy(1)):
@@ -163,8 +136,8 @@ async def test_what_policies_swap_comes_back_with_its_state(
     scheduler = SchedulerConfig(policy=policy, max_num_seqs=4)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
         for _ in range(2):
-            assert await run_all(engine) == expected
-        assert stats_of(engine).num_hit_tokens > 0
+            assert await run_all(engine, NUM_TOKENS) == expected
+        assert connector_stats(engine).num_hit_tokens > 0
     assert OffloadsAtEveryTurn.num_offloads > before[0] + 10
     assert OffloadsAtEveryTurn.num_prefetches > before[1]
 
@@ -175,7 +148,7 @@ async def test_a_lost_or_damaged_state_means_a_shorter_find(
 ) -> None:
     config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_state_slots=40)
     async with AsyncEngine(config) as engine:
-        await run_all(engine)
+        await run_all(engine, NUM_TOKENS)
     states = files_in(tmp_path, "*.states.kv")
     assert len(states) > 8
     for file in states:
@@ -188,7 +161,7 @@ async def test_a_lost_or_damaged_state_means_a_shorter_find(
             file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     async with AsyncEngine(config) as engine:
         await next_turns(engine, expected)
-        stats = stats_of(engine)
+        stats = connector_stats(engine)
         assert stats.num_hit_tokens == 0
         assert bool(stats.num_failures) == (damage != "gone")
 
@@ -205,7 +178,7 @@ async def test_a_full_disk_is_served_without_new_states(
     monkeypatch.setattr(os, "writev", no_space)
     async with AsyncEngine(settings(model, **on_disk(tmp_path))) as engine:
         for _ in range(2):
-            assert await run_all(engine) == expected
+            assert await run_all(engine, NUM_TOKENS) == expected
 
 
 @pytest.mark.dist
@@ -219,6 +192,6 @@ async def test_each_of_two_ranks_keeps_its_part(kind: str, tmp_path: Path) -> No
     runner = RunnerConfig(threads=2, tensor_parallel_size=2)
     async with AsyncEngine(msgspec.structs.replace(config, runner=runner)) as engine:
         for _ in range(2):
-            assert await run_all(engine) == expected
+            assert await run_all(engine, NUM_TOKENS) == expected
         await next_turns(engine, expected)
-        assert stats_of(engine).num_hit_tokens > 0
+        assert connector_stats(engine).num_hit_tokens > 0

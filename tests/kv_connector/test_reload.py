@@ -10,9 +10,9 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import CacheConfig
-from aioserve.kv_cache import KVConnectorStats
 from aioserve.kv_connector import BlockDirectory
 from tests.kit import greedy, make_prompts, small_config, tokens_of
+from tests.kv_connector.serving import connector_stats, run_all
 from tests.models import make_model
 from tests.processes import PATIENCE
 
@@ -46,22 +46,10 @@ def settings(model: Path, **cache: Any) -> EngineConfig:
     return small_config(model, cache=CacheConfig(num_kv_blocks=100, block_size=8, **cache))
 
 
-async def run_all(engine: AsyncEngine) -> list[list[int]]:
-    return await asyncio.gather(
-        *(tokens_of(engine, prompt, greedy(NUM_TOKENS)) for prompt in make_prompts())
-    )
-
-
 async def expected_of(model: Path) -> list[list[int]]:
     """Without a connector."""
     async with AsyncEngine(settings(model)) as engine:
-        return await run_all(engine)
-
-
-def stats_of(engine: AsyncEngine) -> KVConnectorStats:
-    connector = engine.metrics.kv_connector.connector
-    assert connector is not None
-    return connector.make_stats()
+        return await run_all(engine, NUM_TOKENS)
 
 
 def num_folders(path: Path) -> int:
@@ -75,18 +63,18 @@ async def test_blocks_of_other_weights_are_other_files(
     assert first != second
     config = settings(model, kv_connector="disk", kv_connector_path=str(tmp_path))
     async with AsyncEngine(config) as engine:
-        assert await run_all(engine) == first
+        assert await run_all(engine, NUM_TOKENS) == first
         await engine.reload(str(other))
         assert num_folders(tmp_path) == 2
-        assert await run_all(engine) == second
-        assert stats_of(engine).num_fetched_tokens == 0
+        assert await run_all(engine, NUM_TOKENS) == second
+        assert connector_stats(engine).num_fetched_tokens == 0
         await engine.reload(str(model))
-        assert await run_all(engine) == first
-        assert stats_of(engine).num_fetched_tokens > 100  # its files are still there
-        assert stats_of(engine).num_failures == 0
+        assert await run_all(engine, NUM_TOKENS) == first
+        assert connector_stats(engine).num_fetched_tokens > 100  # its files are still there
+        assert connector_stats(engine).num_failures == 0
     async with AsyncEngine(settings(other, **_cache_of(config))) as engine:  # and those of others
-        assert await run_all(engine) == second
-        assert stats_of(engine).num_fetched_tokens > 100
+        assert await run_all(engine, NUM_TOKENS) == second
+        assert connector_stats(engine).num_fetched_tokens > 100
     assert num_folders(tmp_path) == 2
 
 
@@ -101,7 +89,7 @@ async def test_what_was_being_read_when_weights_changed_is_not_used(
     second = await expected_of(other)
     config = settings(model, kv_connector="disk", kv_connector_path=str(tmp_path))
     async with AsyncEngine(config) as engine:
-        await run_all(engine)
+        await run_all(engine, NUM_TOKENS)
     may_read, is_reading, read_one = threading.Event(), threading.Event(), BlockDirectory._read_one
 
     def slow(self: BlockDirectory, *arguments: Any) -> bool:
@@ -117,7 +105,7 @@ async def test_what_was_being_read_when_weights_changed_is_not_used(
         await engine.reload(str(other))
         assert await waits == second[4]  # though its read has not ended
         may_read.set()
-        assert await run_all(engine) == second
+        assert await run_all(engine, NUM_TOKENS) == second
 
 
 async def test_weights_without_a_folder_are_served_without_one(
@@ -130,7 +118,7 @@ async def test_weights_without_a_folder_are_served_without_one(
     second = await expected_of(other)
     config = settings(model, kv_connector="disk", kv_connector_path=str(tmp_path))
     async with AsyncEngine(config) as engine:
-        await run_all(engine)
+        await run_all(engine, NUM_TOKENS)
 
         def no_folder(*_: Any) -> Path:
             raise PermissionError(13, "Permission denied")
@@ -138,7 +126,7 @@ async def test_weights_without_a_folder_are_served_without_one(
         monkeypatch.setattr(BlockDirectory, "_make_folder", no_folder)
         await engine.reload(str(other))
         for _ in range(2):
-            assert await run_all(engine) == second
-        assert stats_of(engine).num_fetched_tokens == 0
+            assert await run_all(engine, NUM_TOKENS) == second
+        assert connector_stats(engine).num_fetched_tokens == 0
     assert sum("keeps no blocks of" in line for line in caplog.messages) == 1
     assert num_folders(tmp_path) == 1

@@ -3,7 +3,6 @@
 Behind N tokens they need the blocks of the last window alone, the other layers those of all N.
 """
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
-from aioserve.kv_cache import KVConnectorStats
 from tests.engine.pausing_policy import OffloadsAtEveryTurn
 from tests.kit import (
     expected_tokens,
@@ -22,6 +20,7 @@ from tests.kit import (
     stats_of,
     tokens_of,
 )
+from tests.kv_connector.serving import connector_stats, files_in, next_turns, on_disk, run_all
 from tests.models import make_model
 from tests.slow import mostly_slow
 
@@ -66,32 +65,6 @@ def settings(model: Path, **cache: Any) -> EngineConfig:
     )
 
 
-def on_disk(path: Path) -> dict[str, Any]:
-    return {"kv_connector": "disk", "kv_connector_path": str(path)}
-
-
-def files_in(path: Path, names: str) -> list[Path]:
-    return sorted(path.glob(f"*/*/{names}"))
-
-
-def connector_stats(engine: AsyncEngine) -> KVConnectorStats:
-    connector = engine.metrics.kv_connector.connector
-    assert connector is not None
-    return connector.make_stats()
-
-
-async def run_all(engine: AsyncEngine) -> list[list[int]]:
-    return await asyncio.gather(
-        *(tokens_of(engine, prompt, greedy(NUM_TOKENS)) for prompt in make_prompts())
-    )
-
-
-async def next_turns(engine: AsyncEngine, expected: list[list[int]]) -> None:
-    """Each conversation goes on, and gets the last token that is known of it."""
-    for prompt, tokens in zip(make_prompts(), expected, strict=True):
-        assert await tokens_of(engine, prompt + tokens[:-1], greedy(1)) == tokens[-1:]
-
-
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_windows_from_outside_give_the_same_tokens(
@@ -101,7 +74,7 @@ async def test_windows_from_outside_give_the_same_tokens(
     scheduler = msgspec.structs.replace(config.scheduler, pipeline_depth=depth)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
         for _ in range(3):
-            assert await run_all(engine) == expected
+            assert await run_all(engine, NUM_TOKENS) == expected
         await next_turns(engine, expected)
         assert stats_of(engine).num_window_blocks == 26
         stats = connector_stats(engine)
@@ -115,7 +88,7 @@ async def test_a_second_engine_reads_no_more_of_windows_than_they_show(
 ) -> None:
     config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_window_blocks=200)
     async with AsyncEngine(config) as engine:
-        assert await run_all(engine) == expected
+        assert await run_all(engine, NUM_TOKENS) == expected
         await tokens_of(engine, [5], greedy(2))  # whose steps save what the others have left
     prompt, tokens = make_prompts()[4], expected[4]
     size = files_in(tmp_path, "*.windows.kv")[0].stat().st_size
@@ -136,7 +109,7 @@ async def test_a_lost_or_damaged_window_means_a_shorter_find(
 ) -> None:
     config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_window_blocks=200)
     async with AsyncEngine(config) as engine:
-        await run_all(engine)
+        await run_all(engine, NUM_TOKENS)
     files = files_in(tmp_path, "*.windows.kv")
     assert len(files) > 20
     for file in files[::2]:
@@ -158,7 +131,7 @@ async def test_what_policies_swap_comes_back_with_its_window(
     scheduler = SchedulerConfig(policy=policy, max_num_seqs=4)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
         for _ in range(2):
-            assert await run_all(engine) == expected
+            assert await run_all(engine, NUM_TOKENS) == expected
         assert connector_stats(engine).num_hit_tokens > 0
     assert OffloadsAtEveryTurn.num_offloads > before[0] + 10
     assert OffloadsAtEveryTurn.num_prefetches > before[1]
@@ -173,6 +146,6 @@ async def test_each_of_two_ranks_keeps_its_part_of_a_window(
     runner = RunnerConfig(threads=2, tensor_parallel_size=2)
     async with AsyncEngine(msgspec.structs.replace(config, runner=runner)) as engine:
         for _ in range(2):
-            assert await run_all(engine) == expected
+            assert await run_all(engine, NUM_TOKENS) == expected
         await next_turns(engine, expected)
         assert connector_stats(engine).num_hit_tokens > 0
