@@ -71,11 +71,10 @@ _NEVER: dict[frozenset[str], str] = {
 }
 #: What asks for models of which `transformers` computes a part, in sums that depend on the batch.
 _IN_PART = (("states",), ("windows", "MTP"), ("experts", "MTP"), ("images", "windows"))
-for _model in _IN_PART:
-    _NEVER[frozenset(("int8 activations", "seeded sampling", *_model))] = (
-        "where the batch changes an input's last bit, it may be rounded to the code beside, and a "
-        "draw fall on another token"
-    )
+_ROUNDED_BESIDE = (
+    "where the batch changes the last bit of an activation, it may be rounded to the code beside: "
+    "such a model's replies are compared in the cell of two alone"
+)
 
 
 def why_not(features: Collection[str]) -> str | None:
@@ -84,6 +83,9 @@ def why_not(features: Collection[str]) -> str | None:
         if len(set(group) & set(features)) > 1:
             return reason
     asked = frozenset(features)
+    is_in_part = any({"int8 activations", *model} <= asked for model in _IN_PART)
+    if is_in_part and len(asked) > 2:
+        return _ROUNDED_BESIDE
     return next((reason for never, reason in _NEVER.items() if never <= asked), None)
 
 
