@@ -83,7 +83,7 @@ test-arm:  ## every kernel on an emulated Arm
 	$(ARM)-gcc -O2 -std=gnu11 -o build/arm/check_kernels tests/kernels/check_kernels.c -ldl -lm
 	OMP_NUM_THREADS=2 qemu-aarch64 -L /usr/$(ARM) build/arm/check_kernels build/arm/kernels.so
 
-check: .venv/test-packages size  ## ruff, mypy and the size of the core alone
+check: .venv/test-packages  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -92,8 +92,8 @@ audit: .venv/audit/done .venv/test-packages  ## bandit's rules on the code, advi
 	$(BIN)/ruff check .
 	@.venv/audit/bin/python requirements/audit.py $(ARGS)
 
-size:  ## lines per folder, and how many of them are the core
-	@$(PYTHON) -m tests.size
+size: .venv/test  ## what a process loads to serve, and lines per folder
+	@$(BIN)/python -m tests.size
 
 tree:  ## every folder and file, with a sentence about each (ARGS=aioserve/engine: of one folder)
 	@$(PYTHON) -m tests.tree $(ARGS)

@@ -317,3 +317,24 @@ class Request:
             f"{self.num_computed_tokens}/{self.num_tokens} computed, "
             f"{self.num_prompt_tokens} prompt)"
         )
+
+
+# Hints as policies read them: a client may state anything under any name, so a hint of another
+# type counts as not given.
+
+
+def hinted_number(request: Request, name: str, default: float) -> float:
+    """The number that the request states as the hint `name`, else `default`; a flag is none."""
+    value = request.hints.get(name)
+    return default if isinstance(value, bool | str | None) else float(value)
+
+
+def hinted_text(request: Request, name: str, default: str = "") -> str:
+    """The text that the request states as the hint `name`, else `default`; a number is none."""
+    value = request.hints.get(name)
+    return value if isinstance(value, str) else default
+
+
+def hinted_flag(request: Request, name: str) -> bool:
+    """Whether the request states the hint `name` as true."""
+    return request.hints.get(name) is True

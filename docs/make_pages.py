@@ -38,7 +38,7 @@ from aioserve.scheduler import (
     load_policy,
     make_successor,
 )
-from aioserve.scheduler.option_fields import read_options
+from aioserve.scheduler.registry import read_options
 from aioserve.server import completions
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat

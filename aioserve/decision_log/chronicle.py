@@ -24,7 +24,7 @@ from aioserve.decision_log.records import (
 from aioserve.errors import ConfigError, one_line
 from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
-from aioserve.scheduler.features import StepFeatures
+from aioserve.scheduler.output import StepFeatures
 
 # Between the end of a step and the plan of the next, if the engine has work: what is longer is
 # idleness. A guess, ten times what a busy engine takes.

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from aioserve.errors import ConfigError
 from aioserve.nearest import did_you_mean
-from aioserve.scheduler.features import StepFeatures
+from aioserve.scheduler.output import StepFeatures
 from aioserve.yaml_file import read_struct
 
 PROFILE_FOLDER = Path(__file__).parent / "profiles"

@@ -1,49 +1,73 @@
-"""The class that policies derive from: what an author writes, reads and calls.
+"""The class that policies derive from: all that a policy may override, read and call.
 
-Knows options, limits, and what to ask for the rest: state is in the book, a decision in a step.
-Knows nothing about text, tensors, tasks or threads.
+`BaseScheduler` is the whole API of a policy beside the verbs of a `Step`. State is in `self.book`,
+a `RequestTable`; what follows from a step's result, in `results`. It knows nothing about text,
+tensors, tasks or threads.
 """
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError, InvariantError, PolicyError, RequestError
-from aioserve.kv_cache import KVCacheManager, KVConnectorBase, make_limits
+from aioserve.errors import (
+    FROM_OUTSIDE,
+    AioserveError,
+    ConfigError,
+    InvariantError,
+    PolicyError,
+    RequestError,
+)
+from aioserve.hints import PREDICTED_OUTPUT_TOKENS, SLO_CLASS
+from aioserve.kv_cache import (
+    EncoderLimits,
+    KVCacheManager,
+    KVConnectorBase,
+    OffloadPrice,
+    make_limits,
+    offload_price,
+)
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
-from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler.admission import check_queue, check_size
-from aioserve.scheduler.blame import asking
-from aioserve.scheduler.bounded_step import BoundedStep
-from aioserve.scheduler.draft_lengths import Drafting
-from aioserve.scheduler.encoder_limits import encoder_limits
-from aioserve.scheduler.gauges import Gauging
-from aioserve.scheduler.hearing import Hearing
-from aioserve.scheduler.inquiry import stats, wait_reasons
-from aioserve.scheduler.interface import POLICY_API
-from aioserve.scheduler.memory import Memory
-from aioserve.scheduler.offloading import Offloading, drop_copies
-from aioserve.scheduler.options import PolicyOptions, make_options
+from aioserve.request import Request, RequestStatus, WaitReason, hinted_number, hinted_text
+from aioserve.row_values import ROW_VALUES, check_names
+from aioserve.scheduler.blame import asking, place
+from aioserve.scheduler.estimates import LengthHistory, OnlineStepTime
+from aioserve.scheduler.interface import (
+    CANNOT_BE_SWITCHED,
+    POLICY_API,
+    Rejection,
+    SchedulerInterface,
+)
+from aioserve.scheduler.memory import Memory, Ranks
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.queue import RequestQueue, by_user, order_key
-from aioserve.scheduler.rejection import Rejection
-from aioserve.scheduler.reordering import Reordering
-from aioserve.scheduler.request_table import RequestTable
+from aioserve.scheduler.registry import PolicyOptions, load_policy, make_options
 from aioserve.scheduler.results import take_results
-from aioserve.scheduler.retention_verbs import Retaining
-from aioserve.scheduler.row_reading import RowReading
-from aioserve.scheduler.sleeping import Sleeping
-from aioserve.scheduler.step import Step
-from aioserve.scheduler.step_time import OnlineStepTime
-from aioserve.scheduler.victims import VICTIM_KEYS
-from aioserve.scheduler.wake_up import Waking
+from aioserve.scheduler.stats import GaugeReader, stats, wait_reasons
+from aioserve.scheduler.step import BoundedStep, Step
+from aioserve.scheduler.table import (
+    RequestQueue,
+    RequestTable,
+    by_user,
+    check_queue,
+    check_size,
+    order_key,
+)
+
+#: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
+#: ties broken by the policy's order. Under each but the last one some request is never the victim,
+#: and finishes; under `least_lost` the request that takes the blocks gets a token.
+VICTIM_KEYS: dict[str, Callable[[Request, KVCacheManager], Any]] = {
+    "newest": lambda r, _: (r.arrival_time, r.order_key),
+    "lowest_priority": lambda r, _: (r.priority, r.order_key),
+    "least_computed": lambda r, _: (-r.num_computed_tokens, r.order_key),
+    "most_remaining": lambda r, _: (r.max_total_tokens - r.num_tokens, r.order_key),
+    "least_lost": lambda r, kv_cache: (-kv_cache.estimate_lost_tokens(r), r.order_key),
+}
 
 
-class BaseScheduler(
-    Reordering, Retaining, Waking, Drafting, RowReading, Hearing, Gauging, Sleeping, Offloading
-):
+class BaseScheduler(SchedulerInterface):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (admission order) and `victim` (preemption), and read
@@ -67,6 +91,17 @@ class BaseScheduler(
     #: policy. `compare --fleet` then plans many such steps at once. A class that overrides
     #: `schedule` or `update_from_output` must set it again.
     keeps_decoding: ClassVar[bool] = False
+    #: Seconds after which `order` is asked again for every waiting request, before the next step:
+    #: for keys that depend on the time. None: only on entry, and by `reorder` and `reorder_all`.
+    #: May be set in `__init__`, from an option.
+    reorder_every: float | None = None
+    #: True if the policy asks `predicted_tokens`: it then learns from each reply that ends.
+    uses_predicted_tokens: ClassVar[bool] = False
+    #: Names of the values that the policy reads as `request.row_values`: `"entropy"` of the model's
+    #: distribution of the next token, in nats, or `"package.module:function"`, which is given float
+    #: logits [S, V] of S rows and returns S numbers. Computed on a CPU; refused at the start on
+    #: CUDA; invented in the lab and in the shadow, which have no model.
+    wants_row_values: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -77,6 +112,7 @@ class BaseScheduler(
         clock: Callable[[], float],
     ) -> None:
         """Raises `ConfigError` if options or limits cannot work. `clock` returns seconds."""
+        cls, name = type(self), type(self).__name__
         self.options: Any = self.parse_options(config.options)  # of the policy's class `Options`
         self.max_num_batched_tokens = self.check_limits(config, max_model_len)  # per step
         self.step_limit = self.max_num_batched_tokens  # token budget of the newest step
@@ -86,25 +122,37 @@ class BaseScheduler(
         self.kv_cache = kv_cache  # KV blocks and cached prefixes
         self.memory = Memory(self)  # how many KV tokens are free, held, leased or cached
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
+        self._config = config
+        # What the policy is asked; of what it leaves as it is here, nothing is asked.
         self._ask_order = asking(self, "order")
-        is_grouped = type(self).group_by is not BaseScheduler.group_by
+        is_grouped = cls.group_by is not BaseScheduler.group_by
         self._ask_group = asking(self, "group_by", str) if is_grouped else by_user
+        is_ranked = cls.retention is not BaseScheduler.retention
+        self._ranks = Ranks(kv_cache, name, asking(self, "retention") if is_ranked else None)
+        has_gauges = cls.gauges is not BaseScheduler.gauges
+        self._gauges = GaugeReader(self) if has_gauges else None
+        self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
+        self._reorder_at: float | None = None  # None: no request has waited yet
+        self._wake_time: float | None = None  # of the newest step
         # The state that the verbs write; a policy reads the part of it that follows.
-        name = type(self).__name__
         self.book = RequestTable(name, kv_cache, config.queue_timeout, self._ask_group)
-        encoder = encoder_limits(config, max_model_len, self.runs_whole_prompts)
         self._on_end = self._end_hooks()
         self.book.just_ended = [] if self._on_end else None
-        self._ranks = self._asked_ranks()
+        encoder = EncoderLimits(
+            num_slots=config.encoder_cache_tokens,
+            step_tokens=config.max_encoder_tokens,
+            max_whole=config.max_whole(max_model_len),
+            runs_whole_prompts=self.runs_whole_prompts,
+            chunk=config.encoder_chunk_tokens,
+        )
         self._limits = make_limits(config.max_loras, encoder, kv_cache.pool)
         self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
         kv_cache.limit(self._limits, self._max_leased)
-        self._config = config
-        self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
         is_timed = self.uses_step_time or kv_cache.wants_prices
         self._step_time = OnlineStepTime() if is_timed else None
-        noted = (self._note_planned,) if is_timed else ()
-        self._on_output = (*noted, *self._draft_hooks(), *self._row_hooks())  # with every step
+        self._on_output = self._output_hooks()
+
+    # What a policy reads.
 
     @property
     def running(self) -> list[Request]:
@@ -127,6 +175,11 @@ class BaseScheduler(
         return self.book.num_steps
 
     @property
+    def paused_requests(self) -> list[Request]:
+        """Waiting requests that `step.pause` let step aside, the first of them first."""
+        return list(self.book.paused)
+
+    @property
     def step_time(self) -> OnlineStepTime:
         """Model of step time, fitted to completed steps. Needs `uses_step_time = True`."""
         if self._step_time is None:
@@ -143,7 +196,14 @@ class BaseScheduler(
         """All unfinished requests, in order of arrival."""
         return list(self.book.requests.values())
 
-    # What a policy writes.
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most draft tokens that are guessed for a request after a step; 0: speculative decoding is
+        off.
+        """
+        return self.kv_cache.max_draft_tokens
+
+    # What a policy writes: `schedule`, and as much of the rest as it needs.
 
     @abstractmethod
     def schedule(self) -> SchedulerOutput:
@@ -170,7 +230,39 @@ class BaseScheduler(
         """
         return max(self.running, key=order_key, default=None)
 
-    # What a policy uses.
+    def on_finish(self, request: Request, reason: str) -> None:
+        """Called before the next step for each request that has ended. The reason is "stop",
+        "length", "abort", "timeout", "error" or "rejected".
+        """
+
+    def draft_length(self, request: Request) -> int | None:
+        """How many draft tokens to guess for a request after this step, before any is: 0 to
+        `max_draft_tokens`, of which a later step verifies what it grants; None: as many as the
+        runner finds to pay. Asked by `step.output()`, for each request of the step, where tokens
+        are guessed at all. Tokens that a grammar leaves no choice about come all the same.
+        """
+        return None
+
+    def retention(self, request: Request) -> float:
+        """Rank of the request's cached blocks once it has given them up: when blocks are needed,
+        those of the smallest rank are evicted first, of equal ranks the least recently used.
+
+        Asked before the next step, after `on_finish`, or in the step that preempts the request, if
+        it needs blocks after that. A time until which the prefix is worth its memory is a rank, and
+        so is a probability that it is used again; what has no rank is evicted first. What several
+        requests share has the rank that was stated last, and in any case no block is evicted before
+        a cached one behind it.
+        """
+        return 0.0
+
+    def gauges(self) -> dict[str, float]:
+        """Numbers to show on `/metrics` and on the page, by name: at most 32, finite, with names of
+        a-z, 0-9 and _ of up to 48 characters. Called when somebody looks, so it must change
+        nothing. A name of a tenant is seen by all that see the metrics.
+        """
+        return {}
+
+    # What a policy calls.
 
     def new_step(self, token_budget: int | None = None, max_requests: int | None = None) -> Step:
         """An empty step of at most `token_budget` and never more than `max_num_batched_tokens`;
@@ -183,8 +275,8 @@ class BaseScheduler(
             self.kv_cache.leases.expire(self.clock())
         if self.book.just_ended:
             self._tell_ends(self.book.just_ended)
-        if self._ranks is not None:
-            self._begin_ranks().settle()
+        if self._ranks.in_use:
+            self._ranks.begin().settle()
         if self.reorder_every is not None and self.book.waiting:
             self._reorder_if_due(self.reorder_every)
         make: Callable[..., Step] = Step
@@ -201,6 +293,83 @@ class BaseScheduler(
             self.max_num_batched_tokens,
         )
 
+    def wake_at(self, when: float) -> None:
+        """Have `schedule` called at this time of the clock, if it serves no request now, in the
+        place of every 10 ms; holding all back until then is no fault. The earliest time counts.
+        Raises `PolicyError` for what is no number of seconds.
+        """
+        if not isinstance(when, int | float) or math.isnan(when):
+            raise PolicyError(
+                f"policy {type(self).__name__}: wake_at() takes a time of the clock in seconds, "
+                f"got {when!r:.80}"
+            )
+        self._wake_time = when if self._wake_time is None else min(when, self._wake_time)
+
+    def reorder(self, request: Request) -> None:
+        """Ask `order` again for a request whose key has changed, if the request waits."""
+        self.book.reorder([request], self._ask_order)
+
+    def reorder_all(self, requests: Iterable[Request] | None = None) -> None:
+        """Ask `order` again for `requests`, such as `self.waiting.group(name)`, or all that wait.
+        Costs an `order` for each and one sort. If `order` raises, nothing has changed.
+        """
+        self.book.reorder(self.waiting if requests is None else requests, self._ask_order)
+
+    def predicted_tokens(self, request: Request, default: float) -> float:
+        """How many tokens the reply is expected to have in all. The hint `predicted_output_tokens`,
+        if the request states it; else the mean of the newest replies to requests of the same API
+        key, `user`, adapter and hint `slo_class`, as far as these got beyond what it has now, drawn
+        towards the mean of all replies while there are few; `default` until a reply has ended.
+
+        A reply that has outgrown its prediction counts as half-way. Never more than the request may
+        have. Needs `uses_predicted_tokens = True`.
+        """
+        if not self.uses_predicted_tokens:
+            raise PolicyError(
+                f"policy {type(self).__name__} asks predicted_tokens() without "
+                "uses_predicted_tokens = True"
+            )
+        so_far, history = request.num_output_tokens, self.book.reply_lengths
+        expected = hinted_number(request, PREDICTED_OUTPUT_TOKENS, 0.0)
+        if expected <= 0:
+            known = default if history is None else history.expect(_alike(request), so_far)
+            expected = known or 0.0
+        if expected <= so_far:
+            expected = 2.0 * so_far
+        return min(expected, request.max_total_tokens - request.num_prompt_tokens)
+
+    def estimate_offload(self, request: Request) -> OffloadPrice:
+        """What `step.offload` would keep of a running or paused request: `num_tokens`, and their
+        `save_seconds`, `load_seconds` and, in place of both, `compute_seconds`; 0 seconds: not
+        known yet. Without a KV connector, or room in its host memory, there are 0 tokens.
+        """
+        return offload_price(self.kv_cache, request, request.num_computed_tokens)
+
+    def retain(self, request: Request, rank: float, num_tokens: int | None = None) -> int:
+        """Give the request's cached prefix, or that of its first `num_tokens` tokens, another rank
+        than `retention` did: it has become more or less likely to be used. Holds until `retention`
+        is asked again. The request need not live. Returns the tokens that are cached.
+        """
+        return self._ranks.retain(request, rank, num_tokens)
+
+    def pin(self, request: Request, until: float) -> int:
+        """Keep the request's cached prefix until a time of the clock, for the next turn of its
+        conversation: a lease, of which each conversation of a client (hint `session`, else the
+        request alone) has one. `unpin` ends it.
+
+        Leases hold at most the share `max_leased_share` of the KV blocks. The oldest make room for
+        a new one, and for a request beside which nothing runs. Returns the tokens that are kept.
+        """
+        block_ids = self.kv_cache.get_computed_blocks(request)
+        num_blocks = self.kv_cache.leases.pin(request.conversation, block_ids, until)
+        return num_blocks * self.kv_cache.block_size
+
+    def unpin(self, request: Request) -> None:
+        """End the lease of the request's conversation before its time, if there is one."""
+        self.kv_cache.leases.end(request.conversation)
+
+    # A policy that follows another one, by `make_successor`.
+
     def take_over(self, other: "BaseScheduler") -> None:
         """Continue where `other`, which shares the KV cache, stands: between two steps, and before
         this one has a request of its own. What `other` counted for its own policy stays behind.
@@ -216,15 +385,14 @@ class BaseScheduler(
         self.book = other.book
 
     def take_charge(self) -> None:
+        """`take_over` has succeeded: the limits of this scheduler count from here on, and what the
+        other one has pinned ends.
+        """
         self.book.just_ended = [] if self._on_end else None
         self.kv_cache.follow(self._limits, self._max_leased)
 
-    def choose_victim(self) -> Request | None:
-        """The request to preempt when KV blocks run out: by `--victim` or the policy."""
-        key = self._victim_key
-        if key is None:
-            return self.victim()
-        return max(self.running, key=lambda request: key(request, self.kv_cache), default=None)
+    def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
+        return make_successor(self, load_policy(settings.policy), settings)
 
     # What is checked before anything is loaded.
 
@@ -267,6 +435,9 @@ class BaseScheduler(
             num_arriving, arriving_tokens = num_arriving + 1, arriving_tokens + request.num_tokens
         check_queue(num_tokens, self.waiting, self._config, num_arriving, arriving_tokens)
 
+    def next_wake(self) -> float | None:
+        return self._wake_time
+
     def next_expiry(self) -> float | None:
         return self.kv_cache.leases.next_due(self.book.timers.next_due())
 
@@ -281,7 +452,7 @@ class BaseScheduler(
 
     def discard_step(self, last_step_id: int) -> list[str]:
         touched = self.book.discard_step(last_step_id)
-        drop_copies(self.book)
+        self.book.drop_copies()
         if not touched:
             return []
         ids = [request.request_id for request in touched]
@@ -310,7 +481,7 @@ class BaseScheduler(
                 "construction: schedule() plans, and the engine ends requests"
             )
         if finished_status is RequestStatus.FINISHED_ERROR:
-            drop_copies(self.book)
+            self.book.drop_copies()
         return self.book.finish_requests(request_ids, finished_status)
 
     def get_num_unfinished_requests(self) -> int:
@@ -328,6 +499,15 @@ class BaseScheduler(
     def has_finished_requests(self) -> bool:
         return bool(self.book.finished_req_ids)
 
+    def vacate(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in (*self.book.running, *self.book.paused):
+            step.preempt(request)
+        self.kv_cache.leases.end_all()
+        for resource in self.kv_cache.resources:
+            resource.vacate()
+        return step.output()
+
     def reset_prefix_cache(self) -> bool:
         self.kv_cache.clear_index()
         return self.kv_cache.pool.num_used_blocks == 0
@@ -335,11 +515,89 @@ class BaseScheduler(
     def get_kv_connector(self) -> KVConnectorBase | None:
         return self.kv_cache.connector
 
+    def read_gauges(self) -> dict[str, float]:
+        """The gauges of the policy; none if there is something wrong with them, which is logged."""
+        return {} if self._gauges is None else self._gauges.read()
+
     def make_stats(self) -> SchedulerStats:
         return stats(self.book, self._config.policy, self.read_gauges())
 
+    def choose_victim(self) -> Request | None:
+        """The request to preempt when KV blocks run out: by `--victim` or the policy."""
+        key = self._victim_key
+        if key is None:
+            return self.victim()
+        return max(self.running, key=lambda request: key(request, self.kv_cache), default=None)
+
+    # What a step is told besides the policy's choice, and what the policy is told.
+
+    def _output_hooks(self) -> tuple[Callable[[SchedulerOutput], None], ...]:
+        """What is called with each step that is planned: nothing that is not asked for. Raises
+        `ConfigError` for names of row values that are none.
+        """
+        drafts = type(self).draft_length is not BaseScheduler.draft_length and self.max_draft_tokens
+        hooks = {
+            self._note_planned: self._step_time is not None,
+            self._tell_draft_lengths: drafts,
+            self._ask_row_values: check_names(self.wants_row_values, type(self).__name__),
+        }
+        return tuple(hook for hook, is_wanted in hooks.items() if is_wanted)
+
     def _note_planned(self, output: SchedulerOutput) -> None:
         self.step_time.planned(output, self.clock())
+
+    def _tell_draft_lengths(self, output: SchedulerOutput) -> None:
+        """Add what the policy answers to a step that has not been sent yet."""
+        if not output.num_scheduled_tokens:
+            return
+        ask = asking(self, "draft_length")
+        lengths: dict[str, int] = {}
+        for request in self.book.in_flight[-1][1]:
+            if request.pooling_params is not None or (length := ask(request)) is None:
+                continue
+            if type(length) is not int or not 0 <= length <= self.max_draft_tokens:
+                raise PolicyError(
+                    f"policy {type(self).__name__}: draft_length() must return None or a whole "
+                    f"number from 0 to {self.max_draft_tokens}, got {length!r:.80}"
+                )
+            lengths[request.request_id] = length
+        if lengths:
+            output.parts["draft_lengths"] = lengths
+
+    def _ask_row_values(self, output: SchedulerOutput) -> None:
+        """Add the wanted names to a step that has not been sent yet."""
+        if rows := output.num_scheduled_tokens:
+            output.parts[ROW_VALUES] = dict.fromkeys(rows, self.wants_row_values)
+
+    def _end_hooks(self) -> tuple[Callable[[Request, str], None], ...]:
+        """What is called with each request that has ended; nothing unless a policy asks."""
+        hears = type(self).on_finish is not BaseScheduler.on_finish
+        learns = self.uses_predicted_tokens
+        return (*((self._learn_length,) if learns else ()), *((self.on_finish,) if hears else ()))
+
+    def _tell_ends(self, ended: list[Request]) -> None:
+        """Tell of requests that ended since the last step; the next step tells of later ends."""
+        self.book.just_ended = []
+        for request in ended:
+            for tell in self._on_end:
+                tell(request, request.status.finish_reason or "")
+
+    def _learn_length(self, request: Request, reason: str) -> None:
+        """Replies that were broken off say nothing of their length."""
+        if reason not in ("stop", "length") or not request.num_output_tokens:
+            return
+        if self.book.reply_lengths is None:
+            self.book.reply_lengths = LengthHistory()
+        self.book.reply_lengths.note(_alike(request), request.num_output_tokens)
+
+    def _reorder_if_due(self, period: float) -> None:
+        """Called while requests wait, so that steps without any need not be planned one by one."""
+        now = self.clock()
+        if self._reorder_at is not None and now >= self._reorder_at:
+            self.reorder_all()
+        elif self._reorder_at is not None:
+            return
+        self._reorder_at = now + period
 
     def _check_takeover(self, request: Request) -> None:
         """What was accepted for another policy must be able to run under this one."""
@@ -351,3 +609,38 @@ class BaseScheduler(
                 f"policy {type(self).__name__} cannot run request {request.request_id!r}, which "
                 f"was accepted for another: {error}"
             ) from error
+
+
+def _alike(request: Request) -> Hashable:
+    """Equal for requests whose replies are compared; of one client, so far as the server can tell
+    clients apart.
+    """
+    slo_class = hinted_text(request, SLO_CLASS)
+    return request.spec.key_name, request.user, request.adapter_id, slo_class
+
+
+def make_successor(
+    old: SchedulerInterface, policy: type[SchedulerInterface], config: SchedulerConfig
+) -> BaseScheduler:
+    """A scheduler of class `policy` that stands where `old` stands: between two steps, with its
+    requests, KV cache, clock and length limit. From then on `old` is to be dropped.
+
+    Raises `ConfigError` if it cannot be built or could never run a request that is there, and
+    `PolicyError` if it raises. Nothing has changed then, and `old` goes on.
+    """
+    if not (isinstance(old, BaseScheduler) and issubclass(policy, BaseScheduler)):
+        raise ConfigError(CANNOT_BE_SWITCHED)
+    try:
+        with old.book.restored_on_error():
+            new = policy(config, old.kv_cache, max_model_len=old.max_model_len, clock=old.clock)
+            new.take_over(old)
+        new.take_charge()
+    except AioserveError:
+        raise
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:
+        raise PolicyError(
+            f"policy {policy.__name__} raised {error!r} while it took over{place(error, policy)}"
+        ) from error
+    return new

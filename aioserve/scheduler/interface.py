@@ -4,20 +4,24 @@ Recognizable to readers of the vLLM V1 family. Policies do not implement this: t
 from `BaseScheduler`, which does everything but the decision.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import msgspec
+
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, PolicyError
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.rejection import Rejection
 
 #: Version of the policy API, which docs/policy-api.md lists. It rises when a policy that keeps to
 #: that page may have to change.
 POLICY_API = 1
+
+MAX_REASON = 200  # characters of a `Rejection`
 
 CANNOT_BE_SWITCHED = "only policies that derive from BaseScheduler can be switched"
 
@@ -114,7 +118,7 @@ class SchedulerInterface(ABC):
         `arriving_tokens` at least, are being tokenized: they wait, but not in this queue yet.
         """
 
-    def take_rejections(self) -> dict[str, Rejection]:
+    def take_rejections(self) -> dict[str, "Rejection"]:
         """By id, the waiting requests that the newest step rejects, told once: the engine then
         ends them, by `finish_requests`, and tells their clients.
         """
@@ -175,3 +179,25 @@ class SchedulerInterface(ABC):
 
     def shutdown(self) -> None:  # noqa: B027 - a default that does nothing is the point
         """Give back what the scheduler holds outside itself."""
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """What the client is told whose waiting request a policy ends, before any work on it."""
+
+    reason: str
+    retry_after: float  # seconds until it is worth to ask again
+
+    @classmethod
+    def of(cls, policy_name: str, reason: str, retry_after: float) -> "Rejection":
+        """Raises `PolicyError` for a reason that is no text, or a time that is none."""
+        if not isinstance(reason, str) or not 0 < len(reason) <= MAX_REASON:
+            raise PolicyError(
+                f"policy {policy_name}: reject() takes a reason of up to {MAX_REASON} characters, "
+                f"got {reason!r:.80}"
+            )
+        if not isinstance(retry_after, int | float) or not 0 <= retry_after < math.inf:
+            raise PolicyError(
+                f"policy {policy_name}: reject() takes retry_after in seconds, got "
+                f"{retry_after!r:.80}"
+            )
+        return cls(reason, float(retry_after))

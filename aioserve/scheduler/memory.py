@@ -1,13 +1,24 @@
-"""What a policy can read of the KV cache's memory, in tokens and exact: shared blocks count once.
+"""What a policy can read of the KV cache's memory, and how it ranks what is evicted from it.
 
-Reads blocks and leases and changes nothing.
+`Memory` counts in tokens and exactly: shared blocks count once; it changes nothing. `Ranks` asks
+the policy's `retention` and checks the answers; which block is evicted first, the cache knows.
 """
 
+from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from aioserve.errors import PolicyError
+from aioserve.kv_cache import KVCacheManager, Retention
 from aioserve.request import Request
-from aioserve.scheduler.succession import Switchable
+from aioserve.scheduler.table import RequestTable
+
+
+class _Owner(Protocol):
+    """The scheduler whose memory is read: its table is another one after a policy switch."""
+
+    kv_cache: KVCacheManager
+    book: RequestTable
 
 
 class HeldPrefix(NamedTuple):
@@ -22,7 +33,7 @@ class HeldPrefix(NamedTuple):
 class Memory:
     """KV tokens of one cache. `total` is `free` and `held` and `leased` together."""
 
-    def __init__(self, scheduler: Switchable) -> None:
+    def __init__(self, scheduler: _Owner) -> None:
         self._kv_cache, self._scheduler = scheduler.kv_cache, scheduler
 
     def _tokens(self, num_blocks: int) -> int:
@@ -88,3 +99,51 @@ class Memory:
         """
         counts = self._kv_cache.pool.ref_counts
         return self._tokens(sum(counts[block_id] == 1 for block_id in request.block_ids))
+
+
+class Ranks:
+    """The ranks of cached prefixes by which the policy named `policy_name` says what is evicted
+    first; least recently used blocks go first until a rank is given. `ask` is `retention` of the
+    policy; None: the policy does not have it.
+    """
+
+    def __init__(
+        self, kv_cache: KVCacheManager, policy_name: str, ask: Callable[[Request], Any] | None
+    ) -> None:
+        self._kv_cache, self._policy_name, self._ask = kv_cache, policy_name, ask
+        self._ranks = None if ask is None else self._make(self._asked)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the policy has given ranks, or is asked for them."""
+        return self._ranks is not None
+
+    def begin(self) -> Retention:
+        """Let ranks decide what is evicted, if they do not yet."""
+        if self._ranks is None:
+            self._ranks = self._make(None)
+        self._kv_cache.retention = Retention.replace(self._kv_cache.retention, self._ranks)
+        return self._ranks
+
+    def retain(self, request: Request, rank: float, num_tokens: int | None) -> int:
+        """Give the request's cached prefix, or its first `num_tokens` tokens, a rank; returns the
+        tokens that are cached. Raises `PolicyError` for a rank that is no number.
+        """
+        self._check(rank, request)
+        return self.begin().rank(request, rank, num_tokens)
+
+    def _make(self, ask: Callable[[Request], float] | None) -> Retention:
+        return Retention(self._kv_cache.pool, self._kv_cache.block_size, ask)
+
+    def _asked(self, request: Request) -> float:
+        assert self._ask is not None
+        rank: float = self._ask(request)
+        self._check(rank, request)
+        return rank
+
+    def _check(self, rank: object, request: Request) -> None:
+        if not isinstance(rank, int | float) or rank != rank:
+            raise PolicyError(
+                f"policy {self._policy_name}: the retention of a request is a number, got "
+                f"{rank!r:.100} for {request.request_id!r}"
+            )

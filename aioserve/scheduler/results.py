@@ -1,20 +1,23 @@
 """What a step brings back: tokens are appended, and requests end.
 
-Knows stop tokens and length limits. Knows nothing about order or the next step.
+Knows stop tokens, length limits, and how far a request has come with its verified drafts. Knows
+nothing about order, the next step, or where drafts come from.
+
+KV blocks can be found as soon as a step is planned that will write them. If a request of that step
+then fails alone, requests admitted since may have begun behind blocks that were never written, and
+their tokens mean nothing: they are computed again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 
+from aioserve.errors import PolicyError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, TokenLogprobs
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.drafts import settle_drafts, take_drafts, until_stop
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.pooling import computed_by, end_pooled
-from aioserve.scheduler.recompute import failed_rows, recompute_dependents
-from aioserve.scheduler.request_table import Order, RequestTable
+from aioserve.scheduler.table import Order, RequestTable
 
 
 def take_results(
@@ -124,3 +127,121 @@ def _append_tokens(
     return EngineCoreOutput(
         request.request_id, token_ids, status.finish_reason, request.stop_reason, logprobs
     )
+
+
+def until_stop(request: Request, token_ids: list[int]) -> list[int]:
+    """Verified drafts may run past the end of a request: cut them there."""
+    num_output = request.num_output_tokens
+    for i, token_id in enumerate(token_ids, start=1):
+        is_stop = token_id in request.stop_token_ids
+        if is_stop and num_output + i > request.sampling_params.min_tokens:
+            return token_ids[:i]
+    return token_ids[: request.max_total_tokens - request.num_tokens]
+
+
+def settle_drafts(book: RequestTable, request: Request, num_drafts: int, num_right: int) -> None:
+    """Drafts were verified: all tokens but the newest are computed, the rest were wrong."""
+    book.num_draft_tokens += num_drafts
+    book.num_accepted_tokens += num_right
+    if request.status in (RequestStatus.RUNNING, RequestStatus.PAUSED):
+        request.num_computed_tokens = request.num_tokens - 1
+        request.num_target_tokens = min(request.num_tokens, request.max_total_tokens - 1)
+
+
+def take_drafts(book: RequestTable, requests: list[Request], drafts: dict[str, list[int]]) -> None:
+    """Next time these requests verify guesses. If a step ahead already samples the token that the
+    first of them is for, those behind it come behind that token, whatever it turns out to be; if
+    the step ahead verifies drafts itself, these guesses come too late.
+    """
+    most = book.kv_cache.max_drafts
+    for request in requests:
+        guesses = drafts.get(request.request_id)
+        if guesses and request.status is RequestStatus.RUNNING:
+            num_ahead = request.num_computed_tokens + 1 - request.num_tokens
+            num_known = request.num_tokens + num_ahead  # when the drafts are verified
+            room = request.max_total_tokens - 1 - num_known
+            if most is not None:
+                room = min(room, most)
+            if room > 0 and num_ahead < min(2, len(guesses)):
+                request.draft_token_ids = guesses[num_ahead:][:room]
+                request.num_target_tokens = num_known + len(request.draft_token_ids)
+
+
+def computed_by(output: SchedulerOutput) -> dict[str, int]:
+    """Tokens that are computed after a step, by request that it ran."""
+    before = computed_before(output)
+    return {name: before[name] + count for name, count in output.num_scheduled_tokens.items()}
+
+
+def end_pooled(book: RequestTable, request: Request, result: ModelRunnerOutput) -> EngineCoreOutput:
+    """End a request that is pooled, all of whose prompt is computed: without a token, whatever the
+    runner made of it, and even if it was preempted meanwhile. So a recorded step ends the same
+    requests without its vectors.
+    """
+    status = RequestStatus.FINISHED_STOPPED
+    book.finish(request, status)
+    vector = result.pooled.get(request.request_id)
+    return EngineCoreOutput(request.request_id, [], status.finish_reason, embedding=vector)
+
+
+def failed_rows(requests: Sequence[Request], named: Collection[str]) -> list[Request]:
+    """Which requests of a step that is back have failed: those that its result names, and those
+    that were ended by an error since it was planned.
+    """
+    error = RequestStatus.FINISHED_ERROR
+    return [r for r in requests if r.status is error or r.request_id in named]
+
+
+def recompute_dependents(
+    book: RequestTable,
+    output: SchedulerOutput,
+    requests: Sequence[Request],
+    failed: Sequence[Request],
+    order: Order,
+) -> list[Request]:
+    """After a step of these `requests`, let all wait anew that rest on what the `failed` were to
+    compute; what this step and later ones bring for them is dropped. Returns the requests that the
+    policy could not put in line, which have ended with an error.
+    """
+    size, computed = book.kv_cache.block_size, computed_before(output)
+    lost: set[bytes] = set()
+    for request in failed:
+        lost.update(request.block_hashes[computed[request.request_id] // size :])
+    found: dict[Request, RequestStatus | None] = {}
+    for step, rows in ((output, requests), *book.in_flight):
+        if not step.scheduled_new_reqs:  # only admissions begin behind blocks of others
+            continue
+        by_id = {request.request_id: request for request in rows}
+        for data in step.scheduled_new_reqs:
+            request, num_found = by_id[data.request_id], data.num_computed_tokens // size
+            if not lost.isdisjoint(request.block_hashes[:num_found]):
+                lost.update(request.block_hashes[num_found:])
+                if request not in failed:
+                    found[request] = None
+    if not found:
+        return []
+    book.stale.update(found)
+    for request in found:
+        book.kv_cache.forget(request)
+        if request.status is RequestStatus.PAUSED:
+            book.drop_paused(request)
+    running = {r: status for r, status in found.items() if r.status is RequestStatus.RUNNING}
+    try:
+        book.requeue(running, order)
+    except PolicyError:  # none of them may run on, and there is no place for them in the line
+        for request in running:
+            book.finish(request, RequestStatus.FINISHED_ERROR)
+        book.drop_finished()
+        return list(running)
+    for request in running:
+        book.take_back(request)
+    book.tell_preempted(running)
+    return []
+
+
+def computed_before(output: SchedulerOutput) -> dict[str, int]:
+    """How many tokens of each request were computed before a step."""
+    cached = output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((d.request_id, d.num_computed_tokens) for d in output.scheduled_new_reqs)
+    return computed

@@ -1,22 +1,41 @@
 """One step under construction: the verbs with which a policy says which requests run.
 
 Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Decides nothing.
+
+A paused request waits in line like any other. It holds no seat, no row of the runner's batch and no
+adapter's place, and goes on where it stopped. Its blocks are what gives way first when memory runs
+short. (Andes, Liu et al., 2024, and TokenFlow, Chen et al., 2025, pause requests that are ahead of
+their readers.) What is offloaded is kept for its request in host memory by the KV connector, and
+loaded when the request is admitted, or before that. (FastServe, Wu et al., 2023, and InferCept,
+Abhyankar et al., 2024, swap; TokenFlow does it ahead of time.)
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from typing import Any
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError
-from aioserve.kv_cache import Vacancy
+from aioserve.kv_cache import Vacancy, offload_price
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler.offloading import OffloadingStep
+from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.scheduler.pausing import Place
-from aioserve.scheduler.rejecting import RejectingStep
-from aioserve.scheduler.request_table import Order, RequestTable
+from aioserve.scheduler.table import OpenStep, Order, RequestTable, order_key
+
+Place = WaitReason | tuple[list[int], int, int]  # why a request has to wait, or what it gets
+
+#: What no request has to give, paused or running: it is the step's own.
+OF_STEP = (WaitReason.BUDGET, WaitReason.ENCODER_BUDGET)
+#: What paused requests do not hold.
+OF_RUNNING = (*OF_STEP, WaitReason.SEATS, WaitReason.ADAPTERS)
+#: What a paused request holds beside KV blocks.
+HELD_IN_PAUSE = (WaitReason.STATES, WaitReason.WINDOWS)
+#: In which a request holds KV blocks.
+HOLDING = (RequestStatus.RUNNING, RequestStatus.PAUSED)
 
 
-class Step(OffloadingStep, RejectingStep):
+class Step(OpenStep):
     """Made by `BaseScheduler.new_step`, filled by the verbs, frozen by `output`.
 
     `token_budget` is what remains of this step, in tokens.
@@ -40,6 +59,7 @@ class Step(OffloadingStep, RejectingStep):
         "_order",
         "_preempted",
         "_request_limit",
+        "token_budget",
     )
 
     def __init__(
@@ -248,6 +268,101 @@ class Step(OffloadingStep, RejectingStep):
             if status_before is None:
                 self._note_preempted(victim)
 
+    def pause(self, request: Request) -> bool:
+        """Let a running request step aside: it gives up its seat, keeps its KV blocks, and goes on
+        from there when `admit` takes it again. Until then it is in `waiting` and `paused_requests`.
+
+        Its tokens of this step are refunded. When memory runs short, paused requests lose their
+        blocks, the last of them in order first, before a running request does; they are preempted
+        then. Returns whether it is paused: not if it does not run, was admitted in this step, or
+        needs the states of all its prompt (`takes_cached_prefix` is False). Raises `PolicyError` if
+        `order` does; it runs on then.
+        """
+        if request in self._admitted or not request.takes_cached_prefix:
+            return False
+        for dependent in self._dependents.pop(request, ()):  # for these it was to compute something
+            self.preempt(dependent)
+        if request.status is not RequestStatus.RUNNING:  # also if each relies on the other
+            return False
+        num_computed = request.num_computed_tokens - self.tokens.get(request, 0)
+        new_block_ids = self._new_block_ids.get(request.request_id, [])
+        self._book.requeue({request: RequestStatus.PAUSED}, self._order)
+        self._refund(request)
+        self._take_back_blocks(request, new_block_ids)
+        request.num_computed_tokens = num_computed
+        request.num_target_tokens = request.num_tokens
+        request.draft_token_ids = []
+        num_full = min(num_computed, request.num_tokens) // self._kv_cache.block_size
+        request.num_cached_blocks = min(request.num_cached_blocks, num_full)
+        for resource in self._kv_cache.resources:
+            resource.pause(request)
+        self._book.paused[request] = False
+        self._preempted.add(request)
+        self.preempted_req_ids.append(request.request_id)
+        return True
+
+    def offload(self, request: Request) -> int:
+        """Preempt a running or paused request, and keep its KV blocks in host memory for it.
+
+        They are copied in this step, by the KV connector, and loaded when the request is admitted
+        again, or before by `prefetch`; what is behind the last whole block is computed again.
+        Returns the tokens that are kept. 0: the request goes on as it is, since there is no
+        connector (`--kv-connector`), too little room in its host memory, or no whole block.
+        """
+        connector = self._kv_cache.connector
+        if connector is None or request.status not in HOLDING or request in self._admitted:
+            return 0
+        num_computed = request.num_computed_tokens - self.tokens.get(request, 0)
+        num_tokens = offload_price(self._kv_cache, request, num_computed).num_tokens
+        if num_tokens:
+            connector.keep(request, num_tokens // self._kv_cache.block_size)
+            self.preempt(request)
+        return num_tokens
+
+    def prefetch(self, request: Request) -> int:
+        """Bring the KV blocks of a preempted request back into the cache before it is admitted.
+
+        What host memory has of it is loaded in this step, or in the next one that serves a request,
+        into free blocks alone, behind what the cache still has. The request holds all this from now
+        on as a paused request does: `admit` lets it go on, and it is the first to give way. Returns
+        the tokens that are there. 0: there is no connector, nothing to hold or no room for it, or
+        the request was not preempted.
+        """
+        book, kv_cache = self._book, self._kv_cache
+        is_away = request.status is RequestStatus.PREEMPTED and request not in self._preempted
+        if kv_cache.connector is None or not is_away or book.in_flight.carries(request):
+            return 0
+        block_ids = kv_cache.get_computed_blocks(request)
+        fresh = (i for i, block_id in enumerate(block_ids) if block_id in self._fresh_blocks)
+        del block_ids[next(fresh, len(block_ids)) :]  # what this step computes may be taken back
+        num_cached = len(block_ids) * kv_cache.block_size
+        num_loaded = kv_cache.connector.get_external_prefix(request, num_cached).num_tokens
+        num_tokens = num_cached + num_loaded
+        if not num_tokens or not kv_cache.can_admit(block_ids, num_tokens, False, None):
+            return 0
+        if kv_cache.shortage(request) in HELD_IN_PAUSE:
+            return 0
+        kv_cache.admit(request, block_ids, num_tokens, num_loaded)
+        for resource in kv_cache.resources:
+            resource.pause(request)
+        request.status = RequestStatus.PAUSED
+        book.paused[request] = True
+        return num_tokens
+
+    def reject(self, request: Request, reason: str, retry_after: float = 1.0) -> bool:
+        """End a waiting request that never ran: its client is told the `reason`, and after how
+        many seconds, a day at most, to ask again. False: it does not wait, or has run.
+
+        What comes again to an idle engine and states no time has to be served some day: what can
+        never run, `add_request` refuses with `RequestError`.
+        """
+        book = self._book
+        why = Rejection.of(book.policy_name, reason, retry_after)
+        if request not in book.waiting or request.status is not RequestStatus.WAITING:
+            return False
+        book.rejected[request] = why
+        return True
+
     def output(self) -> SchedulerOutput:
         """Freeze the step. Call it once, last."""
         book, kv_cache, tokens, admitted = self._book, self._kv_cache, self.tokens, self._admitted
@@ -328,6 +443,36 @@ class Step(OffloadingStep, RejectingStep):
             return WaitReason.BLOCKS
         return computed_blocks, num_slots, num_external
 
+    def _make_room(
+        self,
+        request: Request,
+        max_tokens: int | None,
+        whole: bool,
+        displacing: Iterable[Request],
+        place: Place,
+    ) -> Place:
+        """The place of a waiting request that has to wait, once the paused requests and those of
+        `displacing` have lost what it lacks: as few as are needed, and none if that does not help.
+        Before them leases end, if nothing runs.
+        """
+        leases = self._kv_cache.leases
+        while place is WaitReason.BLOCKS and not self._book.running and leases.give_way():
+            place = self._find_place(request, max_tokens, whole)
+        if place is WaitReason.BLOCKS and leases.held and leases.num_held_blocks:
+            place = WaitReason.LEASES
+        if not isinstance(place, WaitReason):
+            return place
+        if place in OF_STEP or not (displacing or place not in OF_RUNNING):
+            return place
+        paused = [r for r in self._book.paused if r is not request]
+        paused.sort(key=order_key, reverse=True)
+        gone = Vacancy(self._kv_cache.pool, self._fresh_blocks, self._dependents)
+        find = partial(self._find_place, request, max_tokens, whole)
+        victims = gone.choose(chain(paused, displacing), lambda: find(gone))
+        for victim in victims:
+            self.preempt(victim)
+        return find() if victims else place
+
     def _most(self) -> int:
         """Tokens that a request may still get for an image that runs whole, beyond the budget."""
         room = self._max_num_tokens - sum(self.tokens.values())
@@ -364,6 +509,13 @@ class Step(OffloadingStep, RejectingStep):
             self._new_block_ids[request.request_id] = new_block_ids
         return True
 
+    def _drop_last_paused(self, but: Request) -> bool:
+        """Of the paused requests, the last in order loses its blocks. False: there is none."""
+        last = max((r for r in self._book.paused if r is not but), key=order_key, default=None)
+        if last is not None:
+            self.preempt(last)
+        return last is not None
+
     def _note_chunk(self, request: Request, start: int, num_tokens: int) -> None:
         """What more than one decode token brings: full blocks, what they need of resources."""
         if request.request_id not in self._drafts:
@@ -382,3 +534,85 @@ class Step(OffloadingStep, RejectingStep):
         request.draft_token_ids = []
         # Behind drafts nothing more until the step is back.
         request.num_target_tokens = request.num_computed_tokens + (0 if drafts else 1)
+
+    def _resume(self, request: Request, num_slots: int) -> None:
+        """A paused request, of which there is room for `num_slots` tokens, runs again."""
+        kv_cache = self._kv_cache
+        num_missing = -(-num_slots // kv_cache.block_size) - len(request.block_ids)
+        if num_missing > 0:
+            kv_cache.grow(request, num_missing)
+        for resource in kv_cache.resources:
+            resource.resume(request)
+
+    def _refund(self, request: Request) -> None:
+        num_tokens = self.tokens.pop(request, 0)
+        self.token_budget += num_tokens
+        self._new_block_ids.pop(request.request_id, None)
+        self._drafts.pop(request.request_id, None)
+        self._kv_cache.refund(request)
+        for block_id, owner in list(self._fresh_blocks.items()):
+            if owner is request:
+                del self._fresh_blocks[block_id]
+                if num_tokens:  # it would have been written by the tokens just refunded
+                    self._kv_cache.pool.unregister(block_id)
+
+    def _take_back_blocks(self, request: Request, block_ids: list[int]) -> None:
+        """The last blocks of a request, which were for what has been refunded."""
+        self._kv_cache.pool.free(reversed(block_ids))
+        request.block_ids = request.block_ids[: len(request.block_ids) - len(block_ids)]
+        request.num_slots = len(request.block_ids) * self._kv_cache.block_size
+
+    def _status_before(self, request: Request) -> RequestStatus | None:
+        """What a running request goes back to if it loses its place; None: it is preempted."""
+        status = self._admitted.get(request)
+        return None if status is RequestStatus.PAUSED else status
+
+    def _drop_paused(self, request: Request) -> None:
+        self._book.drop_paused(request)
+        self._note_preempted(request)
+
+    def _note_preempted(self, request: Request) -> None:
+        self._preempted.add(request)
+        if request.request_id not in self.preempted_req_ids:  # if it was paused in this step
+            self.preempted_req_ids.append(request.request_id)
+
+    def _paused_req_ids(self) -> list[str]:
+        """Of the requests that leave the batch, those that keep their blocks."""
+        requests, paused = self._book.requests, self._book.paused
+        return [i for i in self.preempted_req_ids if requests.get(i) in paused]
+
+
+class BoundedStep(Step):
+    """A `Step` whose verbs grant nothing once `max_requests` requests have tokens in it."""
+
+    __slots__ = ("_max_requests",)
+
+    def __init__(self, max_requests: int, book: RequestTable, *args: Any) -> None:
+        """`args` as of `Step`. Raises `PolicyError` for a bound that is no number of requests."""
+        if not isinstance(max_requests, int) or max_requests < 0:
+            raise PolicyError(
+                f"policy {book.policy_name}: new_step() takes max_requests as an int of 0 or more, "
+                f"got {max_requests!r:.80}"
+            )
+        super().__init__(book, *args)
+        self._max_requests = max_requests
+
+    def run_decodes(self) -> list[Request]:
+        prefills = []
+        for request in self._book.running:
+            if request.num_computed_tokens + 1 < request.num_tokens:
+                prefills.append(request)
+            else:
+                self.run(request)
+        # The victims of those that ran above do not run any more.
+        return [r for r in prefills if r.status is RequestStatus.RUNNING]
+
+    def run(self, request: Request, max_tokens: int | None = None) -> int:
+        return 0 if len(self.tokens) >= self._max_requests else super().run(request, max_tokens)
+
+    def _find_place(
+        self, request: Request, max_tokens: int | None, whole: bool, gone: Vacancy | None = None
+    ) -> Place:
+        if len(self.tokens) >= self._max_requests:
+            return WaitReason.BUDGET
+        return super()._find_place(request, max_tokens, whole, gone)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from aioserve.kv_cache import KVCacheManager
+from aioserve.lab.simulation.multi_step_decode import MultiStepDecode
 from aioserve.scheduler import BaseScheduler
-from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.testing.bench import Bench
 from aioserve.testing.calls import make_calls, with_other_ends
 from aioserve.testing.decoding_promise import check_keeps_decoding as check_promise

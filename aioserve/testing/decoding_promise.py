@@ -9,11 +9,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from aioserve.errors import EngineOverloadedError
+from aioserve.lab.simulation.multi_step_decode import MultiStepDecode
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
-from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.testing.violation import ContractViolation
 
 Clock = Callable[[], float]

@@ -10,7 +10,7 @@ from typing import Any
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
-from aioserve.scheduler.gauges import checked_gauges
+from aioserve.scheduler.stats import checked_gauges
 from aioserve.testing.bench import Bench
 from aioserve.testing.ledger import STATED, read_stated
 from aioserve.testing.rejections import states_times

@@ -9,7 +9,7 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.errors import PolicyError
-from aioserve.scheduler.gauges import checked_gauges
+from aioserve.scheduler.stats import checked_gauges
 from aioserve.testing import SchedulerHarness
 from policies.chunked_prefill import ChunkedPrefillScheduler
 from policies.fair import FairScheduler

@@ -13,7 +13,7 @@ from aioserve.pooling_params import PoolingParams
 from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler
-from aioserve.scheduler.length_history import (
+from aioserve.scheduler.estimates import (
     MAX_GROUPS,
     NEWEST,
     NEWEST_OF_ALL,

@@ -8,7 +8,7 @@ from aioserve.policies.fair import FairScheduler
 
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
-from aioserve.scheduler.timers import MIN_COMPACTED, Timers
+from aioserve.scheduler.table import MIN_COMPACTED, Timers
 from aioserve.testing import SchedulerHarness
 
 

@@ -20,7 +20,7 @@ from aioserve.kv_connector import OffloadingConnector
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
-from aioserve.scheduler.length_history import LengthHistory
+from aioserve.scheduler.estimates import LengthHistory
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.replies import Masked
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from aioserve.scheduler.option_fields import OptionField
+from aioserve.scheduler.registry import OptionField
 
 
 class Came(msgspec.Struct, frozen=True, array_like=True, gc=False):

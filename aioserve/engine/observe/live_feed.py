@@ -32,8 +32,7 @@ from aioserve.engine.observe.shown_id import shown_id
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.operations.answers import Seen
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
-from aioserve.scheduler.descriptions import describe_options, describe_policies
-from aioserve.scheduler.option_fields import OptionField
+from aioserve.scheduler.registry import OptionField, describe_options, describe_policies
 from aioserve.version import __version__
 
 FRAME_SECONDS = 1 / 15  # as often as an eye can follow

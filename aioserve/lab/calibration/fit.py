@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from aioserve.errors import ConfigError
 from aioserve.runner.profile import StepTimeModel
-from aioserve.scheduler.features import StepFeatures
+from aioserve.scheduler.output import StepFeatures
 
 Array = npt.NDArray[np.float64]
 

@@ -29,8 +29,7 @@ from aioserve.request import EncoderInput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
 from aioserve.sampling_params import SamplingParams
-from aioserve.scheduler.features import StepFeatures, step_features
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_features
 
 # Between the end of a step and the hand-over of the next, if the engine has work: more than this
 # is idleness and says nothing about the step. A guess, ten times what a busy engine takes.

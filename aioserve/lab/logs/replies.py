@@ -11,8 +11,7 @@ from aioserve.row_values import ROW_VALUES, invented
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
-from aioserve.scheduler.features import step_features
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.output import SchedulerOutput, step_features
 
 
 class RepliesRunner(RunnerInterface):

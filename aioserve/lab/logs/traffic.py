@@ -16,7 +16,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.calibration.fit import fit_step_time
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.runner.profile import StepTimeModel
-from aioserve.scheduler.features import StepFeatures
+from aioserve.scheduler.output import StepFeatures
 
 BLOCK = 16  # tokens: what prompts share is found in multiples of this
 

@@ -13,6 +13,7 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
 from aioserve.kv_cache import KVCacheManager, KVEvent
+from aioserve.lab.simulation.multi_step_decode import MultiStepDecode
 from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
@@ -21,7 +22,6 @@ from aioserve.routing import ReplicaReport, StepTimes
 from aioserve.runner.simulation.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.step_loop import StepLoop
 
 # Steps of decodes that are planned together: more are cut short by arrivals, fewer do not pay.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from aioserve.scheduler.option_fields import OptionField, read_options
+from aioserve.scheduler.registry import OptionField, read_options
 from aioserve.zoo import zoo_entry_points
 
 LABELS = ("Paper", "Aim", "Says", "Simplified", "Cost", "Needs")

@@ -25,8 +25,7 @@ from aioserve.runner.simulation.simulated_kv import SimulatedBlocks, SimulatedDi
 from aioserve.runner.simulation.simulated_row import SimulatedRow, certain, draw
 from aioserve.runner.simulation.step_future import Jump, StepFuture
 from aioserve.runner.spec_decode.draft_length import DraftLength
-from aioserve.scheduler.features import step_features
-from aioserve.scheduler.output import CachedRequestData, SchedulerOutput
+from aioserve.scheduler.output import CachedRequestData, SchedulerOutput, step_features
 
 OnStep = Callable[[SchedulerOutput, ModelRunnerOutput, float, float], None]
 

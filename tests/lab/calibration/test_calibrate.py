@@ -28,7 +28,7 @@ from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.scheduler.features import StepFeatures
+from aioserve.scheduler.output import StepFeatures
 from tests.seeing_models import make_seeing_model
 
 TRUE = StepTimeModel(

@@ -8,7 +8,7 @@ import pytest
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration.fit import fit_step_time, non_negative_least_squares
 from aioserve.runner.profile import StepTimeModel
-from aioserve.scheduler.features import StepFeatures
+from aioserve.scheduler.output import StepFeatures
 
 TRUE = StepTimeModel(
     base_ms=3.0,

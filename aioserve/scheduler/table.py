@@ -1,25 +1,232 @@
-"""A policy's ledger: unfinished requests, where each stands, what is in flight or not yet told.
+"""The bookkeeping of a scheduler: the queue of waiting requests, their deadlines, and the table.
 
-Knows requests, blocks, steps and endings. Does not know which should run, nor what a sampled token
-means; of the policy it knows the name, for messages.
+`RequestTable` knows every unfinished request, where it stands, and what is in flight or not yet
+told; one table passes from policy to policy. It does not know which request should run, nor what a
+sampled token means; of the policy it knows the name, for messages.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import Any, TypeAlias
 
-from aioserve.errors import InvariantError, PolicyError
+from aioserve.config import SchedulerConfig
+from aioserve.errors import (
+    FROM_OUTSIDE,
+    EngineOverloadedError,
+    InvariantError,
+    PolicyError,
+    RequestError,
+)
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.length_history import LengthHistory
+from aioserve.scheduler.estimates import LengthHistory
+from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.queue import RequestQueue, by_user
-from aioserve.scheduler.rejection import Rejection
-from aioserve.scheduler.timers import Timers
 
-#: A policy's: smaller keys go first. What it raises is a `PolicyError`.
+order_key = attrgetter("order_key")
+by_user: Callable[[Request], str] = attrgetter("user")
+
+#: The key that a policy gives a request: smaller ones go first. What it raises is a `PolicyError`.
 Order: TypeAlias = Callable[[Request], Any]
+
+MIN_COMPACTED = 64  # entries; a heap of timers with fewer is left as it is
+FEW = 16  # times as many wait as get another key: then each is put in its place by itself
+
+
+class RequestQueue:
+    """Requests sorted by `order_key`, which is unique and fixed while a request waits.
+
+    A sorted list: inserting moves pointers (some microseconds at 10,000), iterating costs only
+    what is looked at, so a step's cost does not grow with the queue. Keys are a policy's: whatever
+    comparing them does, no request is lost.
+    """
+
+    def __init__(self, group_by: Callable[[Request], str] = by_user) -> None:
+        self.num_tokens = 0  # tokens of all waiting requests
+        self._requests: list[Request] = []
+        self._members: dict[Request, str] = {}  # with their groups
+        self._group_by = group_by
+        self._groups: dict[str, list[Request]] = {}  # each sorted the same way
+        self._changed: set[str] | None = None  # groups whose first request changed; None: unasked
+        self._version = 0  # bumped by every change, so that iterators can find their place again
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order. The queue may change meanwhile: what comes in before the place is skipped."""
+        return self._walk(0)
+
+    def from_key(self, key: Any) -> Iterator[Request]:
+        """In order, from the first request whose `order` is `key` or more: those before it cost
+        nothing.
+        """
+        yield from self._walk(bisect_left(self._requests, (key,), key=order_key))
+
+    def _walk(self, i: int) -> Iterator[Request]:
+        version = self._version
+        while i < len(self._requests):
+            request = self._requests[i]
+            last = request.order_key
+            yield request
+            if self._version == version:
+                i += 1
+            else:
+                i = bisect_right(self._requests, last, key=order_key)
+                version = self._version
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
+
+    def add(self, request: Request) -> None:
+        """Put a request in its place. If comparing keys raises, nothing has changed."""
+        if request in self._members:
+            raise InvariantError(f"{request!r} waits already")
+        group = self._group_by(request)
+        own = self._groups.get(group, [])
+        place = bisect_right(self._requests, request.order_key, key=order_key)
+        own_place = bisect_right(own, request.order_key, key=order_key)
+        self._requests.insert(place, request)
+        own.insert(own_place, request)
+        if own_place == 0 and self._changed is not None:
+            self._changed.add(group)
+        self._groups[group] = own
+        self._members[request] = group
+        self.num_tokens += request.num_tokens
+        self._version += 1
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands. Raises `InvariantError` if it does not wait."""
+        if request not in self._members:
+            raise InvariantError(f"{request!r} does not wait")
+        group = self._members[request]
+        own = self._groups[group]
+        if own[0] is request and self._changed is not None:
+            self._changed.add(group)
+        for requests in (self._requests, own):
+            del requests[_place(requests, request)]
+        if not own:
+            del self._groups[group]
+        del self._members[request]
+        self.num_tokens -= request.num_tokens
+        self._version += 1
+
+    def heads(self) -> list[Request]:
+        """The first waiting request of every group, by `group_by`: of every user, unless the policy
+        says otherwise. The cost does not grow with the queue.
+        """
+        return [requests[0] for requests in self._groups.values()]
+
+    def head(self, user: str) -> Request | None:
+        """The first waiting request of a user, or of the group of that name; None: none waits."""
+        requests = self._groups.get(user)
+        return None if requests is None else requests[0]
+
+    def group(self, name: str) -> list[Request]:
+        """The waiting requests of a group, in order; none if no request of the group waits."""
+        return self._groups.get(name, []).copy()
+
+    def take_changed(self) -> list[str]:
+        """Groups whose `head` is another one than at the last call, or none; at first all groups.
+        The same events give the same order.
+        """
+        changed, self._changed = self._changed, set()
+        return list(self._groups) if changed is None else sorted(changed)
+
+    def sort(self, changed: Iterable[Request]) -> None:
+        """Put all requests in their places after the keys of `changed` have changed. If comparing
+        keys raises, nothing else has changed.
+        """
+        requests, before = sorted(self._requests, key=order_key), self._groups
+        members = self._members | {request: self._group_by(request) for request in changed}
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(members[request], []).append(request)
+        if self._changed is not None:
+            self._changed.update(
+                group
+                for group in before | groups
+                if before.get(group, [None])[0] is not groups.get(group, [None])[0]
+            )
+        self._requests, self._members, self._groups = requests, members, groups
+        self._version += 1
+
+
+def _place(requests: list[Request], request: Request) -> int:
+    """Where it stands; found the long way if its key says nothing, as NaN does."""
+    with suppress(Exception):
+        i = bisect_left(requests, request.order_key, key=order_key)
+        if i < len(requests) and requests[i] is request:
+            return i
+    return requests.index(request)
+
+
+class Timers:
+    """A heap of due times by number, and the requests that the numbers stand for.
+
+    A request that ends is forgotten at once, however far its deadline; its entries leave the heap
+    when they are due, or when they are more than half of it.
+    """
+
+    def __init__(self, queue_timeout: float | None) -> None:
+        """`queue_timeout`: seconds from arrival until a request that was never served is due."""
+        self._queue_timeout = queue_timeout
+        self._heap: list[tuple[float, int]] = []  # when, and the number of the timer
+        self._watched: dict[int, tuple[Request, bool]] = {}  # by number; only if never served?
+        self._numbers: dict[Request, list[int]] = {}  # of each request's timers
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request) -> None:
+        """Watch the request's deadline, if it has one, and its time in the queue."""
+        if request.deadline is not None:
+            self._push(request.deadline, request, only_if_unserved=False)
+        if self._queue_timeout is not None:
+            due = request.arrival_time + self._queue_timeout
+            self._push(due, request, only_if_unserved=True)
+
+    def forget(self, request: Request) -> None:
+        """Drop the timers of a request that has ended."""
+        for number in self._numbers.pop(request, ()):
+            self._watched.pop(number, None)
+        if len(self._heap) > max(2 * len(self._watched), MIN_COMPACTED):
+            self._heap = [entry for entry in self._heap if entry[1] in self._watched]
+            heapify(self._heap)
+
+    def next_due(self) -> float | None:
+        """When the next request is due; None: no request has a timer."""
+        while self._heap:
+            due, number = self._heap[0]
+            if number in self._watched:
+                request, only_if_unserved = self._watched[number]
+                if not only_if_unserved or request.status is RequestStatus.WAITING:
+                    return due
+                del self._watched[number]
+            heappop(self._heap)
+        return None
+
+    def take_due(self, now: float) -> list[Request]:
+        """Requests that are due, earliest first, each once."""
+        due: dict[Request, None] = {}
+        while self._heap and self._heap[0][0] <= now:
+            _, number = heappop(self._heap)
+            if number in self._watched:
+                request, only_if_unserved = self._watched.pop(number)
+                if not only_if_unserved or request.status is RequestStatus.WAITING:
+                    due[request] = None
+        return list(due)
+
+    def _push(self, due: float, request: Request, *, only_if_unserved: bool) -> None:
+        self._num_added += 1
+        self._watched[self._num_added] = (request, only_if_unserved)
+        self._numbers.setdefault(request, []).append(self._num_added)
+        heappush(self._heap, (due, self._num_added))
 
 
 class Decodes:
@@ -169,6 +376,46 @@ class RequestTable:
                 f"which cannot be compared: {error!r}"
             ) from error
 
+    def reorder(self, requests: Iterable[Request], order: Order) -> None:
+        """Give waiting requests of `requests` the keys that `order` has for them now, and their
+        places. If the policy raises, nothing has changed.
+        """
+        before: dict[Request, Any] = {}  # of requests whose key is another one now
+        keys: dict[Request, Any] = {}
+        in_bulk = False
+        try:
+            for request in [request for request in requests if request in self.waiting]:
+                old, key = request.order_key, order(request)
+                if key != old[0]:
+                    before[request], keys[request] = old, (key, old[1])
+            in_bulk = len(keys) * FEW >= len(self.waiting)
+            self._place(keys, in_bulk)
+        except (InvariantError, *FROM_OUTSIDE):
+            raise
+        except BaseException as error:
+            self._place(before, in_bulk)
+            if isinstance(error, PolicyError):
+                raise
+            raise PolicyError(
+                f"policy {self.policy_name}: order() returned keys that cannot be compared: "
+                f"{error!r}"
+            ) from error
+
+    def _place(self, keys: dict[Request, Any], in_bulk: bool) -> None:
+        """Give waiting requests these keys; if that raises, some of them may be out of line."""
+        waiting = self.waiting
+        if in_bulk:
+            for request, key in keys.items():
+                request.order_key = key
+            waiting.sort(keys)
+            return
+        for request in keys:
+            if request in waiting:
+                waiting.remove(request)
+        for request, key in keys.items():
+            request.order_key = key
+            self.line_up(request)
+
     # Running requests, and preemption.
 
     def start(self, request: Request) -> None:
@@ -215,6 +462,25 @@ class RequestTable:
         self.kv_cache.free(request)
         request.draft_token_ids = []
         request.num_target_tokens = request.num_tokens
+
+    def drop_paused(self, request: Request) -> None:
+        """A paused request loses its blocks, and waits where it stands to be computed again."""
+        del self.paused[request]
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.take_back(request)
+
+    def drop_copies(self) -> None:
+        """A step has failed or is not sent: what the connector copied in steps that are not back is
+        not to be found, be there a request in them or not, and prefetched requests lose their
+        blocks.
+        """
+        for request in [request for request, prefetched in self.paused.items() if prefetched]:
+            self.drop_paused(request)
+        if (connector := self.kv_cache.connector) is not None:
+            connector.forget_unsettled()
 
     # A step, from its beginning until it is back.
 
@@ -381,3 +647,41 @@ class RequestTable:
         """
         num_written = request.num_computed_tokens - self.in_flight.num_tokens(request)
         return min(num_written, request.num_tokens - 1)
+
+
+def check_size(request: Request, kv_cache: KVCacheManager) -> None:
+    """Every request must be able to run alone, up to its bound. Raises `RequestError`."""
+    # The last token is never computed, so a request needs one slot less than its length.
+    most = request.max_total_tokens - 1
+    param = "max_tokens" if request.pooling_params is None else "prompt"
+    if most > kv_cache.num_slots:
+        raise RequestError(
+            f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
+            f"cache of {kv_cache.num_slots} tokens",
+            param=param,
+        )
+    kv_cache.accept(request)
+
+
+def check_queue(
+    num_tokens: int,
+    waiting: RequestQueue,
+    config: SchedulerConfig,
+    num_arriving: int = 0,
+    arriving_tokens: int = 0,
+) -> None:
+    """Raises `EngineOverloadedError` if too many requests or prompt tokens wait already for one
+    more of `num_tokens`; those that are arriving, but not in the queue yet, wait as well.
+    """
+    num_waiting = len(waiting) + num_arriving
+    if num_waiting >= config.max_waiting_requests:
+        raise EngineOverloadedError(
+            f"{num_waiting} requests are waiting already (max_waiting_requests)"
+        )
+    limit = config.max_waiting_tokens
+    waiting_tokens = waiting.num_tokens + arriving_tokens
+    if limit is not None and num_waiting and waiting_tokens + num_tokens > limit:
+        raise EngineOverloadedError(
+            f"{waiting_tokens} prompt tokens are waiting already; {num_tokens} "
+            f"more would be over max_waiting_tokens ({limit})"
+        )

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from aioserve.request import Request
-from aioserve.scheduler.base import BaseScheduler
-from aioserve.scheduler.interface import SchedulerInterface
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
 
 
 class MultiStepDecode:
