@@ -16,6 +16,7 @@ from weakref import finalize
 import msgspec
 
 from aioserve.errors import EngineOverloadedError, RequestError
+from aioserve.grammars.tokenizer import matching_tokenizer, text_tokens, with_ids
 from aioserve.grammars.translation import grammar_of
 from aioserve.model_info import ModelInfo
 from aioserve.structured_outputs import StructuredOutputs
@@ -60,6 +61,7 @@ class GrammarCompiler:
     def __init__(self, model_info: ModelInfo) -> None:
         self._model_info = model_info
         self._tokenizer: LLTokenizer | None = None  # of the compiling thread
+        self._text_tokens: dict[str, int] = {}
         self._why_not = ""  # if it can be none
         self._executor: ThreadPoolExecutor | None = None
         self._grammar_of: dict[int, _Grammar] = {}  # by id of the `StructuredOutputs` that hold it
@@ -190,25 +192,24 @@ class GrammarCompiler:
     def _compiled(self, key: bytes) -> "LLMatcher | str":
         from llguidance import LLMatcher, LLParserLimits
 
+        tokenizer = self._get_tokenizer()
         try:
             text = grammar_of(msgspec.json.decode(key, type=StructuredOutputs))
+            text = with_ids(text, self._text_tokens)
         except (ValueError, TypeError, RecursionError) as error:
             return _first_line(str(error))
-        matcher = LLMatcher(
-            self._get_tokenizer(), text, log_level=0, limits=LLParserLimits(**LIMITS)
-        )
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()  # what is made on first use is, then
         return _first_line(matcher.get_error()) if matcher.is_error() else matcher
 
     def _get_tokenizer(self) -> "LLTokenizer":
         if self._tokenizer is None:
-            from llguidance.hf import from_tokenizer
-
             info = self._model_info
-            self._tokenizer = from_tokenizer(
-                info.tokenizer, n_vocab=info.vocab_size, eos_token=list(info.eos_token_ids)
+            self._tokenizer = matching_tokenizer(
+                info.tokenizer, info.vocab_size, info.eos_token_ids
             )
+            self._text_tokens = text_tokens(info.tokenizer, info.eos_token_ids)
         return self._tokenizer
 
 
