@@ -14,8 +14,10 @@ from aioserve.thinking_budget import ThinkingBudget
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_N = 128
-# Every stop string is looked for in every delta, on the event loop.
+# Each character of a reply is compared with every stop string, on the event loop; what one of them
+# may begin is held back, for each sample.
 MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 16_384
 MAX_STOP_TOKEN_IDS = 1024
 # Bad words are compared with what was said last, in every step; on a device, in its memory.
 MAX_BAD_WORDS = 256
@@ -145,6 +147,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_bad_words()
         if not all(self.stop_strings):
             raise RequestError("stop must not contain an empty string", param="stop")
+        num_characters = sum(map(len, self.stop_strings))
+        if num_characters > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop must hold at most {MAX_STOP_CHARACTERS} characters in all its strings "
+                f"together, got {num_characters}",
+                param="stop",
+            )
         if self.stop_strings and not self.detokenize:
             raise RequestError("stop strings need detokenize", param="stop")
         for token_id, bias in (self.logit_bias or {}).items():

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -102,3 +103,64 @@ def test_the_stop_string_itself_is_sent_only_if_asked() -> None:
 
 def test_text_that_only_begins_like_a_stop_string_is_not_lost() -> None:
     assert match("a STO b ST", ["STOP"], 1) == ("a STO b ST", None)
+
+
+def naive_match(text: str, stops: list[str], chunk: int, include: bool) -> list[tuple[str, object]]:
+    """What is sent with each piece, by comparing all that is held with all that it may begin."""
+    told: list[tuple[str, object]] = []
+    held = ""
+    for i in range(0, len(text), chunk):
+        held += text[i : i + chunk]
+        found = [(held.find(stop), -len(stop), stop) for stop in stops if stop in held]
+        if found:
+            begin, _, stop = min(found)
+            return [*told, (held[: begin + len(stop) if include else begin], stop)]
+        ends = [n for stop in stops for n in range(len(stop)) if held.endswith(stop[:n])]
+        cut = len(held) - max(ends)
+        told.append((held[:cut], None))
+        held = held[cut:]
+    return [*told, (held, None)]
+
+
+@given(
+    st.text("ab", max_size=60),
+    st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=4),
+    st.integers(1, 7),
+    st.booleans(),
+)
+@settings(max_examples=500, deadline=None)
+def test_stop_strings_are_found_and_held_back_as_by_comparing_everything(
+    text: str, stops: list[str], chunk: int, include: bool
+) -> None:
+    matcher = StopStringMatcher(stops, include_stop=include)
+    told: list[tuple[str, object]] = []
+    for i in range(0, len(text), chunk):
+        told.append(matcher.append(text[i : i + chunk]))
+        if told[-1][1] is not None:
+            assert matcher.flush() == ""
+            break
+    else:
+        told.append((matcher.flush(), None))
+    assert told == naive_match(text, stops, chunk, include)
+
+
+class Counted(str):
+    """A stop string that counts how often a character of it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> str:
+        Counted.looks += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("length", [100, 1000])
+@pytest.mark.parametrize(
+    "stop", ["a" * 2000 + "z", "a" * 50 + "z", "ab" * 25 + "z", "a" * 30 + "b" + "a" * 30 + "c"]
+)
+def test_a_character_costs_the_same_however_much_text_is_held_back(stop: str, length: int) -> None:
+    text = (stop[:-1] * length)[:length]
+    matcher, Counted.looks = StopStringMatcher([Counted(stop)], include_stop=False), 0
+    for char in text:
+        matcher.append(char)
+    assert Counted.looks <= 6 * length  # at most two for each, and as many to know where to go on

@@ -1,11 +1,18 @@
 """Logprobs of a response's messages: those of the tokens that the text is made of."""
 
 import asyncio
+import itertools
 import json
+import time
+from pathlib import Path
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+import aioserve
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.server.responses.logprobs import TokenQueue
@@ -15,6 +22,7 @@ from tests.server.serving import running
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
+TOKENIZER = Tokenizer.from_file(str(Path(aioserve.__file__).parent / "embedded/tokenizer.json"))
 WANTED = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
@@ -74,10 +82,13 @@ class Texts:
         self._texts = texts
 
     def __getitem__(self, token_id):
-        return self._texts[token_id], list(self._texts[token_id].encode())
+        text = self._texts[token_id]
+        raw = text.encode() if isinstance(text, str) else text
+        return raw.decode(errors="replace"), list(raw)
 
 
 def queue_of(*texts):
+    """Tokens of these texts, or bytes."""
     queue = TokenQueue(Texts(*texts))
     entries = [TokenLogprobs(-0.5, 1, [], []) for _ in texts]
     queue.append(RequestOutput(request_id="r", token_ids=[*range(len(texts))], logprobs=entries))
@@ -105,3 +116,76 @@ async def test_a_text_that_the_model_did_not_write_has_all_tokens_that_are_pendi
     queue = queue_of("a", "b")
     assert names(queue.take("A B")) == ["a", "b"]
     assert names(queue.take("c")) == []
+
+
+# A lead byte without its end, ends without a lead, and what is shown like either of them.
+PIECES = [
+    b"a",
+    b"\xf0",
+    b"\x9f\x98",
+    b"\xe2\x82",
+    "\xe9".encode(),
+    "\ufffd".encode(),
+    "\U0001f600".encode(),
+]
+
+
+@given(st.data())
+async def test_every_token_is_told_once_with_its_text_however_broken_that_is(data):
+    pieces = data.draw(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12))
+    shown = b"".join(pieces).decode(errors="replace")
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(shown)), max_size=4)) | {0, len(shown)})
+    queue, told, ends = queue_of(*pieces), [], []
+    for begin, end in itertools.pairwise(cuts):
+        told += [bytes(entry.bytes) for entry in queue.take(shown[begin:end])]
+        ends.append((shown[:end], b"".join(told)))
+    assert told == pieces
+    for text, raw in ends:  # what was told is there, but for a token that goes on behind it
+        assert raw.decode(errors="replace").startswith(text.rstrip("\ufffd"))
+
+
+async def test_marks_between_broken_texts_are_dropped():
+    queue = queue_of("<a>", b"\xf0\x9f", b"\x98", "</a>", b"\xf0", "z", b"\x9f")
+    assert [bytes(entry.bytes) for entry in queue.take("\ufffd")] == [b"\xf0\x9f", b"\x98"]
+    assert [bytes(entry.bytes) for entry in queue.take("\ufffdz")] == [b"\xf0", b"z"]
+    assert [bytes(entry.bytes) for entry in queue.take("\ufffd")] == [b"\x9f"]
+
+
+def seconds_to_take(num_tokens, text_of):
+    """Processor time in which a reply of broken bytes is told."""
+    queue = queue_of(*[b"\xf0", b"\x9f\xf0"] * num_tokens)
+    pieces = text_of(2 * num_tokens)
+    began = time.process_time()
+    for piece in pieces:
+        queue.take(piece)
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize(
+    "text_of",
+    [
+        lambda n: ["\ufffd" * n + "z"],  # it is not there, in every way
+        lambda n: ["\ufffd"] * n,
+        lambda n: ["\ufffd" * (n - 1)] * 2,
+    ],
+    ids=["none", "one by one", "at once"],
+)
+async def test_the_time_to_find_tokens_grows_with_the_reply_alone(text_of):
+    few, many = (min(seconds_to_take(n, text_of) for _ in range(3)) for n in (1000, 4000))
+    assert many < 12 * few + 0.05  # 4 times as many; the square would be 16 times
+
+
+async def test_a_reply_of_broken_bytes_with_logprobs_holds_no_other_request_up():
+    """Each byte that is no character was a choice of a regex: 3 ** 60 ways of one request."""
+    async with running(EngineConfig(runner=RunnerConfig(threads=1))) as server:
+        first, second = map(TOKENIZER.token_to_id, ["\u00f0", "\u0141"])  # the bytes F0 and 9F
+        body = {
+            **{"input": "x", "max_output_tokens": 60, "temperature": 2, "seed": 1, **WANTED},
+            **{"logit_bias": {first: 100, second: 97}, "stop": ["\ufffd" * 1500 + "z"]},
+        }
+        answer = await server.request("POST", "/v1/responses", json=body)
+        (item,) = json.loads(answer.body)["output"]
+    told = item["content"][0]
+    assert "\ufffd" * 20 in told["text"]
+    raw = b"".join(bytes(entry["bytes"]) for entry in told["logprobs"])
+    assert raw.decode(errors="replace") == told["text"]
