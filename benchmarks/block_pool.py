@@ -51,7 +51,7 @@ class PoolWork:
         self._check = 0
         self._rank = None
         if case.by_rank:
-            from aioserve.kv_cache.ranking import Ranking  # an older checkout has none
+            from aioserve.kv_cache.retention import Ranking  # an older checkout has none
 
             ranking = Ranking(self.pool)
             ranking.begin()

@@ -18,7 +18,7 @@ import time
 from contextlib import nullcontext
 
 from aioserve.arguments import assignment
-from aioserve.kv_cache.events import BlockStored
+from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.lab.comparison.candidates import load_candidates, prepare
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet

@@ -1,16 +1,98 @@
-"""A fixed pool of KV blocks: how many hold each, which are free, which can be found by hash.
+"""A fixed pool of KV blocks: how many requests hold each, which are free, which are found by hash.
 
-Knows block ids, reference counts and hashes. Knows nothing about requests or tokens, and
-calls no observer: what one wants to hear is noted, until it is taken.
+Blocks are found by hashes of their contents and of all that is before them: tokens, salts, adapters
+and encoder inputs. They are the same in every process: files go by them. The pool knows nothing
+about requests, and calls no observer: events of what becomes findable and what is lost, for routers
+that send a request where its prefix is, are noted until they are taken.
 """
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from hashlib import blake2b
+from itertools import takewhile
+from operator import attrgetter
+from struct import pack
+
+import msgspec
 
 from aioserve.errors import InvariantError
 from aioserve.kv_cache.connector import BlockNotes
-from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
+from aioserve.request import Request
+
+HASH_BYTES = 16
+_end = attrgetter("end")
+
+
+def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
+    """Extend `request.block_hashes` to `num_blocks` blocks of `size` tokens: each hash covers
+    its block and, by chaining, all before.
+
+    A cryptographic hash, since equal hashes share memory between strangers.
+    """
+    hashes = request.block_hashes
+    start, end = len(hashes) * size, num_blocks * size
+    if start >= end:
+        return
+    parent, encoder_inputs = hashes[-1] if hashes else _root(request), request.encoder_inputs
+    data = pack(f"<{end - start}I", *request.token_ids[start:end])
+    for offset in range(0, len(data), 4 * size):
+        block = parent + data[offset : offset + 4 * size]
+        if encoder_inputs:
+            position = start + offset // 4
+            block += _encoder_key(request, position, position + size)
+        parent = blake2b(block).digest()[:HASH_BYTES]
+        hashes.append(parent)
+
+
+def _root(request: Request) -> bytes:
+    """What must match besides tokens: salt and adapter; the length keeps them apart."""
+    salt, adapter = request.cache_salt.encode(), request.adapter_id.encode()
+    return blake2b(b"%d:%b%b" % (len(salt), salt, adapter)).digest()[:HASH_BYTES]
+
+
+def _encoder_key(request: Request, start: int, end: int) -> bytes:
+    """Contents of the encoder inputs that reach into tokens `start` to `end`, and where."""
+    items = request.encoder_inputs  # in order; a video has many
+    first = bisect_right(items, start, key=_end)
+    reaching = takewhile(lambda item: item.position < end, items[first:])
+    return b"".join(
+        b"|%d:%b" % (item.position - start, item.content_hash.encode()) for item in reaching
+    )
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """A full block became findable; a step that is scheduled already computes it."""
+
+    block_hash: bytes
+    parent_hash: bytes | None  # of the block before it; None for the first
+    token_ids: list[int]
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """A block was evicted, or will not be computed after all."""
+
+    block_hash: bytes
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Nothing can be found any more."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def tell_stored(
+    request: Request, first: int, end: int, block_size: int, lookup: Callable[[bytes], int | None]
+) -> Iterator[BlockStored]:
+    """Of blocks `first` to `end` of the request, which have hashes, those not there yet."""
+    hashes = request.block_hashes
+    for i in range(first, end):
+        if lookup(hashes[i]) is None:
+            tokens = request.token_ids[i * block_size : (i + 1) * block_size]
+            yield BlockStored(hashes[i], hashes[i - 1] if i else None, tokens)
+
 
 # The last first. Made once for all pools: of a thousand simulated ones, they would be half.
 _all_blocks = cache(lambda num_blocks: tuple(range(num_blocks - 1, -1, -1)))

@@ -1,25 +1,28 @@
 """Gives requests the KV blocks that their tokens need and finds prefixes computed before.
 
 Knows requests' tokens and blocks. Does not know steps, queues or which request deserves what.
+`Vacancy` says which requests have to go so that one gets in, before any of them is preempted.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
 
 from aioserve.errors import InvariantError
-from aioserve.kv_cache.block_pool import BlockPool
-from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
-from aioserve.kv_cache.events import KVEvent, tell_stored
-from aioserve.kv_cache.hashing import hash_blocks
-from aioserve.kv_cache.leases import Leases
-from aioserve.kv_cache.resources.base import Resource
-from aioserve.kv_cache.resources.loads import ConnectorLoads
-from aioserve.kv_cache.resources.states import StatePool
-from aioserve.kv_cache.resources.windows import WindowPool
-from aioserve.kv_cache.retention import Retention
-from aioserve.kv_cache.vacancy import Vacancy
-from aioserve.request import Request, WaitReason
+from aioserve.kv_cache.block_pool import BlockPool, KVEvent, hash_blocks, tell_stored
+from aioserve.kv_cache.connector import (
+    ExternalPrefix,
+    KVConnectorBase,
+    OffloadPrice,
+)
+from aioserve.kv_cache.resource import LimitOf, Resource
+from aioserve.kv_cache.retention import Leases, Retention
+from aioserve.request import Request, RequestStatus, WaitReason
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache.states import StatePool
+    from aioserve.kv_cache.windows import WindowPool
 
 
 class KVCacheManager:
@@ -51,14 +54,16 @@ class KVCacheManager:
         )
         own = list(resources)
         if connector is not None:
+            from aioserve.kv_cache.loads import ConnectorLoads
+
             own.append(ConnectorLoads(connector, block_size, self.pool, own))
         self.leases = Leases(self.pool)  # prefixes that a policy has pinned
         self.retention: Retention | None = None  # ranks that a policy states; None: LRU
         limits = [r.max_drafts for r in own if r.max_drafts is not None]
         self.max_drafts = min(limits, default=None)  # of a request in one step; None: any number
         self.max_draft_tokens = min([max_draft_tokens, *limits])
-        self._limits: list[Resource] = []
-        self._unused: list[Resource] = []  # until a request comes that they concern
+        self._limits: list[LimitOf] = []
+        self._unused: list[LimitOf] = []  # until a request comes that they concern
         self._use(own)
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_queried_tokens = 0  # looked up at admissions, since the start
@@ -86,14 +91,14 @@ class KVCacheManager:
         self.planning, self.holding = tuple(having("plan")), tuple(having("holds_back"))
         self.wants_prices = bool(methods("learn_prices"))
 
-    def limit(self, limits: Iterable[Resource], max_leased_blocks: int) -> None:
+    def limit(self, limits: Iterable[LimitOf], max_leased_blocks: int) -> None:
         """The settings of a scheduler limit these, unless another one does already."""
         if not self._limits:
             self.leases.max_blocks = max_leased_blocks
             self._limits = list(limits)
             self._unused += self._limits
 
-    def follow(self, limits: Iterable[Resource], max_leased_blocks: int) -> None:
+    def follow(self, limits: Iterable[LimitOf], max_leased_blocks: int) -> None:
         """Another scheduler is in charge, with `limits` of its settings; leases and ranks end."""
         self.leases.begin_anew(max_leased_blocks)
         self.retention = Retention.replace(self.retention, None)
@@ -104,10 +109,10 @@ class KVCacheManager:
         """A request comes: the resources that it concerns are in use from now on. Raises
         `RequestError` if it could not even run alone.
         """
-        for resource in self._unused:
-            if resource.concerns(request):
-                self._unused = [r for r in self._unused if r is not resource]
-                self._use([resource, *self.resources])
+        for limit in self._unused:
+            if limit.concerns(request):
+                self._unused = [other for other in self._unused if other is not limit]
+                self._use([limit.resource, *self.resources])
         for resource in self.resources:
             resource.check_alone(request)
 
@@ -119,21 +124,24 @@ class KVCacheManager:
         return any(resource.holds_back(request, num_cached) for resource in self.holding)
 
     @property
-    def states(self) -> StatePool | None:
+    def states(self) -> "StatePool | None":
         """The slots for states, of a model whose layers have states."""
-        return next((r for r in self.resources if isinstance(r, StatePool)), None)
+        return cast("StatePool | None", self._named("states"))
 
     @property
-    def windows(self) -> WindowPool | None:
+    def windows(self) -> "WindowPool | None":
         """The blocks of layers with a sliding window, if they have a pool of their own."""
-        return next((r for r in self.resources if isinstance(r, WindowPool)), None)
+        return cast("WindowPool | None", self._named("windows"))
+
+    def _named(self, name: str) -> Resource | None:
+        return next((resource for resource in self.resources if resource.name == name), None)
 
     @property
     def num_slots(self) -> int:
         """Tokens that the whole pool can hold."""
         return self.pool.num_blocks * self.block_size
 
-    def get_computed_blocks(self, request: Request, gone: Vacancy | None = None) -> list[int]:
+    def get_computed_blocks(self, request: Request, gone: "Vacancy | None" = None) -> list[int]:
         """Blocks of the longest cached prefix; takes no reference and changes nothing.
 
         At most `num_tokens - 1` tokens, so that at least one is left to compute and sample from.
@@ -205,7 +213,7 @@ class KVCacheManager:
             touch(request, len(block_ids))
         return len(block_ids) * self.block_size
 
-    def shortage(self, request: Request, gone: Vacancy | None = None) -> WaitReason | None:
+    def shortage(self, request: Request, gone: "Vacancy | None" = None) -> WaitReason | None:
         """Of what besides blocks there is too little to admit the request now, were the requests of
         `gone` away; None: of nothing.
         """
@@ -236,7 +244,7 @@ class KVCacheManager:
             refund(request)
 
     def can_admit(
-        self, computed_blocks: list[int], num_slots: int, is_alone: bool, gone: Vacancy | None
+        self, computed_blocks: list[int], num_slots: int, is_alone: bool, gone: "Vacancy | None"
     ) -> bool:
         """Whether `num_slots` tokens fit beside what all but the requests of `gone` hold, with the
         watermark left free, which `is_alone` waives: there is no other request to need it.
@@ -395,3 +403,103 @@ class KVCacheManager:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+_HOLDING = (RequestStatus.RUNNING, RequestStatus.PAUSED)
+
+
+class Vacancy:
+    """What becomes free if some requests lose their places, and with them those that rely on what
+    they were to compute in this step.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        fresh_blocks: Mapping[int, Request],
+        dependents: Mapping[Request, list[Request]],
+    ) -> None:
+        """Of the step: which request computes a block that can be found already, and which other
+        requests rely on a request's work.
+        """
+        self._pool = pool
+        self._fresh_blocks = fresh_blocks
+        self._dependents = dependents
+        self._num_references: dict[int, int] = {}  # by block: of requests that leave
+        self.requests: dict[Request, int] = {}  # that leave, and how often each was named
+        self._num_blocks = 0  # that no request holds any more
+
+    def choose(self, displacing: Iterable[Request], find: Callable[[], object]) -> list[Request]:
+        """The requests to preempt: as few from the front of `displacing` as give a waiting request
+        its place, less those among them without which it has one as well; the last is spared first.
+        Empty if nothing helps. `find` looks for the place, and returns a reason if there is none.
+        """
+        holding = (r for r in displacing if r.status in _HOLDING)
+        chosen: list[Request] = []
+        while more := list(islice(holding, len(chosen) or 1)):  # few questions, however many run
+            for request in more:
+                self._count(request, 1)
+            chosen += more
+            if not isinstance(find(), WaitReason):
+                break
+        else:
+            return []
+        needed = []
+        for request in reversed(chosen):
+            self._count(request, -1)
+            if isinstance(find(), WaitReason):
+                self._count(request, 1)
+                needed.append(request)
+        return needed[::-1]
+
+    @property
+    def num_seats(self) -> int:
+        """How many of the requests that leave run."""
+        return sum(request.status is RequestStatus.RUNNING for request in self.requests)
+
+    def leave_found(self, block_ids: list[int]) -> list[int]:
+        """The blocks of a cached prefix, up to the first that will not be computed after all."""
+        for i, block_id in enumerate(block_ids):
+            if self._fresh_blocks.get(block_id) in self.requests:
+                return block_ids[:i]
+        return block_ids
+
+    def num_freed(self, kept: list[int]) -> int:
+        """How many blocks no request holds any more, but for those of `kept`."""
+        held, leaving = self._pool.ref_counts, self._num_references
+        return self._num_blocks - sum(b in leaving and leaving[b] == held[b] for b in kept)
+
+    def _count(self, request: Request, by: int) -> None:
+        """One more request leaves, or stays after all, with those that rely on its work."""
+        held, leaving = self._pool.ref_counts, self._num_references
+        line = [request]
+        for one in line:
+            line += [
+                dependent
+                for dependent in self._dependents.get(one, ())
+                if dependent not in line and dependent.status is RequestStatus.RUNNING
+            ]
+            num = self.requests.pop(one, 0) + by
+            if num:
+                self.requests[one] = num
+            if num != max(by, 0):
+                continue  # another request takes it along as well
+            for block_id in one.block_ids:
+                num = leaving.get(block_id, 0)
+                leaving[block_id] = num + by
+                self._num_blocks += (num + by == held[block_id]) - (num == held[block_id])
+
+
+def offload_price(kv_cache: KVCacheManager, request: Request, num_computed: int) -> OffloadPrice:
+    """The price of offloading a request of which steps before this one compute `num_computed`
+    tokens; 0 tokens of a request that holds no blocks.
+    """
+    connector = kv_cache.connector
+    is_possible = kv_cache.enable_prefix_caching and request.takes_cached_prefix
+    num_computed = num_computed if request.block_ids else 0
+    if connector is None or not is_possible:
+        return OffloadPrice(0, 0.0, 0.0, 0.0)
+    # One token is left to compute and sample from.
+    num_blocks = min(num_computed, request.num_tokens - 1) // kv_cache.block_size
+    hash_blocks(request, num_blocks, kv_cache.block_size)
+    return connector.get_offload_price(request, num_blocks)

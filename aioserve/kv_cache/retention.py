@@ -1,15 +1,171 @@
-"""Which cached prefixes are evicted first: ranks of requests, as a policy states them.
+"""Which cached prefixes are kept: by ranks that a policy states, or by leases that it pins.
 
-Knows requests and the contents of their blocks. Which block is evicted first, `Ranking` says.
+Without either, the least recently used block is evicted first. `Ranking` is the order in which
+free cached blocks are evicted when they have ranks: the smallest rank goes first, of equal ranks
+the block that was freed first, and never a block before a free one behind it in its prefix; it
+costs O(log n) for each block that is freed, ranked or evicted. `Retention` holds the ranks that
+one policy states. A lease holds its blocks as a request does, so that no other request gets them,
+but gives way to a request beside which nothing runs. (Continuum, Li et al., 2025, pins a program's
+prefix while its tool runs.)
 """
 
-from collections import deque
-from collections.abc import Callable
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from heapq import heapify, heappop, heappush
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
-from aioserve.kv_cache.block_pool import BlockPool
-from aioserve.kv_cache.hashing import hash_blocks
-from aioserve.kv_cache.ranking import Ranking
+from aioserve.errors import InvariantError, PolicyError
+from aioserve.kv_cache.block_pool import BlockPool, hash_blocks
 from aioserve.request import Request
+
+MIN_COMPACTED = 64  # entries; a heap with fewer that are out of date is left as it is
+_Entry: TypeAlias = tuple[float, int, bytes]  # rank, when it was freed, content
+
+
+class Ranking:
+    """Ranks of the cached contents of one pool, and a heap of those that are free.
+
+    Blocks are freed and found again without a word to the heap: its entries are checked when they
+    come to its top, and the pool's list of freed blocks is read before any block is evicted.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._ranks: dict[bytes, float] = {}
+        self._before: dict[bytes, bytes] = {}  # which content stands before it in a prefix
+        self._behind: dict[bytes, dict[bytes, None]] = {}  # those in the heap that stand behind it
+        self._heap: list[_Entry] = []  # also entries that are out of date
+        self._entries: dict[bytes, _Entry] = {}  # those that are not, by content
+        self._num_freed = 0
+
+    def begin(self, settle: Callable[[], None] = lambda: None) -> None:
+        """The pool evicts by these ranks from now on. `settle` is called before it does, for ranks
+        that are still to be stated; if it raises, nothing is evicted.
+        """
+        self._settle = settle
+        self._pool.arrange = self._arrange
+
+    def end(self) -> None:
+        """The pool evicts the least recently freed block first again. Ranks are kept."""
+        self._arrange(None)
+        self._pool.arrange = None
+
+    def rank(self, contents: Sequence[bytes], rank: float) -> None:
+        """Give cached contents this rank, in the place of what they have: the first blocks of one
+        prefix, in order.
+        """
+        before: bytes | None = None
+        for content in contents:
+            self._ranks[content] = rank
+            if before is not None:
+                self._before[content] = before
+            before = content
+            if (entry := self._entries.get(content)) is not None:
+                self._push(rank, entry[1], content)
+        if len(self._ranks) > 2 * self._pool.num_blocks + MIN_COMPACTED:
+            self._forget_lost()
+
+    def rank_of(self, content: bytes) -> float:
+        """The rank of a cached content; minus infinity if none was stated."""
+        return self._ranks.get(content, -math.inf)
+
+    def _arrange(self, num_blocks: int | None) -> None:
+        """Let the pool list the `num_blocks` blocks that are to be evicted now, and no others; or,
+        given None, all that could be evicted, the one that was freed first at the head.
+        """
+        if num_blocks is not None:
+            self._settle()
+        pool = self._pool
+        newest_first = dict.fromkeys(reversed(pool.evictable))  # of each block the last entry
+        for block_id in reversed(newest_first):
+            content = pool.contents[block_id]
+            if content is not None and not pool.ref_counts[block_id]:
+                self._num_freed += 1
+                self._push(self.rank_of(content), self._num_freed, content)
+        if num_blocks is not None:
+            pool.list_evictable([self._pop() for _ in range(num_blocks)])
+            return
+        entries = sorted(self._entries.values(), key=itemgetter(1))
+        pool.list_evictable([b for *_, c in entries if (b := self._free_block(c)) is not None])
+        self._heap, self._entries, self._behind = [], {}, {}
+
+    def _push(self, rank: float, freed: int, content: bytes) -> None:
+        self._entries[content] = entry = (rank, freed, content)
+        heappush(self._heap, entry)
+        if (before := self._before.get(content)) is not None:
+            self._behind.setdefault(before, {})[content] = None
+        if len(self._heap) > 2 * self._pool.num_blocks + MIN_COMPACTED:
+            for held in [c for c in self._entries if self._free_block(c) is None]:
+                self._drop(held)
+            self._heap = list(self._entries.values())
+            heapify(self._heap)
+
+    def _pop(self) -> int:
+        """The block to be evicted first, which is in the heap no more."""
+        while self._heap:
+            entry = heappop(self._heap)
+            content = entry[2]
+            if self._entries.get(content) is not entry:
+                continue
+            block_id = self._free_block(content)
+            if block_id is None:
+                self._drop(content)
+            elif (behind := self._find_behind(content)) is not None:
+                self._push_after(entry, behind)
+            else:
+                self._take(content)
+                return block_id
+        raise InvariantError("a KV block is to be evicted, and none is free")
+
+    def _push_after(self, entry: _Entry, behind: _Entry) -> None:
+        """The block of `entry`, which comes first by its own rank, has to wait for another."""
+        _, freed, content = entry
+        if freed <= behind[1]:
+            self._num_freed += 1
+            freed = self._num_freed
+        self._push(behind[0], freed, content)
+
+    def _take(self, content: bytes) -> None:
+        """This content is evicted, so the one before it counts by its own rank again."""
+        self._drop(content)
+        self._ranks.pop(content, None)
+        before = self._before.pop(content, None)
+        if before is not None and (entry := self._entries.get(before)) is not None:
+            if entry[0] != (rank := self.rank_of(before)):
+                self._push(rank, entry[1], before)
+
+    def _find_behind(self, content: bytes) -> _Entry | None:
+        """The entry of a free block that stands behind this one in a prefix; None: there is none.
+        It is not at the top of the heap, so it has the larger rank, or was freed later.
+        """
+        behind = self._behind.get(content)
+        while behind:
+            found = next(iter(behind))
+            if self._free_block(found) is not None:
+                return self._entries[found]
+            self._drop(found)
+        return None
+
+    def _drop(self, content: bytes) -> None:
+        del self._entries[content]
+        before = self._before.get(content)
+        if before is not None and (behind := self._behind.get(before)) is not None:
+            behind.pop(content, None)
+            if not behind:
+                del self._behind[before]
+
+    def _forget_lost(self) -> None:
+        """Drop the ranks of contents that were lost by other ways than eviction."""
+        lookup, entries = self._pool.lookup, self._entries
+        kept = {c for c in self._ranks if c in entries or lookup(c) is not None}
+        self._ranks = {c: rank for c, rank in self._ranks.items() if c in kept}
+        self._before = {c: before for c, before in self._before.items() if c in kept}
+
+    def _free_block(self, content: bytes) -> int | None:
+        block_id = self._pool.lookup(content)
+        return None if block_id is None or self._pool.ref_counts[block_id] else block_id
 
 
 class Retention:
@@ -72,3 +228,88 @@ class Retention:
                 break
             found.append(content)
         return found
+
+
+class _Lease(NamedTuple):
+    block_ids: list[int]
+    until: float  # seconds of the scheduler's clock
+
+
+class Leases:
+    """The leases of one pool, by key, the oldest first; a key has one lease."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.max_blocks = pool.num_blocks  # that all leases hold at most, shared ones counted twice
+        self._pool = pool
+        self.held: dict[Hashable, _Lease] = {}  # what is asked in every step: a dict is cheap
+        self._num_blocks = 0
+        self._next_end = math.inf  # no lease ends before
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    @property
+    def references(self) -> Counter[int]:
+        """By block: how many leases hold it."""
+        return Counter(b for lease in self.held.values() for b in lease.block_ids)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that leases hold, and no request does."""
+        own = self.references
+        return sum(self._pool.ref_counts[b] == count for b, count in own.items())
+
+    def pin(self, key: Hashable, block_ids: list[int], until: float) -> int:
+        """Hold these cached blocks until a time, or as many of the first as `max_blocks` allows, in
+        the place of what the key has held; older leases end where there is no room beside them.
+        Returns how many are held. Raises `PolicyError` for a time that never comes.
+        """
+        if not math.isfinite(until):
+            raise PolicyError(f"pin() takes a time of the clock in seconds, got {until!r}")
+        block_ids = block_ids[: self.max_blocks]
+        self._pool.touch(block_ids)
+        self.end(key)
+        while self.held and self._num_blocks + len(block_ids) > self.max_blocks:
+            self.give_way()
+        if block_ids:
+            self.held[key] = _Lease(block_ids, until)
+            self._num_blocks += len(block_ids)
+            self._next_end = min(self._next_end, until)
+        return len(block_ids)
+
+    def end(self, key: Hashable) -> None:
+        """Let go of what the key holds, if anything: it stays cached until it is evicted."""
+        if (lease := self.held.pop(key, None)) is not None:
+            self._num_blocks -= len(lease.block_ids)
+            self._pool.free(reversed(lease.block_ids))  # the head of a prefix is evicted last
+
+    def give_way(self) -> bool:
+        """End the oldest lease. False: there is none."""
+        for key in self.held:
+            self.end(key)
+            return True
+        return False
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time has passed."""
+        if now < self._next_end:
+            return
+        for key in [key for key, lease in self.held.items() if lease.until <= now]:
+            self.end(key)
+        self._next_end = min((lease.until for lease in self.held.values()), default=math.inf)
+
+    def next_due(self, due: float | None) -> float | None:
+        """The earlier one of that time and the one at which a lease ends; None: neither is."""
+        if not self.held:
+            return due
+        return self._next_end if due is None else min(due, self._next_end)
+
+    def begin_anew(self, max_blocks: int) -> None:
+        """Let go of everything; from here on all leases hold this many blocks at most."""
+        self.end_all()
+        self.max_blocks = max_blocks
+
+    def end_all(self) -> None:
+        """Let go of everything."""
+        while self.give_way():
+            pass

@@ -14,7 +14,7 @@ from typing import Protocol
 import zmq
 
 from aioserve.errors import AioserveError, EngineDeadError
-from aioserve.kv_cache.events import KVEvent
+from aioserve.kv_cache.block_pool import KVEvent
 from aioserve.ray.kv_feed import Listener, Ticket, attach, follow
 from aioserve.ray.line import connecting_line
 from aioserve.ray.movable import Movable, keep_tokens

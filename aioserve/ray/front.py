@@ -22,7 +22,7 @@ from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.hints import SESSION
-from aioserve.kv_cache.hashing import hash_blocks
+from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, ShowMetrics
 from aioserve.operations.answers import Health

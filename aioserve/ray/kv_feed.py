@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from aioserve.config import EngineConfig
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
-from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.ray.line import LineTicket
 from aioserve.routing import ReplicaReport, SentLoad
 

@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from aioserve.kv_cache.events import KVEvent
+from aioserve.kv_cache.block_pool import KVEvent
 from aioserve.routing.accounts import Account, Assignment, Reported
 from aioserve.routing.answers import Migrate, Refuse, Split, Wait
 from aioserve.routing.errors import RouterError, blamed

@@ -6,7 +6,7 @@ Knows hashes of blocks and names of replicas. Does not know tokens, nor which re
 from collections.abc import Sequence
 from itertools import compress
 
-from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 # A replica with more blocks than this is known by its newest: some 100 bytes each.
 MAX_BLOCKS = 1_000_000

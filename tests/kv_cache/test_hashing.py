@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-from aioserve.kv_cache.hashing import hash_blocks
+from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 for fields in ({}, {"cache_salt": "a"}, {"adapter_id": "a"}):

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 import zmq
 
-from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.ray.kv_feed import KVFeed, Listener, Ticket, follow
 from aioserve.routing import ReplicaReport
 

@@ -22,7 +22,7 @@ from aioserve.errors import (
     RequestIdInUseError,
     RunnerDeadError,
 )
-from aioserve.kv_cache.hashing import hash_blocks
+from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.model_info import ModelInfo
 from aioserve.operations import ResetPrefixCache, ShowMetrics
 from aioserve.outputs import FinishReason, ModelRunnerOutput

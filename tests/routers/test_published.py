@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.kv_cache.events import BlockStored
+from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.routing import Dispatcher, ReplicaReport, RoutedRequest, make_dispatcher
 
 SIZE = 16

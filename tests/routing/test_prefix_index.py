@@ -3,7 +3,7 @@
 import random
 from collections import OrderedDict
 
-from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored
 from aioserve.routing import PrefixIndex
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from aioserve.kv_cache.events import BlockStored
+from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.routing import Dispatcher, RoutedRequest, available_routers, make_dispatcher
 
 SIZE = 16

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from aioserve.kv_cache import StateSlots
-from aioserve.kv_cache.resources.adapters import AdapterSlots
-from aioserve.kv_cache.resources.encoder import EncoderOutputs
+from aioserve.kv_cache.encoder import EncoderOutputs
+from aioserve.kv_cache.resource import AdapterSlots
 from aioserve.kv_connector import OffloadingConnector
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus

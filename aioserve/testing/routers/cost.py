@@ -9,7 +9,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from aioserve.kv_cache.events import BlockStored
+from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.routing import BaseRouter, Dispatcher, ReplicaReport, RoutedRequest
 from aioserve.testing.growth import MANY, MOST_BYTES, WAVE, size_of
 from aioserve.testing.routers.subject import RouterSubject

@@ -6,7 +6,7 @@ Knows seats, a queue and a cache of blocks. Knows no router. Times are in second
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from aioserve.kv_cache.events import BlockRemoved, BlockStored, KVEvent
+from aioserve.kv_cache.block_pool import BlockRemoved, BlockStored, KVEvent
 from aioserve.routing import Assignment, ReplicaReport, RoutedRequest
 
 NUM_SEATS = 8

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import msgspec
 
 from aioserve.errors import InvariantError
+from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.kv_cache.connector import BlockNotes, KVConnectorBase, Outside, reached_blocks
-from aioserve.kv_cache.hashing import hash_blocks
-from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resource import Resource
 from aioserve.request import Request, WaitReason
 
 

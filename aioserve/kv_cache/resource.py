@@ -5,8 +5,10 @@ on it, by `make_limits` if settings do, and a part of the runner that reads what
 scheduler knows no kind by name; the manager names two of today, for policies that look at them.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
+
+import msgspec
 
 from aioserve.kv_cache.connector import KVConnectorBase
 from aioserve.request import Request, WaitReason
@@ -25,12 +27,6 @@ class Resource:
     unfit: ClassVar[WaitReason] = WaitReason.BUDGET
 
     # At the door.
-
-    def concerns(self, request: Request) -> bool:
-        """Whether the request has anything to do with this. Until the first that has, the resource
-        is asked and told nothing else.
-        """
-        return True
 
     def check_alone(self, request: Request) -> None:
         """Raise `RequestError` if the request could not even run alone."""
@@ -164,3 +160,111 @@ class Resource:
 
     def follow(self, other: Any) -> None:
         """Take over the limits of another of this class, whose policy is in charge from now on."""
+
+
+class AdapterSlots(Resource):
+    """Places for adapters, one for all requests that have the same."""
+
+    name = "adapters"
+
+    def __init__(self, max_adapters: int) -> None:
+        self.max_adapters = max_adapters
+        self._held: dict[Request, str] = {}
+
+    def shortage(self, request: Request, gone: Collection[Request] = ()) -> WaitReason | None:
+        if not request.adapter_id:
+            return None
+        held = {adapter_id for r, adapter_id in self._held.items() if r not in gone}
+        adapters = held | {request.adapter_id}
+        is_held = len(adapters) == len(held)
+        return None if is_held or len(adapters) <= self.max_adapters else WaitReason.ADAPTERS
+
+    def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
+        if request.adapter_id:
+            self._held[request] = request.adapter_id
+
+    def resume(self, request: Request) -> None:
+        self.take(request, 0, 0)
+
+    def pause(self, request: Request) -> None:
+        self.give_back(request)
+
+    def leave(self, request: Request) -> None:
+        self._held.pop(request, None)
+
+    def give_back(self, request: Request) -> None:
+        self._held.pop(request, None)
+
+    def held(self) -> str:
+        num = len(set(self._held.values()))
+        return f"{num} places for adapters" if num else ""
+
+    def follow(self, other: "AdapterSlots") -> None:
+        self.max_adapters = other.max_adapters
+
+
+# What the kinds of cache are told of the model and of settings: here, so that no kind is loaded
+# that is not used.
+
+
+class WindowSpec(msgspec.Struct, frozen=True, gc=False):
+    """Sizes of the sliding-window layers and of their block pool."""
+
+    num_tokens: int  # w: a token sees itself and the w - 1 before it; the most of all layers
+    num_blocks: int  # blocks in their pool
+    max_chunk: int  # most tokens of a request in one step
+    max_drafts: int  # most draft tokens of a request in one step
+
+    def num_decode_blocks(self, block_size: int) -> int:
+        """Most blocks that a request holds behind its prompt."""
+        return self._num_blocks_for(1 + self.max_drafts, block_size)
+
+    def num_request_blocks(self, num_tokens: int, longest: int, block_size: int) -> int:
+        """Most blocks that a request ever holds which is admitted with `num_tokens` known tokens
+        and of which `longest` may be computed.
+        """
+        chunk = self._num_blocks_for(min(self.max_chunk, num_tokens), block_size)
+        return min(max(chunk, self.num_decode_blocks(block_size)), -(-longest // block_size))
+
+    def _num_blocks_for(self, num_tokens: int, block_size: int) -> int:
+        """Most blocks touched by steps that compute `num_tokens` tokens of a request."""
+        return -(-(self.num_tokens + num_tokens - 2) // block_size) + 1
+
+
+class EncoderLimits(msgspec.Struct, frozen=True):
+    """Limits in tokens: of the cache for encoder outputs, and of what steps may do."""
+
+    num_slots: int  # room for outputs
+    step_tokens: int  # most that the encoder computes in one step
+    max_whole: int  # most of an input that runs whole: what a full house leaves of a step
+    runs_whole_prompts: bool  # then all inputs of a prompt run in one step
+    chunk: int = 0  # most that it computes beside other requests; 0: no limit
+
+
+class LimitOf:
+    """A limit of the scheduler's settings, which becomes a `Resource` with the first request that
+    it concerns: no kind of cache is loaded before.
+    """
+
+    def __init__(self, concerns: Callable[[Request], bool], make: Callable[[], Resource]) -> None:
+        self.concerns, self._make = concerns, make
+        self._made: Resource | None = None
+
+    @property
+    def resource(self) -> Resource:
+        """The resource, made when it is first asked for."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def check_alone(self, request: Request) -> None:
+        """Raise `RequestError` if the request could not even run alone."""
+        if self.concerns(request):
+            self.resource.check_alone(request)
+
+    def follow(self, other: "LimitOf") -> None:
+        """Take over the limits of another of its kind, whose policy is in charge from now on."""
+        if self._made is None:
+            self._make = other._make
+        else:
+            self._made.follow(other.resource)

@@ -10,7 +10,7 @@ from typing import Any
 
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import BLOCKS, KVConnectorBase
-from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resource import Resource
 from aioserve.request import Request
 
 

@@ -10,35 +10,10 @@ from dataclasses import dataclass
 import msgspec
 
 from aioserve.errors import InvariantError, RequestError
-from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.kv_cache.block_pool import BlockPool, hash_blocks
 from aioserve.kv_cache.connector import KVConnectorBase, Outside, reached_blocks
-from aioserve.kv_cache.hashing import hash_blocks
-from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resource import Resource, WindowSpec
 from aioserve.request import Request, WaitReason
-
-
-class WindowSpec(msgspec.Struct, frozen=True, gc=False):
-    """Sizes of the sliding-window layers and of their block pool."""
-
-    num_tokens: int  # w: a token sees itself and the w - 1 before it; the most of all layers
-    num_blocks: int  # blocks in their pool
-    max_chunk: int  # most tokens of a request in one step
-    max_drafts: int  # most draft tokens of a request in one step
-
-    def num_decode_blocks(self, block_size: int) -> int:
-        """Most blocks that a request holds behind its prompt."""
-        return self._num_blocks_for(1 + self.max_drafts, block_size)
-
-    def num_request_blocks(self, num_tokens: int, longest: int, block_size: int) -> int:
-        """Most blocks that a request ever holds which is admitted with `num_tokens` known tokens
-        and of which `longest` may be computed.
-        """
-        chunk = self._num_blocks_for(min(self.max_chunk, num_tokens), block_size)
-        return min(max(chunk, self.num_decode_blocks(block_size)), -(-longest // block_size))
-
-    def _num_blocks_for(self, num_tokens: int, block_size: int) -> int:
-        """Most blocks touched by steps that compute `num_tokens` tokens of a request."""
-        return -(-(self.num_tokens + num_tokens - 2) // block_size) + 1
 
 
 class WindowBlocks(msgspec.Struct, frozen=True, gc=False):
