@@ -89,7 +89,7 @@ FAMILIES = {
             *("<think>", "</think>"),
         ),
         parser="deepseek_v31",
-        reasoning="deepseek_r1",
+        reasoning="qwen3",
         flags={"normalized": True},
     ),
     "phi": Family(
