@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 import aioserve
-from aioserve.engine.delivery.detokenizer import Detokenizer, StopStringMatcher
+from aioserve.engine.delivery.detokenizer import (
+    WINDOW_TOKENS,
+    Detokenizer,
+    DetokenizerChoice,
+    StopStringMatcher,
+)
 from tests.slow import mostly_slow
 
 TOKENIZER = Tokenizer.from_file(str(Path(aioserve.__file__).parent / "embedded/tokenizer.json"))
@@ -65,6 +70,67 @@ def test_an_incomplete_character_is_held_back_until_the_end() -> None:
     detokenizer = Detokenizer(decode, encode("a"))
     detokenizer.append(most)
     assert detokenizer.flush() == "\ufffd"
+
+
+class ByteFallback:
+    """A tokenizer as SentencePiece writes it, with a few words: other characters are bytes."""
+
+    def __init__(self) -> None:
+        words = ["▁", "a", "▁ok", "\ufffd", "é"]
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        vocabulary |= {word: 256 + number for number, word in enumerate(words)}
+        self.backend_tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        self.backend_tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.backend_tokenizer.encode(text).ids)
+
+    def stream(self, token_ids: list[int], prompt: list[int], chunk: int = 1) -> list[str]:
+        make = DetokenizerChoice(self).choose(skip_special_tokens=True)
+        detokenizer = make(prompt)
+        pieces = [token_ids[i : i + chunk] for i in range(0, len(token_ids), chunk)]
+        return [*map(detokenizer.append, pieces), detokenizer.flush()]
+
+
+FALLBACK = ByteFallback()
+
+
+@given(st.text("a€🙂é中", max_size=40), st.text("a€🙂", max_size=6), st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_characters_in_byte_tokens_come_out_whole_and_once(
+    text: str, prompt: str, chunk: int
+) -> None:
+    """Decoders show a U+FFFD for each byte of a character that is not complete yet."""
+    deltas = FALLBACK.stream(FALLBACK.encode(text), FALLBACK.encode(prompt), chunk)
+    assert "".join(deltas) == text
+    assert not any("\ufffd" in delta for delta in deltas)
+
+
+def test_byte_tokens_that_are_no_character_are_shown_where_they_are() -> None:
+    euro, word = FALLBACK.encode("€"), [FALLBACK.backend_tokenizer.token_to_id("▁ok")]
+    assert "".join(FALLBACK.stream([*euro, *euro[:2], *word, *euro], [])) == "€\ufffd ok€"
+    assert "".join(FALLBACK.stream([*euro, *euro[:2]], word)) == "€\ufffd"
+    assert "".join(FALLBACK.stream([*euro[2:], *word], euro[:2])) == "€ ok"
+    assert "".join(FALLBACK.stream(word, euro[:2])) == " ok"  # the prompt's text has shown it
+    unknown = FALLBACK.encode("\ufffd")
+    assert "".join(FALLBACK.stream([*unknown, *euro, *unknown], [])) == "\ufffd€\ufffd"
+
+
+@pytest.mark.parametrize("said", ["\ufffd", "byte 255"])
+def test_a_token_costs_the_same_however_long_no_character_was_complete(said: str) -> None:
+    tokenizer, asked = FALLBACK.backend_tokenizer, []
+
+    def decode(token_ids: list[int]) -> str:
+        asked.append(len(token_ids))
+        return str(tokenizer.decode(token_ids))
+
+    detokenizer = Detokenizer(decode, [])
+    token_ids = FALLBACK.encode(said) if said == "\ufffd" else [255]
+    text = "".join(detokenizer.append(token_ids) for _ in range(500)) + detokenizer.flush()
+    assert text == "\ufffd" * 500
+    assert max(asked) <= WINDOW_TOKENS + 1
 
 
 def match(text: str, stops: list[str], chunk: int, include: bool = False) -> tuple[str, str | None]:

@@ -1,12 +1,14 @@
 """Token ids to text, a few at a time, and the search for stop strings in it.
 
-Knows the tokenizer's `decode`; `byte_level` is the quick way where it is known to be right. Knows
-nothing about requests or streams.
+Knows the tokenizer's `decode`, and the tokens that are one byte each; `byte_level` is the quick way
+where it is known to be right. Knows nothing about requests or streams.
 """
 
+from codecs import getincrementaldecoder
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import groupby, takewhile
 from typing import Any
 
 from aioserve.byte_alphabet import REPLACEMENT
@@ -23,6 +25,8 @@ CONTEXT_TOKENS = 5
 # of a decode against how often the window moves.
 WINDOW_TOKENS = 24
 
+_Utf8 = getincrementaldecoder("utf-8")
+
 #: From a prompt's token ids, what makes text of those that follow.
 MakeDetokenizer = Callable[[Sequence[int]], "Detokenizer | ByteLevelDetokenizer"]
 
@@ -33,6 +37,7 @@ class DetokenizerChoice:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._pieces = prove_token_pieces(tokenizer)
+        self._bytes = {} if self._pieces is not None else _byte_tokens(tokenizer)
 
     def choose(self, *, skip_special_tokens: bool, kept: Collection[int] = ()) -> MakeDetokenizer:
         """What shows special tokens or skips them, but for those that are `kept`."""
@@ -40,7 +45,24 @@ class DetokenizerChoice:
         skipped = special.difference(kept)
         if self._pieces is not None:
             return partial(ByteLevelDetokenizer, self._pieces.without(skipped))
-        return partial(Detokenizer, _make_decode(self._tokenizer, skipped))
+        decode = _make_decode(self._tokenizer, skipped)
+        return partial(Detokenizer, decode, byte_tokens=self._bytes)
+
+
+def _byte_tokens(tokenizer: Any) -> dict[int, int]:
+    """By token id: the byte, where a tokenizer spells characters beyond its vocabulary so (byte
+    fallback, as SentencePiece has it). Empty if its decoder does not put them together.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    to_id = tokenizer.convert_tokens_to_ids if backend is None else backend.token_to_id
+    found = {to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+    decode = _make_decode(tokenizer, ())
+    if (
+        len(found) < 256
+        or decode([token_id for token_id, byte in found.items() if byte == 65]) != "A"
+    ):
+        return {}
+    return found
 
 
 def _make_decode(tokenizer: Any, skipped: Collection[int]) -> Callable[[list[int]], str]:
@@ -63,25 +85,69 @@ class Detokenizer:
 
     All text of `append` and `flush` together is the decoded output. An incomplete character at
     the end is held back until it is complete, or until `flush`.
+
+    Decoders show U+FFFD for each byte of a run of byte tokens that is not whole characters, though
+    most of it may be. Such tokens are put together here: what is whole is text, whatever follows.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_token_ids: Sequence[int],
+        byte_tokens: Mapping[int, int] | None = None,
+    ) -> None:
+        """`byte_tokens` has the byte of every token that is one."""
         self._decode = decode
+        self._bytes = byte_tokens or {}
         self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
         self._sent = self._decode(self._window)  # text of the window that needs no sending
+        self._utf8 = _Utf8("replace")
+        begun = list(takewhile(self._bytes.__contains__, reversed(self._window)))
+        self._utf8.decode(bytes(self._bytes[token_id] for token_id in reversed(begun)))
+        self._is_in_bytes = bool(begun)  # the last token is a byte, and its character may go on
+        self._is_shown = bool(self._utf8.getstate()[0])  # the prompt's text has a U+FFFD for it
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
+        if not self._bytes:
+            return self._append_others(token_ids)
+        return "".join(
+            self._append_bytes(list(tokens)) if are_bytes else self._append_others(list(tokens))
+            for are_bytes, tokens in groupby(token_ids, self._bytes.__contains__)
+        )
+
+    def _append_bytes(self, token_ids: list[int]) -> str:
+        held = "" if self._is_in_bytes else self.flush()
+        self._is_in_bytes = True
+        self._window = [*self._window, *token_ids][-CONTEXT_TOKENS:]
+        return held + self._decode_bytes(bytes(map(self._bytes.__getitem__, token_ids)))
+
+    def _decode_bytes(self, data: bytes, final: bool = False) -> str:
+        text = self._utf8.decode(data, final)
+        if text and self._is_shown:
+            self._is_shown = False
+            return text.removeprefix(REPLACEMENT)
+        return text
+
+    def _append_others(self, token_ids: Sequence[int]) -> str:
+        broken = ""
+        if self._is_in_bytes:
+            broken = self.flush()
+            self._is_in_bytes = False
+            self._sent = self._decode(self._window)
         self._window += token_ids
-        text = self._decode(self._window)
-        delta = self._take(text.removesuffix(REPLACEMENT))
+        text = self._decode(self._window).removesuffix(REPLACEMENT)
+        delta = self._take(text)
+        # However it ends: where each token leaves a character open, the window moves as well.
         if len(self._window) > WINDOW_TOKENS and len(self._sent) == len(text):
             self._window = self._window[-CONTEXT_TOKENS:]
-            self._sent = self._decode(self._window)
-        return delta
+            self._sent = self._decode(self._window).removesuffix(REPLACEMENT)
+        return broken + delta
 
     def flush(self) -> str:
         """What was held back, now that nothing more comes."""
+        if self._is_in_bytes:
+            return self._decode_bytes(b"", final=True)
         return self._take(self._decode(self._window))
 
     def _take(self, text: str) -> str:
