@@ -1,6 +1,7 @@
-"""How lines of the log look, in every process of a server: as text, or as JSON.
+"""How lines of the log look, in every process of a server, as text or as JSON, and who writes them.
 
-Knows no settings, and no module that logs.
+A thread does: a log whose reader stands still holds up no request. Knows no settings, and no module
+that logs.
 """
 
 import json
@@ -8,6 +9,7 @@ import logging
 import time
 from typing import Literal
 
+from aioserve.background_writer import Gaps, write_streams_aside
 from aioserve.progress import BesideBars
 
 LogFormat = Literal["text", "json"]
@@ -43,14 +45,29 @@ def set_log_level(level: str) -> None:
     logging.getLogger("aioserve").setLevel(level.upper())
 
 
+class _LogGaps(Gaps):
+    """Says in the log how many of its lines are missing."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        self._formatter = formatter
+
+    def ends(self, num_lines: int, error: OSError) -> bytes:
+        """A line in the place of those that are lost."""
+        told = f"{num_lines} lines of the log were dropped here: {error.strerror or error}"
+        record = logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None)
+        return f"{self._formatter.format(record)}\n".encode()
+
+
 def set_up_logging(level: str, log_format: LogFormat, process: str = "") -> None:
-    """To stderr. `process` names it in every line; empty: the engine's, which text need not say."""
-    handler = BesideBars()
+    """To stderr, by a thread, and so is all else that this process prints: for processes that are a
+    server's own. `process` names it in every line; empty: the engine's, which text need not say.
+    """
     if log_format == "json":
-        handler.setFormatter(JsonFormatter(process or "engine"))
+        formatter: logging.Formatter = JsonFormatter(process or "engine")
     else:
         name = f"{process} " if process else ""
-        handler.setFormatter(
-            logging.Formatter(f"%(asctime)s %(levelname)-7s {name}%(name)s: %(message)s")
-        )
+        formatter = logging.Formatter(f"%(asctime)s %(levelname)-7s {name}%(name)s: %(message)s")
+    write_streams_aside(_LogGaps(formatter))
+    handler = BesideBars()
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -50,7 +50,8 @@ ALLOWED = {
     "aioserve.installed": {"aioserve.errors"},
     "aioserve.zoo": {"aioserve.installed"},
     "aioserve.progress": set(),
-    "aioserve.log_format": {"aioserve.progress"},
+    "aioserve.background_writer": set(),
+    "aioserve.log_format": {"aioserve.background_writer", "aioserve.progress"},
     "aioserve.shipped": {"aioserve.errors", "aioserve.nearest", "aioserve.zoo"},
     "aioserve.yaml_file": {"aioserve.errors", "aioserve.nearest"},
     "aioserve.config": {
@@ -158,6 +159,8 @@ ALLOWED = {
         "aioserve.scheduler.blame",
     },
     "aioserve.decision_log": {
+        "aioserve.background_writer",
+        "aioserve.output_file",
         "aioserve.step_loop",
         "aioserve.config",
         "aioserve.errors",
@@ -171,12 +174,14 @@ ALLOWED = {
         "aioserve.version",
     },
     "aioserve.operations": {
+        "aioserve.background_writer",
         "aioserve.config",
         "aioserve.errors",
         "aioserve.log_format",
         "aioserve.model_source.adapter",
     },
     "aioserve.engine": {
+        "aioserve.background_writer",
         "aioserve.row_values",
         "aioserve.hints",
         "aioserve.operations.answers",

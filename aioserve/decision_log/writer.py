@@ -10,19 +10,17 @@ Knows bytes and files. What a record says is `decision_log.records`; what is rec
 
 import logging
 import os
-import queue
 import struct
-import threading
 import time
 import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
+from aioserve.background_writer import BackgroundWriter, Gaps
 from aioserve.decision_log.recorder import RecordSink
 from aioserve.decision_log.records import FORMAT_VERSION, MAGIC, Record
-from aioserve.errors import ConfigError
+from aioserve.output_file import begin_log
 
 logger = logging.getLogger(__name__)
 
@@ -32,33 +30,38 @@ RECORD_HEAD = struct.Struct("<I")
 # A crash loses what is not written yet: at most these bytes and seconds of serving.
 FRAME_BYTES = 64 * 1024
 FRAME_SECONDS = 1.0
-# Frames that wait for the disk. A disk that is so far behind will not catch up: 64 MiB, a guess.
-MAX_PENDING_FRAMES = 1024
+# That wait for the disk. A disk that is so far behind will not catch up: a guess.
+MAX_PENDING_BYTES = 64 * 2**20
+# For the disk to take what waits when the server ends.
+CLOSE_SECONDS = 3.0
 
 
-class LogWriter(RecordSink):
+class LogWriter(RecordSink, Gaps):
     """A `RecordSink` that ends in a file. Whatever goes wrong stops the log, never the server."""
 
     def __init__(self, path: Path) -> None:
-        """An older log of that name is kept as `<name>.previous`. Raises `ConfigError`."""
-        try:
-            if path.is_file():  # a device stays where it is
-                path.replace(path.with_name(f"{path.name}.previous"))
-            # It holds the prompts of all users: no other user of the machine may read it.
-            self._file: BinaryIO = os.fdopen(
-                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
-            )
-        except OSError as error:
-            raise ConfigError(f"cannot write decision log {path}: {error.strerror}") from error
+        """An older log of that name is kept, as `begin_log` says. Raises `ConfigError`."""
         self._path = path
+        # It holds the prompts of all users: no other user of the machine may read it.
+        open_file = begin_log(str(path), "decision log", 0o600)
+
+        def begin() -> int:
+            file = open_file()
+            try:
+                os.write(file, b"%b%d\n" % (MAGIC, FORMAT_VERSION))
+            except OSError:
+                os.close(file)
+                raise
+            return file
+
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
         self._buffered_since = time.monotonic()
         self._is_stopped = False
-        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # A daemon: a process that ends without `close` must not hang on its log.
-        self._thread = threading.Thread(target=self._run, name="aioserve-decision-log", daemon=True)
-        self._thread.start()
+        # Deflating is done on the thread too: it needs no GIL.
+        self._writer = BackgroundWriter(
+            begin, "decisions", self, max_bytes=MAX_PENDING_BYTES, encode=_frame
+        )
 
     def write(self, record: Record) -> None:
         if self._is_stopped:
@@ -74,32 +77,24 @@ class LogWriter(RecordSink):
 
     def flush(self) -> None:
         self._buffered_since = time.monotonic()
-        if not self._buffer or self._is_stopped:
-            return
-        if self._frames.qsize() >= MAX_PENDING_FRAMES:
-            self.fail(TimeoutError("the disk is too slow"))
-            return
-        self._frames.put(bytes(self._buffer))
-        self._buffer.clear()
+        if self._buffer and not self._is_stopped:
+            self._writer.write(bytes(self._buffer))
+            self._buffer.clear()
 
     def fail(self, error: Exception) -> None:
         if not self._is_stopped:
             self._is_stopped = True
             logger.error("decision log %s ends here: %r", self._path, error)
 
+    def begins(self, error: OSError) -> None:
+        self.fail(error)  # what follows a gap could not be replayed
+
     def close(self) -> None:
         self.flush()
-        self._frames.put(None)
-        self._thread.join()
+        if not self._writer.close(CLOSE_SECONDS):
+            self.fail(TimeoutError("its reader stands still"))
 
-    def _run(self) -> None:
-        """On the thread. Deflating is done here too: it needs no GIL."""
-        try:
-            with self._file as file:
-                file.write(b"%b%d\n" % (MAGIC, FORMAT_VERSION))
-                while (frame := self._frames.get()) is not None:
-                    body = zlib.compress(frame, 1)
-                    file.write(FRAME_HEAD.pack(len(body), zlib.crc32(body)) + body)
-                    file.flush()
-        except OSError as error:
-            self.fail(error)
+
+def _frame(records: bytes) -> bytes:
+    body = zlib.compress(records, 1)
+    return FRAME_HEAD.pack(len(body), zlib.crc32(body)) + body

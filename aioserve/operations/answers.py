@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from aioserve.background_writer import dropped_lines
+
 Running = Literal["keep", "abort"]  # what becomes of requests that run or wait
 Arrivals = Literal["wait", "refuse"]  # and of those that come meanwhile
 State = Literal["running", "paused", "asleep"]
@@ -50,6 +52,15 @@ class Counted(msgspec.Struct, array_like=True):
     labels: tuple[str, ...]
     counts: list[tuple[tuple[str, ...], int]]
     is_gauge: bool = False
+
+
+def count_dropped_lines() -> Counted:
+    """What this process has dropped of its logs."""
+    told = "Lines of logs, and frames of decision logs, dropped since their reader stood still"
+    counts: list[tuple[tuple[str, ...], int]] = [
+        ((n,), count) for n, count in dropped_lines.items()
+    ]
+    return Counted("log_lines_dropped", told, ("log",), counts)
 
 
 class Seen(msgspec.Struct, frozen=True):

@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -69,8 +68,6 @@ class LastResort:
             *(LOG_SECONDS, logger.critical, "%s: the process ends now, exit code %d"),
             *(why, exit_code),
         )
-        with suppress(Exception):
-            sys.stderr.flush()
         os._exit(exit_code)
 
     # What follows runs on the thread.

@@ -19,6 +19,7 @@ from typing import Any
 from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.log_format import set_up_logging
+from aioserve.operations.answers import count_dropped_lines
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
 from aioserve.server.middleware import HttpCounts
 from aioserve.server.running import RunningResponses
@@ -82,6 +83,7 @@ async def _serve(address: str, lifeline: int, doors: ListenSockets) -> int:
         running = RunningResponses(engine)
         engine.abort_here = running.abort
         responses, counts = RemoteResponses(engine), HttpCounts()
+        counts.more.append(lambda: [count_dropped_lines()])
         engine.tell_counted = counts.tell
         async with listening(engine, doors, responses, running, engine.access, counts):
             engine.begin()

@@ -4,14 +4,17 @@ What `compare --workload FILE.jsonl` reads. No text and no tokens; those, and ev
 decision, are in the decision log.
 """
 
-import os
+import logging
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from aioserve.errors import ConfigError
+from aioserve.background_writer import BackgroundWriter, Gaps
+from aioserve.output_file import begin_log
 from aioserve.request import Request, RequestStatus
+
+logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1)]
 _SERVED = RequestStatus.FINISHED_STOPPED
@@ -28,15 +31,15 @@ class RequestLogLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds
 
 
-class RequestLog:
-    """Begins a new file; a line is with the operating system once `write` returns."""
+class RequestLog(Gaps):
+    """Begins a new file; an older one of that name is kept beside it. A thread writes it: a disk or
+    a reader that stands still holds up no request, and lines that find no room are counted.
+    """
 
     def __init__(self, path: str, now: float) -> None:
         """`now` is the engine's clock, in seconds. Raises `ConfigError`."""
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        except OSError as error:
-            raise ConfigError(f"cannot write request log {path}: {error.strerror}") from error
+        self._path = path
+        self._writer = BackgroundWriter(begin_log(path, "request log", 0o644), "requests", self)
         self._began = now
         self._encoder = msgspec.json.Encoder()
 
@@ -54,10 +57,16 @@ class RequestLog:
             request.user,
             timeout,
         )
-        os.write(self._file, self._encoder.encode(line) + b"\n")
+        self._writer.write(self._encoder.encode(line) + b"\n")
+
+    def begins(self, error: OSError) -> None:
+        logger.error("request log %s loses lines: %s", self._path, error.strerror or error)
+
+    def ends(self, num_lines: int, error: OSError) -> bytes:
+        logger.warning("request log %s goes on; %d lines are lost", self._path, num_lines)
+        return b""
 
     def close(self) -> None:
-        """Idempotent; nothing can be written afterwards."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Idempotent; nothing can be written afterwards. Waits a moment for what reads the file."""
+        if not self._writer.close():
+            logger.error("request log %s lacks its end: its reader stands still", self._path)

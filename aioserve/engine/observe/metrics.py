@@ -20,7 +20,7 @@ from aioserve.engine.observe.scheduler_metrics import scheduler_metrics
 from aioserve.engine.observe.shadow_metrics import ShadowMetrics
 from aioserve.engine.observe.vllm_names import aliases
 from aioserve.engine.samples import SampleState
-from aioserve.operations.answers import Counted, State
+from aioserve.operations.answers import Counted, State, count_dropped_lines
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
 
@@ -258,7 +258,8 @@ class EngineMetrics(Collector):
                 lags.add_metric([process], seconds)
             yield lags
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for process, counted in self.counted.items():
+        own = [*self.counted.get("engine", ()), count_dropped_lines()]
+        for process, counted in (self.counted | {"engine": own}).items():
             for one in counted:
                 if one.name not in families:
                     family = GaugeMetricFamily if one.is_gauge else CounterMetricFamily

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
+from aioserve.background_writer import wait_streams_written
+
 # A log line is written within this many seconds, or its caller goes on without it: the thread
 # that hangs may hold the lock of the log.
 LOG_SECONDS = 1.0
@@ -59,6 +61,7 @@ def log_within(seconds: float, log: Callable[..., None], *arguments: object) -> 
             log(*arguments)
             for handler in logging.getLogger().handlers:
                 handler.flush()
+            wait_streams_written(seconds)
 
     writer = threading.Thread(target=write, name="aioserve-last-words", daemon=True)
     writer.start()

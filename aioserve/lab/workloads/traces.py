@@ -28,7 +28,7 @@ def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Wo
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = _without_torn_end(path.read_bytes()).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read trace {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -61,6 +61,17 @@ def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Wo
         seed=seed,
         is_trace=rate is None,
     )
+
+
+def _without_torn_end(data: bytes) -> bytes:
+    """A request log without the line that its server was writing when it was killed."""
+    whole, newline, last = data.rpartition(b"\n")
+    if newline and last and data.startswith(b'{"arrival":'):
+        try:
+            msgspec.json.decode(last)
+        except (msgspec.DecodeError, UnicodeError):
+            return whole + newline
+    return data
 
 
 def _at_random(
