@@ -105,7 +105,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     dead_loop_seconds: Annotated[
         PositiveFloat | None,
         doc(
-            "seconds after which a server with a blocked event loop exits with code 3; null: never"
+            "seconds after which a server with a blocked event loop exits with code 3, or by "
+            "SIGALRM if C code keeps all Python code from running; null: never"
         ),
     ] = 120.0
     log_level: Annotated[LogLevel, doc("lowest level that is logged")] = "info"

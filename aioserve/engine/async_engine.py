@@ -111,10 +111,11 @@ class AsyncEngine(OperatedEngine):
     def end_process_with_loop(self, end: Callable[[str], None]) -> None:
         """Call `end`, on another thread and with what has happened, when the event loop has stood
         still for `server.dead_loop_seconds`: for servers, whose loop and process are their own.
-        Does nothing before the start.
+        Where a C function holds the interpreter's lock, no thread can call it: the process is then
+        ended by SIGALRM, with its stacks on stderr. Does nothing before the start.
         """
         if self._watchdog is not None:
-            self._watchdog.on_dead_loop = end
+            self._watchdog.end_process_with_loop(end)
 
     def _give_up_step(self, why: str) -> None:
         """Give up a step that hangs: the engine dies, and the runner's thread is left alone."""

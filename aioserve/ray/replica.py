@@ -5,6 +5,8 @@ that there may be some that follow its KV cache.
 """
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,8 +16,10 @@ import msgspec
 import ray
 from ray import serve
 
+from aioserve.arguments import EXIT_ENGINE_DEAD
 from aioserve.config import EngineConfig, Section
 from aioserve.engine import AsyncEngine, Prompt
+from aioserve.engine.observe.stacks import LOG_SECONDS, log_within
 from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.outputs import RequestOutput
 from aioserve.pooling_params import PoolingParams
@@ -28,6 +32,8 @@ from aioserve.runner.info import RunnerInfo
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.app import exempt_from_garbage_collection
 from aioserve.version import __version__
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +53,12 @@ class UserConfig(Section, frozen=True, kw_only=True):
 
     policy: str
     options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def _end_process(why: str) -> None:
+    """On a thread of its own: the loop stands still."""
+    log_within(LOG_SECONDS, logger.critical, "%s: the replica ends now", why)
+    os._exit(EXIT_ENGINE_DEAD)
 
 
 class EngineReplica:
@@ -69,6 +81,8 @@ class EngineReplica:
         except BaseException:
             await self._feed.close()
             raise
+        if config.server.exit_on_dead_engine:
+            self._engine.end_process_with_loop(_end_process)  # Ray starts another
         self._door = Door(self._engine, host)
         self._feed.start()
         gauges = StatsGauges(self._engine.get_stats)

@@ -57,7 +57,7 @@ from aioserve.server.responses.store import Responses, ResponseStore
 from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
 from aioserve.server.scoring.routes import open_scoring
-from aioserve.server.service_manager import notify
+from aioserve.server.service_manager import notify, tell_that_the_loop_turns
 from aioserve.server.signals import Signals
 from aioserve.server.sockets import ListenSockets, cannot_listen, open_doors, url_of
 
@@ -318,6 +318,7 @@ async def serve(
                 config.scheduler.policy,
             )
             notify("READY=1", f"STATUS=serves {config.model.served_name} on {url}")
+            serving.callback(asyncio.create_task(tell_that_the_loop_turns()).cancel)
             say_chat_limit(engine)
             say_format(engine)
             for sock in doors.admin:

@@ -16,7 +16,8 @@ import yaml
 
 from aioserve.arguments import EXIT_USAGE
 from aioserve.cli import build_parser, load_config
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, ServerConfig
+from aioserve.engine.observe.lock_guard import GRACE_SECONDS
 from aioserve.server.access.keyring import ENVIRONMENT
 from aioserve.server.routes import ROUTES
 from tests import processes
@@ -149,6 +150,15 @@ def test_the_unit_starts_the_server_and_gives_it_time_to_drain() -> None:
     assert float(service["TimeoutStopSec"]) > drain_timeout + 1
     assert service["Type"] == "notify"  # as `test_service_manager.py` shows
     assert int(service["RestartPreventExitStatus"]) == EXIT_USAGE
+
+
+def test_systemd_ends_a_loop_that_stands_still_only_after_the_server_would_itself() -> None:
+    service, server = unit(), ServerConfig()
+    assert server.dead_loop_seconds is not None
+    assert float(service["WatchdogSec"]) > server.dead_loop_seconds + 2 * GRACE_SECONDS
+    assert service["WatchdogSignal"] == "SIGALRM"  # as `test_hangs.py` shows, it writes all stacks
+    assert service["Restart"] == "on-failure"
+    assert service["MemoryMax"].endswith("%")
 
 
 def test_a_keys_file_of_mode_600_can_belong_to_the_user_of_the_unit() -> None:

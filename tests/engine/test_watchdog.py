@@ -4,8 +4,11 @@ with the line that is to blame. An engine that is embedded ends no process.
 
 import asyncio
 import bdb
+import faulthandler
 import inspect
 import logging
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -25,7 +28,7 @@ from aioserve.operations import HealthCheck
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
 from policies.fcfs import FCFSScheduler
-from tests.processes import PATIENCE
+from tests.processes import PATIENCE, started
 
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 RUNNER = RunnerConfig(runner="simulated", step_base_ms=0.5)
@@ -161,6 +164,66 @@ async def test_a_slow_step_is_said_and_nothing_else_happens(
 def test_a_debugger_that_holds_a_thread_is_no_hang() -> None:
     assert not is_debugged(sys._getframe())
     assert bdb.Bdb().runcall(lambda: is_debugged(sys._getframe()))
+
+
+# A program that holds the lock for longer than a server may, and goes on.
+EMBEDDED = """
+import asyncio, ctypes
+from aioserve import AsyncEngine, EngineConfig
+from aioserve.config import RunnerConfig, ServerConfig
+
+server = ServerConfig(hung_loop_seconds=0.1, dead_loop_seconds=0.1)
+config = EngineConfig(runner=RunnerConfig(runner="simulated"), server=server)
+
+
+async def main():
+    async with AsyncEngine(config):
+        await asyncio.sleep(0.2)
+        ctypes.PyDLL(None).usleep(2_500_000)
+        print("goes on")
+
+
+asyncio.run(main())
+"""
+
+# What a process without timers of the C library has instead.
+WITHOUT_TIMERS = """
+import ctypes, time
+from aioserve.engine.observe.lock_guard import GRACE_SECONDS, LockGuard
+
+closed = LockGuard(0.1 - GRACE_SECONDS, has_timers=False)
+closed.close()
+time.sleep(0.3)
+guard = LockGuard(0.1 - GRACE_SECONDS, has_timers=False)
+for _ in range(10):
+    time.sleep(0.03)
+    guard.renew()
+print("renewed", flush=True)
+ctypes.PyDLL(None).usleep(60_000_000)
+"""
+
+
+@pytest.mark.slow
+def test_an_embedded_engine_never_ends_the_program_that_holds_the_lock() -> None:
+    with started(sys.executable, "-c", EMBEDDED, stdout=subprocess.PIPE) as process:
+        said, _ = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, said) == (0, "goes on\n")
+
+
+async def test_an_embedded_engine_leaves_signals_alone() -> None:
+    server = ServerConfig(hung_loop_seconds=0.1, dead_loop_seconds=0.1)
+    async with AsyncEngine(EngineConfig(runner=RUNNER, server=server)):
+        await asyncio.sleep(0.2)
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+        assert not faulthandler.unregister(signal.SIGALRM)
+
+
+def test_without_timers_of_the_system_faulthandler_ends_the_process() -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started(sys.executable, "-c", WITHOUT_TIMERS, **pipes) as process:
+        said, stacks = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, said) == (1, "renewed\n")
+    assert 'File "<string>", line 13 in <module>' in stacks
 
 
 async def test_an_engine_that_has_ended_is_not_watched() -> None:

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from contextlib import contextmanager
 
 import pytest
 
+from aioserve.engine.observe.lock_guard import GRACE_SECONDS
 from tests.processes import JSON, PATIENCE, serving, started
 from tests.slow import mostly_slow
 
@@ -25,6 +27,17 @@ class Looping(FCFSScheduler):
     def schedule(self):
         while self.waiting:
             len(self.waiting)  # admits nobody
+        return super().schedule()
+"""
+HOLDING = """
+import re
+from aioserve.policies.fcfs import FCFSScheduler
+
+
+class Holding(FCFSScheduler):
+    def schedule(self):
+        if self.waiting:
+            re.search("(a|a)*$", "a" * 100 + "b")  # C code that never gives up the lock
         return super().schedule()
 """
 STUCK = """
@@ -129,6 +142,34 @@ def test_a_policy_that_loops_for_ever_is_named_and_ends_the_process(policy):
         assert found
         assert "self.waiting" in LOOPING.splitlines()[int(found[1]) - 1]
         assert "the process ends now, exit code 3" in said
+
+
+def test_c_code_that_never_gives_up_the_lock_ends_the_process_with_its_stack(policy):
+    """No thread of Python's runs, and no signal handler: the system alone can end it."""
+    bounds = ("--hung-loop-seconds", "0.2", "--dead-loop-seconds", "0.4")
+    with serving(*SIMULATED, *policy(HOLDING), *bounds) as (process, url):
+        with asked(url) as answer:
+            _, said = process.communicate(timeout=PATIENCE)
+        assert process.returncode == -signal.SIGALRM
+        assert answer  # the client has an end
+        before, said, stacks = said.partition("no Python code has run for 0.4 s")
+        assert said
+        assert "has not turned" not in before
+        found = re.search(r'mine.py", line (\d+) in schedule', stacks)
+        assert "re.search" in HOLDING.splitlines()[int(found[1]) - 1]
+
+
+@pytest.mark.slow
+def test_a_server_that_was_stopped_as_a_whole_goes_on(policy):
+    bounds = ("--hung-loop-seconds", "0.2", "--dead-loop-seconds", "0.4")
+    with serving(*SIMULATED, *bounds) as (process, url):
+        time.sleep(1.5)  # the guard is set with the first look
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2 * GRACE_SECONDS)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(2 * GRACE_SECONDS)
+        with urllib.request.urlopen(f"{url}/livez", timeout=PATIENCE) as response:
+            assert response.status == 200
 
 
 def test_a_runner_that_never_comes_back_ends_streams_and_the_process(policy):

@@ -1,5 +1,6 @@
 """A service manager hears when the server serves, and when it stops."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -7,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.server.service_manager import SOCKET_VARIABLE, notify
+from aioserve.server.service_manager import (
+    SOCKET_VARIABLE,
+    WATCHDOG_PID_VARIABLE,
+    WATCHDOG_VARIABLE,
+    notify,
+    tell_that_the_loop_turns,
+)
 from tests import processes
 from tests.processes import serving
 
@@ -53,6 +60,35 @@ def test_a_service_manager_that_does_not_listen_or_read_holds_nothing_up(
     caplog.clear()
     notify("READY=1")
     assert "does not listen: Connection refused" in caplog.text
+
+
+def test_a_service_manager_that_watches_hears_again_and_again_that_the_loop_turns(
+    manager: socket.socket, tmp_path: Path
+) -> None:
+    environ = {**os.environ, SOCKET_VARIABLE: str(tmp_path / "notify"), WATCHDOG_VARIABLE: "30000"}
+    with serving(*SIMULATED, env=environ) as (process, _):
+        assert manager.recv(1000).startswith(b"READY=1")
+        assert [manager.recv(1000) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=processes.PATIENCE)
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {WATCHDOG_VARIABLE: "0"},
+        {WATCHDOG_VARIABLE: "soon"},
+        {WATCHDOG_VARIABLE: "1000", WATCHDOG_PID_VARIABLE: "1"},
+    ],
+)
+def test_a_service_manager_that_watches_nothing_or_another_process_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    asyncio.run(tell_that_the_loop_turns())  # returns
 
 
 def test_an_abstract_socket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

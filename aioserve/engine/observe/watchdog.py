@@ -2,8 +2,8 @@
 
 It says where in the log, and in the end declares the engine dead. Counts its own looks, not time: a
 process that was stopped as a whole (SIGSTOP, a frozen container, a laptop asleep) has not hung. A
-look needs the interpreter's lock, which a loop of Python code gives up every few milliseconds; a C
-function that keeps the lock for ever stops the watchdog too.
+look needs the interpreter's lock, which a loop of Python code gives up every few milliseconds. A C
+function that keeps the lock for ever stops the watchdog too; then `lock_guard` ends the process.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aioserve.config import ServerConfig
+from aioserve.engine.observe.lock_guard import LockGuard
 from aioserve.engine.observe.stacks import (
     LOG_SECONDS,
     frame_of,
@@ -84,16 +85,24 @@ class Watchdog:
         )
         self._get_policy, self._get_step, self._has_requests = get_policy, get_step, has_requests
         self._on_dead_step = on_dead_step
-        #: Called on the watchdog's thread, with what has happened, when the loop counts as dead: no
-        #: task can run any more. None: the loop is the caller's, and only the log says it, while
-        #: there are requests.
-        self.on_dead_loop: Callable[[str], None] | None = None
+        # Called on the watchdog's thread, with what has happened, when the loop counts as dead: no
+        # task can run any more. None: the loop is the caller's, and only the log says it, while
+        # there are requests.
+        self._on_dead_loop: Callable[[str], None] | None = None
+        self._dead_loop_seconds = settings.dead_loop_seconds
+        self._guard: LockGuard | None = None  # of the watchdog's thread
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._has_turned = True
         self._step: float | None = None
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aioserve-watchdog", daemon=True)
         self._thread.start()
+
+    def end_process_with_loop(self, end: Callable[[str], None]) -> None:
+        """From now on call `end`, on the watchdog's thread and with what has happened, when the
+        loop counts as dead; and end the process, should no Python code run for that long.
+        """
+        self._on_dead_loop = end
 
     def close(self) -> None:
         """End the thread that watches. Idempotent."""
@@ -105,13 +114,24 @@ class Watchdog:
     # What follows runs on the watchdog's thread.
 
     def _run(self) -> None:
-        while not self._is_closed.wait(self._tick):
-            try:
-                self._look()
-            except RuntimeError:  # the loop is closed: nothing is left to watch over
-                return
-            except Exception as error:  # a watchdog that has died would be silent
-                logger.exception("the watchdog failed to look", exc_info=error)
+        try:
+            while not self._is_closed.wait(self._tick):
+                try:
+                    self._renew_guard()
+                    self._look()
+                except RuntimeError:  # the loop is closed: nothing is left to watch over
+                    return
+                except Exception as error:  # a watchdog that has died would be silent
+                    logger.exception("the watchdog failed to look", exc_info=error)
+        finally:
+            if self._guard is not None:
+                self._guard.close()
+
+    def _renew_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.renew()
+        elif self._on_dead_loop is not None and self._dead_loop_seconds is not None:
+            self._guard = LockGuard(self._dead_loop_seconds)
 
     def _look(self) -> None:
         if self._has_turned:
@@ -120,7 +140,7 @@ class Watchdog:
             self._has_turned = False
             self._loop.call_soon_threadsafe(self._turn)
             self._look_at_step()
-        elif self.on_dead_loop is not None or self._has_requests():
+        elif self._on_dead_loop is not None or self._has_requests():
             self._look_at_loop()
 
     def _look_at_loop(self) -> None:
@@ -139,8 +159,8 @@ class Watchdog:
         what = f"the event loop has not turned for {self._loop_hang.seconds:.0f} s{where}"
         if says:
             log_within(LOG_SECONDS, logger.error, "%s; its stack:\n%s", what, told(frame))
-        if dies and self.on_dead_loop is not None:
-            self.on_dead_loop(what)
+        if dies and self._on_dead_loop is not None:
+            self._on_dead_loop(what)
 
     def _look_at_step(self) -> None:
         """Only while the loop turns: else its result has not been taken."""
