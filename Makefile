@@ -3,7 +3,7 @@ SHELL := /bin/bash
 # Kernels compile while packages are fetched. Several goals go one after the other: of clean and
 # test, neither would live. Nor may two fetch packages at once, as wheel and test would.
 ifeq ($(words $(MAKECMDGOALS)),1)
-ifeq ($(filter test-wheel test-clients audit docs,$(MAKECMDGOALS)),)
+ifeq ($(filter test-wheel test-clients test-real-models audit docs,$(MAKECMDGOALS)),)
 MAKEFLAGS += -j2
 endif
 endif
@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -28,10 +28,10 @@ model: .venv/runtime  ## fetch a small model that can talk, 98 MB, into models/:
 	@$(BIN)/python -m aioserve fetch smollm2
 
 test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow and not dist and not architectures and not browser" $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow and not dist and not architectures and not browser and not real_models" $(ARGS)
 
 test-all: .venv/test check  ## the slow tests as well
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist and not architectures and not browser" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist and not architectures and not browser and not real_models" $(ARGS)
 
 test-dist: .venv/dist  ## several processes, and what becomes of them when one dies
 	$(BIN)/python -m pytest -q -m dist $(ARGS)
@@ -57,6 +57,11 @@ CLIENTS := -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients
 test-clients: .venv/clients/done .venv/libraries/done .venv/agents/done model  ## LangChain, LiteLLM and its proxy, instructor, openai-agents, pydantic-ai, LangGraph, smolagents, Codex and Claude Code against a server (ARGS="-k litellm")
 	.venv/clients/bin/python $(CLIENTS) tests/clients --ignore tests/clients/libraries $(ARGS) || [ $$? = 5 ]
 	.venv/libraries/bin/python $(CLIENTS) tests/clients/libraries $(ARGS) || [ $$? = 5 ]
+
+test-real-models: .venv/test .venv/libraries/done model  ## trained weights of strangers' packages, 730 MB: tokens beside transformers, tools by real clients (ARGS="-k qwen")
+	$(BIN)/python -m tests.real_models
+	$(BIN)/python -m pytest -q tests/real_models $(ARGS) || [ $$? = 5 ]
+	.venv/libraries/bin/python $(CLIENTS) tests/clients/libraries/test_real_tool_loop.py $(ARGS) || [ $$? = 5 ]
 
 test-faults: .venv/test  ## every kind of fault at every point of a request's way, and 300 random days (DAYS=1000)
 	AIOSERVE_FAULT_DAYS=$(or $(DAYS),300) $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults $(ARGS)
