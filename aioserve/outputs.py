@@ -38,6 +38,22 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     top_logprobs: list[float]
 
 
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
+    """Tokens that came together, and all that comes one per token: it is cut together, or a reply
+    has log probabilities of tokens that are not in it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one per token; None: not asked for
+
+    def first(self, count: int) -> "NewTokens":
+        """The first `count` tokens."""
+        if count >= len(self.token_ids):
+            return self
+        logprobs = None if self.logprobs is None else self.logprobs[:count]
+        return NewTokens(self.token_ids[:count], logprobs)
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     """The result of one step: plain lists, no tensors.
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import PolicyError
-from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, TokenLogprobs
+from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, NewTokens
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.table import Order, RequestTable
@@ -70,7 +70,7 @@ def take_results(
             request.num_tokens = num_tokens
             output = EngineCoreOutput(request.request_id, token_ids, None, None, new_logprobs)
         else:
-            output = _append_tokens(book, request, token_ids, new_logprobs)
+            output = _append_tokens(book, request, NewTokens(token_ids, new_logprobs))
             if output.finish_reason is not None:
                 any_finished = True
         if of_prompts and request.request_id in of_prompts:
@@ -94,18 +94,14 @@ def take_results(
     return {client: EngineCoreOutputs(outs, now) for client, outs in outputs.items()}
 
 
-def _append_tokens(
-    book: RequestTable,
-    request: Request,
-    token_ids: list[int],
-    logprobs: list[TokenLogprobs] | None,
-) -> EngineCoreOutput:
+def _append_tokens(book: RequestTable, request: Request, new: NewTokens) -> EngineCoreOutput:
     """Append sampled tokens up to the first that ends the request."""
     if request.sampling_params.max_tokens == 0:  # its prompt is computed: that was all
         book.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
         return EngineCoreOutput(request.request_id, [], request.status.finish_reason)
-    if len(token_ids) > 1:
-        token_ids = until_stop(request, token_ids)
+    if len(new.token_ids) > 1:  # verified drafts may run past the end of a request
+        new = new.first(num_until_end(request, new.token_ids))
+    token_ids, logprobs = new.token_ids, new.logprobs
     request.token_ids += token_ids
     request.num_tokens = num_tokens = request.num_tokens + len(token_ids)
     if request.status in (RequestStatus.PREEMPTED, RequestStatus.PAUSED):
@@ -129,14 +125,14 @@ def _append_tokens(
     )
 
 
-def until_stop(request: Request, token_ids: list[int]) -> list[int]:
-    """Verified drafts may run past the end of a request: cut them there."""
+def num_until_end(request: Request, token_ids: list[int]) -> int:
+    """How many of these new tokens are the request's: up to the first that ends it."""
     num_output = request.num_output_tokens
     for i, token_id in enumerate(token_ids, start=1):
         is_stop = token_id in request.stop_token_ids
         if is_stop and num_output + i > request.sampling_params.min_tokens:
-            return token_ids[:i]
-    return token_ids[: request.max_total_tokens - request.num_tokens]
+            return i
+    return min(len(token_ids), request.max_total_tokens - request.num_tokens)
 
 
 def settle_drafts(book: RequestTable, request: Request, num_drafts: int, num_right: int) -> None:

@@ -160,6 +160,12 @@ class Ledger:
                 f"{where}: {life.request_id} was delivered tokens {item.new_token_ids}, due were "
                 f"{expected}"
             )
+        told = [entry.top_token_ids[0] for entry in item.new_logprobs or ()]
+        if item.new_logprobs is not None and told != expected:
+            raise ContractViolation(
+                f"{where}: {life.request_id} was delivered tokens {expected} and log probabilities "
+                f"of {told}"
+            )
         if (item.finish_reason, item.stop_reason) != (reason, stop_reason):
             raise ContractViolation(
                 f"{where}: after its output token {len(life.tokens)}, {life.request_id} has finish "

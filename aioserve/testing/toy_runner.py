@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from aioserve.kv_cache import BLOCKS, Ahead, StatePool, WindowPool, WindowSpec
-from aioserve.outputs import ModelRunnerOutput, Vector
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.row_values import ROW_VALUES, invented
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
@@ -22,6 +22,11 @@ from aioserve.testing.violation import ContractViolation
 SPOILT = -1
 #: What is sampled of such slots: no reply and no made-up token is it.
 WRONG_TOKEN = -1
+
+
+def told_of(token_id: int) -> TokenLogprobs:
+    """What a toy tells of how likely a token is: which token it is, asked or not."""
+    return TokenLogprobs(0.0, 1, [token_id], [0.0])
 
 
 class ToyRunner:
@@ -120,6 +125,7 @@ class ToyRunner:
         return ModelRunnerOutput(
             req_ids,
             sampled,
+            {n: [told_of(t) for t in own] for n, own in zip(req_ids, sampled, strict=True) if own},
             draft_token_ids=drafts,
             pooled=self._pool(output),
             failed=dict.fromkeys(self._failed, "planted"),

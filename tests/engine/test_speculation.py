@@ -12,7 +12,7 @@ from aioserve.errors import ConfigError
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.runner import devices
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.spec_decode.draft_length import DraftLength
+from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
 from aioserve.structured_outputs import StructuredOutputs
 from tests.slow import mostly_slow
 
@@ -41,6 +41,7 @@ def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         self.price = 1e-6
 
     monkeypatch.setattr(DraftLength, "stepped", stepped)
+    monkeypatch.setattr(ModelDraftLength, "stepped", stepped)
 
 
 async def generate(
@@ -137,3 +138,53 @@ async def test_speculation_on_a_cuda_device_with_steps_in_flight_is_refused(
     with pytest.raises(ConfigError, match="give --pipeline-depth 1"):
         async with AsyncEngine(config):
             pass
+
+
+ENDS: list[dict[str, Any]] = [
+    {"structured_outputs": StructuredOutputs(regex="[a-z]{3,12}")},
+    {"structured_outputs": StructuredOutputs(choice=("My lord", "My liege, my lord"))},
+    {"stop": ["o"]},
+    {"max_tokens": 7},
+    {"max_tokens": 11, "n": 2},
+    *({"stop_token_ids": list(range(begin, 2048, 16))} for begin in range(256, 272, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        NGRAM,
+        SpeculationConfig(
+            speculative_method="draft", draft_model="embedded", num_speculative_tokens=4
+        ),
+    ],
+    ids=["ngram", "draft"],
+)
+async def test_logprobs_are_of_the_tokens_of_a_reply_that_ends_within_drafts(
+    speculation: SpeculationConfig,
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model="embedded", max_model_len=128, dtype="float32"),
+        cache=CacheConfig(block_size=4, num_kv_blocks=200),
+        speculation=speculation,
+    )
+    async with AsyncEngine(config) as engine:
+
+        async def lengths(text: str, way: dict[str, Any], kind: str) -> None:
+            own = {"temperature": 0, "max_tokens": 40, "logprobs": 2, "output_kind": kind} | way
+            num_tokens, num_told, num_counted = [0, 0], [0, 0], [0, 0]
+            async for output in engine.generate(text, SamplingParams(**own)):
+                assert len(output.logprobs or ()) == len(output.token_ids)
+                num_tokens[output.index] += len(output.token_ids)
+                num_told[output.index] += len(output.logprobs or ())
+                num_counted[output.index] = output.num_output_tokens
+            assert num_tokens == num_told == num_counted
+
+        texts = ("a", "The king " * 30, "KING: My lord, my lord, my lord", "Once " * 20)
+        kinds = ("delta", "final_only")
+        ways = [{}, *ENDS]
+        for _ in range(2):  # the second time, ends of the first are guessed, too
+            await asyncio.gather(*(lengths(t, w, k) for t in texts for w in ways for k in kinds))
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_accepted_tokens

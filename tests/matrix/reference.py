@@ -88,6 +88,8 @@ class Reference:
             ("logprobs", reply.logprobs, reply.token_ids, logits[len(prompt) - 1 :]),
             ("prompt_logprobs", (reply.prompt_logprobs or [])[1:], prompt[1:], logits),
         ):
+            if told and len(told) != len(tokens):
+                return f"{name}: of {len(told)} tokens, not of {len(tokens)}"
             for entry, token, row in zip(told or (), tokens, rows, strict=False):
                 assert isinstance(entry, TokenLogprobs)
                 expected = row.log_softmax(-1)

@@ -94,6 +94,12 @@ class Matrix:
 
     async def _check(self, features: Collection[str], ask: Ask, reply: Any, place: str) -> None:
         rounded = frozenset(ROUNDED) & set(features)
+        for sample in () if isinstance(reply, np.ndarray) else reply:
+            if "logprobs" in ask.kinds and len(sample.logprobs) != len(sample.token_ids):
+                raise WrongError(
+                    f"{ask}: logprobs of {len(sample.logprobs)} tokens, which are "
+                    f"{len(sample.token_ids)}"
+                )
         if "tools" in ask.kinds:
             for sample in reply:
                 _check_call(sample.text)

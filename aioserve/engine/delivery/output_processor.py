@@ -20,7 +20,13 @@ from aioserve.engine.observe.metrics import RequestCounts
 from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestFailedError, RequestRejectedError
-from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, RequestTimes
+from aioserve.outputs import (
+    EngineCoreOutput,
+    FinishReason,
+    NewTokens,
+    RequestOutput,
+    RequestTimes,
+)
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
 from aioserve.step_loop import FAULTS, FailureLog, StepObserver
@@ -73,24 +79,23 @@ class RequestState(SampleState):
 
     def make_output(self, output: EngineCoreOutput) -> RequestOutput:
         """The new tokens and their text, cut at a stop string."""
-        token_ids, logprobs = output.new_token_ids, output.new_logprobs
-        if self.waits_for_end:
-            token_ids = self.request.output_token_ids
+        new = NewTokens(output.new_token_ids, output.new_logprobs)
+        if self.waits_for_end:  # then no log probabilities were asked for
+            new = NewTokens(self.request.output_token_ids)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
         if self.has_stops:
-            text, stop, num_kept = self._append_to_stop(token_ids, finish_reason is not None)
+            text, stop, num_kept = self._append_to_stop(new.token_ids, finish_reason is not None)
             if stop is not None:
                 finish_reason, stop_reason = FinishReason.STOP, stop
-                token_ids = token_ids[:num_kept]
-                logprobs = None if logprobs is None else logprobs[:num_kept]
+                new = new.first(num_kept)
         else:
-            text = self._append(token_ids, finish_reason is not None)
+            text = self._append(new.token_ids, finish_reason is not None)
         return RequestOutput(
             request_id=self.samples.request_id,
             index=self.index,
             text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
+            token_ids=new.token_ids,
+            logprobs=new.logprobs,
             prompt_logprobs=(
                 None if output.prompt_logprobs is None else [None, *output.prompt_logprobs]
             ),
