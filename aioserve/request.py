@@ -54,7 +54,10 @@ _FINISH_REASONS = {
 
 
 class WaitReason(enum.StrEnum):
-    """Why a waiting request was not served in the last step."""
+    """Why a waiting request was not served in the last step: what it lacks itself, or what the
+    request before it lacked at which the policy stopped. Requests that the policy went past, it has
+    left out for a reason of its own.
+    """
 
     BUDGET = "budget"  # no tokens left in the step, or too few for a whole prompt; max_requests
     SEATS = "seats"  # max_num_seqs requests are running
@@ -69,7 +72,7 @@ class WaitReason(enum.StrEnum):
     PAUSED = "paused"  # the policy paused it, and did not ask for it since
     REMOTE_KVS = "remote_kvs"  # not in the waiting queue while its KV blocks load
     IN_FLIGHT = "in_flight"  # preempted; a step that contains it is still running
-    POLICY = "policy"  # the policy did not ask for it
+    POLICY = "policy"  # the policy did not ask for it, and was not stopped before it
 
 
 class EncoderInput(msgspec.Struct, frozen=True, eq=False):

@@ -22,8 +22,12 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
 
 def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
-    """Why each waiting request waits, as `SchedulerInterface.get_wait_reasons` says."""
-    in_flight = book.in_flight.requests()
+    """Why each waiting request waits, as `SchedulerInterface.get_wait_reasons` says. A request that
+    the policy did not ask for waits for what the one lacked at which the policy stopped, if it
+    stands behind that one; the policy has passed over those before it for a reason of its own.
+    """
+    in_flight, stop = book.in_flight.requests(), book.line_stop
+    lacking = stop.reason if stop.step_id == book.num_steps else None
     reasons = {
         request.request_id: (
             WaitReason.IN_FLIGHT
@@ -33,6 +37,8 @@ def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
             else WaitReason.PAUSED
             if request in book.paused
             else WaitReason.POLICY
+            if lacking is None or (stop.key is not None and request.order_key < stop.key)
+            else lacking
         )
         for request in book.waiting
     }

@@ -21,7 +21,7 @@ from aioserve.kv_cache import Vacancy, offload_price
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.scheduler.table import OpenStep, Order, RequestTable, order_key
+from aioserve.scheduler.table import LineStop, OpenStep, Order, RequestTable, order_key
 
 Place = WaitReason | tuple[list[int], int, int]  # why a request has to wait, or what it gets
 
@@ -50,6 +50,7 @@ class Step(OpenStep):
         "_drafts",
         "_fresh_blocks",
         "_kv_cache",
+        "_last_asked",
         "_max_num_seqs",
         "_max_num_tokens",
         "_new_block_ids",
@@ -95,6 +96,7 @@ class Step(OpenStep):
         self._new_block_ids: dict[str, list[int]] = {}  # of requests that ran already
         self._preempted: set[Request] = set()
         self._fresh_blocks: dict[int, Request] = {}  # findable, but computed only by this step
+        self._last_asked: tuple[Any, WaitReason | None] = (None, None)  # order key; what it lacked
         self._dependents: dict[Request, list[Request]] = {}  # that rely on its work in this step
 
     @property
@@ -219,7 +221,9 @@ class Step(OpenStep):
             if displacing or book.paused or self._kv_cache.leases.held:
                 place = self._make_room(request, max_tokens, whole, displacing, place)
             if isinstance(place, WaitReason):
+                self._last_asked = request.order_key, place
                 return self.hold(request, place)
+        self._last_asked = request.order_key, None
         computed_blocks, num_slots, num_external = place
         if request.status is RequestStatus.PAUSED:
             self._resume(request, num_slots)
@@ -379,6 +383,8 @@ class Step(OpenStep):
             req_ids = [r.request_id for r in cached]
             num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
             num_scheduled = {r.request_id: n for r, n in tokens.items()}
+        if book.waiting:
+            book.line_stop = LineStop(self.step_id, *self._stop())
         # A step that says nothing else is not handed to the runner.
         is_sent = bool(tokens or finished_req_ids or self.preempted_req_ids)
         output = SchedulerOutput(
@@ -403,6 +409,17 @@ class Step(OpenStep):
         for tell in self._on_output:
             tell(output)
         return output
+
+    def _stop(self) -> tuple[Any, WaitReason | None]:
+        """The order key of the last request that was asked for, and what it lacked, or what one
+        behind it lacks whichever it is.
+        """
+        key, reason = self._last_asked
+        if reason is None and self.token_budget <= 0:
+            reason = WaitReason.BUDGET
+        elif reason is None and len(self._book.running) >= self._max_num_seqs:
+            reason = WaitReason.SEATS
+        return key, reason
 
     def _find_place(
         self, request: Request, max_tokens: int | None, whole: bool, gone: Vacancy | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import (
@@ -22,7 +22,7 @@ from aioserve.errors import (
     RequestError,
 )
 from aioserve.kv_cache import KVCacheManager
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.estimates import LengthHistory
 from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import SchedulerOutput
@@ -238,6 +238,17 @@ class Decodes:
         self.num_scheduled = dict.fromkeys(self.req_ids, 1)
 
 
+class LineStop(NamedTuple):
+    """Where a step stopped admitting: requests behind it in line wait for what it lacked."""
+
+    step_id: int
+    key: Any  # `order_key` of the last request that the policy asked for; None: it asked for none
+    reason: WaitReason | None  # what that request lacked, or any other would; None: nothing
+
+
+NO_STOP = LineStop(0, None, None)
+
+
 class OpenStep:
     """What of a step under construction is needed if it is never sent."""
 
@@ -301,6 +312,7 @@ class RequestTable:
         self.timers = Timers(queue_timeout)
         self.num_steps = 0  # planned so far
         self.open_step: OpenStep | None = None
+        self.line_stop = NO_STOP  # where the last step stopped admitting
         self.last_output: SchedulerOutput | None = None
         self.finished_req_ids: list[str] = []  # not yet told to the runner
         self.rejected: dict[Request, Rejection] = {}  # by the step that is planned

@@ -8,7 +8,7 @@ from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, EngineOverloadedError, RequestError
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler import BaseScheduler
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 
 
@@ -136,7 +136,7 @@ def test_each_waiting_request_can_say_why_it_waits() -> None:
     harness.step()
     assert harness.scheduler.get_wait_reasons() == {
         "too big": WaitReason.BLOCKS,
-        "behind it": WaitReason.POLICY,
+        "behind it": WaitReason.BLOCKS,
     }
     harness.finish("too big")
     harness.step()
@@ -152,6 +152,65 @@ def test_a_full_step_is_the_reason_of_who_finds_no_tokens_in_it() -> None:
     harness.add_request("second", [2] * 9)
     harness.step()
     assert harness.scheduler.get_wait_reasons() == {"second": WaitReason.BUDGET}
+
+
+class LastFirstScheduler(BaseScheduler):
+    """Asks for the last of the line alone, although others could run."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        step.run_decodes()
+        for request in list(self.waiting)[-1:]:
+            step.admit(request)
+        return step.output()
+
+
+class OnlyRoomScheduler(BaseScheduler):
+    """Asks for none where the step is full already."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step(3)
+        for request in list(self.running):
+            step.run(request)
+        while step.token_budget and self.waiting:
+            if not step.admit(next(iter(self.waiting))):
+                break
+        return step.output()
+
+
+def test_those_behind_a_request_for_which_the_step_is_full_wait_for_the_same() -> None:
+    harness = SchedulerHarness(ChunkedPrefillScheduler, options={"chunk_size": 8})
+    for number in range(6):
+        harness.add_request(str(number), [number + 1] * 9)
+    harness.step()
+    assert harness.scheduler.get_wait_reasons() == dict.fromkeys("12345", WaitReason.BUDGET)
+    harness.run_until_idle()
+
+
+def test_a_step_that_is_full_before_any_is_asked_for_is_the_reason_of_all() -> None:
+    harness = SchedulerHarness(OnlyRoomScheduler)
+    for number in range(4):
+        harness.add_request(str(number), [number + 1] * 9)
+    harness.step()
+    harness.step()
+    assert harness.scheduler.get_wait_reasons() == dict.fromkeys("123", WaitReason.BUDGET)
+    harness.run_until_idle()
+
+
+def test_requests_that_a_policy_passes_over_wait_for_the_policy() -> None:
+    harness = SchedulerHarness(LastFirstScheduler, num_blocks=16, max_num_seqs=3)
+    harness.add_request("runs", [7] * 5)
+    harness.step()
+    for number in range(2):
+        harness.add_request(str(number), [number + 1] * 5)
+    harness.add_request("too big", [9] * 60, max_tokens=2)
+    harness.step()
+    assert harness.scheduler.get_wait_reasons() == {
+        "0": WaitReason.POLICY,
+        "1": WaitReason.POLICY,
+        "too big": WaitReason.BLOCKS,
+    }
+    harness.abort_everything()
 
 
 def test_stats_tell_prompt_tokens_from_decodes_and_the_hit_rate() -> None:

@@ -15,7 +15,7 @@ export const REASONS = {
   paused: "the policy paused it: it keeps its KV blocks",
   remote_kvs: "its blocks are being read from elsewhere",
   in_flight: "a step that still has it is not back",
-  policy: "the policy did not ask for it",
+  policy: "the policy did not ask for it, and nothing stopped it from asking",
 };
 
 export const STATES = {
