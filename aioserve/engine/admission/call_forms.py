@@ -1,6 +1,7 @@
 """How chat templates want messages with calls: in which form, and whether several in one message.
 
-Knows messages. Which form a template shows is tried in `chat_template`.
+Knows messages, and calls with arguments that are no JSON object, which are text. Which form a
+template shows is tried in `chat_template`.
 """
 
 import json
@@ -48,6 +49,37 @@ def forms_of(content: str | None) -> list[CallForm]:
     return [CallForm(has_text, own) for own in contents for has_text in (False, True)]
 
 
+def has_broken(message: Message) -> bool:
+    """Whether the arguments of a call of the message are a text, and not a mapping."""
+    return any(map(_is_broken, message["tool_calls"]))
+
+
+def as_content(message: Message) -> Message:
+    """The message with its calls whose arguments are a text as text behind its content."""
+    calls = [call for call in message["tool_calls"] if not _is_broken(call)]
+    functions = [call["function"] for call in message["tool_calls"] if _is_broken(call)]
+    said = [f'{{"name": {json.dumps(f["name"])}, "arguments": {f["arguments"]}' for f in functions]
+    content = message["content"]
+    if isinstance(content, list):
+        content = [*content, *({"type": "text", "text": each} for each in said)]
+    else:
+        content = "\n".join(filter(None, (content, *said)))
+    told = {key: value for key, value in message.items() if key != "tool_calls"}
+    told["content"] = content
+    return {**told, "tool_calls": calls} if calls else told
+
+
+def _is_broken(call: Mapping[str, Any]) -> bool:
+    return isinstance(call["function"]["arguments"], str)
+
+
+def broken_probe(message: Message) -> Message:
+    """As `probe`, with arguments that are a text."""
+    asked = probe(message)
+    asked["tool_calls"][0]["function"]["arguments"] = "probe_key:"
+    return asked
+
+
 def probe(message: Message, num_calls: int = 1) -> Message:
     """A message with calls that holds what `message` holds beside them."""
     calls = [
@@ -90,4 +122,5 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _to_json(function: Mapping[str, Any]) -> str:
-    return json.dumps(function["arguments"], ensure_ascii=False)
+    arguments = function["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

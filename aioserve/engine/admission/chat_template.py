@@ -11,7 +11,10 @@ import msgspec
 
 from aioserve.engine.admission.call_forms import (
     CallForm,
+    as_content,
+    broken_probe,
     forms_of,
+    has_broken,
     is_shown,
     one_call_each,
     probe,
@@ -90,6 +93,7 @@ class ChatTemplate:
         self._takes: dict[str, tuple[bool, bool]] = {}  # by template: text, parts
         self._late: dict[str, bool] = {}  # by template: system messages behind others
         self._call_forms: dict[tuple[str, str], CallForm] = {}  # by template and probe
+        self._broken: dict[tuple[str, str], bool] = {}  # by the same: text as arguments
         self._several: dict[str, bool] = {}  # by template: calls in one message
 
     def close(self) -> None:
@@ -168,7 +172,20 @@ class ChatTemplate:
         """The message in the first form in which this template shows its calls."""
         if not message.get("tool_calls"):
             return [message]
+        if has_broken(message) and not self._takes_broken(source, message):
+            return self._with_calls(source, as_content(message))
+        return self._call_form(source, probe(message)).apply(message)
+
+    def _takes_broken(self, source: str, message: dict[str, Any]) -> bool:
+        """Whether a template shows arguments that are a text, and no JSON object, in that form."""
         asked = probe(message)
+        key = source, str(asked)
+        if key not in self._broken:
+            form = self._call_form(source, asked)
+            self._broken[key] = is_shown(self._try(source, form.apply(broken_probe(message))))
+        return self._broken[key]
+
+    def _call_form(self, source: str, asked: dict[str, Any]) -> CallForm:
         key = source, str(asked)
         if key not in self._call_forms:
             forms = forms_of(asked["content"])
@@ -176,7 +193,7 @@ class ChatTemplate:
             shown = [(form, text) for form, text in tried if is_shown(text)] or tried
             clean = (form for form, text in shown if "None" not in text)
             self._call_forms[key] = next(clean, shown[0][0] if shown else forms[0])
-        return self._call_forms[key].apply(message)
+        return self._call_forms[key]
 
     def _takes_several(self, source: str) -> bool:
         """Whether a template shows all calls of a message, or none."""

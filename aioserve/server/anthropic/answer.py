@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from aioserve.formats import Arguments, Call, Content, Event, Reasoning, joined
+from aioserve.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.anthropic.protocol import (
     UNSIGNED,
@@ -32,7 +32,6 @@ from aioserve.server.anthropic.protocol import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from aioserve.server.anthropic.whole_calls import WholeCalls
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_messages_error, to_wire
@@ -58,7 +57,6 @@ class MessageAnswer(Answer):
         self._is_plain = use is None and not self._format.tells_apart
         self._pieces = request.app[TOKEN_TEXTS].bytes
         self._reader: ReplyReader | None = None
-        self._calls = WholeCalls()
         self._is_begun = False
         self._index = -1  # of the last block
         self._block: ReplyBlock | None = None  # the one that is open, empty
@@ -102,8 +100,9 @@ class MessageAnswer(Answer):
                 self.prompt_end,
                 self._pieces,
                 includes_reasoning=self._tells_thoughts,
+                holds_calls=True,
             )
-        return joined(self._calls.read(self._reader.read(output), output.finish_reason))
+        return self._reader.read(output)
 
     def _tell(self, event: Event) -> bytes:
         """What opens the block of the event, if it is another than the open one, and the delta."""
@@ -180,11 +179,11 @@ class MessageAnswer(Answer):
         if self._reader is not None:
             reason = self._reader.finish_reason(output)
         match reason:
-            case FinishReason.TOOL_CALLS if self._calls.count:
+            case FinishReason.TOOL_CALLS:
                 return Stop(stop_reason="tool_use")
             case FinishReason.STOP if isinstance(output.stop_reason, str):
                 return Stop(stop_reason="stop_sequence", stop_sequence=output.stop_reason)
-            case FinishReason.STOP | FinishReason.TOOL_CALLS:
+            case FinishReason.STOP:
                 return Stop(stop_reason="end_turn")
             case FinishReason.LENGTH if output.num_output_tokens < self._max_tokens:
                 return Stop(stop_reason="model_context_window_exceeded")

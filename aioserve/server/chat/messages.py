@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from aioserve.errors import RequestError
+from aioserve.errors import UNREADABLE, RequestError
 from aioserve.server.chat.protocol import ChatMessage
 from aioserve.server.chat.shown_parts import SHOWN, shown_part
 from aioserve.server.images import Content, ImageParts, content_of, text_part
@@ -63,13 +63,8 @@ def _template_message(
             rendered["reasoning_content"] = reasoning
         if message.tool_calls:
             rendered["tool_calls"] = [
-                template_call(
-                    call.id,
-                    call.function.name,
-                    call.function.arguments,
-                    f"{path}.tool_calls[{j}].function.arguments",
-                )
-                for j, call in enumerate(message.tool_calls)
+                template_call(call.id, call.function.name, call.function.arguments)
+                for call in message.tool_calls
             ]
     elif message.role == "tool":
         if not message.tool_call_id:
@@ -83,18 +78,16 @@ def _template_message(
     return rendered
 
 
-def template_call(call_id: str, name: str, arguments: str, path: str) -> dict[str, Any]:
-    """A call as chat templates know it. Raises `RequestError` for arguments, of this path, that
-    are no JSON object.
+def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as chat templates know it. Arguments that are no JSON object stay text: a model once
+    wrote them, and the conversation goes on.
     """
     decoded: Any = {}
     if arguments.strip():
         try:
-            decoded = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise RequestError(f"{path} is not valid JSON: {error}", param=path) from error
-    if not isinstance(decoded, dict):
-        raise RequestError(f"{path} must be a JSON object", param=path)
+            decoded = msgspec.json.decode(arguments, type=dict[str, Any])
+        except UNREADABLE:
+            decoded = arguments
     function = {"name": name, "arguments": decoded}
     return {"id": call_id, "type": "function", "function": function}
 

@@ -14,6 +14,7 @@ from aioserve.formats import Arguments, Call, Content, Event, Reasoning, ReplyPa
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.reasoning_tokens import ReasoningTokens
 from aioserve.server.chat.chat_format import ChatFormat
+from aioserve.server.chat.held_calls import HeldCalls
 from aioserve.server.chat.malformed_calls import MalformedCalls
 from aioserve.server.chat.protocol import (
     ChatDelta,
@@ -39,10 +40,13 @@ class ReplyReader:
         *,
         max_calls: int | None,
         with_reasoning: bool,
+        holds_calls: bool = False,
         counter: ReasoningTokens | None = None,
     ) -> None:
         """Calls after the first `max_calls` are left out, and reasoning unless it is wanted.
-        `malformed` counts the calls that are wrong, `counter` the tokens of reasoning.
+        `malformed` counts the calls that are wrong, `counter` the tokens of reasoning. A call whose
+        arguments are no JSON object is content, as far as that is known before it is told;
+        `holds_calls`: none is told before it has ended.
         """
         self._counter = counter
         self._parser = parser
@@ -50,6 +54,7 @@ class ReplyReader:
         self._malformed = malformed
         self._max_calls = max_calls
         self._with_reasoning = with_reasoning
+        self._held = HeldCalls(until_whole=holds_calls)
         self._num_calls = 0  # that were made, left out or not
         self._index = -1  # of the last that was let through
         self._ids: set[str] = set()
@@ -66,6 +71,7 @@ class ReplyReader:
         *,
         separates_reasoning: bool = True,
         includes_reasoning: bool = True,
+        holds_calls: bool = False,
     ) -> "ReplyReader":
         """What reads a reply to a prompt with these last tokens, and with these tools. `pieces`
         are the bytes of tokens.
@@ -77,6 +83,7 @@ class ReplyReader:
             chat_format.malformed,
             max_calls=1 if use is not None and not use.is_parallel else None,
             with_reasoning=includes_reasoning,
+            holds_calls=holds_calls,
             counter=reasoning_counter(chat_format, pieces, prompt_end),
         )
 
@@ -107,6 +114,9 @@ class ReplyReader:
         told = [self._follow(event) for event in joined(events)]
         if output.finish_reason is FinishReason.STOP:
             self._check_arguments()
+        has_ended = output.finish_reason is not None
+        is_cut = has_ended and output.finish_reason is not FinishReason.STOP
+        told = joined(self._held.read(told, has_ended=has_ended, is_cut=is_cut))
         return [event for event in told if self._lets_through(event)]
 
     def _flush(self, *, is_cut: bool) -> list[Event]:

@@ -152,7 +152,7 @@ class _Told:
         arguments = item.arguments or ""
         if item.type == "custom_tool_call":
             arguments = arguments_of(item.input or "")
-        call = template_call(call_id, name, arguments, f"{path}.arguments")
+        call = template_call(call_id, name, arguments)
         self._names[call_id] = name
         self._waiting.add(call_id)
         turn = self._own or self._begin_turn()

@@ -202,6 +202,79 @@ async def test_a_call_that_is_cut_says_so(say):
     assert call == {"id": call["id"], "type": "function", "function": function}
 
 
+BROKEN = [
+    ("{'a': 1}}\n</tool_call>", True),  # broken before its first key: from there on it is no call
+    ("[1]", True),  # no object
+    ('{"a": "x" "b"}', False),  # broken behind it
+    ('{"a": True}', False),
+]
+
+
+@pytest.mark.parametrize(("arguments", "is_soon"), BROKEN)
+async def test_a_call_whose_arguments_are_no_object_is_content(say, arguments, is_soon):
+    good = '<tool_call>\n{"name": "sub", "arguments": {"a": 2}}\n</tool_call>'
+    bad = f'<tool_call>\n{{"name": "add", "arguments": {arguments}'
+    bad += "" if arguments.endswith(">") else "}\n</tool_call>"
+    told = f'{{"name": "add", "arguments": {arguments}'
+    async with say(f"Let me see.\n{bad}\n{good}") as server:
+        message, reason = message_of(await server.chat(tools=TOOLS))
+        assert calls_of(message) == [("sub", {"a": 2})]
+        assert reason == "tool_calls"
+        assert message["content"] == "Let me see." + told
+        answer = await server.chat(tools=TOOLS, stream=True)
+        choices = [event["choices"][0] for event in answer.events()]
+        deltas = [call for each in choices for call in each["delta"].get("tool_calls", ())]
+        names = [delta["function"]["name"] for delta in deltas if "name" in delta["function"]]
+        # What breaks behind the first key was told as it came.
+        assert names == (["sub"] if is_soon else ["add", "sub"])
+        text = "".join(each["delta"].get("content") or "" for each in choices)
+        assert text == ("Let me see." + told if is_soon else "Let me see.")
+        server.say(bad)
+        message, reason = message_of(await server.chat(tools=TOOLS))
+        assert ("tool_calls" in message, reason, message["content"]) == (False, "stop", told)
+
+
+PYTHON_ITEMS = """{%- for message in messages %}{{ message.role }}: {{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}[CALL {{ call.function.name }}
+{%- for name, value in call.function.arguments.items() %} {{ name }}={{ value }}{% endfor %}]
+{%- endfor %}
+{% endfor %}"""
+AS_TEXT = """{%- for message in messages %}{{ message.role }}: {{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name + call.function.arguments }}
+{%- endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("bad", ["{'a': 1}", '{"a": ', "[1]", "null", '{"a": 1e999'])
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (HERMES, "<tool_call>QUOTED</tool_call>"),
+        (AS_TEXT, "addTEXT"),
+        (PYTHON_ITEMS, 'Hm.\n{"name": "add", "arguments": TEXT'),
+    ],
+)
+async def test_a_history_with_arguments_that_do_not_parse_goes_on(say, template, shown, bad):
+    def call(name, arguments):
+        function = {"name": name, "arguments": arguments}
+        return {"id": f"call_{name}", "type": "function", "function": function}
+
+    turns = [
+        {"role": "user", "content": "What is 1 and 2?"},
+        {"role": "assistant", "content": "Hm.", "tool_calls": [call("add", bad)]},
+        {"role": "tool", "tool_call_id": "call_add", "content": "no JSON"},
+    ]
+    good = {"role": "assistant", "content": None, "tool_calls": [call("sub", '{"a": 5}')]}
+    answered = {"role": "tool", "tool_call_id": "call_sub", "content": "3"}
+    async with say("Ay.", template, tool_call_parser="hermes") as server:
+        for messages in (turns, [*turns, good, answered]):
+            body = {"messages": messages, "tools": TOOLS}
+            answer = await server.request("POST", "/v1/chat/completions", json=body)
+            assert answer.status == 200, answer
+            asked = server.prompts()[-1]
+            assert shown.replace("QUOTED", json.dumps(bad)).replace("TEXT", bad) in asked
+            assert ("5" in asked) == (len(messages) > 3)
+
+
 async def test_a_reply_of_calls_alone_has_no_content(say):
     async with say(TWO_CALLS.removeprefix("Let me see.")) as server:
         message, _ = message_of(await server.chat(tools=TOOLS))
@@ -291,9 +364,9 @@ USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "tool", "content": "3", "tool_call_id": "c1"}
 IN_PROPERTIES = "tools[0].function.parameters.properties"
 PARAMETERS = "tools[0].function.parameters"
-CALL_ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
 
 BAD = [
+    ({"messages": [USER, call(5)]}, "messages[1].tool_calls[0].function.arguments"),
     ({"tools": "add"}, "tools"),
     ({"tools": [5]}, "tools[0]"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
@@ -319,9 +392,6 @@ BAD = [
     ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ({"messages": [USER, call("{")]}, CALL_ARGUMENTS),
-    ({"messages": [USER, call("[1]")]}, CALL_ARGUMENTS),
-    ({"messages": [USER, call(5)]}, CALL_ARGUMENTS),
     ({"messages": [USER, call(type="custom")]}, "messages[1].tool_calls[0].type"),
     ({"messages": [USER, call(index=0)]}, "messages[1].tool_calls[0].index"),
     ({"messages": [USER, {**call(), "role": "user"}]}, "messages[1].tool_calls"),

@@ -332,8 +332,9 @@ async def test_a_client_calls_functions_and_answers_them(tmp_path):
         limit = len(encode(TWO_CALLS[: TWO_CALLS.index("1}")]))
         cut = await client.responses.create(**ask, input=[turn], max_output_tokens=limit)
         assert (cut.output[-1].arguments, cut.output[-1].status) == ('{"a": ', "incomplete")
-        with pytest.raises(openai.BadRequestError, match="not valid JSON"):
-            await client.responses.create(**ask, input=outputs, previous_response_id=cut.id)
+        # The model is shown the arguments as the text that they are.
+        await client.responses.create(**ask, input=outputs, previous_response_id=cut.id)
+        assert '"{\\"a\\": "' in server.prompts()[-1]
 
 
 class Hair(pydantic.BaseModel):
@@ -437,8 +438,6 @@ async def test_what_one_response_thought_said_and_called_is_one_message():
         ([CALL, CALL], "input[1].call_id"),
         ([CALL, OUTPUT, OUTPUT], "input[2].call_id"),
         ([USER, CALL], "input"),
-        ([{**CALL, "arguments": "[1]"}], "input[0].arguments"),
-        ([{**CALL, "arguments": "{"}], "input[0].arguments"),
         ([{**CALL, "output": "x"}], "input[0].output"),
         ([{**CALL, "name": None}], "input[0].name"),
     ],
