@@ -32,6 +32,7 @@ from aioserve.log_format import set_up_logging
 from aioserve.missing import way_out
 from aioserve.model_source.downloads import fetch_if_missing
 from aioserve.nearest import did_you_mean
+from aioserve.process_start import ignore_sigterm
 from aioserve.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,10 @@ def _dispatch(words: Sequence[str]) -> int:
     config = load_config(given)
     set_up_logging(config.server.log_level, config.server.log_format)
     fetch_if_missing(config.model.model)  # while Ctrl-C and SIGTERM still end the process at once
-    run(command(config, lambda: load_config(given)))
+    try:
+        run(command(config, lambda: load_config(given)))
+    finally:
+        ignore_sigterm()
     return 0
 
 

@@ -51,6 +51,7 @@ ALLOWED = {
     "aioserve.zoo": {"aioserve.installed"},
     "aioserve.progress": set(),
     "aioserve.background_writer": set(),
+    "aioserve.process_start": set(),
     "aioserve.log_format": {"aioserve.background_writer", "aioserve.progress"},
     "aioserve.shipped": {"aioserve.errors", "aioserve.nearest", "aioserve.zoo"},
     "aioserve.yaml_file": {"aioserve.errors", "aioserve.nearest"},
@@ -333,6 +334,7 @@ ALLOWED = {
         "aioserve.yaml_file",
     },
     "aioserve.workers": {
+        "aioserve.process_start",
         "aioserve.runner.info",
         "aioserve",
         "aioserve.arguments",
@@ -441,6 +443,7 @@ ALLOWED = {
     "aioserve.output_file": {"aioserve.errors"},
     "aioserve.arguments": {"aioserve.nearest", "aioserve.output_file"},
     "aioserve.child": {
+        "aioserve.process_start",
         "aioserve.arguments",
         "aioserve.client",
         "aioserve.config",
@@ -468,6 +471,7 @@ ALLOWED = {
         "aioserve.server.protocol",
     },
     "aioserve.cli": {
+        "aioserve.process_start",
         "aioserve.arguments",
         "aioserve.config",
         "aioserve.errors",

@@ -15,10 +15,13 @@ from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.child.orders import receive
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 from aioserve.log_format import set_up_logging
+from aioserve.process_start import end_at_sigterm, ignore_sigterm, prepare_process
 
 
 def main() -> int:
     """Serve until the program ends or SIGTERM comes. Returns the exit code, that of `serve`."""
+    prepare_process()
+    end_at_sigterm()
     try:
         # Unbuffered: what comes after the orders is for the thread that waits for the end.
         orders = receive(os.fdopen(os.dup(0), "rb", buffering=0))
@@ -32,7 +35,10 @@ def main() -> int:
     try:
         from aioserve.server.app import serve
 
-        run(serve(config))
+        try:
+            run(serve(config))
+        finally:
+            ignore_sigterm()
     except AioserveError as error:
         print(f"aioserve: error: {error}", file=sys.stderr)  # noqa: T201
         if isinstance(error, ConfigError):

@@ -20,6 +20,7 @@ from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.log_format import set_up_logging
 from aioserve.operations.answers import count_dropped_lines
+from aioserve.process_start import prepare_process
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
 from aioserve.server.middleware import HttpCounts
 from aioserve.server.running import RunningResponses
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A signal to all processes means the engine's: that drains, and then tells us to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    prepare_process()
     parser = argparse.ArgumentParser("aioserve.workers.worker")
     parser.add_argument("name", help="name of this worker in the log")
     parser.add_argument("address", help="address of the engine's socket")

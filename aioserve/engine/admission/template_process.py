@@ -41,6 +41,7 @@ def main(file: int, max_text: int, max_bytes: int) -> None:
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what started the server may have blocked it
     _make_environment()
     with socket.socket(fileno=file) as line, line.makefile("rb") as asked:
         while len(head := asked.read(HEAD.size)) == HEAD.size:

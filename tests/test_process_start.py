@@ -1,0 +1,106 @@
+"""What a server inherits from a careless parent does no harm, and SIGTERM ends it at any time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.processes import JSON, PATIENCE, read_lines, serving, started, until
+
+SIMULATED = ("--runner", "simulated")
+
+
+def careless(words: str) -> list[str]:
+    """A Python that does what `words` say, and becomes the program behind it."""
+    code = f"import os, signal, sys; {words}; os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", code, sys.executable]
+
+
+def chat(url: str) -> int:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, JSON)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return int(answer.status)
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_signals_that_the_parent_has_blocked_or_ignored_end_the_server(workers: str) -> None:
+    words = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); "
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    )
+    options = {"python": careless(words)}
+    with serving(*SIMULATED, "--api-workers", workers, **options) as (process, url):
+        read_lines(process)
+        assert chat(url) == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+
+
+def test_a_template_has_its_limit_of_time_where_the_parent_has_blocked_signals() -> None:
+    code = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+from aioserve.engine.admission.template_renderer import TemplateRenderer, TemplateTooSlowError
+renderer = TemplateRenderer(seconds=0.2)
+try:
+    many = "{% for a in range(99999) %}"
+try:
+    renderer.render(many * 2 + "{% endfor %}" * 2, {})
+except TemplateTooSlowError:
+    print("ended")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.stdout == "ended\n", done.stderr
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (0, 1), (0, 1, 2)])
+def test_no_socket_takes_the_place_of_a_standard_stream(
+    closed: tuple[int, ...], tmp_path: Path
+) -> None:
+    policy = tmp_path / "prints.py"
+    policy.write_text(
+        "from policies.fcfs import FCFSScheduler\n\n\n"
+        "class Prints(FCFSScheduler):\n"
+        '    """Prints."""\n\n'
+        "    def schedule(self):\n"
+        '        print("printed", flush=True)\n'
+        "        return super().schedule()\n"
+    )
+    uds = str(tmp_path / "socket")
+    command = [*careless(f"[os.close(n) for n in {closed}]"), "-m", "aioserve", *SIMULATED]
+    with started(*command, "--uds", uds, "--policy", f"{policy}:Prints") as process:
+        until(lambda: os.path.exists(uds) or process.poll() is not None, "it listens")
+        files = {n: os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (0, 1, 2)}
+        assert all(files[n] == os.devnull for n in closed)
+        request = ["curl", "-s", "--unix-socket", uds, "http://localhost/livez"]
+        assert subprocess.run(request, capture_output=True, timeout=PATIENCE).stdout
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_any_moment_of_the_start_ends_it_with_exit_code_0(
+    seconds: float, number: signal.Signals
+) -> None:
+    """Seconds of processor time, by which a start goes as far on a busy machine."""
+    command = (sys.executable, "-m", "aioserve", "--port", "0", *SIMULATED)
+    with started(*command, stderr=subprocess.PIPE) as process:
+        until(lambda: cpu_seconds(process.pid) >= seconds, "it has begun")
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
