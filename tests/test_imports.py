@@ -481,7 +481,7 @@ ALLOWED = {
         "aioserve.nearest",
         "aioserve.version",
     },
-    "aioserve.__main__": {"aioserve.missing"},
+    "aioserve.__main__": {"aioserve.missing", "aioserve.process_start"},
     "aioserve": {"aioserve.version"},
     "aioserve.policies": {"aioserve.scheduler"},
 }
