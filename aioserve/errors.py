@@ -11,6 +11,7 @@
     │   ├── EnginePausedError   an operator has paused the engine: HTTP 503 with Retry-After
     │   └── KeyLimitError       its key has as much as it may have for now: HTTP 429
     ├── RequestFailedError      the step that served this request raised: HTTP 500
+    │   └── GrammarLimitError   its grammar needs more than it may have: HTTP 400
     ├── RequestTimeoutError     its time was up before there was anything to tell: HTTP 408
     ├── PromptsFailedError      some of many prompts got an error: `results` has the other texts
     ├── RequestAbortedError     it was aborted before there was anything to tell: HTTP 400
@@ -37,6 +38,7 @@ import msgspec
 if TYPE_CHECKING:
     from aioserve.outputs import RequestOutput
 
+MAX_WORDS = 300  # characters of what a library says
 #: What msgspec raises for what it cannot read: bytes that are no UTF-8, and too many brackets, as
 #: Python itself tells of them.
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
@@ -45,6 +47,12 @@ UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 def one_line(error: BaseException) -> str:
     """What an error says, without its line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def first_line(text: str) -> str:
+    """What a library says of an error, with where it is, if it says so; not all that it quotes."""
+    lines = text.splitlines() or [""]
+    return lines[0][:MAX_WORDS]
 
 
 class CallInterrupted(BaseException):
@@ -135,6 +143,18 @@ class ForeignLoopError(AioserveError):
 
 class RequestFailedError(AioserveError):
     """The forward pass that carried this request raised; other requests may go on."""
+
+
+class GrammarLimitError(RequestFailedError):
+    """The reply has come to where its grammar needs more time or memory than it may have."""
+
+    #: How a runner's words begin for a request that ends so.
+    WORDS = "structured_outputs cannot be followed further: "
+
+    @classmethod
+    def of(cls, reason: str) -> RequestFailedError:
+        """The error for a request that cannot go on, for a `reason` in a runner's words."""
+        return cls(reason) if reason.startswith(cls.WORDS) else RequestFailedError(reason)
 
 
 class RequestTimeoutError(AioserveError):

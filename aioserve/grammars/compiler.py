@@ -1,7 +1,7 @@
 """From structured outputs to matchers, on a thread of its own.
 
-By llguidance: cached by content, bounded in size, depth and time. Knows a tokenizer; knows nothing
-about requests or logits.
+By llguidance: tried in another process first (`trial`), cached by content, bounded in memory, depth
+and time. Knows a tokenizer; knows nothing about requests or logits.
 """
 
 import asyncio
@@ -9,15 +9,15 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import msgspec
 
-from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.grammars.tokenizer import matching_tokenizer, text_tokens, with_ids
-from aioserve.grammars.translation import grammar_of
+from aioserve.errors import EngineOverloadedError, RequestError, first_line
+from aioserve.grammars.tokenizer import matching_tokenizer
 from aioserve.model_info import ModelInfo
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.token_bytes import TokenBytes
@@ -25,30 +25,44 @@ from aioserve.token_bytes import TokenBytes
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from aioserve.grammars.trial import Setup, Trials, Verdict
+
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 18  # of what is to be compiled, as JSON
 MAX_SECONDS = 10.0  # that a request waits for its grammar until it is refused
-# Of all that is in use; a compiled schema takes up to some 150 times the bytes of its text.
-MAX_HELD_BYTES = 1 << 23
-MAX_IDLE, MAX_IDLE_BYTES = 256, 1 << 21  # kept for requests that ask for the same again
+# Of memory that the grammars in use take together, and those that are kept for requests that ask
+# for the same again: as their trials measured it, and as their text is long until then.
+MAX_HELD_BYTES = 1 << 26
+MAX_IDLE, MAX_IDLE_BYTES = 256, 1 << 24
+LEAST_BYTES = 1 << 14  # a small grammar takes memory that was free already
+MAX_TRIALS = 2  # at once
 # llguidance follows chains of rules by recursion and dies where the stack ends: seen at 5,000 rules
-# in 8 MiB. With `MAX_BYTES`, the longest chain needs less than 256 MiB. Only what is used is taken.
-STACK_BYTES = 512 << 20
+# in 8 MiB. The engine's compiling thread has twice this.
+STACK_BYTES = 32 << 20
 
-#: `LLParserLimits` that differ from llguidance's own. What needs more in a step fails its request.
-LIMITS: dict[str, Any] = {}
+#: `LLParserLimits` that differ from llguidance's own: an order of magnitude smaller, and ten times
+#: what schemas of hundreds of fields need. A grammar that needs more is refused, or ends its reply.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 25_000,
+    "max_grammar_size": 50_000,
+}
 
 
-class _Grammar:
+class Grammar:
     """One that is compiled, or waits for that: `matcher` has it, or why it cannot be."""
 
-    __slots__ = ("key", "matcher", "num_holders")
+    __slots__ = ("key", "matcher", "num_bytes", "num_holders", "verdict")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.matcher: Future[LLMatcher | str] = Future()
         self.num_holders = 0
+        self.num_bytes = LEAST_BYTES + len(key)  # that it counts for
+        self.verdict: Verdict | None = None
 
 
 class GrammarCompiler:
@@ -61,13 +75,14 @@ class GrammarCompiler:
     def __init__(self, model_info: ModelInfo) -> None:
         self._model_info = model_info
         self._tokenizer: LLTokenizer | None = None  # of the compiling thread
-        self._text_tokens: dict[str, int] = {}
         self._why_not = ""  # if it can be none
         self._executor: ThreadPoolExecutor | None = None
-        self._grammar_of: dict[int, _Grammar] = {}  # by id of the `StructuredOutputs` that hold it
-        self._held: dict[bytes, _Grammar] = {}
-        self._idle: OrderedDict[bytes, _Grammar] = OrderedDict()  # held by no request, oldest first
-        self._num_held_bytes = self._num_idle_bytes = 0  # of their keys
+        self._grammar_of: dict[int, Grammar] = {}  # by id of the `StructuredOutputs` that hold it
+        self._held: dict[bytes, Grammar] = {}
+        self._idle: OrderedDict[bytes, Grammar] = OrderedDict()  # held by no request, oldest first
+        self._num_held_bytes = self._num_idle_bytes = 0
+        self._trials: Trials | None = None
+        self._trying: ThreadPoolExecutor | None = None
         self._gone: deque[int] = deque()  # ids; filled by whichever thread lets go last
 
     @cached_property
@@ -85,12 +100,13 @@ class GrammarCompiler:
         try:
             await asyncio.wrap_future(self._thread().submit(self._get_tokenizer))
         except Exception as error:  # whatever the code of a model's tokenizer raises
-            self._why_not = f"its tokenizer cannot be read for that: {_first_line(str(error))}"
+            self._why_not = f"its tokenizer cannot be read for that: {first_line(str(error))}"
             logger.warning("structured outputs cannot be served: %s", self._why_not)
 
     async def check(self, wanted: StructuredOutputs) -> None:
-        """Compile `wanted`. Raises `RequestError` for what cannot be, or takes too long, and
-        `EngineOverloadedError` if that is the others' fault.
+        """Compile `wanted`. Raises `RequestError` for what cannot be, takes too long or too much
+        memory, or ends the process in which it is tried, and `EngineOverloadedError` if that is
+        the others' fault.
 
         Other requests go on meanwhile: llguidance lets other threads run.
         """
@@ -113,6 +129,7 @@ class GrammarCompiler:
             ) from None
         if isinstance(found, str):
             raise RequestError(f"{param}: {found}", param=param)
+        self._weigh(grammar)
 
     def matcher(self, wanted: StructuredOutputs) -> "LLMatcher":
         """One at the beginning of its text, for the very object that was checked. From any thread;
@@ -123,11 +140,14 @@ class GrammarCompiler:
         return found.deep_copy()
 
     def close(self) -> None:
-        """Let the thread end. Idempotent."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        """Let the threads end, and the process of trials. Idempotent."""
+        for executor in (self._executor, self._trying):
+            if executor is not None:
+                executor.shutdown(wait=False, cancel_futures=True)
+        if self._trials is not None:
+            self._trials.close()
 
-    def _hold(self, wanted: StructuredOutputs) -> _Grammar:
+    def _hold(self, wanted: StructuredOutputs) -> Grammar:
         """The grammar of `wanted`, which holds it from now on; to be compiled if it is new."""
         self._let_go()
         if (known := self._grammar_of.get(id(wanted))) is not None:
@@ -135,73 +155,118 @@ class GrammarCompiler:
         key = _key(wanted)
         grammar = self._held.get(key)
         if grammar is None:
-            if self._num_held_bytes + len(key) > MAX_HELD_BYTES:
-                raise EngineOverloadedError(
-                    f"structured outputs of {self._num_held_bytes} bytes are in use; {len(key)} "
-                    f"more would be over {MAX_HELD_BYTES}"
-                )
             grammar = self._idle.pop(key, None)
             if grammar is not None:
-                self._num_idle_bytes -= len(key)
+                self._num_idle_bytes -= grammar.num_bytes
             else:
-                grammar = _Grammar(key)
-                self._thread().submit(self._compile, grammar)
+                grammar = Grammar(key)
+                self._check_room(grammar.num_bytes)
+                self._trial_threads().submit(self._try, grammar)
             self._held[key] = grammar
-            self._num_held_bytes += len(key)
+            self._num_held_bytes += grammar.num_bytes
         grammar.num_holders += 1
         self._grammar_of[id(wanted)] = grammar
         finalize(wanted, self._gone.append, id(wanted)).atexit = False
         return grammar
 
+    def _weigh(self, grammar: Grammar) -> None:
+        """Count a grammar that was compiled for what it takes. Raises `EngineOverloadedError` if
+        that is too much beside those in use.
+        """
+        assert grammar.verdict is not None, "it was tried"
+        num_bytes = max(grammar.num_bytes, grammar.verdict.num_bytes)
+        more, grammar.num_bytes = num_bytes - grammar.num_bytes, num_bytes
+        self._num_held_bytes += more
+        if more:
+            self._check_room(0)
+
+    def _check_room(self, num_bytes: int) -> None:
+        if self._num_held_bytes + num_bytes > MAX_HELD_BYTES:
+            raise EngineOverloadedError(
+                f"structured outputs that take {self._num_held_bytes} bytes of memory are in use; "
+                f"the limit is {MAX_HELD_BYTES}"
+            )
+
     def _let_go(self) -> None:
-        """Grammars that lost their last holder are idle, or dropped if they wait to be compiled."""
+        """Grammars that lost their last holder are idle; they are dropped if they wait to be
+        compiled, or cannot be.
+        """
         while self._gone:
             grammar = self._grammar_of.pop(self._gone.popleft())
             grammar.num_holders -= 1
             if grammar.num_holders:
                 continue
             del self._held[grammar.key]
-            self._num_held_bytes -= len(grammar.key)
-            if not grammar.matcher.cancel():
+            self._num_held_bytes -= grammar.num_bytes
+            if not grammar.matcher.cancel() and _is_good(grammar.matcher):
+                if grammar.verdict is not None:
+                    grammar.num_bytes = max(grammar.num_bytes, grammar.verdict.num_bytes)
                 self._idle[grammar.key] = grammar
-                self._num_idle_bytes += len(grammar.key)
+                self._num_idle_bytes += grammar.num_bytes
         while len(self._idle) > MAX_IDLE or self._num_idle_bytes > MAX_IDLE_BYTES:
-            key, _ = self._idle.popitem(last=False)
-            self._num_idle_bytes -= len(key)
+            _, grammar = self._idle.popitem(last=False)
+            self._num_idle_bytes -= grammar.num_bytes
+
+    def _make_setup(self) -> "Setup":
+        from aioserve.grammars.trial import Setup
+
+        info = self._model_info
+        backend = copy(info.tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        eos = list(info.eos_token_ids)
+        return Setup(backend.to_str(), info.vocab_size, eos, LIMITS, STACK_BYTES)
+
+    def _trial_threads(self) -> ThreadPoolExecutor:
+        if self._trying is None:
+            from aioserve.grammars.trial import Trials
+
+            self._trials = Trials(self._make_setup)
+            self._trying = ThreadPoolExecutor(MAX_TRIALS, "aioserve-grammar-trials")
+        return self._trying
 
     def _thread(self) -> ThreadPoolExecutor:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-grammars")
-            before = threading.stack_size(STACK_BYTES)
+            before = threading.stack_size(2 * STACK_BYTES)
             try:
                 self._executor.submit(int)  # starts the thread
             finally:
                 threading.stack_size(before)
         return self._executor
 
+    # What follows runs on threads of trials.
+
+    def _try(self, grammar: Grammar) -> None:
+        if not grammar.matcher.set_running_or_notify_cancel():
+            return  # no request waits for it any more
+        try:
+            assert self._trials is not None, "made before this thread"
+            grammar.verdict = verdict = self._trials.run(grammar.key)
+            if verdict.error:
+                grammar.matcher.set_result(verdict.error)
+            else:
+                self._thread().submit(self._compile, grammar, verdict.text)
+        except Exception as error:  # told to the requests that wait
+            grammar.matcher.set_exception(error)
+
     # What follows runs on the compiling thread.
 
-    def _compile(self, grammar: _Grammar) -> None:
-        if grammar.matcher.set_running_or_notify_cancel():  # else no request waits for it any more
-            try:
-                grammar.matcher.set_result(self._compiled(grammar.key))
-            except BaseException as error:
-                grammar.matcher.set_exception(error)
-                raise
+    def _compile(self, grammar: Grammar, text: str) -> None:
+        try:
+            grammar.matcher.set_result(self._compiled(text))
+        except BaseException as error:
+            grammar.matcher.set_exception(error)
+            raise
 
-    def _compiled(self, key: bytes) -> "LLMatcher | str":
+    def _compiled(self, text: str) -> "LLMatcher | str":
         from llguidance import LLMatcher, LLParserLimits
 
-        tokenizer = self._get_tokenizer()
-        try:
-            text = grammar_of(msgspec.json.decode(key, type=StructuredOutputs))
-            text = with_ids(text, self._text_tokens)
-        except (ValueError, TypeError, RecursionError) as error:
-            return _first_line(str(error))
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+        limits = LLParserLimits(**LIMITS)
+        matcher = LLMatcher(self._get_tokenizer(), text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what is made on first use is, then
-        return _first_line(matcher.get_error()) if matcher.is_error() else matcher
+        return first_line(matcher.get_error()) if matcher.is_error() else matcher
 
     def _get_tokenizer(self) -> "LLTokenizer":
         if self._tokenizer is None:
@@ -209,7 +274,6 @@ class GrammarCompiler:
             self._tokenizer = matching_tokenizer(
                 info.tokenizer, info.vocab_size, info.eos_token_ids
             )
-            self._text_tokens = text_tokens(info.tokenizer, info.eos_token_ids)
         return self._tokenizer
 
 
@@ -225,7 +289,8 @@ def _key(wanted: StructuredOutputs) -> bytes:
     return key
 
 
-def _first_line(text: str) -> str:
-    """With where it is, if it says so, and not the whole grammar."""
-    lines = text.splitlines() or [""]
-    return lines[0][:300]
+def _is_good(matcher: "Future[LLMatcher | str]") -> bool:
+    """Whether it is a matcher, or may become one: failures are not kept."""
+    if not matcher.done():
+        return True
+    return matcher.exception() is None and not isinstance(matcher.result(), str)

@@ -13,6 +13,7 @@ from aioserve.errors import (
     EngineOverloadedError,
     EnginePausedError,
     ForbiddenError,
+    GrammarLimitError,
     KeyLimitError,
     RequestAbortedError,
     RequestError,
@@ -102,6 +103,7 @@ _KINDS = (
     _Kind(RequestRejectedError, 429, "rate_limit_error", "request_rejected"),
     _Kind(EngineOverloadedError, 429, "rate_limit_error", "engine_overloaded"),
     _Kind(RequestTimeoutError, 408, "invalid_request_error", "request_timeout"),
+    _Kind(GrammarLimitError, 400, "invalid_request_error", "grammar_limit"),
     _Kind(RequestFailedError, 500, "server_error", "request_failed"),
     _Kind(EngineDeadError, 503, "server_error", "engine_unavailable"),
 )

@@ -14,8 +14,8 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import (
+    GrammarLimitError,
     PolicyError,
-    RequestFailedError,
     RequestRejectedError,
     StalledError,
 )
@@ -219,7 +219,7 @@ class StepLoop(PolicyGuard, Generic[T]):
         # First: one that is pooled would end well with its prompt, whatever came of it.
         for request_id, reason in result.failed.items():
             failed = self._finish([request_id], RequestStatus.FINISHED_ERROR)
-            self.failed.append((failed, RequestFailedError(reason)))
+            self.failed.append((failed, GrammarLimitError.of(reason)))
         return self._update(output, result)
 
     def fail(

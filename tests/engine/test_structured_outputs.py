@@ -13,10 +13,11 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.errors import RequestError, RequestFailedError
+from aioserve.errors import GrammarLimitError, RequestError
 from aioserve.grammars import compiler as grammars
 from aioserve.outputs import RequestOutput
 from aioserve.runner.batch.grammar_rows import GrammarRows
+from aioserve.server.errors import to_wire
 from aioserve.structured_outputs import StructuredOutputs
 from tests.kit import stats_of
 from tests.slow import mostly_slow
@@ -240,12 +241,13 @@ async def test_no_depth_of_a_grammar_ends_the_process(way: dict[str, Any]) -> No
 async def test_a_grammar_that_grows_too_complex_fails_its_own_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 40)
+    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 100)
     way = StructuredOutputs(regex="(a|b)*a(a|b){12}c(a|b)*")
     async with AsyncEngine(config()) as engine:
         others = asyncio.create_task(reply(engine, SamplingParams(max_tokens=60)))
-        with pytest.raises(RequestFailedError, match=r"structured_outputs.*[Ss]tate"):
+        with pytest.raises(GrammarLimitError, match=r"structured_outputs.*[Ss]tate") as caught:
             await reply(engine, params(way=way, max_tokens=400))
+        assert to_wire(caught.value)[0] == 400
         assert (await others).finish_reason == "length"
 
 

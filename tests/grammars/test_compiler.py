@@ -66,17 +66,19 @@ async def test_a_grammar_lives_as_long_as_who_asked_for_it(compiler, monkeypatch
 
 
 async def test_grammars_in_use_are_bounded(compiler, monkeypatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_HELD_BYTES", 300)
+    monkeypatch.setattr(grammars, "LEAST_BYTES", 1 << 20)  # more than a small one takes
+    monkeypatch.setattr(grammars, "MAX_HELD_BYTES", (2 << 20) + 300)
     holders = [wants(1), wants(1), wants(2)]
     await asyncio.gather(*map(compiler.check, holders))
-    with pytest.raises(EngineOverloadedError, match=r"structured outputs of .* bytes are in use"):
+    with pytest.raises(EngineOverloadedError, match=r"that take .* bytes of memory are in use"):
         await compiler.check(wants(3))
     holders.pop()
     await compiler.check(wants(3))
     assert len(compiled) == 3
 
 
-async def test_what_many_ask_for_at_once_is_compiled_once(compiler) -> None:
+async def test_what_many_ask_for_at_once_is_compiled_once(compiler, monkeypatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_TRIALS", 1)
     may_go_on.clear()
     same = [asyncio.create_task(compiler.check(wants(5))) for _ in range(3)]
     left = asyncio.create_task(compiler.check(wants(6)))
@@ -95,6 +97,7 @@ async def test_who_waits_too_long_for_others_is_not_told_that_his_own_is_bad(
     compiler, monkeypatch
 ) -> None:
     monkeypatch.setattr(grammars, "MAX_SECONDS", 0.01)
+    monkeypatch.setattr(grammars, "MAX_TRIALS", 1)
     may_go_on.clear()
     first, second = await asyncio.gather(
         compiler.check(wants(1)), compiler.check(wants(2)), return_exceptions=True

@@ -6,7 +6,7 @@ Knows what a reader is told when a step or a policy fails. Knows no settings and
 from collections.abc import Callable
 
 from aioserve.engine.delivery.output_processor import OutputProcessor
-from aioserve.errors import PolicyError, RequestFailedError, RequestRejectedError
+from aioserve.errors import GrammarLimitError, PolicyError, RequestFailedError, RequestRejectedError
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.step_loop import FAULTS, FailureLog
 
@@ -51,7 +51,7 @@ class OutputRouter:
         if not isinstance(cause, RequestRejectedError):
             is_ours = isinstance(cause, (PolicyError, RequestFailedError))
             words = f"the step that served this request failed ({type(cause).__name__})"
-            error = RequestFailedError(str(cause) if is_ours else words)
+            error = GrammarLimitError.of(str(cause) if is_ours else words)
             error.__cause__ = cause
         ended = self._output_processor.ended_among(request_ids)
         self._output_processor.fail_requests(ended, error, self._clock())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.errors import GrammarLimitError
 from aioserve.runner.attention.backend import IntArray
 from aioserve.runner.batch.batch_part import BatchPart
 from aioserve.runner.unsound import step_failed
@@ -224,7 +225,7 @@ class GrammarRows(BatchPart[Matcher]):
     def _check(self, row: int, matcher: Matcher) -> None:
         if matcher.is_error():
             reason = matcher.get_error().partition("\n")[0]
-            self.errors.setdefault(row, f"structured_outputs cannot be followed further: {reason}")
+            self.errors.setdefault(row, GrammarLimitError.WORDS + reason)
 
     def close(self) -> None:
         if self._executor is not None:

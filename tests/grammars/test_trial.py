@@ -1,0 +1,140 @@
+"""What a client's grammar can do to the process in which it is tried, and not to the engine's."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from aioserve.config import ModelConfig
+from aioserve.errors import EngineOverloadedError, RequestError
+from aioserve.grammars import GrammarCompiler
+from aioserve.grammars import compiler as grammars
+from aioserve.grammars.trial import Setup, Trials
+from aioserve.model_info import ModelInfo
+from aioserve.structured_outputs import StructuredOutputs
+
+INFO = ModelInfo(ModelConfig())
+MIB = 1 << 20
+
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
+
+
+@pytest.fixture
+async def compiler() -> AsyncIterator[GrammarCompiler]:
+    compiler = GrammarCompiler(INFO)
+    await compiler.prepare()
+    yield compiler
+    compiler.close()
+
+
+def chain(depth: int) -> str:
+    """A grammar of rules of which each is the next one: llguidance follows it by recursion."""
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(depth))
+    return f'start: r0\n{rules}\nr{depth}: "a"'
+
+
+def own_bytes() -> int:
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def children() -> set[int]:
+    return {
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    }
+
+
+async def is_served(compiler: GrammarCompiler) -> bool:
+    wanted = StructuredOutputs(regex="[a-z]{3}")
+    await compiler.check(wanted)
+    return not compiler.matcher(wanted).is_error()
+
+
+async def test_a_grammar_that_crashes_the_library_is_refused_and_the_next_is_served(
+    compiler: GrammarCompiler,
+) -> None:
+    with pytest.raises(RequestError, match=r"structured_outputs\.grammar: .*SIGSEGV.*too deeply"):
+        await compiler.check(StructuredOutputs(grammar=chain(16_000)))
+    assert await is_served(compiler)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("a?" * 9_000 + "b", "more than 32 MiB of memory"),
+        ("a?" * 20_000 + "b", "too big"),
+        ("(((d{100}){100}){100})", "too many expressions"),
+    ],
+)
+async def test_memory_that_a_refused_grammar_takes_is_not_the_engines(
+    pattern: str, message: str, compiler: GrammarCompiler
+) -> None:
+    assert await is_served(compiler)
+    before = own_bytes()
+    with pytest.raises(RequestError, match=message) as caught:
+        await compiler.check(StructuredOutputs(regex=pattern))
+    assert caught.value.param == "structured_outputs.regex"
+    assert own_bytes() - before < 8 * MIB
+
+
+async def test_a_grammar_that_takes_too_long_is_refused(compiler: GrammarCompiler) -> None:
+    def make_setup() -> Setup:
+        made = compiler._make_setup()
+        return Setup(made.tokenizer, made.vocab_size, made.eos_token_ids, {}, 1 << 25, 0.1, 1 << 33)
+
+    trials = Trials(make_setup)
+    wanted = b'{"regex":"%s"}' % (b"a?" * 20_000 + b"b")
+    verdict = await asyncio.to_thread(trials.run, wanted)
+    assert "of processor time" in verdict.error
+    assert not (await asyncio.to_thread(trials.run, b'{"regex":"abc"}')).error
+    trials.close()
+
+
+async def test_a_refused_grammar_is_not_kept(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    run = Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, key: tried.append(key) or run(self, key))
+    for pattern in ("(", "(", "abc", "abc"):
+        try:
+            await compiler.check(StructuredOutputs(regex=pattern))
+        except RequestError:
+            assert pattern == "("
+    assert [b'"regex":"("' in key for key in tried] == [True, True, False]
+
+
+async def test_what_a_grammar_takes_counts_and_not_its_text(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MAX_HELD_BYTES", 4 * MIB)
+    with pytest.raises(EngineOverloadedError, match="bytes of memory are in use"):
+        await compiler.check(StructuredOutputs(grammar=chain(6_000)))  # takes some 13 MiB
+    assert await is_served(compiler)
+
+
+async def test_a_process_of_trials_that_was_ended_is_replaced(compiler: GrammarCompiler) -> None:
+    others = children()
+    assert await is_served(compiler)
+    (process,) = children() - others
+    os.kill(process, signal.SIGKILL)
+    wanted = StructuredOutputs(regex="[a-z]{4}")
+    await compiler.check(wanted)
+    assert not compiler.matcher(wanted).is_error()
+    compiler.close()
+    assert children() <= others
+
+
+async def test_where_no_process_can_be_started_a_grammar_is_for_later(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "/nowhere/python")
+        with pytest.raises(EngineOverloadedError, match="no process can be started"):
+            await compiler.check(StructuredOutputs(regex="abc"))
+    assert await is_served(compiler)
