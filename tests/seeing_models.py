@@ -14,8 +14,8 @@ from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal import Video
 from aioserve.multimodal.families import family_of
-from aioserve.multimodal.processing import load_processor
-from aioserve.multimodal.video_processing import VideoProcessor
+from aioserve.multimodal.prompt import load_processor
+from aioserve.multimodal.videos import VideoProcessor
 
 NUM_TOKENS = 12
 EMBEDDED = Path(__file__).parents[1] / "aioserve" / "embedded"

@@ -38,6 +38,7 @@ ALLOWED = {
         "aioserve.nearest",
     },
     "aioserve.grammars": {
+        "aioserve.byte_alphabet",
         "aioserve.errors",
         "aioserve.finite_schema",
         "aioserve.model_info",
@@ -185,7 +186,6 @@ ALLOWED = {
         "aioserve.background_writer",
         "aioserve.row_values",
         "aioserve.hints",
-        "aioserve.operations.answers",
         "aioserve.operations.command",
         "aioserve.kv_connector",
         "aioserve.version",
@@ -194,9 +194,8 @@ ALLOWED = {
         "aioserve.errors",
         "aioserve.multimodal",
         "aioserve.multimodal.families",
-        "aioserve.multimodal.prepared",
-        "aioserve.multimodal.processing",
-        "aioserve.multimodal.video_processing",
+        "aioserve.multimodal.prompt",
+        "aioserve.multimodal.videos",
         "aioserve.kv_cache",
         "aioserve.log_format",
         "aioserve.model_info",
@@ -310,7 +309,6 @@ ALLOWED = {
         "aioserve.engine.admission.chat_template",
         "aioserve.engine.observe.histogram",
         "aioserve.operations",
-        "aioserve.operations.answers",
         "aioserve.operations.command",
         "aioserve.engine.observe.stacks",
         "aioserve.errors",
@@ -349,7 +347,6 @@ ALLOWED = {
         "aioserve.engine.admission.pooling_validator",
         "aioserve.engine.observe.loop_monitor",
         "aioserve.operations",
-        "aioserve.operations.answers",
         "aioserve.operations.command",
         "aioserve.engine.samples",
         "aioserve.errors",
@@ -379,7 +376,6 @@ ALLOWED = {
         "aioserve.engine.admission.input_processor",
         "aioserve.engine.admission.pooling_validator",
         "aioserve.operations",
-        "aioserve.operations.answers",
         "aioserve.operations.command",
         "aioserve.engine.samples",
         "aioserve.engine.stream",
@@ -576,7 +572,7 @@ def test_what_computes_is_known_in_one_place(package: str, place: str) -> None:
     """
     own = {name for name in MODULES if f"{name}.".startswith(f"{package}.")}
     knowing = {name for name, known in known_modules().items() if known & own} - own
-    knowing -= {"aioserve.console.hardware"}
+    knowing -= {"aioserve.console.doctor"}
     assert knowing
     assert all(f"{name}.".startswith(f"{place}.") for name in knowing), knowing
 

@@ -4,27 +4,24 @@ Command-line flags, YAML keys and `--help` follow from the structs here, one fil
 of one policy are not here: the policy declares them, and they travel in `scheduler.options`.
 """
 
-from aioserve.config.access import AccessConfig
-from aioserve.config.adapters import AdapterConfig
-from aioserve.config.batches import BatchConfig
-from aioserve.config.cache import CacheConfig
 from aioserve.config.engine import COMMON_SETTINGS, EngineConfig, iter_settings
-from aioserve.config.images import ImageConfig
-from aioserve.config.model import ModelConfig
-from aioserve.config.runner import RunnerConfig
-from aioserve.config.scheduler import SchedulerConfig
-from aioserve.config.scoring import ScoringConfig
-from aioserve.config.section import (
+from aioserve.config.sections import (
     DEFAULT_CHAT_TOKENS,
     DEFAULT_STEP_BUDGET,
     EMBEDDED_MODEL,
+    AdapterConfig,
+    CacheConfig,
+    ImageConfig,
     LogLevel,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
     Section,
+    ShadowConfig,
+    SimulatorConfig,
+    SpeculationConfig,
 )
-from aioserve.config.server import ServerConfig
-from aioserve.config.shadow import ShadowConfig
-from aioserve.config.simulation import SimulatorConfig
-from aioserve.config.speculation import SpeculationConfig
+from aioserve.config.server import AccessConfig, BatchConfig, ScoringConfig, ServerConfig
 
 __all__ = [
     "COMMON_SETTINGS",

@@ -6,22 +6,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.config.access import AccessConfig
-from aioserve.config.adapters import AdapterConfig
-from aioserve.config.batches import BatchConfig
-from aioserve.config.cache import CacheConfig
-from aioserve.config.images import ImageConfig
-from aioserve.config.load import convert, read_sections, set_value
-from aioserve.config.model import ModelConfig
-from aioserve.config.policy_files import find_policies
-from aioserve.config.runner import RunnerConfig
-from aioserve.config.scheduler import SchedulerConfig
-from aioserve.config.scoring import ScoringConfig
-from aioserve.config.section import Section
-from aioserve.config.server import ServerConfig
-from aioserve.config.shadow import ShadowConfig
-from aioserve.config.simulation import SimulatorConfig
-from aioserve.config.speculation import SpeculationConfig
+from aioserve.config.load import convert, find_policies, read_sections, set_value
+from aioserve.config.sections import (
+    AdapterConfig,
+    CacheConfig,
+    ImageConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    Section,
+    ShadowConfig,
+    SimulatorConfig,
+    SpeculationConfig,
+)
+from aioserve.config.server import AccessConfig, BatchConfig, ScoringConfig, ServerConfig
 from aioserve.errors import ConfigError
 from aioserve.shipped import find_config
 

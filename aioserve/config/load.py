@@ -1,5 +1,11 @@
-"""From a YAML file and dotted names to settings, with errors that name the place."""
+"""From a YAML file and dotted names to settings, with errors that name the place.
 
+Files of Python that a YAML file names (policies, and parts of policies) are looked up beside that
+file, then in the working directory; none of them is imported here.
+"""
+
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,3 +59,39 @@ def convert(tree: dict[str, Any], cls: type[T], where: str | None, strict: bool 
         if (found := misfit(error, tree, cls)) is not None:
             raise SettingError(where, *found) from error
         raise ConfigError(f"{where or 'settings'}: {explain(error, cls)}") from error
+
+
+_FILE = re.compile(r"(.+\.py)(:.*)?")
+
+
+def find_policies(tree: dict[str, Any], path: Path, overridden: Collection[str]) -> None:
+    """Have the policies that are files of Python found from the working directory, and what their
+    options name. Raises `ConfigError` for a policy whose file is in neither place.
+    """
+    for section, name, options in (
+        ("scheduler", "policy", "options"),
+        ("shadow", "shadow_policy", "shadow_options"),
+    ):
+        settings = tree.get(section, {})
+        settings |= {options: _found(settings[options], path)} if options in settings else {}
+        match = _FILE.fullmatch(settings.get(name) or "")
+        if match is None or f"{section}.{name}" in overridden:
+            continue
+        settings[name] = _found(settings[name], path)
+        if settings[name] == match[0] and not Path(match[1]).is_file():
+            raise ConfigError(
+                f"{path}: no file {Path(match[1])} to take a policy from: looked in "
+                f"{path.parent.absolute()} and in {Path.cwd()}"
+            )
+
+
+def _found(value: Any, path: Path) -> Any:
+    """The value; where it names files of Python that lie beside `path`, with their paths."""
+    if isinstance(value, dict):
+        return {key: _found(each, path) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_found(each, path) for each in value]
+    match = _FILE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or not (beside := path.parent / match[1]).is_file():
+        return value
+    return f"{beside}{match[2] or ''}"

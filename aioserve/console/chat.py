@@ -1,36 +1,522 @@
 """The command `chat`: a conversation with a running server, in a terminal or through a pipe.
 
-Reads lines, shows replies as they come, and stops them at Ctrl-C. What was said, and what slash
-commands do, is known elsewhere.
+Reads lines, shows replies as they come, and stops them at Ctrl-C. In this order: keys of the
+terminal, lines broken between words, messages from lines, history, the conversation, slash
+commands, and the command itself.
 """
 
 import asyncio
 import io
 import os
+import select
 import shutil
+import signal
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+import threading
+import time
+import unicodedata
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
+import yaml
 
 from aioserve.arguments import Parser
 from aioserve.client import AsyncClient
-from aioserve.console.conversation import SAMPLING, Conversation
-from aioserve.console.history import History, history_file
-from aioserve.console.message_lines import (
-    complete_by,
-    read_from_pipe,
-    read_from_terminal,
-    read_message,
-)
-from aioserve.console.slash import COMMANDS, Quit, run_command
-from aioserve.console.terminal_keys import keeping_keys
-from aioserve.console.wrapping import WordWrap
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
+from aioserve.nearest import did_you_mean
+from aioserve.outputs import FinishReason
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from aioserve.sampling_params import SamplingParams
 from aioserve.server.model_card import ModelCard
+
+_NUDGE_SECONDS = 0.05  # between two interruptions of a wait that has missed a Ctrl-C
+_END = b"\0"  # no signal has this number
+
+
+@contextmanager
+def keeping_keys() -> Iterator[None]:
+    """Inside the block the terminal hands on keys one by one, as readline has it while it reads.
+
+    Between two lines readline puts the terminal back into the mode that it found. In the usual one
+    the kernel collects whole lines, and takes a Ctrl-D for itself: typed while a reply streams, it
+    would reach nothing. Where there is no terminal of that kind, nothing is changed.
+    """
+    try:
+        import termios
+
+        before = termios.tcgetattr(sys.stdin)
+    except (ImportError, OSError, ValueError, termios.error):
+        yield
+        return
+    by_key = [*before[:3], before[3] & ~termios.ICANON, *before[4:]]
+    by_key[6] = list(before[6])
+    by_key[6][termios.VMIN], by_key[6][termios.VTIME] = 1, 0
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, by_key)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def hearing_interrupts() -> Iterator[None]:
+    """Inside the block, which reads a line by `input`, a Ctrl-C is heard at once.
+
+    readline looks for signals when one ends its wait for a key: one that comes just before the
+    wait would be heard with the next key. So a thread is told of each SIGINT as it arrives, and
+    interrupts the wait by a signal that does nothing else, until the block has ended. For the main
+    thread alone, which has the signals.
+    """
+    if not hasattr(signal, "pthread_kill"):
+        yield
+        return
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    usual = signal.signal(signal.SIGURG, lambda number, frame: None)
+    earlier = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    main = threading.get_ident()
+    thread = threading.Thread(target=_nudge, args=(told, main), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier)
+        os.write(tell, _END)
+        thread.join()
+        signal.signal(signal.SIGURG, usual)
+        os.close(told)
+        os.close(tell)
+
+
+def _nudge(told: int, main: int) -> None:
+    """Interrupt the thread `main` again and again from the first SIGINT on that `told` tells of."""
+    has_come = False
+    while True:
+        if select.select([told], [], [], _NUDGE_SECONDS if has_come else None)[0]:
+            numbers = os.read(told, 4096)
+            if _END in numbers:
+                return
+            has_come = has_come or signal.SIGINT in numbers
+        elif has_come:
+            signal.pthread_kill(main, signal.SIGURG)
+
+
+TAB_STOP = 8
+
+
+class WordWrap:
+    """One reply. A word is shown once it is whole, so that none is ever broken at the margin."""
+
+    def __init__(self, width: int) -> None:
+        """`width` is how many columns a line may fill."""
+        self._width = max(width, 1)
+        self._column = 0
+        self._gap = ""  # blanks that stand before the word, and nowhere if the line ends there
+        self._word = ""
+
+    def feed(self, text: str) -> str:
+        """What can be shown after the next piece."""
+        shown = []
+        for char in text:
+            if char == "\n":
+                shown += [self._place(), char]
+                self._gap, self._column = "", 0
+            elif char in " \t":
+                shown.append(self._place())
+                self._gap += char
+            else:
+                self._word += char
+                if _width(char) == 2:  # Chinese and Japanese have no blanks to break at
+                    shown.append(self._place())
+        if len(self._word) >= self._width:  # no word, but a line of something else
+            shown.append(self._place())
+        return "".join(shown)
+
+    def end(self) -> str:
+        """What was held back, as the reply ends here."""
+        return self._place()
+
+    def _place(self) -> str:
+        if not self._word:
+            return ""
+        gap, word = self._gap, self._word
+        self._gap = self._word = ""
+        wide = sum(map(_width, word))
+        indent = sum(TAB_STOP if char == "\t" else 1 for char in gap)
+        if self._column and self._column + indent + wide > self._width:
+            self._column = wide % self._width
+            return f"\n{word}"
+        self._column = (self._column + indent + wide) % self._width or self._width
+        return gap + word
+
+
+def _width(char: str) -> int:
+    """How many columns a character fills."""
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+PROMPT, MORE = "> ", "... "
+QUOTES = '"""'
+
+#: A line without its end, after a prompt is shown. Raises `EOFError`.
+ReadLine = Callable[[str], str]
+
+
+def read_message(read_line: ReadLine) -> str:
+    """The next one. Raises `EOFError` if there is no more; inside a message, that ends it."""
+    line = read_line(PROMPT)
+    if line.strip().startswith(QUOTES):
+        return _quoted(line.strip().removeprefix(QUOTES), read_line)
+    lines = []
+    while line.endswith("\\"):
+        lines.append(line[:-1])
+        try:
+            line = read_line(MORE)
+        except EOFError:
+            line = ""
+    return "\n".join([*lines, line])
+
+
+def _quoted(line: str, read_line: ReadLine) -> str:
+    lines = []
+    while not line.rstrip().endswith(QUOTES):
+        lines.append(line)
+        try:
+            line = read_line(MORE)
+        except EOFError:
+            return "\n".join(lines).strip("\n")
+    return "\n".join([*lines, line.rstrip().removesuffix(QUOTES)]).strip("\n")
+
+
+def read_from_pipe(prompt: str) -> str:
+    """A line of stdin, read without showing a prompt."""
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n").removesuffix("\r")
+
+
+def read_from_terminal(prompt: str) -> str:
+    """A line of a person, edited as readline has it. Raises `KeyboardInterrupt` at a Ctrl-C."""
+    with hearing_interrupts():
+        return input(prompt)
+
+
+def complete_by(complete: Callable[[str, str], Iterable[str]]) -> None:
+    """Have Tab offer what `complete` gives for a line up to the word, and the word."""
+    try:
+        import readline
+    except ImportError:  # Python was built without it
+        return
+
+    def offer(word: str, index: int) -> str | None:
+        before = readline.get_line_buffer()[: readline.get_begidx()]
+        found = [one for one in complete(before, word) if one.startswith(word)]
+        return found[index] if index < len(found) else None
+
+    readline.set_completer_delims(" ")  # a slash and a path are parts of words
+    readline.set_completer(offer)
+    is_libedit = "libedit" in (readline.__doc__ or "")
+    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+
+
+MAX_LINES = 1000
+
+
+def history_file() -> Path:
+    """Where it lies: `aioserve/chat_history` in `XDG_STATE_HOME`, or in `~/.local/state`."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "aioserve" / "chat_history"
+
+
+class History:
+    """Of one session: recall it before the first line is read, and keep it after the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_recalled = 0
+
+    def recall(self) -> str | None:
+        """Have the arrows offer the lines of the file, if there is one. Returns why that cannot
+        be, in words; None if all is well, and where Python has no readline.
+        """
+        try:
+            import readline
+        except ImportError:
+            return None
+        readline.set_history_length(MAX_LINES)
+        try:
+            readline.read_history_file(self._path)
+        except FileNotFoundError:
+            pass
+        except (OSError, UnicodeError) as error:
+            return f"earlier lines cannot be read from {self._path}: {error}"
+        self._num_recalled = readline.get_current_history_length()
+        return None
+
+    def keep(self) -> str | None:
+        """Add the lines of this session to the file, which keeps the last `MAX_LINES`. Returns as
+        `recall` does.
+        """
+        try:
+            import readline
+        except ImportError:
+            return None
+        path, num_new = self._path, readline.get_current_history_length() - self._num_recalled
+        if num_new <= 0:
+            return None
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Made before readline writes, which would let all users read it.
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+            if hasattr(readline, "append_history_file"):  # another session may have written
+                readline.append_history_file(num_new, path)
+            else:
+                readline.write_history_file(path)
+            path.chmod(0o600)  # it may be an older one, or a new one in its place
+        except OSError as error:
+            return f"what was typed cannot be kept in {path}: {error.strerror or error}"
+        return None
+
+
+#: What can be set between two replies. The rest of `SamplingParams` is for programs.
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
+)
+
+
+class Reply(msgspec.Struct):
+    """What one reply took; its tokens as the server counts them."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: FinishReason | None = None  # None: it was stopped, or has failed
+    first_text: float | None = None  # seconds after it was asked for
+    seconds: float = 0.0  # until its last text
+    num_first_tokens: int = 0  # those of the first text
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """After the first text; None if all came at once."""
+        if self.first_text is None or self.num_output_tokens == self.num_first_tokens:
+            return None
+        duration = max(self.seconds - self.first_text, 1e-6)
+        return (self.num_output_tokens - self.num_first_tokens) / duration
+
+
+class Conversation:
+    """With one model. Its messages stay when a reply is stopped or fails half-way."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.system = ""
+        self.defaults = SamplingDefaults()  # of what is not set
+        self.sampling: dict[str, Any] = {}  # what was set, checked
+        self.has_template = True  # as long as the server does not say otherwise
+        self.replies: list[Reply] = []
+        self._messages: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        """Forget what was said; settings stay."""
+        self._messages.clear()
+        self.replies.clear()
+
+    def set_sampling(self, name: str, text: str) -> None:
+        """`text` as a command line has it; nothing: the default again. Raises `RequestError`."""
+        if name not in SAMPLING:
+            known, meant = ", ".join(SAMPLING), did_you_mean(name, SAMPLING)
+            raise RequestError(f"{name!r} is no setting{meant}; the settings are {known}", name)
+        others = {key: value for key, value in self.sampling.items() if key != name}
+        if text:
+            kinds = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+            try:
+                others[name] = msgspec.convert(text, kinds[name], strict=False)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"{name}: {error}", name) from error
+            SamplingParams(**others)  # the range
+        self.sampling = others
+
+    async def ask(self, text: str) -> AsyncGenerator[str, None]:
+        """The reply to `text`, as it comes. Raises what `AsyncClient` raises; what was said before
+        an error, or before the generator is closed, stays said.
+        """
+        self._messages.append({"role": "user", "content": text})
+        reply, said, began = Reply(), "", time.perf_counter()
+        self.replies.append(reply)
+        try:
+            async with aclosing(self._outputs()) as outputs:
+                async for output in outputs:
+                    reply.num_prompt_tokens = output.num_prompt_tokens
+                    reply.num_cached_tokens = output.num_cached_tokens
+                    reply.num_output_tokens = output.num_output_tokens
+                    reply.finish_reason = output.finish_reason
+                    reply.seconds = time.perf_counter() - began
+                    if output.text:
+                        if reply.first_text is None:
+                            reply.first_text = reply.seconds
+                            reply.num_first_tokens = output.num_output_tokens
+                        said += output.text
+                        yield output.text
+        finally:
+            if said or reply.finish_reason is not None:
+                self._messages.append({"role": "assistant", "content": said})
+            else:  # it was never answered
+                self._messages.pop()
+                self.replies.pop()
+
+    async def _outputs(self) -> AsyncGenerator[Any, None]:
+        """Of the chat route; of the completions route, if the model has no chat template."""
+        params = self.defaults.fill(self.sampling)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, *self._messages]
+        if self.has_template:
+            try:
+                async with aclosing(self.client.chat(messages, params)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except RequestError as error:
+                if "no chat template" not in str(error):
+                    raise
+                self.has_template = False
+        prompt = "\n".join(message["content"] for message in messages)
+        async with aclosing(self.client.generate(prompt, params)) as outputs:
+            async for output in outputs:
+                yield output
+
+
+class Quit(Exception):
+    """The user has ended the conversation."""
+
+
+class Command(NamedTuple):
+    """A line of /help, and what does it, given the words after the name."""
+
+    usage: str
+    about: str
+    run: Callable[[Conversation, str], Awaitable[str]]
+
+
+async def run_command(conversation: Conversation, line: str) -> str:
+    """What the command of `line`, slash included, has to say. Raises `Quit`, `RequestError`, and
+    what `AsyncClient` raises.
+    """
+    name, _, rest = line[1:].partition(" ")
+    if name not in COMMANDS:
+        meant = did_you_mean(name, COMMANDS).replace("'", "")
+        raise RequestError(f"unknown command /{name}{meant}; /help lists all")
+    return await COMMANDS[name].run(conversation, rest.strip())
+
+
+def describe(reply: Reply) -> str:
+    """Counts and times of a reply in a line."""
+    cached = f" ({reply.num_cached_tokens} cached)" if reply.num_cached_tokens else ""
+    counts = f"{reply.num_prompt_tokens} prompt tokens{cached}, {reply.num_output_tokens} output"
+    if reply.first_text is None:
+        return f"{counts}; {reply.seconds:.2f} s"
+    rate = reply.tokens_per_second
+    after = "" if rate is None else f", then {rate:.1f} tokens/s"
+    return f"{counts}; TTFT {1e3 * reply.first_text:.0f} ms{after}; {reply.seconds:.2f} s"
+
+
+async def _help(conversation: Conversation, rest: str) -> str:
+    width = max(len(command.usage) for command in COMMANDS.values())
+    lines = [f"{command.usage:{width}}  {command.about}" for command in COMMANDS.values()]
+    return "\n".join(
+        [
+            *lines,
+            'A line that ends in a backslash goes on; so does all between two lines of """.',
+            "Two slashes begin a message with one. Ctrl-C stops a reply, twice leaves.",
+        ]
+    )
+
+
+async def _set(conversation: Conversation, rest: str) -> str:
+    for word in rest.split():
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise RequestError(
+                f"expected NAME=VALUE, got {word!r}; there are {', '.join(SAMPLING)}"
+            )
+        conversation.set_sampling(name, value)
+    told = [f"{name}={value}" for name, value in conversation.sampling.items()]
+    return " ".join(told) or f"nothing is set: {conversation.defaults}"
+
+
+async def _system(conversation: Conversation, rest: str) -> str:
+    if rest:
+        conversation.system = "" if rest == "off" else rest
+    return f"system prompt: {conversation.system}" if conversation.system else "no system prompt"
+
+
+async def _policy(conversation: Conversation, rest: str) -> str:
+    if not rest:
+        raise RequestError(f"which policy? {COMMANDS['policy'].usage}")
+    name, *words = rest.split()
+    options: dict[str, Any] = {}
+    for word in words:
+        option, equals, value = word.partition("=")
+        if not equals:
+            raise RequestError(f"expected OPTION=VALUE, got {word!r}")
+        try:
+            options[option] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            options[option] = value
+    try:
+        before, _ = await conversation.client.switch_policy(name, options)
+    except RequestError as error:
+        if "no such path" not in str(error):
+            raise
+        raise RequestError("the server has no admin routes: start it with --enable-admin") from None
+    return f"policy {name} from the next step on; before: {before}"
+
+
+async def _stats(conversation: Conversation, rest: str) -> str:
+    if not conversation.replies:
+        return "no reply yet"
+    replies = conversation.replies
+    if len(replies) == 1:
+        return f"last reply: {describe(replies[-1])}"
+    totals = (
+        f"{sum(reply.num_prompt_tokens for reply in replies)} prompt tokens, "
+        f"{sum(reply.num_output_tokens for reply in replies)} output; "
+        f"{sum(reply.seconds for reply in replies):.2f} s"
+    )
+    return f"last reply: {describe(replies[-1])}\nall {len(replies)}: {totals}"
+
+
+async def _reset(conversation: Conversation, rest: str) -> str:
+    conversation.reset()
+    return "a new conversation"
+
+
+async def _quit(conversation: Conversation, rest: str) -> str:
+    raise Quit
+
+
+COMMANDS = {
+    "set": Command("/set [NAME=VALUE ...]", "sampling; NAME= is its default again", _set),
+    "system": Command("/system [TEXT | off]", "the system prompt, from the next reply on", _system),
+    "policy": Command(
+        "/policy NAME [OPTION=VALUE ...]",
+        "the scheduler policy of the server (with --enable-admin)",
+        _policy,
+    ),
+    "stats": Command("/stats", "tokens, time to first token, tokens per second", _stats),
+    "reset": Command("/reset", "forget what was said", _reset),
+    "help": Command("/help", "this list", _help),
+    "quit": Command("/quit", "leave, as Ctrl-D does", _quit),
+}
+
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "AIOSERVE_API_KEY"

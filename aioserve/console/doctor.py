@@ -1,22 +1,361 @@
 """The command `doctor`: what this machine has and lacks, with the line that brings it.
 
-Words and the exit code; what is looked at stands in `hardware` and `packages`.
+Reads metadata of distributions and imports none of them: a broken one is another check's finding.
+Of the machine it asks what the server asks when it starts.
 """
 
+import contextlib
 import importlib
+import importlib.metadata
 import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from aioserve.arguments import EXIT_FAILED, Parser
-from aioserve.console.finding import Finding, ok
 from aioserve.errors import ConfigError
+from aioserve.kernels.cpu import cpu_flags
+from aioserve.kernels.library import (
+    ENVIRONMENT_VARIABLE,
+    VARIANTS,
+    KernelsUnavailableError,
+    choose_variant,
+    open_library,
+    usable_variants,
+)
 from aioserve.model_source.downloads import DOWNLOADS, downloaded
+from aioserve.runner.cpu import machine
+from aioserve.runner.devices import num_cuda_devices
 from aioserve.version import __version__
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was found of `name`, and what to do about it.
+
+    `missing`: aioserve does not run without it, or makes less of this machine than it could.
+    `note`: it can be added for what it says.
+    """
+
+    name: str
+    state: Literal["ok", "note", "missing"]
+    text: str
+    remedy: str | None = None
+
+
+def ok(name: str, text: str) -> Finding:
+    """A finding of something that is as it should be."""
+    return Finding(name=name, state="ok", text=text)
+
+
+OURSELVES = "aioserve"
+
+#: What the extras of pyproject.toml bring, but for what our own tests need.
+EXTRAS = {
+    "completion": "Tab in a shell",
+    "gguf": "models in GGUF files, such as smollm2",
+    "gpu": "attention of flashinfer on CUDA cards",
+    "images": "models that see",
+    "otel": "traces for OpenTelemetry",
+    "ray": "replicas by Ray Serve",
+}
+
+# Named with their versions, since reports of faults ask for them.
+_TELLING = ("torch", "transformers", "aiohttp", "msgspec", "uvloop")
+
+
+def look_at_packages(has_card: bool) -> list[Finding]:
+    """The packages that are needed, then the extras, of which `gpu` is missing if `has_card`."""
+    try:
+        import packaging.requirements  # noqa: F401
+    except ImportError:
+        return [_missing("packages", "packaging is not installed", ["packaging"])]
+    try:
+        importlib.metadata.distribution(OURSELVES)
+    except importlib.metadata.PackageNotFoundError:
+        text = "aioserve runs from a folder and is not installed: what it needs is not known"
+        return [Finding(name="packages", state="missing", text=text, remedy="pip install -e .")]
+    needed = _needs(OURSELVES, "", set())
+    return [_needed(needed), *(_extra(name, has_card) for name in sorted(EXTRAS))]
+
+
+def _needed(needed: list["Need"]) -> Finding:
+    wrong = [need for need in needed if need.complaint]
+    if wrong:
+        text = "; ".join(need.complaint for need in wrong)
+        return _missing("packages", text, [need.wanted for need in wrong])
+    versions = {need.name: need.version for need in needed}
+    told = [f"{name} {versions[name]}" for name in _TELLING if name in versions]
+    return ok("packages", f"all {len(versions)} that are needed: {', '.join(told)}, ...")
+
+
+def _extra(name: str, has_card: bool) -> Finding:
+    wrong = [need for need in _needs(OURSELVES, name, set()) if need.complaint]
+    title, purpose = f"extra {name}", EXTRAS[name]
+    if not wrong:
+        return ok(title, purpose)
+    return Finding(
+        name=title,
+        state="missing" if name == "gpu" and has_card else "note",
+        text=f"for {purpose}: {'; '.join(need.complaint for need in wrong)}",
+        remedy=f"pip install '{OURSELVES}[{name}]'",
+    )
+
+
+class Need:
+    """A requirement of a distribution, and what is there of it."""
+
+    def __init__(self, requirement: "Requirement", asked_by: str) -> None:
+        self.name = requirement.name
+        self.wanted = f"{requirement.name}{requirement.specifier}"
+        self.version = ""
+        self.complaint = ""
+        try:
+            self.version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            self.complaint = f"{self.name} is not installed"
+            if asked_by != OURSELVES:
+                self.complaint += f", which {asked_by} needs"
+            return
+        if not requirement.specifier.contains(self.version, prereleases=True):
+            self.complaint = f"{asked_by} needs {self.wanted}, and {self.version} is installed"
+
+
+def _needs(distribution: str, extra: str, seen: set[tuple[str, str]]) -> list[Need]:
+    """Of it with an extra (`""`: with none), and of all that those need in turn."""
+    seen.add((distribution, extra))
+    found = []
+    for requirement in _requirements(distribution, extra):
+        need = Need(requirement, distribution)
+        found.append(need)
+        if need.version:
+            for wanted in ("", *sorted(requirement.extras)):
+                if (need.name, wanted) not in seen:
+                    found += _needs(need.name, wanted, seen)
+    return found
+
+
+def _requirements(distribution: str, extra: str) -> Iterator["Requirement"]:
+    from packaging.requirements import Requirement
+
+    for line in importlib.metadata.requires(distribution) or []:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None:
+            if not extra:
+                yield requirement
+        elif marker.evaluate({"extra": extra}) and not (extra and marker.evaluate({"extra": ""})):
+            yield requirement
+
+
+def _missing(name: str, text: str, wanted: Sequence[str]) -> Finding:
+    quoted = " ".join(f"'{one}'" for one in wanted)
+    return Finding(name=name, state="missing", text=text, remedy=f"pip install {quoted}")
+
+
+GIB = 2**30
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+FEW_FILES, ENOUGH_FILES = 4096, 65536  # some thousand streams need more than the first
+
+INSTALL_TORCH = "pip install --force-reinstall torch"
+
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+def look_at_system() -> Finding:
+    """The operating system, and what is not to be had on it."""
+    text = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    if platform.system() == "Windows":
+        return Finding(
+            name="system",
+            state="missing",
+            text=f"{text}: the server needs Unix signals",
+            remedy="wsl --install",
+        )
+    if platform.system() != "Linux":
+        text += ": no compiled kernels, which need Linux"
+        return Finding(name="system", state="note", text=text)
+    return ok("system", f"{text}, {' '.join(platform.libc_ver())}")
+
+
+def look_at_cpu() -> Finding:
+    """Its name, the instruction sets that kernels ask for, and how many threads compute."""
+    useful = frozenset[str]().union(*VARIANTS.values()) & cpu_flags()
+    num_threads = machine.default_num_threads()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = f"{num_threads} compute thread{'' if num_threads == 1 else 's'}"
+    if asked := os.environ.get("OMP_NUM_THREADS"):
+        threads += f" (OMP_NUM_THREADS is {asked})"
+    return ok(
+        "cpu",
+        f"{_cpu_name()}; {usable} of {os.cpu_count()} CPUs, {threads}; "
+        f"{' '.join(sorted(useful)) or 'none of the instruction sets that kernels ask for'}",
+    )
+
+
+def look_at_kernels() -> Finding:
+    """Which of the compiled kernels serve here, and why those."""
+    try:
+        variant = choose_variant()
+        open_library(variant)
+    except ConfigError as error:
+        return Finding(
+            name="kernels",
+            state="missing",
+            text=str(error),
+            remedy=f"unset {ENVIRONMENT_VARIABLE}",
+        )
+    except KernelsUnavailableError as error:
+        return _no_kernels(str(error))
+    except (ImportError, OSError) as error:  # of torch, whose threads they share
+        text = f"torch cannot be imported: {error}"
+        return Finding(name="kernels", state="missing", text=text, remedy=INSTALL_TORCH)
+    if asked := os.environ.get(ENVIRONMENT_VARIABLE):
+        return Finding(
+            name="kernels",
+            state="note",
+            text=f"{variant}, as {ENVIRONMENT_VARIABLE}={asked} wants; "
+            f"the best here would be {usable_variants()[0]}",
+            remedy=f"unset {ENVIRONMENT_VARIABLE}",
+        )
+    return ok("kernels", f"{variant}, the best here{''.join(map(_why_not, _better(variant)))}")
+
+
+def look_at_compiler() -> Finding:
+    """A C compiler: kernels are built with it at install, Triton on a card uses it at run time."""
+    for name in _COMPILERS:
+        if shutil.which(name):
+            printed = _printed(name, "--version")
+            return ok("compiler", printed.partition("\n")[0] or name)
+    return Finding(
+        name="compiler",
+        state="note",
+        text="no C compiler: a wheel brings the kernels, but a clone, and Triton on a CUDA card, "
+        "need one",
+        remedy="apt-get install gcc",
+    )
+
+
+def look_at_memory() -> Finding:
+    """What is free for weights and KV blocks."""
+    total, free = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        machine.available_memory(),
+    )
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        total = min(total, int(_CONTAINER_LIMIT.read_text(encoding="utf-8")))
+    return ok("memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB available")
+
+
+def look_at_files() -> Finding:
+    """How many files and connections may be open."""
+    try:
+        import resource
+    except ImportError:  # not Unix
+        return ok("open files", "no limit is known")
+    limit, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= FEW_FILES:
+        return ok("open files", f"at most {limit}" if limit >= 0 else "no limit")
+    can_be_raised = hardest == resource.RLIM_INFINITY or hardest > limit
+    return Finding(
+        name="open files",
+        state="note",
+        text=f"at most {limit}: each connection of a client is one",
+        remedy=f"ulimit -n {min(hardest, ENOUGH_FILES) if hardest > 0 else ENOUGH_FILES}"
+        if can_be_raised
+        else f"LimitNOFILE={ENOUGH_FILES} for systemd; docker run --ulimit nofile={ENOUGH_FILES}",
+    )
+
+
+def look_at_cards() -> Finding:
+    """CUDA cards: those of the driver, and whether torch can use them."""
+    count = num_cuda_devices()
+    if not count:
+        if listed := _printed("nvidia-smi", "-L").strip():
+            return Finding(
+                name="cards",
+                state="missing",
+                text=f"nvidia-smi lists {listed.splitlines()[0]!r}, but libcuda.so.1 finds none",
+                remedy="in a container: docker run --gpus all",
+            )
+        return ok("cards", "no CUDA card; the model runs on the CPU")
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        text = f"{count} found, but torch cannot be imported: {error}"
+        return Finding(name="cards", state="missing", text=text, remedy=INSTALL_TORCH)
+    if not torch.cuda.is_available():
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU alone"
+        return Finding(
+            name="cards",
+            state="missing",
+            text=f"{count} CUDA cards, but torch {torch.__version__} is built {built}",
+            remedy=INSTALL_TORCH,
+        )
+    cards = []
+    for index in range(count):
+        card = torch.cuda.get_device_properties(index)
+        size = card.total_memory / GIB
+        cards.append(f"{card.name} ({size:.0f} GiB, compute {card.major}.{card.minor})")
+    return ok("cards", f"{', '.join(cards)}; torch for CUDA {torch.version.cuda}")
+
+
+def _better(variant: str) -> list[str]:
+    """Those that would be chosen before it, the nearest first."""
+    return list(VARIANTS)[: list(VARIANTS).index(variant)][::-1]
+
+
+def _why_not(variant: str) -> str:
+    lacking = " ".join(sorted(VARIANTS[variant] - cpu_flags()))
+    return f"; {variant} needs a CPU with {lacking}" if lacking else f"; {variant} was not built"
+
+
+def _no_kernels(why: str) -> Finding:
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "off":
+        return Finding(
+            name="kernels",
+            state="note",
+            text=f"none, as {ENVIRONMENT_VARIABLE}=off wants: plain torch, slower",
+            remedy=f"unset {ENVIRONMENT_VARIABLE}",
+        )
+    if platform.system() != "Linux":
+        return Finding(name="kernels", state="note", text=f"none: {why}; plain torch, slower")
+    build = "make -B install in a clone, else pip install --force-reinstall --no-deps aioserve"
+    has_compiler = any(map(shutil.which, _COMPILERS))
+    return Finding(
+        name="kernels",
+        state="missing",
+        text=f"none: {why}; plain torch does their work, slower",
+        remedy=build if has_compiler else f"apt-get install gcc; then {build}",
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    match = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def _printed(*command: str) -> str:
+    """What a program prints; nothing if it is not there, or fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return result.stdout if result.returncode == 0 else ""
+
 
 #: What changes how aioserve runs. None of them holds a secret.
 VARIABLES = (
@@ -56,21 +395,19 @@ def run_doctor(argv: Sequence[str]) -> int:
 
 def examine() -> Diagnosis:
     """Look at everything. Takes as long as the import of torch."""
-    from aioserve.console import hardware, packages
-    from aioserve.runner.devices import num_cuda_devices
 
     findings = [
         ok("aioserve", f"{__version__}, in {Path(__file__).parents[1]}"),
         ok("python", f"{platform.python_version()}, {sys.executable}"),
-        hardware.look_at_system(),
-        hardware.look_at_cpu(),
-        hardware.look_at_kernels(),
-        hardware.look_at_compiler(),
-        hardware.look_at_memory(),
-        hardware.look_at_files(),
-        hardware.look_at_cards(),
+        look_at_system(),
+        look_at_cpu(),
+        look_at_kernels(),
+        look_at_compiler(),
+        look_at_memory(),
+        look_at_files(),
+        look_at_cards(),
         _look_at_event_loop(),
-        *packages.look_at_packages(num_cuda_devices() > 0),
+        *look_at_packages(num_cuda_devices() > 0),
         *_look_at_models(),
         *_look_at_variables(),
     ]

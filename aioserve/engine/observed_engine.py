@@ -19,7 +19,7 @@ from aioserve.engine.observe.loop_monitor import LoopMonitor, StateLog
 from aioserve.engine.observe.metrics import EngineMetrics
 from aioserve.engine.snapshot import EngineSnapshot, take_snapshot
 from aioserve.model_info import ModelInfo
-from aioserve.operations.answers import Counted, Health, Seen, State
+from aioserve.operations.command import Counted, Health, Seen, State
 from aioserve.outputs import SchedulerStats
 from aioserve.request import WaitReason
 from aioserve.runner.interface import RunnerInterface

@@ -17,8 +17,7 @@ from aioserve.engine.control.control import Control
 from aioserve.engine.control.row_values import check_row_values
 from aioserve.engine.observed_engine import ObservedEngine
 from aioserve.errors import EngineDeadError
-from aioserve.operations.answers import Arrivals, Running
-from aioserve.operations.command import Answer, EngineCommand
+from aioserve.operations.command import Answer, Arrivals, EngineCommand, Running
 from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
 from aioserve.scheduler import load_policy

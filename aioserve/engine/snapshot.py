@@ -9,7 +9,7 @@ import msgspec
 
 from aioserve.decision_log.delegate import chain
 from aioserve.engine.builder import EngineParts
-from aioserve.operations.answers import State
+from aioserve.operations.command import State
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 

@@ -21,8 +21,7 @@ from aioserve.kv_cache import (
     Outside,
 )
 from aioserve.kv_connector.interface import BlockStore, KVConnectorWorker
-from aioserve.kv_connector.pools import Contents, KeptPools
-from aioserve.kv_connector.slots import PoolSlots
+from aioserve.kv_connector.pools import Contents, KeptPools, PoolSlots
 from aioserve.request import Request
 
 logger = logging.getLogger(__name__)

@@ -53,9 +53,9 @@ class Family(msgspec.Struct, frozen=True):
     videos: str = ""
 
 
-_PIXTRAL = "aioserve.multimodal.pixtral:PixtralProcessor"
+_PIXTRAL = "aioserve.multimodal.processors:PixtralProcessor"
 _SIZED = ("pixel_values", "image_sizes")
-_QWEN = "aioserve.multimodal.qwen_videos:"
+_QWEN = "aioserve.multimodal.processors:"
 _PLACED = ("pixel_values", "image_position_ids")
 _BLANK = ("image_token_id", "video_token_id", "audio_token_id")
 _FAMILIES = [
@@ -83,8 +83,8 @@ _FAMILIES = [
     Family(
         "llama4",
         ("pixel_values",),
-        processor="aioserve.multimodal.llama4:Llama4TileProcessor",
-        image_processor="aioserve.multimodal.llama4:Llama4ImageProcessor",
+        processor="aioserve.multimodal.processors:Llama4TileProcessor",
+        image_processor="aioserve.multimodal.processors:Llama4ImageProcessor",
         projector="multi_modal_projector",
     ),
     Family("llava_next", _SIZED),

@@ -7,28 +7,33 @@ and the methods of `AsyncClient` are made of that. Loads no engine.
 
 from typing import Any
 
-from aioserve.operations.adapters import AdapterMethods, LoadAdapter, UnloadAdapter
 from aioserve.operations.command import EngineCommand, OperatorCommand, commands_of
-from aioserve.operations.control import (
+from aioserve.operations.commands import (
+    AbortElsewhere,
+    AdapterMethods,
     ControlMethods,
     EngineState,
-    Pause,
-    Reload,
-    Resume,
-    Sleep,
-    Wake,
-)
-from aioserve.operations.policy import (
     FindReport,
+    HealthCheck,
+    LoadAdapter,
+    Pause,
     PolicyMethods,
     PolicyName,
+    Reload,
+    ResetPrefixCache,
+    Resume,
+    SetLogLevel,
+    ShowMetrics,
+    ShowSteps,
+    Sleep,
     SwitchPolicy,
     SwitchShadow,
     Trial,
     TryPolicy,
+    UnloadAdapter,
+    UpkeepMethods,
+    Wake,
 )
-from aioserve.operations.serving import AbortElsewhere, HealthCheck, ShowMetrics, ShowSteps
-from aioserve.operations.upkeep import ResetPrefixCache, SetLogLevel, UpkeepMethods
 
 #: Of operators, in the order of the docs.
 OPERATOR_COMMANDS: tuple[type[OperatorCommand[Any, Any]], ...] = commands_of(OperatorCommand)

@@ -25,8 +25,7 @@ from aioserve.hints import SESSION
 from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, ShowMetrics
-from aioserve.operations.answers import Health
-from aioserve.operations.command import Answer
+from aioserve.operations.command import Answer, Health
 from aioserve.ray.call import Call
 from aioserve.ray.chooser import Chooser, OwnChooser, RayChooser
 from aioserve.ray.fleet import Fleet

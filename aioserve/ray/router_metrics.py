@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from aioserve.engine.observe.histogram import LATENCY_BUCKETS, Histogram
-from aioserve.operations.answers import Counted
+from aioserve.operations.command import Counted
 
 #: What became of a question to the router: a replica; a refusal; a wait; an error of the router,
 #: for which the replica with the least work got the request; each replica had as many requests as

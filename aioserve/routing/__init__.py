@@ -3,47 +3,44 @@
 Knows no transport: it serves live and simulated senders.
 """
 
-from aioserve.routing.accounts import Assignment
-from aioserve.routing.answers import (
+from aioserve.routing.dispatcher import Assignment, Dispatcher, make_dispatcher
+from aioserve.routing.interface import (
     MAX_WAIT_SECONDS,
     MIN_WAIT_SECONDS,
-    Migrate,
-    Refuse,
-    Split,
-    Wait,
-)
-from aioserve.routing.autoscaler import AutoscalerInterface, AutoscalerOptions, FleetView
-from aioserve.routing.dispatcher import Dispatcher
-from aioserve.routing.errors import RouterError, blamed
-from aioserve.routing.interface import (
     Answer,
+    AutoscalerInterface,
+    AutoscalerOptions,
     BaseRouter,
+    FleetView,
+    Migrate,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    Refuse,
     Replicas,
+    RouterError,
     RouterInterface,
     RouterOptions,
-)
-from aioserve.routing.prefix_index import PrefixIndex
-from aioserve.routing.prefixes import Prefixes
-from aioserve.routing.registry import (
+    Split,
+    Wait,
     available_autoscalers,
     available_routers,
+    blamed,
+    check_roles,
     load_autoscaler,
     load_router,
-    make_dispatcher,
     short_name,
 )
-from aioserve.routing.roles import check_roles
-from aioserve.routing.step_times import StepTimes
 from aioserve.routing.views import (
     REPORTED,
     ROLES,
+    Prefixes,
+    PrefixIndex,
     ReplicaReport,
     ReplicaView,
     RoutedRequest,
     SentLoad,
+    StepTimes,
 )
 
 __all__ = [

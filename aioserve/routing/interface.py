@@ -1,22 +1,130 @@
-"""What a router is asked, and what its author derives from. The docstrings are the contract.
+"""What routers and autoscalers are asked, and what their authors derive from: the contract.
 
-The seam between senders of requests, live or simulated, and the choice. A router holds no
-connection and waits for nothing.
+The seam between senders of requests, live or simulated, and the choice of a replica. A router
+holds no connection and waits for nothing. It may answer a refusal, a wait, two replicas or a
+migration in place of a replica. A class is found by name, by `package.module:Class`, or by
+`file.py`; those that ship are the files of `aioserve.routers` and `aioserve.autoscalers`.
 """
 
+import math
 import random
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from aioserve.errors import ConfigError
+from aioserve.errors import FROM_OUTSIDE, AioserveError, ConfigError, PolicyError
+from aioserve.installed import installed, shipped
+from aioserve.named_class import Kind
 from aioserve.option_struct import convert_options
-from aioserve.routing.answers import Migrate, Refuse, Split, Wait
-from aioserve.routing.prefixes import Prefixes
-from aioserve.routing.views import ReplicaView, RoutedRequest
+from aioserve.routing.views import ROLES, Prefixes, ReplicaView, RoutedRequest
+
+
+class RouterError(PolicyError):
+    """A router raised, or answered what is no answer; the message names it and the line."""
+
+
+@contextmanager
+def blamed(kind: type, method: str) -> Iterator[None]:
+    """What the router, or an autoscaler, raises in the block is a `RouterError` with its line.
+    Errors of ours pass.
+    """
+    try:
+        yield
+    except (AioserveError, *FROM_OUTSIDE):
+        raise
+    except BaseException as error:
+        raise RouterError(
+            f"{kind.__name__} raised {error!r} in {method}{_place(error, kind)}"
+        ) from error
+
+
+def _place(error: BaseException, kind: type) -> str:
+    """`" (mine.py:12)"`, the innermost line of the class's own files; "" if none was running."""
+    files = {
+        function.__code__.co_filename
+        for base in kind.__mro__
+        if not base.__module__.startswith(("aioserve.routing", "builtins", "abc"))
+        for function in vars(base).values()
+        if hasattr(function, "__code__")
+    }
+    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+
+
+def check_roles(roles: Iterable[str]) -> None:
+    """Raises `ConfigError` for a role that there is not, or if no replica would do the other half
+    of the work.
+    """
+    found = set(roles)
+    for role in found.difference(ROLES):
+        raise ConfigError(f"a role is one of {', '.join(map(repr, ROLES))}, got {role!r}")
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        if role in found and not found & {"", other}:
+            raise ConfigError(f"all replicas have the role {role}: none would {other}")
+
+
+#: Seconds that a request may wait for its router in all; then it is refused.
+MAX_WAIT_SECONDS = 60.0
+#: The shortest wait, in seconds: a router that says less is asked again after this.
+MIN_WAIT_SECONDS = 0.001
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """The request is turned away: over HTTP by 429 with this reason and `Retry-After`."""
+
+    reason: str
+    retry_after: float = 1.0  # seconds
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a refusal without a reason, or a time that is none."""
+        if not self.reason:
+            raise ValueError("Refuse needs a reason, which the client is told; got an empty text")
+        if not 0 <= self.retry_after < math.inf:
+            raise ValueError(
+                f"Refuse: retry_after is a finite number of at least 0, got {self.retry_after!r}"
+            )
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """The request stays with the sender, which asks again after `seconds`; in all it waits at most
+    `MAX_WAIT_SECONDS`. Its deadline ends it meanwhile.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a time that is not above 0, or above the bound."""
+        if not 0 < self.seconds <= MAX_WAIT_SECONDS:
+            raise ValueError(
+                f"Wait takes seconds above 0 and up to {MAX_WAIT_SECONDS:g}, got {self.seconds!r}"
+            )
+
+
+class Split(msgspec.Struct, frozen=True):
+    """The prompt is computed by `prefill` and the reply is made by `decode`, to which KV blocks are
+    handed over behind the first token. For a router that states `splits = True`.
+    """
+
+    prefill: ReplicaView
+    decode: ReplicaView
+
+
+class Migrate(msgspec.Struct, frozen=True):
+    """A running request moves to another replica with its KV blocks, while it decodes. An answer of
+    `rebalance`, for a router that states `rebalance_seconds`. A request that has ended meanwhile
+    stays ended, and one for which `to` has no room stays where it is.
+    """
+
+    request_id: str
+    to: ReplicaView
+
 
 #: One of the replicas that were shown, a refusal, a wait, or two replicas that share the request.
 Answer: TypeAlias = ReplicaView | Refuse | Wait | Split
@@ -121,3 +229,129 @@ class BaseRouter(RouterInterface):
         if cls.moves():
             how = "answers Split" if cls.splits else "answers Migrate"
             raise ConfigError(f"router {cls.__name__} {how}: {what_is_missing}")
+
+
+class AutoscalerOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Base of an autoscaler's nested `Options`: typed, validated, unknown names refused."""
+
+
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet as an autoscaler sees it. Times are seconds of the autoscaler's clock."""
+
+    replicas: tuple[ReplicaView, ...]  # that serve, with what they report
+    num_starting: int  # that have been asked for and do not serve yet
+    min_replicas: int
+    max_replicas: int
+    startup_seconds: float  # from the answer to the time at which a new replica serves
+    interval: float  # seconds from one question to the next
+    num_arrived: int  # requests that have come since the last question
+    num_arrived_tokens: int  # of their prompts
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that serve or start."""
+        return len(self.replicas) + self.num_starting
+
+
+class AutoscalerInterface(ABC):
+    """Says how many replicas there should be. Equal calls in equal order give equal answers.
+
+    Called from one event loop, never from a thread. No method waits.
+    """
+
+    Options: type[AutoscalerOptions] = AutoscalerOptions
+    options: Any
+
+    def __init__(
+        self,
+        options: dict[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Raises `ConfigError` for options that the autoscaler does not have."""
+        self.options = self.parse_options(options or {})
+        #: Seconds of the fleet's clock; the time module would break virtual time.
+        self.clock = clock
+        #: The one source of chance: the module `random` would break equal answers.
+        self.rng = random.Random(f"{seed} autoscaler")
+        self._wanted: list[tuple[float, int]] = []  # times and numbers, of the last while
+
+    @abstractmethod
+    def decide(self, fleet: FleetView) -> int:
+        """Replicas that there should be, those that start included. Kept within the fleet's least
+        and most.
+        """
+
+    def steady(self, wanted: int, fleet: FleetView, seconds: float) -> int:
+        """The number that is wanted; fewer than there are only as far as that would have been
+        enough for the last `seconds`. For the end of `decide`.
+        """
+        now = self.clock()
+        kept = [(when, number) for when, number in self._wanted if when >= now - seconds]
+        self._wanted = [*kept, (now, wanted)]
+        return max(wanted, min(fleet.num_replicas, max(number for _, number in self._wanted)))
+
+    def on_first_token(self, request: RoutedRequest, seconds: float) -> None:  # noqa: B027
+        """A first token has come, `seconds` after the request arrived."""
+
+    @classmethod
+    def parse_options(cls, options: dict[str, Any]) -> AutoscalerOptions:
+        """The options as a struct. Raises `ConfigError` that names what is wrong."""
+        owner = f"autoscaler {cls.__name__}"
+        return convert_options(options, cls.Options, AutoscalerOptions, owner)
+
+
+GROUP = "aioserve.routers"  # of entry points, by which other packages register routers
+PACKAGE = "aioserve.routers"
+AUTOSCALER_GROUP = AUTOSCALER_PACKAGE = "aioserve.autoscalers"
+
+
+def available_routers() -> dict[str, EntryPoint]:
+    """Routers by name; `ConfigError` if two packages claim one name."""
+    return installed(GROUP, "router", shipped(PACKAGE, GROUP))
+
+
+_ROUTER = Kind(
+    word="router",
+    words="routers",
+    interface=BaseRouter,  # type: ignore[type-abstract]
+    base="BaseRouter",
+    available=available_routers,
+)
+
+
+def load_router(spec: str) -> type[BaseRouter]:
+    """The router class that `spec` names; a file is read anew each time. No class: the only one.
+
+    Raises `ConfigError` that lists what there is, or says by file and line why it cannot be
+    imported.
+    """
+    return _ROUTER.load(spec)
+
+
+def available_autoscalers() -> dict[str, EntryPoint]:
+    """Autoscalers by name; `ConfigError` if two packages claim one name."""
+    found = shipped(AUTOSCALER_PACKAGE, AUTOSCALER_GROUP)
+    return installed(AUTOSCALER_GROUP, "autoscaler", found)
+
+
+_AUTOSCALER = Kind(
+    word="autoscaler",
+    words="autoscalers",
+    interface=AutoscalerInterface,  # type: ignore[type-abstract]
+    base="AutoscalerInterface",
+    available=available_autoscalers,
+)
+
+
+def load_autoscaler(spec: str) -> type[AutoscalerInterface]:
+    """The autoscaler class that `spec` names, as `load_router` finds a router."""
+    return _AUTOSCALER.load(spec)
+
+
+def short_name(spec: str) -> str:
+    """The name of a router or autoscaler, or the class or file that `spec` names, for tables."""
+    if ":" in spec:
+        return spec.rpartition(":")[2]
+    return Path(spec).stem if spec.endswith(".py") else spec

@@ -1,14 +1,18 @@
 """What a router sees: the request, and each replica as far as the sender knows it.
 
-Frozen data. Knows no transport, no clock and no engine.
+The views are frozen data. Beside them: which replica can find which blocks, from what the engines'
+KV caches say of themselves (it may be older than what is: KV caches tell of a block after it has
+come or gone), how much of a prompt each holds, and how long steps take, learned from steps.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import msgspec
 
 from aioserve.hints import PREDICTED_OUTPUT_TOKENS, SLO_CLASS, SLO_TPOT, SLO_TTFT, Hints
+from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -133,3 +137,194 @@ class ReplicaView(msgspec.Struct, frozen=True, gc=False):
 
 #: Names of the fields of `ReplicaView` that a replica has to report.
 REPORTED = frozenset(ReplicaReport.__struct_fields__) | {"known_at"}
+
+
+# A replica with more blocks than this is known by its newest: some 100 bytes each.
+MAX_BLOCKS = 1_000_000
+
+
+class PrefixIndex:
+    """By block hash, a set of replicas, as the bits of a number: a thousand of them are 125 bytes,
+    and what two blocks have in common is one operation.
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        """`max_blocks` is the most that is kept of one replica; the oldest is forgotten first."""
+        self._max_blocks = max_blocks
+        self._holders: dict[bytes, int] = {}
+        self._places: dict[str, int] = {}  # of a replica's bit
+        self._names: list[str] = []  # by place; "" is free
+        self._blocks: list[dict[bytes, None]] = []  # by place, oldest first
+
+    def __len__(self) -> int:
+        """Blocks that are known, counted at every replica that has them."""
+        return sum(map(len, self._blocks))
+
+    def apply(self, name: str, event: KVEvent) -> None:
+        """Take in what the KV cache of a replica has said."""
+        if isinstance(event, BlockStored):
+            self.add(name, event.block_hash)
+        elif isinstance(event, BlockRemoved):
+            self.remove(name, event.block_hash)
+        elif isinstance(event, AllBlocksCleared):
+            self.forget(name)
+
+    def add(self, name: str, block_hash: bytes) -> None:
+        """The replica can find this block now."""
+        place = self._places.get(name)
+        if place is None:
+            place = self._enter(name)
+        blocks = self._blocks[place]
+        if block_hash not in blocks:
+            if len(blocks) >= self._max_blocks:
+                self.remove(name, next(iter(blocks)))
+            blocks[block_hash] = None
+            self._holders[block_hash] = self._holders.get(block_hash, 0) | 1 << place
+
+    def remove(self, name: str, block_hash: bytes) -> None:
+        """The replica cannot find it any more; if it never could, nothing changes."""
+        place = self._places.get(name)
+        if place is not None and block_hash in self._blocks[place]:
+            del self._blocks[place][block_hash]
+            self._clear_bit(block_hash, place)
+
+    def forget(self, name: str) -> None:
+        """The replica can find nothing any more."""
+        place = self._places.pop(name, None)
+        if place is not None:
+            for block_hash in self._blocks[place]:
+                self._clear_bit(block_hash, place)
+            self._blocks[place] = {}
+            self._names[place] = ""
+
+    def longest(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
+        """How many of these blocks, from the first on, some replica can find without a gap; and
+        the names of those that can find as many. `(0, [])` if none has the first.
+        """
+        holders = self._holders
+        count, mask = 0, -1
+        for block_hash in block_hashes:
+            common = mask & holders.get(block_hash, 0)
+            if not common:
+                break
+            mask = common
+            count += 1
+        return (count, self._names_of(mask)) if count else (0, [])
+
+    def num_blocks_by_name(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
+        """How many of these blocks, from the first on, each replica can find; without those that
+        cannot find the first.
+        """
+        holders, found = self._holders, dict[str, int]()
+        if not block_hashes:
+            return found
+        mask = holders.get(block_hashes[0], 0)
+        for count, block_hash in enumerate(block_hashes):
+            common = mask & holders.get(block_hash, 0)
+            if common != mask:  # some can find `count` blocks and no more
+                found.update(dict.fromkeys(self._names_of(mask ^ common), count))
+                mask = common
+            if not mask:
+                return found
+        found.update(dict.fromkeys(self._names_of(mask), len(block_hashes)))
+        return found
+
+    def _names_of(self, mask: int) -> list[str]:
+        bits = bin(mask)[:1:-1]  # the first is that of place 0
+        return list(compress(self._names, map("1".__eq__, bits)))
+
+    def num_blocks(self, name: str, block_hashes: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, this replica can find."""
+        place = self._places.get(name)
+        if place is None:
+            return 0
+        blocks, count = self._blocks[place], 0
+        for block_hash in block_hashes:
+            if block_hash not in blocks:
+                break
+            count += 1
+        return count
+
+    def _enter(self, name: str) -> int:
+        """The lowest free place, so that numbers stay as short as the fleet."""
+        if "" in self._names:
+            place = self._names.index("")
+            self._names[place] = name
+        else:
+            place = len(self._names)
+            self._names.append(name)
+            self._blocks.append({})
+        self._places[name] = place
+        return place
+
+    def _clear_bit(self, block_hash: bytes, place: int) -> None:
+        mask = self._holders[block_hash] & ~(1 << place)
+        if mask:
+            self._holders[block_hash] = mask
+        else:
+            del self._holders[block_hash]
+
+
+class Prefixes:
+    """Cached tokens of prompts, by replica. All is 0 unless the router `uses_prefixes`."""
+
+    def __init__(self, index: PrefixIndex | None = None) -> None:
+        self._index = PrefixIndex() if index is None else index  # an empty one is false
+
+    def cached_tokens(self, request: RoutedRequest, name: str) -> int:
+        """Tokens of the prompt, from its first on, that the replica of this name holds. Costs
+        O(blocks that it holds).
+        """
+        return self._index.num_blocks(name, request.block_hashes) * request.block_size
+
+    def longest(self, request: RoutedRequest) -> tuple[int, list[str]]:
+        """Tokens of the longest prefix that any replica holds, and the names of those that hold as
+        much: `(0, [])` if none holds any. Costs O(blocks + replicas).
+        """
+        count, names = self._index.longest(request.block_hashes)
+        return count * request.block_size, names
+
+    def by_name(self, request: RoutedRequest) -> dict[str, int]:
+        """Tokens of the prompt that each replica holds, of those that hold any. Costs O(blocks +
+        replicas).
+        """
+        size = request.block_size
+        found = self._index.num_blocks_by_name(request.block_hashes)
+        return {name: count * size for name, count in found.items()}
+
+
+KEPT = 0.99  # weight of what is known beside a new step
+
+
+class StepTimes:
+    """The line of least squares through the newest steps, some hundred of them."""
+
+    __slots__ = ("_sums",)
+
+    def __init__(self) -> None:
+        self._sums = (0.0,) * 5  # of 1, x, y, x * x, x * y: batch and seconds
+
+    def learn(self, batch: int, seconds: float, count: int = 1) -> None:
+        """`count` steps of `batch` requests, each of which took `seconds`."""
+        kept = KEPT**count
+        new = 1.0 - kept
+        n, x, y, xx, xy = self._sums
+        self._sums = (
+            kept * n + new,
+            kept * x + new * batch,
+            kept * y + new * seconds,
+            kept * xx + new * batch * batch,
+            kept * xy + new * batch * seconds,
+        )
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a step, and seconds that each request adds; zeros before any step."""
+        n, x, y, xx, xy = self._sums
+        if not n:
+            return 0.0, 0.0
+        spread = n * xx - x * x
+        slope = max((n * xy - x * y) / spread, 0.0) if spread > 1e-9 else 0.0
+        base = (y - slope * x) / n
+        if base < 0:  # a line that begins at 0
+            return 0.0, y / x
+        return base, slope

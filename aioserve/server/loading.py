@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aioserve.errors import EngineDeadError
-from aioserve.operations.answers import Health
+from aioserve.operations.command import Health
 from aioserve.server.access.acceptor import Acceptor
 from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import check_caller

@@ -20,7 +20,7 @@ from aioserve.errors import (
     RequestError,
     UnknownKeyError,
 )
-from aioserve.operations.answers import Counted
+from aioserve.operations.command import Counted
 from aioserve.server.access.connections import Connection
 from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
 from aioserve.server.keys import ACCESS, KEY, MADE_ID, RESPONSE_ID

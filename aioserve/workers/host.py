@@ -23,8 +23,7 @@ from aioserve.operations import (
     ShowMetrics,
     UnloadAdapter,
 )
-from aioserve.operations.answers import AdapterPaths
-from aioserve.operations.command import Command, EngineCommand
+from aioserve.operations.command import AdapterPaths, Command, EngineCommand
 from aioserve.server.access.access import MainAccess, Refusals
 from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import ResponseStore

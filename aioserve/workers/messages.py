@@ -17,8 +17,7 @@ from aioserve.engine.samples import Origin
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.model_source.adapter import NoAdapterError
 from aioserve.operations import EngineCommand, SetLogLevel
-from aioserve.operations.answers import AdapterPaths, Counted
-from aioserve.operations.command import Answer, Command, commands_of
+from aioserve.operations.command import AdapterPaths, Answer, Command, Counted, commands_of
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
 from aioserve.runner.info import RunnerInfo

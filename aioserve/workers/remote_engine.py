@@ -27,8 +27,7 @@ from aioserve.errors import EngineDeadError
 from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, SetLogLevel
-from aioserve.operations.answers import Counted, Health
-from aioserve.operations.command import Answer, Command
+from aioserve.operations.command import Answer, Command, Counted, Health
 from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
 from aioserve.server.access.accounts import Leave

@@ -19,7 +19,7 @@ from typing import Any
 from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.log_format import set_up_logging
-from aioserve.operations.answers import count_dropped_lines
+from aioserve.operations.command import count_dropped_lines
 from aioserve.process_start import prepare_process
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
 from aioserve.server.middleware import HttpCounts

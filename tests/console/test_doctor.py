@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.cli import main
-from aioserve.console.packages import EXTRAS, look_at_packages
+from aioserve.console.doctor import EXTRAS, look_at_packages
 from aioserve.kernels.library import VARIANTS, choose_variant, usable_variants
 from tests import processes
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from aioserve.console.wrapping import WordWrap
+from aioserve.console.chat import WordWrap
 
 
 def wrapped(text: str, width: int, sizes: random.Random | None = None) -> str:

@@ -18,7 +18,7 @@ from aioserve.engine.observe.shown_id import shown_id
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.operations import ShowSteps
-from aioserve.operations.answers import Seen
+from aioserve.operations.command import Seen
 from tests.foreign_policy import FOREIGN
 
 CONFIG = EngineConfig(

@@ -9,7 +9,7 @@ from aioserve.config import ModelConfig
 from aioserve.kernels import usable_variants
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.families import family_of
-from aioserve.multimodal.processing import ImageProcessor
+from aioserve.multimodal.prompt import ImageProcessor
 from aioserve.runner.cpu.encoder_attention import use_kernels
 from aioserve.runner.multimodal.load_parts import load_parts
 from tests.multimodal.pictures import picture

@@ -15,7 +15,7 @@ from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal import Video
 from aioserve.multimodal.families import GRID, TURN, family_of
-from aioserve.multimodal.video_processing import VideoProcessor
+from aioserve.multimodal.videos import VideoProcessor
 from tests.seeing_models import VIDEO, make_seeing_model, picture
 
 pytest.importorskip("PIL")

@@ -18,7 +18,7 @@ from aioserve.engine import RequestStream
 from aioserve.errors import RequestError, RequestFailedError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.decoding import EncodedImage
-from aioserve.multimodal.video_processing import VideoProcessor
+from aioserve.multimodal.videos import VideoProcessor
 from aioserve.runner.multimodal.encoding_pieces import EncodingPieces
 from tests.matrix.places import RunnerOfThreads, loading_one_at_a_time
 from tests.multimodal.pictures import bomb

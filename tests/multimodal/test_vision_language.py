@@ -23,7 +23,7 @@ from aioserve.errors import ConfigError, RequestError, RequestFailedError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.decoding import EncodedImage
 from aioserve.multimodal.families import FAMILIES
-from aioserve.multimodal.processing import ImageProcessor
+from aioserve.multimodal.prompt import ImageProcessor
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.whole_decoder import WholeDecoder

@@ -23,9 +23,8 @@ from aioserve.operations import (
     UnloadAdapter,
     Wake,
 )
-from aioserve.operations.answers import Counted, Health, Report
-from aioserve.operations.command import commands_of
-from aioserve.operations.policy import PolicyName
+from aioserve.operations.command import Counted, Health, Report, commands_of
+from aioserve.operations.commands import PolicyName
 from aioserve.workers.messages import TO_HOST, decoder, encoder
 
 #: A command of each kind, and an answer to it.

@@ -25,7 +25,8 @@ from aioserve.config import (
     SchedulerConfig,
 )
 from aioserve.engine import Conversation
-from aioserve.multimodal import decoding, fetching, processing
+from aioserve.multimodal import decoding, fetching
+from aioserve.multimodal import prompt as processing
 from aioserve.request import WaitReason
 from aioserve.scheduler import SchedulerOutput
 from aioserve.server.app import listening

@@ -32,9 +32,9 @@ from aioserve.operations import (
     ShowMetrics,
     SwitchPolicy,
     UnloadAdapter,
-    upkeep,
+    commands,
 )
-from aioserve.operations.answers import Counted
+from aioserve.operations.command import Counted
 from aioserve.outputs import FinishReason
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.simulation.simulated import SimulatedRunner
@@ -449,7 +449,7 @@ async def test_what_a_worker_has_counted_is_told_once():
 
 async def test_a_worker_that_comes_later_has_the_log_level_that_was_set(monkeypatch):
     levels: list[str] = []
-    monkeypatch.setattr(upkeep, "set_log_level", levels.append)
+    monkeypatch.setattr(commands, "set_log_level", levels.append)
     monkeypatch.setattr(remote_engine, "set_log_level", levels.append)
     async with joined(SIMULATED) as (_, _, [one], [worker]):
         await one.ask(SetLogLevel("debug"))

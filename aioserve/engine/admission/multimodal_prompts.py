@@ -16,9 +16,8 @@ from aioserve.errors import ConfigError, RequestError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal import MultimodalPrompt
 from aioserve.multimodal.families import Family, family_of
-from aioserve.multimodal.prepared import Marks
-from aioserve.multimodal.processing import ImageProcessor
-from aioserve.multimodal.video_processing import VideoProcessor
+from aioserve.multimodal.prompt import ImageProcessor, Marks
+from aioserve.multimodal.videos import VideoProcessor
 from aioserve.request import EncoderInput
 from aioserve.runner.info import RunnerInfo
 

@@ -15,7 +15,7 @@ from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.engine.control.adapters import Adapters
 from aioserve.engine.core import EngineCore
 from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, InvariantError
-from aioserve.operations.answers import Arrivals, Running, State
+from aioserve.operations.command import Arrivals, Running, State
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler
 

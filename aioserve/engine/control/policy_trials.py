@@ -25,7 +25,7 @@ from aioserve.decision_log.writer import LogWriter
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineLoop
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.operations.answers import Report
+from aioserve.operations.command import Report
 from aioserve.scheduler import BaseScheduler, load_policy
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from aioserve.engine.observe.metrics import EngineMetrics, Latencies
 from aioserve.engine.observe.shadow_metrics import ShadowMetrics
 from aioserve.engine.observe.shown_id import shown_id
 from aioserve.errors import EngineDeadError, RequestError
-from aioserve.operations.answers import Seen
+from aioserve.operations.command import Seen
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.scheduler.registry import OptionField, describe_options, describe_policies
 from aioserve.version import __version__

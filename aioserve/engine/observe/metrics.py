@@ -20,7 +20,7 @@ from aioserve.engine.observe.scheduler_metrics import scheduler_metrics
 from aioserve.engine.observe.shadow_metrics import ShadowMetrics
 from aioserve.engine.observe.vllm_names import aliases
 from aioserve.engine.samples import SampleState
-from aioserve.operations.answers import Counted, State, count_dropped_lines
+from aioserve.operations.command import Counted, State, count_dropped_lines
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
 

@@ -6,7 +6,7 @@ Knows batches as their owners see them. Knows no disk and no process.
 from collections import Counter
 from collections.abc import Iterable
 
-from aioserve.operations.answers import Counted
+from aioserve.operations.command import Counted
 from aioserve.server.batches.protocol import Batch, Status
 
 UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")

@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from aioserve.operations.answers import Counted
+from aioserve.operations.command import Counted
 from aioserve.server.access.keyring import Key
 from aioserve.server.batches.directory import Disk
 from aioserve.server.batches.gauges import batch_gauges

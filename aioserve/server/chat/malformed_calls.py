@@ -6,7 +6,7 @@ Knows two ways of it: text that began as a call and is none, and arguments that 
 from collections import Counter
 from typing import Literal
 
-from aioserve.operations.answers import Counted
+from aioserve.operations.command import Counted
 
 Way = Literal["call", "arguments"]
 

@@ -27,7 +27,7 @@ NUM_BLOCKS = 24  # of a prompt, the first of which every replica holds
 REST_SECONDS = 3600.0  # between waves of requests: what is kept for a time may go
 
 #: Modules of the sender, whose lines are not the router's.
-OF_SENDER = "aioserve.routing.dispatcher", "aioserve.routing.accounts"
+OF_SENDER = "aioserve.routing.dispatcher", "aioserve.routing.views"
 
 Lines = Counter[tuple[CodeType, int]]
 

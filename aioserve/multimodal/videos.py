@@ -1,21 +1,69 @@
 """What is made of videos for a model that reads them: the arrays that the encoder reads.
 
-A video is prepared alone, some frames at a time. The classes that do so for a family are named in
-`families`. Knows no scheduler and no encoder. Used off the event loop.
+A video is prepared alone, some frames at a time, by what the model's files say of its video
+processor. The classes that do so for a family are named in `families`. Knows no scheduler and no
+encoder. Used off the event loop.
 """
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from aioserve.errors import ConfigError, RequestError, one_line
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.families import Family
-from aioserve.multimodal.given import VideoSize, frame_as_rgb, video_size_of
-from aioserve.multimodal.prepared import Mark, Prepared, PreparedInput
-from aioserve.multimodal.prompt import Video
+from aioserve.multimodal.prompt import (
+    Mark,
+    Prepared,
+    PreparedInput,
+    Video,
+    VideoSize,
+    frame_as_rgb,
+    video_size_of,
+)
+
+_BICUBIC = 3  # the number that Pillow has for it
+_Positive = Annotated[int, Meta(ge=1)]
+
+
+class _Pixels(msgspec.Struct, frozen=True):
+    """Pixels of a frame, or of all frames together: the least and the most."""
+
+    shortest_edge: _Positive
+    longest_edge: _Positive
+
+
+class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Those fields of a video processor's file that are read."""
+
+    size: _Pixels
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    patch_size: _Positive
+    temporal_patch_size: _Positive = 2
+    merge_size: _Positive = 2
+    do_resize: bool = True
+    do_rescale: bool = True
+    do_normalize: bool = True
+    rescale_factor: Annotated[float, Meta(gt=0)] = 1 / 255
+    resample: int = _BICUBIC
+    cap_pixels_per_frame: bool | None = None
+    max_video_tokens: _Positive
+    fps: Annotated[float, Meta(gt=0)] | None = None
+
+    def __post_init__(self) -> None:
+        is_usual = self.do_resize and self.do_rescale and self.do_normalize
+        if not is_usual or self.resample != _BICUBIC:
+            raise ConfigError("only videos that are resized (bicubic) and normalized are prepared")
+
+    @property
+    def side(self) -> int:
+        """Pixels that a token is wide and high."""
+        return self.patch_size * self.merge_size
 
 
 class FamilyVideos(Protocol):
