@@ -241,8 +241,8 @@ async def test_no_depth_of_a_grammar_ends_the_process(way: dict[str, Any]) -> No
 async def test_a_grammar_that_grows_too_complex_fails_its_own_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 100)
-    way = StructuredOutputs(regex="(a|b)*a(a|b){12}c(a|b)*")
+    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 300)
+    way = StructuredOutputs(regex="[a-z]{900}")  # a state for each, and its trial has 8 tokens
     async with AsyncEngine(config()) as engine:
         others = asyncio.create_task(reply(engine, SamplingParams(max_tokens=60)))
         with pytest.raises(GrammarLimitError, match=r"structured_outputs.*[Ss]tate") as caught:
