@@ -4,6 +4,7 @@ This is all that an author of a format imports. Knows no HTTP and no engine: tex
 pieces; events come out. The formats that ship stand beside, one file for each.
 """
 
+from aioserve.formats.bare_calls import bare_beginnings
 from aioserve.formats.call_block import CallBlockParser
 from aioserve.formats.call_object import ARGUMENT_KEYS, CallObject
 from aioserve.formats.call_parser import CallParser
@@ -65,6 +66,7 @@ __all__ = [
     "alternatives",
     "any_of",
     "available_formats",
+    "bare_beginnings",
     "called",
     "check_names",
     "choose",

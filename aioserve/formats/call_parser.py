@@ -7,7 +7,9 @@ out to be no call. Knows no format.
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
+from aioserve.formats.bare_calls import BareCalls
 from aioserve.formats.call_object import CallObject
 from aioserve.formats.events import Arguments, Call, Content, Event
 from aioserve.formats.grammar import Function
@@ -21,12 +23,20 @@ class CallParser(ReplyFormat):
 
     Each character is looked at once; what is held back is told by `flush`.
 
+    With `reads_bare`, a reply that is nothing but the JSON of calls of known tools is these calls,
+    though their marks are missing; it is held back for as long as it can still be such.
+
     A state is a method that reads on from `text[at]` and says whether the next one can go on; if
     not, more text is needed.
     """
 
+    #: Whether calls without marks are read where they are all of a reply.
+    reads_bare: ClassVar[bool] = False
+
     def __init__(self, functions: Sequence[Function], prompt_end: str = "") -> None:
         super().__init__(functions, prompt_end)
+        is_bare = self.reads_bare and bool(self.functions)
+        self._bare = BareCalls(self.functions) if is_bare else None  # until it is something else
         self.text = ""
         self.at = 0
         self.is_last = False
@@ -41,6 +51,11 @@ class CallParser(ReplyFormat):
 
     def append(self, text: str) -> list[Event]:
         """Read more of a reply; the events that this text completes."""
+        if self._bare is not None:
+            self._bare.feed(text)
+            if not self._bare.is_broken:
+                return []
+            text, self._bare = self._bare.text, None
         self.text = self.text[self.at :] + text
         self.at = 0
         while self.state():
@@ -50,8 +65,13 @@ class CallParser(ReplyFormat):
 
     def flush(self) -> list[Event]:
         """What was held back, now that nothing more comes."""
+        rest = ""
+        if self._bare is not None:
+            if (calls := self._bare.finish()) is not None:
+                return calls
+            rest, self._bare = self._bare.text, None
         self.is_last = True
-        events = self.append("")
+        events = self.append(rest)
         self.say(self.text[self.at :])
         self.give_back()
         events += self.events

@@ -11,6 +11,7 @@ from aioserve.formats import (
     Reply,
     alternatives,
     any_of,
+    bare_beginnings,
     object_of,
     repeated,
 )
@@ -20,9 +21,12 @@ _OPENING = any_of([_OPEN])
 
 
 class HermesParser(CallParser):
-    """What is between the markers and no call is content, markers and all."""
+    """What is between the markers and no call is content, markers and all. Qwen2.5-Coder leaves the
+    markers out: a reply that is calls and nothing else needs none.
+    """
 
     markers = (_OPEN, _CLOSE)
+    reads_bare = True
 
     @classmethod
     def evidence(cls, template: str) -> str | None:
@@ -44,7 +48,7 @@ class HermesParser(CallParser):
 
     @classmethod
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
-        return [Beginning(literal(_OPEN), "unmarked")]
+        return [Beginning(literal(_OPEN), "unmarked"), *bare_beginnings(functions)]
 
     @classmethod
     def write(cls, reply: Reply) -> str:

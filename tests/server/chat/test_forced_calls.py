@@ -248,11 +248,13 @@ BARE = [
     ("llama3_json", '{"name": "paint", "parameters": @}; ' + OBJECT),
     ("json", f"[{OBJECT},\n{OBJECT}]"),
     ("json", '{ "type" : "function", "name":"paint","parameters":\n@\n}'),
+    ("hermes", OBJECT),
+    ("hermes", f"\n```json\n{OBJECT}\n{OBJECT}\n```"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("parser", "text"), mostly_slow(BY_ITSELF + BARE, but=[*BY_ITSELF[:2], *BARE[:2]])
+    ("parser", "text"), mostly_slow(BY_ITSELF + BARE, but=[*BY_ITSELF[:2], *BARE[:2], *BARE[-2:]])
 )
 async def test_a_call_that_the_model_begins_keeps_to_its_strict_schema(takes, parser, text):
     good, bad = text.replace("@", ARGUMENTS), text.replace("@", WRONG)
@@ -273,6 +275,7 @@ async def test_a_call_that_the_model_begins_keeps_to_its_strict_schema(takes, pa
 
 PIECES = ["<think>", "</think>", "<tool_", "[", "]", ",", "Hm.", "paint", "function", "}", " "]
 PIECES += ["[TOOL_CALLS]", "[ARGS]", "```json", "<tool_call>", "</tool_call>", "\n", BLOCK]
+PIECES += ["```", OBJECT.replace("@", ARGUMENTS), OBJECT.replace("@", WRONG)]
 PIECES += [BLOCK_END, WRONG, ARGUMENTS, '{"name": "paint", "arguments": ', '{"arguments": ']
 PIECES += re.split("(paint|@)", ONE)
 

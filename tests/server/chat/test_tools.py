@@ -202,6 +202,54 @@ async def test_a_call_that_is_cut_says_so(say):
     assert call == {"id": call["id"], "type": "function", "function": function}
 
 
+ONE = '{"name": "add", "arguments": {"a": 1}}'
+BARE = {
+    ONE: 1,
+    f" \n{ONE}\n": 1,
+    f"```json\n{ONE}\n```": 1,
+    f"```\n{ONE}\n```\n": 1,
+    f"{ONE}\n{ONE}": 2,
+    '{"name":"add","parameters":{}}': 1,
+    f"{ONE} is what I call.": 0,
+    f"I call {ONE}": 0,
+    f"```python\n{ONE}\n```": 0,
+    f"```json\n{ONE}\n```\nAy.": 0,
+    f"{ONE}, {ONE}": 0,
+    '{"name": "mul", "arguments": {"a": 1}}': 0,  # no tool
+    '{"name": "add"}': 0,
+    '{"name": "add", "arguments": [1]}': 0,
+    '{"name": "add", "arguments": {"a": oh}}': 0,
+    '{"name": "add", "arguments": {"a": 1}': 0,
+    '{"name": "add", "arguments": {}, "why": 1}': 0,
+    "```json": 0,
+    "{": 0,
+}
+
+
+async def test_a_reply_that_is_the_json_of_a_tool_and_nothing_else_is_a_call(say):
+    async with say("x", tool_call_parser="hermes") as server:
+        for text, num_calls in BARE.items():
+            server.say(text)
+            message, reason = message_of(await server.chat(tools=TOOLS))
+            assert len(calls_of(message)) == num_calls, text
+            assert (message["content"] or "") == ("" if num_calls else text), text
+            assert reason == ("tool_calls" if num_calls else "stop")
+            streamed = await server.chat(tools=TOOLS, stream=True)
+            deltas = [event["choices"][0]["delta"] for event in streamed.events()]
+            told = "".join(delta.get("content") or "" for delta in deltas)
+            names = [c for delta in deltas for c in delta.get("tool_calls", ()) if "id" in c]
+            assert (len(names), told) == (num_calls, message["content"] or ""), text
+            message, _ = message_of(await server.chat(tools=TOOLS, tool_choice="none"))
+            assert message["content"] == text
+        server.say('{"answer": {"name": "add"}} <tool_call>' + ONE + "</tool_call>")
+        streamed = (await server.chat(tools=TOOLS, stream=True)).events()
+        deltas = [event["choices"][0]["delta"] for event in streamed]
+        pieces = [delta["content"] for delta in deltas if delta.get("content")]
+        assert "".join(pieces) == '{"answer": {"name": "add"}}'
+        assert len(pieces) > 5  # what can be no call is not held back
+        assert any("tool_calls" in delta for delta in deltas)
+
+
 BROKEN = [
     ("{'a': 1}}\n</tool_call>", True),  # broken before its first key: from there on it is no call
     ("[1]", True),  # no object

@@ -333,7 +333,8 @@ async def test_a_client_calls_functions_and_answers_them(tmp_path):
         cut = await client.responses.create(**ask, input=[turn], max_output_tokens=limit)
         assert (cut.output[-1].arguments, cut.output[-1].status) == ('{"a": ', "incomplete")
         # The model is shown the arguments as the text that they are.
-        await client.responses.create(**ask, input=outputs, previous_response_id=cut.id)
+        answered = [{**outputs[0], "call_id": cut.output[-1].call_id}]
+        await client.responses.create(**ask, input=answered, previous_response_id=cut.id)
         assert '"{\\"a\\": "' in server.prompts()[-1]
 
 
