@@ -53,6 +53,7 @@ class Outbox:
         self.messages: list[MessageToWorker] = []
         self.outputs: list[EngineCoreOutput] = []
         self.num_cached_tokens: dict[str, int] = {}
+        self.since_first_token: dict[str, float] = {}
         self.vectors: dict[str, bytes] = {}
         self.failed: list[Failed] = []
 
@@ -61,12 +62,15 @@ class Outbox:
 
     def encode(self) -> bytes:
         return encoder.encode(
-            ToWorker(self.messages, self.outputs, self.num_cached_tokens, self.vectors, self.failed)
+            ToWorker(
+                *(self.messages, self.outputs, self.num_cached_tokens, self.since_first_token),
+                *(self.vectors, self.failed),
+            )
         )
 
     def clear(self) -> None:
         self.messages, self.outputs, self.failed = [], [], []
-        self.num_cached_tokens, self.vectors = {}, {}
+        self.num_cached_tokens, self.since_first_token, self.vectors = {}, {}, {}
 
     def merge(self) -> None:
         """One output per sample: what waits is bounded by what the samples may have."""
@@ -81,7 +85,7 @@ class Outbox:
         gone = set(request_ids)
         if self.outputs:
             self.outputs = [output for output in self.outputs if output.request_id not in gone]
-        for by_id in (self.num_cached_tokens, self.vectors):
+        for by_id in (self.num_cached_tokens, self.since_first_token, self.vectors):
             for request_id in gone & by_id.keys():
                 del by_id[request_id]
         if self.failed:
@@ -124,6 +128,8 @@ class _ForwardedState(SampleState):
         if self.waits_for_end:
             own = request.output_token_ids[num_told:]
             output = msgspec.structs.replace(output, new_token_ids=own)
+            if self.first_token_time is not None:
+                outbox.since_first_token[request.request_id] = now - self.first_token_time
         if output.embedding is not None:
             outbox.vectors[request.request_id] = output.embedding.astype("<f4").tobytes()
             output = msgspec.structs.replace(output, embedding=None)

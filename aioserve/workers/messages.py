@@ -286,6 +286,7 @@ class ToWorker(msgspec.Struct, array_like=True, frozen=True):
     messages: list[MessageToWorker]
     outputs: list[EngineCoreOutput]  # of a step
     num_cached_tokens: dict[str, int]  # by sample, with its first output, if there are any
+    since_first_token: dict[str, float]  # seconds by sample, at the end of one told nothing before
     vectors: dict[str, bytes]  # of prompts that were pooled, float32, little endian
     failed: list[Failed]
 

@@ -44,13 +44,16 @@ class RemoteDelivery:
 
     def deliver(self, said: ToWorker) -> Stopped | None:
         """To their readers; what the engine has to be told."""
+        now = self._clock()
         for request_id, num_tokens in said.num_cached_tokens.items():
             self.processor.set_num_cached_tokens(request_id, num_tokens)
+        for request_id, seconds in said.since_first_token.items():
+            self.processor.set_first_token_time(request_id, now - seconds)
         outputs = said.outputs
         if said.vectors:
             outputs = [_with_vector(output, said.vectors) for output in outputs]
         told = None
-        if stopped := self.processor.process_outputs(outputs, self._clock()):
+        if stopped := self.processor.process_outputs(outputs, now):
             counted = self._counts.num_tokens
             told = Stopped({sample_id: counted[sample_id] for sample_id in stopped})
         self._counts.num_tokens.clear()

@@ -30,10 +30,12 @@ def test_of_who_is_forgotten_nothing_waits_and_of_others_all_does() -> None:
     outbox = Outbox()
     outbox.outputs = [EngineCoreOutput("x", [1]), EngineCoreOutput("y", [7])]
     outbox.num_cached_tokens = {"x": 16, "y": 32}
+    outbox.since_first_token = {"x": 0.1, "y": 0.2}
     outbox.vectors = {"x": b"1", "y": b"2"}
     outbox.failed = [Failed(["x", "y"], FAILURE)]
     outbox.forget(["x"])
     assert outbox.outputs == [EngineCoreOutput("y", [7])]
     assert outbox.num_cached_tokens == {"y": 32}
+    assert outbox.since_first_token == {"y": 0.2}
     assert outbox.vectors == {"y": b"2"}
     assert outbox.failed == [Failed(["y"], FAILURE)]

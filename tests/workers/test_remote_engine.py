@@ -102,6 +102,18 @@ async def test_all_that_comes_of_a_request_is_the_same_with_a_worker():
         assert cached > 16
 
 
+@pytest.mark.parametrize("kind", ["delta", "final_only"])
+async def test_the_first_token_has_its_time_whenever_the_reader_hears_of_it(kind):
+    """A simulated step takes its time or longer: so long the reply goes on after its first token."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True, output_kind=kind)
+    async with joined(SLOW) as (engine, _, [remote], _):
+        for front in (engine, remote):
+            [output] = await read(front, [5] * 7, params)
+            times = output.times
+            assert times.arrival < times.first_token < times.finished
+            assert times.finished - times.first_token > 19 * 0.005 * 0.8
+
+
 async def test_integers_that_messagepack_does_not_know_cross():
     schema = {"enum": [10**30]}
     params = SamplingParams(

@@ -216,6 +216,13 @@ class OutputProcessor(StepObserver):
         if (state := self._states.get(request_id)) is not None:
             state.request.num_cached_tokens = num_tokens
 
+    def set_first_token_time(self, request_id: str, time: float) -> None:
+        """Note when, in seconds of the clock, another process had a first token that it tells late:
+        with the last one.
+        """
+        if (state := self._states.get(request_id)) is not None:
+            state.first_token_time = time
+
     def on_planned(self, output: SchedulerOutput, now: float) -> None:
         """Note when requests entered the batch for the first time."""
         for new in output.scheduled_new_reqs:
@@ -234,7 +241,8 @@ class OutputProcessor(StepObserver):
                 continue  # its reader has left, or a stop string ended it in the step before
             last_time, state.last_token_time = state.last_token_time, now
             if last_time is None:
-                if core_output.new_token_ids or core_output.embedding is not None:
+                is_known = state.first_token_time is not None
+                if not is_known and (core_output.new_token_ids or core_output.embedding is not None):
                     state.first_token_time = now
                 self._observe_prompt(state, now)
             else:
