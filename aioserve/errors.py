@@ -127,6 +127,10 @@ class EnginePausedError(EngineOverloadedError):
     """An operator has paused the engine, and wants new requests refused."""
 
 
+class TemplateStalledError(EngineOverloadedError):
+    """The process that renders chat templates stood still, and was ended: the next one is new."""
+
+
 class KeyLimitError(EngineOverloadedError):
     """There is room, but not for the key that the request came with: others are served."""
 

@@ -56,7 +56,7 @@ async def hop(batch: int, num_steps: int = 400, repeat: int = 7) -> float:
             since = time.process_time()
             for _ in range(num_steps):
                 step.clear()
-                message = encoder.encode(ToWorker([], outputs, {}, {}, []))
+                message = encoder.encode(ToWorker([], outputs, {}, {}, {}, []))
                 while not ends[0].send(message):  # before both ends have met
                     await step.wait()
                     step.clear()

@@ -10,7 +10,7 @@ import pytest
 from aioserve.config import ModelConfig
 from aioserve.engine.admission.chat_template import ChatTemplate, Conversation
 from aioserve.engine.admission.template_renderer import TemplateTooSlowError
-from aioserve.errors import RequestError
+from aioserve.errors import RequestError, TemplateStalledError
 from aioserve.model_info import ModelInfo
 from tests.processes import PATIENCE
 from tests.slow import mostly_slow
@@ -281,6 +281,19 @@ def test_what_renders_is_started_again_when_it_was_ended(render):
         process.kill()
         process.wait(PATIENCE)
     assert render("{{ messages[0].content }}") == "Hi"
+
+
+@pytest.mark.parametrize("content", ["Hi", "x" * 10**6])
+def test_what_renders_is_replaced_when_it_stands_still(render, content):
+    """Also where the conversation does not fit into the socket."""
+    message = {"role": "user", "content": content}
+    assert render("{{ messages[0].content }}", message) == content
+    for process in psutil.Process().children():
+        process.suspend()
+    with pytest.raises(TemplateStalledError, match="stood still, and was ended: try again"):
+        render("{{ messages[0].content }}", message)
+    assert render("{{ messages[0].content }}", message) == content
+    assert all(process.status() != psutil.STATUS_STOPPED for process in psutil.Process().children())
 
 
 def test_what_renders_ends_with_its_owner(tokenizer, render):

@@ -104,7 +104,7 @@ async def test_all_that_comes_of_a_request_is_the_same_with_a_worker():
 
 @pytest.mark.parametrize("kind", ["delta", "final_only"])
 async def test_the_first_token_has_its_time_whenever_the_reader_hears_of_it(kind):
-    """A simulated step takes its time or longer: so long the reply goes on after its first token."""
+    """A simulated step takes its time or longer, and so do those behind the first token."""
     params = SamplingParams(max_tokens=20, ignore_eos=True, output_kind=kind)
     async with joined(SLOW) as (engine, _, [remote], _):
         for front in (engine, remote):

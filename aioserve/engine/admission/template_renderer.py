@@ -12,23 +12,32 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aioserve.engine.admission import template_process
 from aioserve.engine.admission.template_process import HEAD, NAMES, REFUSAL, RENDER, TEXT, TOO_LONG
-from aioserve.errors import RequestError
+from aioserve.errors import RequestError, TemplateStalledError
+
+T = TypeVar("T")
 
 # Of CPU time, however busy the machine is. A message takes some 50 microseconds.
 TEMPLATE_SECONDS = 5.0
 MAX_TEXT = 2**26  # characters that a template may put together
 MAX_BYTES = 2**30  # of the process's address space; it begins with some 40 MB
 MAX_PROCESSES = 3  # at once; a further text waits for one
-# For an answer from a process that uses no CPU time and says nothing: none has been seen.
+# For an answer, however busy the machine is.
 PATIENCE_SECONDS = 60.0
+# A process that waits for its answer is looked at so often. So many looks in a row that find it
+# stopped (SIGSTOP, a debugger), or waiting without any CPU time in between, mean that it stands
+# still. Looks are counted, not time: if this process was stopped as well, none has.
+LOOK_SECONDS = 0.25
+MAX_LOOKS_STOPPED, MAX_LOOKS_IDLE = 4, 40
 # What the process needs to find Python, Jinja and the time; what else there is may be secret.
 ENVIRONMENT = ["HOME", "LANG", "LC_ALL", "LC_TIME", "PATH", "TZ"]
 ENVIRONMENT += ["LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH"]
@@ -49,8 +58,9 @@ class TemplateRenderer:
         self.close = weakref.finalize(self, _end_all, self._idle)
 
     def render(self, source: str, names: Mapping[str, Any]) -> str:
-        """The text. Raises `RequestError` if the template does, or asks too much, and
-        `TemplateTooSlowError` if it has not ended in time.
+        """The text. Raises `RequestError` if the template does, or asks too much,
+        `TemplateTooSlowError` if it has not ended in time, and `TemplateStalledError` if its
+        process stood still, for which it is ended.
         """
         return self._ask(RENDER, source, names)
 
@@ -127,15 +137,19 @@ class _Process:
         except BaseException:
             self._line.close()
             raise
-        self._line.settimeout(PATIENCE_SECONDS)
+        self._line.settimeout(LOOK_SECONDS)
 
     def ask(self, kind: bytes, seconds: float, data: bytes) -> tuple[bytes, str]:
+        watch = _Watch(self._process.pid)
         try:
-            self._line.sendall(HEAD.pack(kind, seconds, len(data)) + data)
+            rest = memoryview(HEAD.pack(kind, seconds, len(data)) + data)
+            while rest:
+                rest = rest[watch.wait(partial(self._line.send, rest)) :]
             received = bytearray()
             size = HEAD.size
             while len(received) < size:
-                piece = self._line.recv(2**16 if size < 2**20 else 2**20)
+                size_asked = 2**16 if size < 2**20 else 2**20
+                piece = watch.wait(partial(self._line.recv, size_asked))
                 if not piece:
                     raise ConnectionResetError
                 received += piece
@@ -162,6 +176,44 @@ class _Process:
         self._line.close()
         self._process.kill()
         self._process.wait()
+
+
+class _Watch:
+    """Whether a process that is waited for goes on."""
+
+    def __init__(self, pid: int) -> None:
+        self._stat = Path(f"/proc/{pid}/stat")  # of Linux; elsewhere there is patience alone
+        self._give_up = time.monotonic() + PATIENCE_SECONDS
+        self._num_stopped = self._num_idle = 0
+        self._cpu_time: list[str] = []
+
+    def wait(self, work: Callable[[], T]) -> T:
+        """Do `work` again and again until it is done in its time. Raises `TimeoutError` after all
+        patience, and `TemplateStalledError` once the process stands still.
+        """
+        while True:
+            try:
+                return work()
+            except TimeoutError:
+                self._look()
+                if self._num_stopped >= MAX_LOOKS_STOPPED or self._num_idle >= MAX_LOOKS_IDLE:
+                    raise TemplateStalledError(
+                        "the process that renders the chat template stood still, and was ended: "
+                        "try again"
+                    ) from None
+                if time.monotonic() > self._give_up:
+                    raise
+
+    def _look(self) -> None:
+        try:
+            state, *rest = self._stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            return
+        cpu_time = rest[10:12]  # of its own, in user and system mode
+        goes_on = state == "R" or cpu_time != self._cpu_time  # or is about to, if there is a core
+        self._cpu_time = cpu_time
+        self._num_stopped = self._num_stopped + 1 if state in "tT" else 0
+        self._num_idle = 0 if goes_on else self._num_idle + 1
 
 
 def _end_all(processes: list[_Process]) -> None:

@@ -242,7 +242,9 @@ class OutputProcessor(StepObserver):
             last_time, state.last_token_time = state.last_token_time, now
             if last_time is None:
                 is_known = state.first_token_time is not None
-                if not is_known and (core_output.new_token_ids or core_output.embedding is not None):
+                if not is_known and (
+                    core_output.new_token_ids or core_output.embedding is not None
+                ):
                     state.first_token_time = now
                 self._observe_prompt(state, now)
             else:
