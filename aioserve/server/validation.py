@@ -22,10 +22,13 @@ T = TypeVar("T", bound=RequestPart)
 
 _MAX_SHOWN = 64  # characters of an unknown name
 
-_PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`")
+# Of msgspec's messages, which may quote what the client sent: so what they say is read at their
+# beginning, and where at their end.
+_AT = " - at `"
+_PATH = re.compile(r"(?:key` in `)?\$\.?([^`]*)`")
 _FIELD = re.compile(r"(?:^|\.)(\w+)")
-_MISSING = re.compile(r"missing required field `([^`]+)`")
-_UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at `|$)", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `|$)", re.DOTALL)
 
 
 class BodyDecoder(Generic[T]):
@@ -55,7 +58,7 @@ class BodyDecoder(Generic[T]):
             try:
                 request = self._decoder.decode(body)
             except msgspec.ValidationError as error:
-                if not (ignore_unknown and _UNKNOWN.search(str(error))):
+                if not (ignore_unknown and _UNKNOWN.match(str(error))):
                     raise
                 known = _known_only(msgspec.json.decode(body), self._type)
                 request = msgspec.convert(known, self._type, str_keys=True)
@@ -90,7 +93,7 @@ def _explain(
     message: str, struct: type[RequestPart], served: type[RequestPart], root: str = ""
 ) -> RequestError:
     """What msgspec says of a `struct` at `root`, of which the fields of `served` can be offered."""
-    inner, unknown, known = _path(message), _UNKNOWN.search(message), served.__struct_fields__
+    inner, unknown, known = _path(message), _UNKNOWN.match(message), served.__struct_fields__
     path = ".".join(filter(None, (root, inner))) or None
     if unknown is None:
         return RequestError(message.replace("`$", f"`$.{root}") if root else message, param=path)
@@ -111,7 +114,7 @@ def decode_query(query: Mapping[str, str], query_type: type[T]) -> T:
     try:
         return msgspec.convert(dict(query), query_type, strict=False)
     except msgspec.ValidationError as error:
-        if unknown := _UNKNOWN.search(str(error)):
+        if unknown := _UNKNOWN.match(str(error)):
             name = unknown[1][:_MAX_SHOWN]
             raise RequestError(f"unknown query parameter {name!r}", param=name) from error
         raise RequestError(str(error), param=_path(str(error))) from error
@@ -176,9 +179,9 @@ def _struct_in(kind: Any) -> type[Any] | None:
 
 def _path(message: str) -> str | None:
     """`messages[0].role` out of msgspec's message, or None if the whole body is wrong."""
-    found = _PATH.search(message)
+    found = _PATH.match(message.rpartition(_AT)[2])
     parent = found.group(1) if found else ""
-    if missing := _MISSING.search(message):
+    if missing := _MISSING.match(message):
         return f"{parent}.{missing.group(1)}" if parent else missing.group(1)
     return parent or None
 

@@ -1,0 +1,151 @@
+"""No regex is made of what a client chooses, and none of ours takes longer than its text.
+
+`re` tries one way after the other, holds the interpreter's lock meanwhile, and cannot be told to
+end: a pattern with two ways to read a character takes 2 ** n steps for n of them, and one request
+stops the server. `make check` runs this.
+"""
+
+import ast
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = [path for name in ("aioserve", "policies") for path in sorted((ROOT / name).rglob("*.py"))]
+FLAGS = ("DOTALL", "ASCII", "MULTILINE", "VERBOSE", "IGNORECASE")
+CALLS = {"compile", "search", "match", "fullmatch", "split", "findall", "finditer", "sub", "subn"}
+
+#: By file: how many of its patterns are no literal, and why their time is bounded.
+MADE = {
+    "aioserve/formats/bare_calls.py": (1, "words of the code, and repetitions with an end"),
+    "aioserve/formats/grammar.py": (1, "marks of the tokenizer, escaped, one or another"),
+    "aioserve/formats/harmony.py": (2, "marks that stand in the code, escaped"),
+    "aioserve/formats/text.py": (1, "marks of a format, escaped, one or another"),
+    "aioserve/model_source/adapter.py": (2, "words of the code; an adapter's, with a time limit"),
+    "aioserve/output_file.py": (1, "the name of a log, escaped, and digits"),
+    "aioserve/multimodal/prepared.py": (1, "marks of the model, escaped, one or another"),
+    "aioserve/server/batches/stored.py": (1, "the kind of a file, which stands in the code"),
+    "aioserve/testing/formats/bound.py": (1, "marks of a format, escaped, one or another"),
+    "aioserve/testing/story.py": (1, "a name of a policy's parts, escaped; in its tests"),
+}
+_MODULES = "names of modules, as the model has them: a word ends at its dot"
+#: Patterns with a repetition in a repetition, and why a text can be read in one way only.
+NESTED = {
+    r"(?:\w+\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj": _MODULES,
+    r"(?:\w+\.)*embed_tokens": _MODULES,
+    r"(?!.*\bvis(?:ion|ual))(?:\w+\.)*?(layers\.\d+\..+|embed_tokens)": _MODULES,
+    r"((?:chatcmpl-|cmpl-|embd-|msg_|page-|req-|resp_)[0-9a-f]{8})[0-9a-f]{24}((?:-[0-9]+)*)": (
+        "each round begins with a dash, which is no digit"
+    ),
+}
+#: Patterns whose time may grow faster than their text, and who writes that.
+STEEP = {
+    r"/\S*/lib(?:gomp|iomp5|omp)\b\S*": "libraries of this process, as the system lists them",
+}
+
+
+class Pattern(NamedTuple):
+    """A pattern in the code: None if it is no literal."""
+
+    file: str
+    line: int
+    text: str | bytes | None
+    flags: int
+    reads: frozenset[str]  # how it is used: search, match, ...
+
+
+def patterns_in(path: Path) -> Iterator[Pattern]:
+    name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
+    methods: dict[str, set[str]] = {}  # by name of a compiled pattern
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            methods.setdefault(node.value.id, set()).add(node.attr)
+    targets = {  # of `NAME = re.compile(...)`
+        node.value: node.targets[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("re", "regex"):
+            raise AssertionError(f"{name}:{node.lineno}: import the module, so that this sees it")
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        owner, call = node.func.value, node.func.attr
+        if not (isinstance(owner, ast.Name) and owner.id in ("re", "regex") and call in CALLS):
+            continue
+        first = node.args[0]
+        text = first.value if isinstance(first, ast.Constant) else None
+        assert text is None or isinstance(text, str | bytes)
+        flags = sum(re.RegexFlag[flag] for flag in FLAGS if f"re.{flag}" in ast.unparse(node))
+        reads = methods.get(targets.get(node, ""), set()) & CALLS if call == "compile" else {call}
+        yield Pattern(name, node.lineno, text, flags, frozenset(reads or {"match"}))
+
+
+PATTERNS = [pattern for path in FILES for pattern in patterns_in(path)]
+LITERALS = [pattern for pattern in PATTERNS if isinstance(pattern.text, str)]
+each_literal = pytest.mark.parametrize(
+    "pattern", LITERALS, ids=[f"{p.file}:{p.line}" for p in LITERALS]
+)
+
+
+def test_no_pattern_is_made_of_data_but_where_its_time_is_bounded() -> None:
+    made: dict[str, list[int]] = {}
+    for pattern in PATTERNS:
+        if pattern.text is None:
+            made.setdefault(pattern.file, []).append(pattern.line)
+    told = "write it as a literal, or search without a regex"
+    for file, lines in made.items():
+        assert len(lines) <= MADE.get(file, (0, ""))[0], f"{file}, lines {lines}: {told}"
+    assert {file: len(lines) for file, lines in made.items()} == {
+        f: n for f, (n, _) in MADE.items()
+    }
+
+
+def repeats(parsed: Any, inside: bool = False) -> Iterator[bool]:
+    """Of every repetition without an end in a parsed pattern: whether it is in another one."""
+    for code, argument in parsed:
+        is_repeat = str(code) in ("MAX_REPEAT", "MIN_REPEAT") and int(argument[1]) > 1000
+        if is_repeat:
+            yield inside
+        for part in parts_of(argument):
+            yield from repeats(part, inside or is_repeat)
+
+
+def parts_of(argument: Any) -> Iterator[Any]:
+    if isinstance(argument, tuple | list):
+        for each in argument:
+            yield from parts_of(each)
+    elif hasattr(argument, "getwidth"):
+        yield argument
+
+
+@each_literal
+def test_no_pattern_repeats_what_repeats(pattern: Pattern) -> None:
+    parsed = re._parser.parse(pattern.text, pattern.flags)  # type: ignore[attr-defined]
+    if pattern.text not in NESTED:
+        assert not any(repeats(parsed)), "two repetitions may share a text in many ways"
+
+
+def pumps(text: str) -> list[str]:
+    """What the pattern may read again and again: its own words, and one of each kind."""
+    words = re.findall(r"[\w \-`'.$:<>/\\{}(,]+", re.sub(r"\\[wdsSDWbBAZ]", " ", text))
+    return sorted({*words, *"a1 _.\n\\$`'/<-", " - at `$", "a.", "a1", "1a", "\\\\"})
+
+
+@each_literal
+def test_the_time_of_a_pattern_grows_with_its_text_alone(pattern: Pattern) -> None:
+    """The square of this length would be seconds, where one pass takes a millisecond."""
+    assert isinstance(pattern.text, str)
+    compiled = re.compile(pattern.text, pattern.flags)
+    # The others read a text as `search` does, from each place.
+    reads = {read if read in ("match", "fullmatch") else "search" for read in pattern.reads}
+    for pump in pumps(pattern.text) if pattern.text not in STEEP else ():
+        data = pump.strip()[:1] + pump * (30_000 // len(pump)) + "\0"
+        for read in reads:
+            began = time.process_time()
+            getattr(compiled, read)(data)
+            assert time.process_time() - began < 0.2, (pump, read)
