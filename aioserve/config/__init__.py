@@ -20,6 +20,7 @@ from aioserve.config.sections import (
     ShadowConfig,
     SimulatorConfig,
     SpeculationConfig,
+    StructuredOutputsConfig,
 )
 from aioserve.config.server import AccessConfig, BatchConfig, ScoringConfig, ServerConfig
 
@@ -44,5 +45,6 @@ __all__ = [
     "ShadowConfig",
     "SimulatorConfig",
     "SpeculationConfig",
+    "StructuredOutputsConfig",
     "iter_settings",
 ]

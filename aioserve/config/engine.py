@@ -18,6 +18,7 @@ from aioserve.config.sections import (
     ShadowConfig,
     SimulatorConfig,
     SpeculationConfig,
+    StructuredOutputsConfig,
 )
 from aioserve.config.server import AccessConfig, BatchConfig, ScoringConfig, ServerConfig
 from aioserve.errors import ConfigError
@@ -39,6 +40,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     access: AccessConfig = AccessConfig()
     batches: BatchConfig = BatchConfig()
     scoring: ScoringConfig = ScoringConfig()
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
 
     @classmethod
     def load(

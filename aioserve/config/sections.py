@@ -550,3 +550,23 @@ class ShadowConfig(Section, frozen=True, kw_only=True):
         float,
         doc("largest share of the event loop's time that the shadow policy may take", gt=0, le=1),
     ] = 0.05
+
+
+class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
+    """Structured outputs: how JSON is written that keeps to a schema."""
+
+    json_objects: Annotated[
+        Literal["closed", "open"],
+        doc(
+            "structured outputs and tool calls: keys of JSON objects; closed: an object whose "
+            "schema declares properties has no others, unless the schema says "
+            "additionalProperties; open: it may have others, as JSON Schema has it"
+        ),
+    ] = "closed"
+    json_whitespace: Annotated[
+        Literal["none", "blank", "lines"],
+        doc(
+            "structured outputs: whitespace between the parts of JSON; none; blank: one blank at "
+            "most; lines: one blank, or a line break and up to 20 blanks"
+        ),
+    ] = "blank"

@@ -16,6 +16,7 @@ from weakref import finalize
 
 import msgspec
 
+from aioserve.config import StructuredOutputsConfig
 from aioserve.errors import EngineOverloadedError, RequestError, first_line
 from aioserve.grammars.tokenizer import matching_tokenizer
 from aioserve.model_info import ModelInfo
@@ -72,8 +73,11 @@ class GrammarCompiler:
     requests; after that it is kept while there is room. What lives is limited at the door.
     """
 
-    def __init__(self, model_info: ModelInfo) -> None:
-        self._model_info = model_info
+    def __init__(
+        self, model_info: ModelInfo, settings: StructuredOutputsConfig | None = None
+    ) -> None:
+        """`settings` are those of the engine; None: the defaults."""
+        self._model_info, self._settings = model_info, settings or StructuredOutputsConfig()
         self._tokenizer: LLTokenizer | None = None  # of the compiling thread
         self._why_not = ""  # if it can be none
         self._executor: ThreadPoolExecutor | None = None
@@ -215,7 +219,7 @@ class GrammarCompiler:
         backend.no_padding()
         backend.no_truncation()
         eos = list(info.eos_token_ids)
-        return Setup(backend.to_str(), info.vocab_size, eos, LIMITS, STACK_BYTES)
+        return Setup(backend.to_str(), info.vocab_size, eos, LIMITS, STACK_BYTES, self._settings)
 
     def _trial_threads(self) -> ThreadPoolExecutor:
         if self._trying is None:

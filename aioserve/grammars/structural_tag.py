@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from aioserve.finite_schema import check_finite
+from aioserve.grammar_schema import for_grammar
 
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
@@ -134,8 +135,9 @@ class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["structural_tag"] = "structural_tag"
 
 
-def translated(given: dict[str, Any], json_options: dict[str, Any]) -> str:
-    """The grammar of a structural tag in either shape; `json_options` are llguidance's, for JSON.
+def translated(given: dict[str, Any], json_options: dict[str, Any], *, closes_objects: bool) -> str:
+    """The grammar of a structural tag in either shape; `json_options` are llguidance's, for JSON,
+    and `closes_objects` is as for `for_grammar`.
 
     Raises `ValueError` for what is no structural tag, or cannot be said in Lark.
     """
@@ -148,7 +150,7 @@ def translated(given: dict[str, Any], json_options: dict[str, Any]) -> str:
             whole = msgspec.convert(given, _StructuralTag).format
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    return _Translation(json_options).grammar(whole)
+    return _Translation(json_options, closes_objects).grammar(whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +170,8 @@ _UNKNOWN = _Part("")
 class _Translation:
     """Of one tree. Each method puts a format before the part that follows."""
 
-    def __init__(self, json_options: dict[str, Any]) -> None:
-        self._json_options = json_options
+    def __init__(self, json_options: dict[str, Any], closes_objects: bool) -> None:
+        self._json_options, self._closes_objects = json_options, closes_objects
         self._rules: list[str] = []
         self._grammars: list[dict[str, str]] = []  # with syntax of their own
 
@@ -189,7 +191,8 @@ class _Translation:
                 raise ValueError("json_schema: any_order is not supported")
             case JsonSchema(schema):
                 check_finite(schema)
-                schema = schema | {"x-guidance": self._json_options}
+                schema = for_grammar(schema, closes_objects=self._closes_objects)
+                schema |= {"x-guidance": self._json_options}
                 return _Part(f"{self._rule('%json ' + json.dumps(schema))} {after.text}")
             case Regex(pattern):
                 found = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]

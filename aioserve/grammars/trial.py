@@ -36,8 +36,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from aioserve.config import StructuredOutputsConfig
 from aioserve.errors import EngineOverloadedError, first_line
-from aioserve.grammars.translation import grammar_of
+from aioserve.grammars.translation import grammar_of, reason_of
 from aioserve.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Setup(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     limits: dict[str, Any]  # of llguidance
     stack_bytes: int  # for compiling
+    settings: StructuredOutputsConfig = StructuredOutputsConfig()
     seconds: float = TRIAL_SECONDS
     num_bytes: int = MAX_GRAMMAR_BYTES
 
@@ -280,6 +282,7 @@ class _Trial:
         self._vocab_size, self._eos = setup.vocab_size, setup.eos_token_ids
         self._tokenizer: LLTokenizer = matching_tokenizer(tokenizer, setup.vocab_size, self._eos)
         self._text_tokens = text_tokens(tokenizer, self._eos)
+        self._wanted = StructuredOutputs(json_object=True)  # what is tried
         self._grammar: tuple[str, LLMatcher] | None = None
         self._error = ""
         self._seconds: list[float] = []  # of calls that hold the GIL
@@ -346,8 +349,9 @@ class _Trial:
 
         from aioserve.grammars.tokenizer import with_ids
 
+        self._wanted = msgspec.json.decode(wanted, type=StructuredOutputs)
         try:
-            text = grammar_of(msgspec.json.decode(wanted, type=StructuredOutputs))
+            text = grammar_of(self._wanted, self._setup.settings)
             text = with_ids(text, self._text_tokens)
         except (ValueError, TypeError, RecursionError) as error:
             self._error = first_line(str(error))
@@ -398,7 +402,7 @@ class _Trial:
 
     def _note(self, matcher: "LLMatcher") -> None:
         if matcher.is_error() and not self._error:
-            self._error = first_line(matcher.get_error())
+            self._error = reason_of(matcher.get_error(), self._wanted)
             self._grammar = None
 
 

@@ -113,7 +113,10 @@ def build_app(
     app.on_cleanup.append(lambda _: app[IMAGES].close())
     server = engine.config.server
     app[CHAT_FORMAT] = ChatFormat(
-        engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
+        engine.model_info.tokenizer,
+        server.tool_call_parser,
+        server.reasoning_parser,
+        closes_objects=engine.config.structured_outputs.json_objects == "closed",
     )
     app.on_cleanup.append(lambda _: app[CHAT_FORMAT].close())
     app.on_response_prepare.extend((add_request_id, say_when_to_come_again))

@@ -12,6 +12,7 @@ from aiohttp import web
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_params import MAX_N
+from aioserve.server.chat.binding import blame
 from aioserve.server.generation import Reply, read_body, respond
 from aioserve.server.keys import ENGINE
 from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
@@ -60,7 +61,11 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt"
         )
     reply = CompletionReply(request, body, prompts if body.echo else (), params.n)
-    return await respond(request, body, prompts, params, reply, best_of)
+    try:
+        return await respond(request, body, prompts, params, reply, best_of)
+    except RequestError as error:
+        blame(error, None, body.bound_by)
+        raise
 
 
 class CompletionReply(Reply):

@@ -127,6 +127,11 @@ class GenerationRequest(SamplingRequest, kw_only=True, omit_defaults=True):
     detokenize: bool | None = None  # false: no text; the ids come with return_token_ids
     return_token_ids: bool | None = None  # extension: choices carry ids and raw logprobs
 
+    @property
+    def bound_by(self) -> str | None:
+        """The field that the text is bound by, if it is another than `structured_outputs`."""
+        return None if self.response_format is None else self.response_format.field
+
     def sampling_params(
         self,
         max_tokens: int | None,

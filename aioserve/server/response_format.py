@@ -28,6 +28,13 @@ class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
 
+    @property
+    def field(self) -> str:
+        """Where in the body stands what the text is bound to."""
+        if self.type == "json_schema":
+            return "response_format.json_schema.schema"
+        return "response_format.format" if self.format is not None else "response_format"
+
     def structured_outputs(self) -> StructuredOutputs | None:
         """What it asks for. Raises `RequestError` for parts that are missing or out of place."""
         needed = [] if self.type != "json_schema" else ["json_schema"]

@@ -42,7 +42,7 @@ class ThreadedRunner(RunnerInterface):
         self._executor: StepExecutor | None = None
         self._is_unwanted = threading.Event()  # what is being loaded
         if not model_info.config.skip_tokenizer_init:
-            self.grammars = GrammarCompiler(model_info)
+            self.grammars = GrammarCompiler(model_info, config.structured_outputs)
 
     async def load(self) -> RunnerInfo:
         try:

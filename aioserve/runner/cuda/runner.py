@@ -57,7 +57,7 @@ class OverlappedRunner(RunnerInterface):
         model_info.check_positions()
         grammars = None
         if not model_info.config.skip_tokenizer_init:
-            grammars = GrammarCompiler(model_info)
+            grammars = GrammarCompiler(model_info, config.structured_outputs)
 
         def build() -> "StepExecutor":
             from aioserve.runner.cuda.load import load_on_cuda

@@ -69,7 +69,7 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         model_info.check_positions()
         grammars = None
         if not model_info.config.skip_tokenizer_init:
-            grammars = GrammarCompiler(model_info)
+            grammars = GrammarCompiler(model_info, config.structured_outputs)
         super().__init__(self._build_first, grammars)
         self._config, self._model_info, self._make_first = config, model_info, build
 

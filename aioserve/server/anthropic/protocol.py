@@ -180,6 +180,13 @@ class CountTokensRequest(SamplingRequest, kw_only=True, omit_defaults=True):
         """The JSON schema of the reply: `output_config.format`, or `output_format`."""
         return (self.output_config and self.output_config.format) or self.output_format
 
+    @property
+    def bound_by(self) -> str | None:
+        """The field that the text is bound by, if it is another than `structured_outputs`."""
+        if self.output_config is not None and self.output_config.format is not None:
+            return "output_config.format.schema"
+        return None if self.output_format is None else "output_format.schema"
+
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """The request's sampling parameters; `defaults` are for what it leaves open. Raises
         `RequestError` that names the field.

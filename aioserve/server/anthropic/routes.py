@@ -58,14 +58,16 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     """The handler of /v1/messages. Raises what `add_request` raises, before anything is sent."""
     body = await decode_body(request, create_decoder)
     images = ImageParts.of(request.app[ENGINE])
-    with _own_names(body), images.named():
+    with _own_names(body, _ignores_unknown(request)), images.named():
         conversation, use = _conversation(request, body, images)
         body.messages.clear()  # images that they hold would stay as long as the stream
         params = msgspec.structs.replace(
             body.sampling_params(request.app[ENGINE].sampling_defaults),
             kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
         )
-        params = await bind_off_loop(params, use, request.app[CHAT_FORMAT], conversation)
+        params = await bind_off_loop(
+            params, use, request.app[CHAT_FORMAT], conversation, body.bound_by
+        )
         budget = None if body.thinking is None else body.thinking.budget()
         if request.app[CHAT_FORMAT].thinking is not None:  # others keep to any budget
             params = with_budget(request, params, budget, "thinking.budget_tokens")
@@ -78,7 +80,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     """The handler of /v1/messages/count_tokens. There may be more than the model takes."""
     body = await decode_body(request, count_decoder)
     images = ImageParts.of(request.app[ENGINE])
-    with _own_names(body), images.named():
+    with _own_names(body, _ignores_unknown(request)), images.named():
         body.sampling_params(request.app[ENGINE].sampling_defaults)  # refuses what no reply takes
         conversation, _ = _conversation(request, body, images)
         async with preparing(request, images):
@@ -94,7 +96,7 @@ def _conversation(
     request: web.Request, body: CountTokensRequest, images: ImageParts
 ) -> tuple[Conversation, ToolUse | None]:
     pass_over_tools(request, body.tools)
-    ignore_unknown = request.app[ENGINE].config.server.ignore_unknown_fields
+    ignore_unknown = _ignores_unknown(request)
     messages, use = template_messages(body, images), tools_of(body, ignore_unknown=ignore_unknown)
     config, is_begun = body.output_config or OutputConfig(), body.messages[-1].role == "assistant"
     if is_begun and body.format is not None:
@@ -114,13 +116,17 @@ def _conversation(
     ), use
 
 
+def _ignores_unknown(request: web.Request) -> bool:
+    return request.app[ENGINE].config.server.ignore_unknown_fields
+
+
 @contextmanager
-def _own_names(body: CountTokensRequest) -> Iterator[None]:
+def _own_names(body: CountTokensRequest, ignore_unknown: bool) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        is_offered = body.tool_choice is None or body.tool_choice.type != "none"
-        blame(error, bool(body.tools) and is_offered, "output_config.format")
+        if (error.param or "").startswith("structured_outputs"):
+            blame(error, tools_of(body, ignore_unknown=ignore_unknown), body.bound_by)
         names = _NAMES | ({} if body.stop_sequences is None else {"stop": "stop_sequences"})
         if body.metadata is not None:
             names["user"] = "metadata.user_id"

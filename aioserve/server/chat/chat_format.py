@@ -77,10 +77,18 @@ def untold_tools(tokenizer: Any, tool_call_parser: str) -> str | None:
 class ChatFormat:
     """How one model writes replies."""
 
-    def __init__(self, tokenizer: Any, tool_call_parser: str, reasoning_parser: str) -> None:
-        """Both names may be `auto`, as the chat template has it, or `none`. Raises `ConfigError`
-        for what names no format.
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_call_parser: str,
+        reasoning_parser: str,
+        *,
+        closes_objects: bool = True,
+    ) -> None:
+        """Both names may be `auto`, as the chat template has it, or `none`. `closes_objects` is as
+        for `for_grammar`. Raises `ConfigError` for what names no format.
         """
+        self.closes_objects = closes_objects
         self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
         choice = choose(tool_call_parser, reasoning_parser, _templates_of(tokenizer))
         self.malformed = MalformedCalls(choice.name)

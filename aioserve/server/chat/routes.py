@@ -57,17 +57,18 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     )
     body.messages.clear()  # images that they hold would stay as long as the stream
     has_reasoning = leaves_room_for_reasoning(params, use)
-    params = await bind_off_loop(params, use, chat_format, conversation)
-    if has_reasoning:
-        params = with_budget(request, params, body.thinking_token_budget, "thinking_token_budget")
-    reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
     try:
+        params = await bind_off_loop(params, use, chat_format, conversation, body.bound_by)
+        if has_reasoning:
+            budget = body.thinking_token_budget
+            params = with_budget(request, params, budget, "thinking_token_budget")
+        reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
         with images.named():
             prompt = request.app[IMAGES].shown(conversation, images)
             return await respond(request, body, [prompt], params, reply)
     except RequestError as error:
         error.param = _NAMES.get(error.param or "", error.param)
-        blame(error, use is not None, None)
+        blame(error, use, body.bound_by)
         raise
 
 

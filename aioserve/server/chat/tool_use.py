@@ -41,6 +41,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     tools: list[dict[str, Any]]  # as chat templates know them
     functions: list[Function]  # those of them that may be called
+    paths: dict[str, str]  # by name of a function, where its schema stands in the body
     must_call: bool
     is_parallel: bool  # or one call at most
     is_bound: bool  # a call that the model makes by itself keeps to what it may be
@@ -63,6 +64,7 @@ def tool_use(
         raise RequestError("tool_choice needs tools", param="tool_choice")
     tools: list[dict[str, Any]] = []
     functions: dict[str, Function] = {}
+    paths: dict[str, str] = {}
     for path, function in offered.items():
         if function.name in functions:
             raise RequestError(
@@ -71,6 +73,7 @@ def tool_use(
             )
         parameters = _parameters(function, path, names.parameters)
         functions[function.name] = Function(function.name, parameters, bool(function.strict))
+        paths[function.name] = f"{path}.{names.parameters}"
         tools.append(_template_tool(function, parameters))
     if not offered or choice == "none":
         return None
@@ -83,6 +86,7 @@ def tool_use(
     return ToolUse(
         tools=tools,
         functions=may_call,
+        paths=paths,
         must_call=choice == "required",
         is_parallel=is_parallel,
         is_bound=len(may_call) < len(tools) or any(f.is_strict for f in may_call),

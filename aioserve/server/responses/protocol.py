@@ -183,6 +183,14 @@ class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
     top_logprobs: Int | None = None  # alternatives per token of a message, up to 20
     truncation: Literal["auto", "disabled"] | None = None  # auto: as truncate_prompt_tokens -1
 
+    @property
+    def bound_by(self) -> str | None:
+        """The field that the text is bound by, if it is another than `structured_outputs`."""
+        form = None if self.text is None else self.text.format
+        if form is None:
+            return None
+        return "text.format" if form.schema is None else "text.format.schema"
+
     def sampling_params(
         self, defaults: SamplingDefaults, default_max_tokens: int | None
     ) -> SamplingParams:

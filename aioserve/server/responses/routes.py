@@ -79,7 +79,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     engine = request.app[ENGINE]
     images = ImageParts.of(engine)
     offered = _offered(request, body)
-    with _own_names(offered.use), images.named():
+    with _own_names(offered.use, body), images.named():
         await _check_id(request, body)
         params = msgspec.structs.replace(
             body.sampling_params(
@@ -88,7 +88,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             kept_special_tokens=chat_format.kept_special_tokens,
         )
         items, conversation = await _conversation(request, body, offered.use, images)
-        params = await bind_off_loop(params, offered.use, chat_format, conversation)
+        params = await bind_off_loop(params, offered.use, chat_format, conversation, body.bound_by)
         params = with_budget(request, params, *body.reasoning_budget())
         answer = ResponseAnswer(request, body, offered, params, items)
         del items  # images that they hold would stay as long as the stream
@@ -101,7 +101,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     body = await decode_body(request, decoder)
     images = ImageParts.of(request.app[ENGINE])
     use = _offered(request, body).use
-    with _own_names(use), images.named():
+    with _own_names(use, body), images.named():
         engine = request.app[ENGINE]
         body.sampling_params(engine.sampling_defaults, None)  # refuses what no reply takes
         _, conversation = await _conversation(request, body, use, images)
@@ -167,11 +167,11 @@ def _input(body: ResponsesRequest) -> list[InputItem]:
 
 
 @contextmanager
-def _own_names(use: ToolUse | None) -> Iterator[None]:
+def _own_names(use: ToolUse | None, body: ResponsesRequest) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        blame(error, use is not None, "text.format")
+        blame(error, use, body.bound_by)
         error.param = _NAMES.get(error.param or "", error.param)
         raise
 
