@@ -140,7 +140,7 @@ def _bound(schema: Schema, path: str) -> None:
         schema["maximum"] = LARGEST
     if most is not None and least is None and most <= -_UNBOUNDED_FROM:
         schema["minimum"] = -LARGEST
-    multiple = schema.get("multipleOf")
+    multiple: Any = schema.get("multipleOf")
     if _is_number(multiple):
         is_bound = least is not None or most is not None
         limit = _MAX_BOUND_MULTIPLE if is_bound else _MAX_MULTIPLE

@@ -65,9 +65,9 @@ class Setup(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     limits: dict[str, Any]  # of llguidance
     stack_bytes: int  # for compiling
-    settings: StructuredOutputsConfig = StructuredOutputsConfig()
     seconds: float = TRIAL_SECONDS
     num_bytes: int = MAX_GRAMMAR_BYTES
+    settings: StructuredOutputsConfig = StructuredOutputsConfig()
 
 
 class Verdict(msgspec.Struct, frozen=True):
