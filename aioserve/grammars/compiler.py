@@ -219,7 +219,8 @@ class GrammarCompiler:
         backend.no_padding()
         backend.no_truncation()
         eos = list(info.eos_token_ids)
-        return Setup(backend.to_str(), info.vocab_size, eos, LIMITS, STACK_BYTES, self._settings)
+        tokenizer, settings = backend.to_str(), self._settings
+        return Setup(tokenizer, info.vocab_size, eos, LIMITS, STACK_BYTES, settings=settings)
 
     def _trial_threads(self) -> ThreadPoolExecutor:
         if self._trying is None:
