@@ -56,7 +56,7 @@ def run(name: str, seed: int, seconds: float, folder: Path) -> int:
         _keep(runner.slowest_case, folder / "slowest")
     print(
         f"{name:10} {runner.num_cases:8,} cases, {runner.num_refused:8,} refused, slowest "
-        f"{runner.slowest:.2f} s, {len(findings)} findings",
+        f"{runner.slowest:.2f} s, {len(findings)} findings{target.told and '; ' + target.told}",
         flush=True,
     )
     return len(findings)

@@ -30,6 +30,7 @@ class Target(ABC):
     name: str
     words: tuple[bytes, ...] = ()
     focus: int | None = None
+    told = ""  # what `close` has to say of all cases
 
     def __init__(self, folder: Path) -> None:
         """Files go to `folder`, which is empty."""

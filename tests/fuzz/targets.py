@@ -46,6 +46,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.server.access.keyring import read_keys
 from aioserve.structured_outputs import StructuredOutputs
 from tests.adapters import make_adapter
+from tests.fuzz.bounded import BOUNDED
 from tests.fuzz.harness import Target
 from tests.gguf_models import write_gguf
 from tests.lab.traffic import record
@@ -853,6 +854,7 @@ TARGETS: dict[str, type[Target]] = {
             Templates,
             Logs,
             Blocks,
+            *BOUNDED,
         ),
     )
 }

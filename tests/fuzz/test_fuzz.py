@@ -3,11 +3,15 @@
 A case that broke the promise once lies in the corpus of its target.
 """
 
+import re
+import time
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from aioserve.sampling_params import SamplingParams
+from tests.fuzz.bounded import MOST_STILL, Stops
 from tests.fuzz.harness import CORPUS, HangError, Runner, Target, bounded
 from tests.fuzz.targets import TARGETS
 
@@ -15,6 +19,7 @@ from tests.fuzz.targets import TARGETS
 NUM_CASES = {
     **{"http": 30, "client": 60, "configs": 60, "models": 8, "starts": 8, "gguf": 40},
     **{"adapters": 30, "grammars": 40, "templates": 15, "logs": 40, "blocks": 20},
+    **{"regexes": 4, "schemas": 4, "larks": 4, "stops": 2},
 }
 
 
@@ -83,3 +88,35 @@ def test_a_case_is_ended_that_takes_too_long() -> None:
 
     with pytest.raises(HangError), bounded(0.05):
         spin()
+
+
+class Costly(Stops):
+    """Requests that do on the loop what no request may."""
+
+    way = ""
+
+    async def _ask(self, params: SamplingParams) -> None:
+        way, self.way = self.way, ""  # one of the three
+        if way == "memory":
+            taken = bytearray(200 << 20)
+            taken[:: 1 << 12] = bytes(len(taken) >> 12)
+        if way == "time":
+            began = time.process_time()
+            while time.process_time() < began + MOST_STILL:
+                pass
+
+
+def test_what_a_case_may_cost_is_bounded_in_memory_and_in_time_on_the_loop(tmp_path: Path) -> None:
+    target = Costly(tmp_path)
+    try:
+        found = {}
+        for way in ("", "memory", "time"):
+            target.way = way
+            found[way] = Runner(target, seed=0).run(target.seeds()[0])
+    finally:
+        target.close()
+    assert found[""] is None
+    assert found["memory"] is not None
+    assert re.search(r"takes \d+ MiB", found["memory"].what)
+    assert found["time"] is not None
+    assert "holds the loop for" in found["time"].what
