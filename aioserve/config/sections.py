@@ -126,6 +126,14 @@ class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, doc("file with the chat template (default: the model's own)")
     ] = None
+    content_special_tokens: Annotated[
+        Literal["token", "text"],
+        doc(
+            "how a chat reads a special token, as <|im_end|>, that is spelled in the content of a "
+            "message, in a tool or its result; token: as that token, as other engines do; text: as "
+            "its characters, so that no content can end its turn or begin another"
+        ),
+    ] = "token"
     skip_tokenizer_init: Annotated[
         bool,
         doc("load no tokenizer: Python callers send and receive token ids (refused by the server)"),

@@ -19,6 +19,7 @@ from aioserve.engine.admission.call_forms import (
     one_call_each,
     probe,
 )
+from aioserve.engine.admission.content_text import ContentText
 from aioserve.engine.admission.late_system import PROBE, has_late_system, without_late_system
 from aioserve.engine.admission.template_renderer import TemplateRenderer
 from aioserve.errors import RequestError
@@ -82,12 +83,18 @@ class ChatTemplate:
     """The templates of one tokenizer. Blocks the caller, which must be no event loop."""
 
     def __init__(
-        self, tokenizer: Any, marks: Mapping[str, str] = {}, *, seconds: float | None = None
+        self,
+        tokenizer: Any,
+        marks: Mapping[str, str] = {},
+        *,
+        seconds: float | None = None,
+        content: ContentText | None = None,
     ) -> None:
         """`marks` stand in a text for parts of other types that the model reads ("image"), by type.
+        With `content`, prompts hold its marks, and are for its `encode`.
         `seconds` of CPU time are for one text; None: as many as there are by default.
         """
-        self._tokenizer, self._marks = tokenizer, marks
+        self._tokenizer, self._marks, self._content = tokenizer, marks, content
         self._renderer = TemplateRenderer(seconds)
         self._names: dict[str, frozenset[str]] = {}  # that a template may be given, by template
         self._takes: dict[str, tuple[bool, bool]] = {}  # by template: text, parts
@@ -103,6 +110,8 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> str:
         """The prompt. Raises `RequestError` if the template does, or asks too much."""
         source = self._source(with_tools=bool(conversation.tools))
+        if self._content is not None:
+            conversation = self._content.marked(conversation)
         messages = [_with_reasoning(message) for message in conversation.messages]
         tools = [dict(tool) for tool in conversation.tools]
         if has_late_system(messages) and not self._takes_late_system(source):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 
 from aioserve.engine.admission.chat_template import Conversation, Messages
+from aioserve.engine.admission.content_text import MARK, unmarked
 from aioserve.engine.admission.multimodal_prompts import Encoded, MultimodalProcessor, ReadMedia
 from aioserve.engine.admission.prompt_limit import PromptLimit
 from aioserve.engine.admission.sampling_validator import NO_TOKENIZER, SamplingValidator
@@ -63,6 +64,7 @@ class InputProcessor:
             self._tokenizer = model_info.tokenizer
             self._illustrations = MultimodalProcessor(model_info, self._tokenizer, runner_info)
             self._chat_template = self._illustrations.template
+            self._content = self._illustrations.content
             self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if self._backend is not None:
                 self._backend.no_truncation()
@@ -243,7 +245,7 @@ class InputProcessor:
 
     def _render(self, conversation: Conversation, room: PromptLimit) -> str:
         text = self._chat_template.render(conversation)
-        room.check(room.kept(self._least_tokens_of(text)), "at least ")
+        room.check(room.kept(self._least_tokens_of(unmarked(text))), "at least ")
         return text
 
     def _render_and_encode(self, conversation: Conversation, room: PromptLimit) -> list[int]:
@@ -254,7 +256,9 @@ class InputProcessor:
 
     def _encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:
-            if self._backend is None:
+            if self._content is not None and MARK in text:
+                ids = self._content.encode(text)
+            elif self._backend is None:
                 ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
             else:
                 # The batch call releases the GIL; "fast" skips offsets, which are not read.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.engine.admission.chat_template import ChatTemplate, Conversation, Messages
+from aioserve.engine.admission.content_text import ContentText
 from aioserve.engine.admission.prompt_limit import PromptLimit
 from aioserve.errors import ConfigError, RequestError
 from aioserve.model_info import ModelInfo
@@ -97,7 +98,9 @@ class MultimodalProcessor:
             *(self._refusals.get(kind, "") for kind in ("image", "video")),
             *(placeholders.get(kind, "") for kind in ("image", "video")),
         )
-        self.template = ChatTemplate(tokenizer, placeholders)
+        as_text = info.config.content_special_tokens == "text"
+        self.content = ContentText(tokenizer) if as_text else None
+        self.template = ChatTemplate(tokenizer, placeholders, content=self.content)
 
     def look_at(self, prompt: MultimodalPrompt, room: PromptLimit) -> tuple[str | Messages, int]:
         """The words of a prompt, without its images and videos, and how many tokens those stand for
