@@ -20,6 +20,7 @@ from aioserve.model_source.lazy_tensors import LazyReads
 from aioserve.model_source.quantized_names import ModuleNames
 from aioserve.model_source.sentence_pooling import stated_pooling
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
+from aioserve.model_source.tokenizer_growth import check_growth
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Directory(ModelSource):
     def read_tokenizer(self) -> Any:
         import transformers
 
+        check_growth(self.path / "tokenizer.json")  # the library would try it on its own tokens
         name = "PreTrainedTokenizerFast" if self._has_plain_tokenizer() else "AutoTokenizer"
         try:
             return getattr(transformers, name).from_pretrained(
