@@ -7,7 +7,10 @@ from aioserve.thinking_budget import ThinkingBudget
 GRAMMAR = ("Be patient, sir.", "Be gone, sir.", "Be gone, madam!", "Farewell!")
 _CALL = '<tool_call>\n{"name": "go", "arguments": {"to": "%s"}}\n</tool_call>'
 TOOLS = tuple(_CALL % place for place in ("Rome", "Troy", "Roma"))
-TEXTS = {"grammars": GRAMMAR, "tools": TOOLS}
+#: With the tokens of `ADDED`: forced, in the middle, and beside another.
+MARKED = ("<tool_call>go</tool_call>", "<tool_call>gone", "So <think>", "So </think><think>.")
+ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+TEXTS = {"grammars": GRAMMAR, "tools": TOOLS, "added tokens": MARKED}
 REPETITION, PRESENCE, FREQUENCY = 1.3, 0.4, 0.3
 STOPS = ("d", "f", "h", "i", "w")  # letters that no text of TOOLS has
 BUDGET = ThinkingBudget(max_tokens=4, start="<think>", end="</think>", is_implied=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.adapters import ALL_LINEAR, ATTENTION, make_adapter, merge
 from tests.eagle_models import make_head
+from tests.matrix.asks import ADDED
 from tests.matrix.features import MODELS
 from tests.models import make_model
 from tests.mtp_models import make_mtp_model
@@ -114,8 +115,9 @@ def names_of_models() -> str:
 class BuiltModel:
     """One model on disk, and what comes with it."""
 
-    def __init__(self, key: frozenset[str], folder: Path) -> None:
-        self.key = key
+    def __init__(self, key: frozenset[str], folder: Path, has_added: bool = False) -> None:
+        """`has_added`: its tokenizer has the tokens of `asks.ADDED`, which are text."""
+        self.key, self.has_added = key, has_added
         self.name, make, self._targets = _KINDS[key]
         self._folder = folder
         made = make(folder / "model")
@@ -123,6 +125,8 @@ class BuiltModel:
         self.path = made.path if isinstance(made, Seeing) else made
         if self.seeing is None:
             _add_tokenizer(self.path)
+        if has_added:
+            _add_tokens(self.path)
 
     @cached_property
     def adapter(self) -> Path:
@@ -165,16 +169,18 @@ class Builds:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: dict[frozenset[str], BuiltModel] = {}
+        self._made: dict[tuple[frozenset[str], bool], BuiltModel] = {}
 
     def model(self, features: Collection[str]) -> BuiltModel:
         """The model that has these features."""
         key = model_key(features)
         assert key is not None, f"{features} have no model"
-        if key not in self._made:
-            name = "-".join(sorted(key)) or "plain"
-            self._made[key] = BuiltModel(key, self._folder / name.lower())
-        return self._made[key]
+        has_added = "added tokens" in features
+        if (key, has_added) not in self._made:
+            name = "-".join([*sorted(key), *["added"] * has_added]) or "plain"
+            made = BuiltModel(key, self._folder / name.lower(), has_added)
+            self._made[key, has_added] = made
+        return self._made[key, has_added]
 
     def new_folder(self, name: str) -> Path:
         """An empty folder for what a run leaves on disk."""
@@ -187,6 +193,16 @@ class Builds:
     def folder(self) -> Path:
         """Where all of it is."""
         return self._folder
+
+
+def _add_tokens(path: Path) -> None:
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    added = tokenizer["added_tokens"]
+    first = max([*tokenizer["model"]["vocab"].values(), *(token["id"] for token in added)]) + 1
+    for token_id, text in enumerate(ADDED, first):
+        added.append({**added[0], "id": token_id, "content": text, "special": False})
+    file.write_text(json.dumps(tokenizer))
 
 
 def _add_tokenizer(path: Path) -> None:

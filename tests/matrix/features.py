@@ -22,6 +22,7 @@ FEATURES: dict[str, str] = {
     "thinking budget": "four tokens of reasoning, then the end mark is forced",
     "grammars": "one of four texts, which share beginnings",
     "tools": "a forced tool call, read by the parser `hermes`",
+    "added tokens": "one of four texts with `<tool_call>` or `<think>`, tokens that are text",
     "n-gram drafts": "`--speculative-method ngram`",
     "draft model": "`--speculative-method draft`, a small Llama",
     "EAGLE": "`--speculative-method draft`, an EAGLE-3 head",

@@ -175,7 +175,7 @@ def _pieces(model: BuiltModel) -> dict[int, str]:
     """The text of each token that is text alone, by its id."""
     from transformers import AutoTokenizer
 
-    key = model.name if model.seeing is not None else ""
+    key = f"{model.name if model.seeing is not None else ''} {model.has_added}"
     if key not in _PIECES:
         tokenizer = AutoTokenizer.from_pretrained(model.path)
         special = {*tokenizer.all_special_ids}

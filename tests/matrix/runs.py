@@ -49,7 +49,7 @@ class Matrix:
     """Runs, whose models and references are kept."""
 
     builds: Builds
-    _references: dict[frozenset[str], Reference] = field(default_factory=dict)
+    _references: dict[Path, Reference] = field(default_factory=dict)
     _alone: dict[Any, Any] = field(default_factory=dict)
 
     async def run(self, features: Collection[str], place: str, seed: int = 0) -> None:
@@ -88,9 +88,9 @@ class Matrix:
     def reference(self, features: Collection[str]) -> Reference:
         """The reference of the model that has these features."""
         model = self.builds.model(features)
-        if model.key not in self._references:
-            self._references[model.key] = Reference(model, _prompts(model.seeing))
-        return self._references[model.key]
+        if model.path not in self._references:
+            self._references[model.path] = Reference(model, _prompts(model.seeing))
+        return self._references[model.path]
 
     async def _check(self, features: Collection[str], ask: Ask, reply: Any, place: str) -> None:
         rounded = frozenset(ROUNDED) & set(features)
@@ -126,7 +126,7 @@ class Matrix:
         """The reply to a request that is alone in an engine without anything else."""
         own = rounded | ({*MODELS, "adapters"} & set(features))
         where, model = "one process" if place == "workers" else place, self.builds.model(features)
-        known = self._alone.setdefault((model.key, own, where), {})
+        known = self._alone.setdefault((model.path, own, where), {})
         if ask not in known:
             reference = self.reference(features)
             config = make_config(own, self.builds, where, model)

@@ -15,7 +15,15 @@ from aioserve.config import (
 )
 from aioserve.structured_outputs import StructuredOutputs
 from tests.matrix import asks
-from tests.matrix.asks import GRAMMAR, NUM_LOGPROBS, NUM_PROMPT_LOGPROBS, TOOLS, Ask
+from tests.matrix.asks import (
+    GRAMMAR,
+    MARKED,
+    NUM_LOGPROBS,
+    NUM_PROMPT_LOGPROBS,
+    TEXTS,
+    TOOLS,
+    Ask,
+)
 from tests.matrix.built import Builds, BuiltModel, model_key
 from tests.matrix.features import FIELDS
 from tests.matrix.policy import MatrixPolicy
@@ -141,6 +149,8 @@ def make_params(ask: Ask) -> SamplingParams | PoolingParams:
         own["structured_outputs"] = StructuredOutputs(choice=GRAMMAR)
     if "tools" in ask.kinds:
         own["structured_outputs"] = StructuredOutputs(choice=TOOLS)
+    if "added tokens" in ask.kinds:
+        own["structured_outputs"] = StructuredOutputs(choice=MARKED)
     if "seeded sampling" in ask.kinds:
         return SamplingParams(temperature=0.8, seed=asks.SEED, **own)
     return SamplingParams(temperature=0, **own)
@@ -153,7 +163,7 @@ def asks_of(features: Collection[str], num_prompts: int) -> list[Ask]:
     asked = frozenset(features)
     plain = asked & set(FIELDS)
     bound = plain - {"thinking budget"}  # whose mark no grammar allows
-    kinds = [bound | {name} for name in ("grammars", "tools") if name in asked]
+    kinds = [bound | {name} for name in TEXTS if name in asked]
     if "embeddings" in asked:
         kinds.append(frozenset({"embeddings"}))
     kinds += [plain, frozenset()] if plain else [frozenset()]

@@ -26,6 +26,7 @@ from aioserve.server.chat.tool_use import tool_use
 from tests.added_tokens import FAMILIES, Family, family_model
 from tests.server.scripted import saying
 from tests.server.serving import Answer, Server, running
+from tests.slow import mostly_slow
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -82,7 +83,7 @@ async def serving(family: Family, path: Path, **settings: Any) -> AsyncIterator[
         yield server
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, but=["qwen", "gemma", "gpt_oss"]))
 async def test_a_model_is_forced_into_calls_and_texts_with_its_added_tokens(
     name: str, tmp_path: Path
 ) -> None:
