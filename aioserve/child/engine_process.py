@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -108,6 +109,7 @@ class EngineProcess:
                 raise EngineStartError("start() was called before: make another EngineProcess")
             child = self._child = Child(self.config)
             self._thread.start()
+            weakref.finalize(self, _stop, self._loop).atexit = False  # dropped without `close`
             client = AsyncClient(f"unix:{child.path}")
             try:
                 self._run(self._until_ready(client, child))
@@ -280,3 +282,9 @@ async def _settle(client: AsyncClient) -> None:
 
 async def _close(outputs: AsyncGenerator[RequestOutput, None]) -> None:
     await outputs.aclose()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    """Have the thread of a loop end."""
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(loop.stop)

@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 import time
+import weakref
 import zlib
 from pathlib import Path
 
@@ -36,12 +37,29 @@ MAX_PENDING_BYTES = 64 * 2**20
 CLOSE_SECONDS = 3.0
 
 
-class LogWriter(RecordSink, Gaps):
+class _End(Gaps):
+    """Whether a log has ended before the server: what follows a gap could not be replayed."""
+
+    def __init__(self, path: Path) -> None:
+        self.has_come = False
+        self._path = path
+
+    def come(self, error: Exception) -> None:
+        """It ends here."""
+        if not self.has_come:
+            self.has_come = True
+            logger.error("decision log %s ends here: %r", self._path, error)
+
+    def begins(self, error: OSError) -> None:
+        self.come(error)
+
+
+class LogWriter(RecordSink):
     """A `RecordSink` that ends in a file. Whatever goes wrong stops the log, never the server."""
 
     def __init__(self, path: Path) -> None:
         """An older log of that name is kept, as `begin_log` says. Raises `ConfigError`."""
-        self._path = path
+        self._end = _End(path)
         # It holds the prompts of all users: no other user of the machine may read it.
         open_file = begin_log(str(path), "decision log", 0o600)
 
@@ -57,14 +75,14 @@ class LogWriter(RecordSink, Gaps):
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
         self._buffered_since = time.monotonic()
-        self._is_stopped = False
         # Deflating is done on the thread too: it needs no GIL.
         self._writer = BackgroundWriter(
-            begin, "decisions", self, max_bytes=MAX_PENDING_BYTES, encode=_frame
+            begin, "decisions", self._end, max_bytes=MAX_PENDING_BYTES, encode=_frame
         )
+        weakref.finalize(self, self._writer.close, 0.0)  # its thread ends with it in any case
 
     def write(self, record: Record) -> None:
-        if self._is_stopped:
+        if self._end.has_come:
             return
         payload = self._encoder.encode(record)  # now: what it refers to will change
         self._buffer += RECORD_HEAD.pack(len(payload))
@@ -77,17 +95,12 @@ class LogWriter(RecordSink, Gaps):
 
     def flush(self) -> None:
         self._buffered_since = time.monotonic()
-        if self._buffer and not self._is_stopped:
+        if self._buffer and not self._end.has_come:
             self._writer.write(bytes(self._buffer))
             self._buffer.clear()
 
     def fail(self, error: Exception) -> None:
-        if not self._is_stopped:
-            self._is_stopped = True
-            logger.error("decision log %s ends here: %r", self._path, error)
-
-    def begins(self, error: OSError) -> None:
-        self.fail(error)  # what follows a gap could not be replayed
+        self._end.come(error)
 
     def close(self) -> None:
         self.flush()

@@ -7,6 +7,8 @@ handlers, opens no ports; starts no processes but those that render chat templat
 import asyncio
 import logging
 import threading
+import warnings
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from types import TracebackType
@@ -15,6 +17,7 @@ from typing import Self
 from aioserve.config import EngineConfig
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.clock import is_real
+from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.observe.watchdog import Watchdog
 from aioserve.engine.operated_engine import OperatedEngine
 from aioserve.engine.samples import Origin, Samples, SampleState
@@ -100,13 +103,7 @@ class AsyncEngine(OperatedEngine):
         self._task.add_done_callback(lambda task: self._on_task_done(task, parts))
         self._is_real_time = is_real(parts.clock)
         if self._is_real_time:
-            self._watchdog = Watchdog(
-                self.config.server,
-                lambda: parts.core.loop.scheduler.policy,
-                lambda: parts.core.step_since,
-                lambda: parts.core.loop.scheduler.has_requests(),
-                self._give_up_step,
-            )
+            self._watchdog = _watch(self, parts.core)
 
     def end_process_with_loop(self, end: Callable[[str], None]) -> None:
         """Call `end`, on another thread and with what has happened, when the event loop has stood
@@ -166,6 +163,18 @@ class AsyncEngine(OperatedEngine):
                 logger.error("the runner is not closed: its thread is still at the step that hangs")
             elif self._runner is not None:
                 await self._runner.close()
+
+    def __del__(self) -> None:
+        """An engine that is dropped without `shutdown` leaves no thread and no process behind: they
+        end with what they work for. In a loop that still turns, Python warns of it.
+        """
+        if self._watchdog is None or self._home is None:
+            return
+        self._watchdog.close()
+        if not (self._is_closing or self._home[0].is_closed()):
+            warnings.warn(
+                f"{self!r} is dropped without shutdown()", ResourceWarning, 1, source=self
+            )
 
     async def _drain(self, parts: EngineParts, seconds: float) -> None:
         if parts.shadow_turns is not None:
@@ -358,3 +367,28 @@ class AsyncEngine(OperatedEngine):
         error = EngineDeadError(f"the engine has died: {self._error}")
         error.__cause__ = self._error
         parts.output_processor.fail_requests(None, error, parts.clock())
+
+
+def _watch(engine: AsyncEngine, core: EngineCore) -> Watchdog:
+    """A watchdog whose thread keeps neither alive: an engine that is dropped ends its thread."""
+    engine_ref, core_ref = weakref.ref(engine), weakref.ref(core)
+
+    def loop() -> EngineLoop:
+        if (found := core_ref()) is None:
+            raise RuntimeError("the engine is gone")
+        return found.loop
+
+    def step_since() -> float | None:
+        return None if (found := core_ref()) is None else found.step_since
+
+    def give_up_step(why: str) -> None:
+        if (found := engine_ref()) is not None:
+            found._give_up_step(why)
+
+    return Watchdog(
+        engine.config.server,
+        lambda: loop().scheduler.policy,
+        step_since,
+        lambda: loop().scheduler.has_requests(),
+        give_up_step,
+    )

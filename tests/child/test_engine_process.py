@@ -4,6 +4,7 @@ left behind.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -236,6 +237,21 @@ def test_closing_lets_calls_of_other_threads_end_and_leaves_nothing():
         engine.generate_one("Hello")
     with pytest.raises(EngineDeadError, match="ended by close"):
         next(engine.generate("Hello"))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # as of every loop and process
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_is_dropped_without_close_leaves_no_thread_and_no_process():
+    before = set(threading.enumerate())
+    engine = EngineProcess(SIMULATED)
+    engine.start()
+    pid = engine.pid
+    assert engine.generate_one("x", SHORT).finish_reason is FinishReason.LENGTH
+    del engine
+    gc.collect()
+    until(lambda: not set(threading.enumerate()) - before, "its threads end")
+    stat = Path(f"/proc/{pid}/stat")
+    until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", "its process ends")
 
 
 def test_closing_ends_calls_that_do_not_end_in_time():

@@ -1,12 +1,18 @@
 """An engine is started once and ended once, in whatever order the calls come."""
 
 import asyncio
+import gc
+import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import RunnerConfig
+from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -18,10 +24,65 @@ from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulation.simulated import SimulatedRunner
-from tests.processes import PATIENCE
+from aioserve.structured_outputs import StructuredOutputs
+from tests.processes import PATIENCE, until
 
 CONFIG = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=0.5))
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+
+
+def threads_beside(before: set[threading.Thread]) -> list[str]:
+    """Names of our threads that live, without those of `before`."""
+    return [t.name for t in set(threading.enumerate()) - before if t.name.startswith("aioserve")]
+
+
+async def use(config: EngineConfig) -> AsyncEngine:
+    """An engine that has started, and all threads that a reply takes."""
+    engine = AsyncEngine(config)
+    await engine.start()
+    schema = StructuredOutputs(json={"type": "integer"})
+    is_real = config.runner.runner != "simulated"
+    params = SamplingParams(max_tokens=3, structured_outputs=schema if is_real else None)
+    async for _ in engine.generate([{"role": "user", "content": "x"}], params):
+        pass
+    return engine
+
+
+@pytest.mark.parametrize("runner", ["simulated", "model"])
+@pytest.mark.parametrize("turns_on", [True, False])
+def test_an_engine_that_is_dropped_without_shutdown_leaves_no_thread_and_no_process(
+    runner: Any, turns_on: bool, tmp_path: Path
+) -> None:
+    logs = SchedulerConfig(
+        request_log=str(tmp_path / "requests.jsonl"), decision_log=str(tmp_path / "decisions.log")
+    )
+    config = EngineConfig(runner=RunnerConfig(runner=runner), scheduler=logs)
+    before, processes = set(threading.enumerate()), set(psutil.Process().children())
+
+    def all_have_ended() -> bool:
+        gc.collect()
+        children = set(psutil.Process().children()) - processes
+        return not (threads_beside(before) or children)
+
+    async def drop() -> None:
+        """In a loop that turns on, of which Python warns."""
+        engine = await use(config)
+        what = f"{engine!r} is dropped without shutdown()"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", ResourceWarning)
+            del engine
+            async with asyncio.timeout(PATIENCE):
+                while not all_have_ended():  # noqa: ASYNC110 - threads end
+                    await asyncio.sleep(0.01)
+        assert [str(one.message) for one in told if "dropped" in str(one.message)] == [what]
+
+    if turns_on:
+        asyncio.run(drop())
+    else:
+        engine = asyncio.run(use(config))
+        assert len(threads_beside(before)) >= 4
+        del engine
+        until(all_have_ended, "its threads end")
 
 
 class SlowToLoad(SimulatedRunner):

@@ -5,6 +5,7 @@ decision, are in the decision log.
 """
 
 import logging
+import weakref
 from typing import Annotated
 
 import msgspec
@@ -31,7 +32,21 @@ class RequestLogLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds
 
 
-class RequestLog(Gaps):
+class _LostLines(Gaps):
+    """Says in the server's log that lines are missing."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def begins(self, error: OSError) -> None:
+        logger.error("request log %s loses lines: %s", self._path, error.strerror or error)
+
+    def ends(self, num_lines: int, error: OSError) -> bytes:
+        logger.warning("request log %s goes on; %d lines are lost", self._path, num_lines)
+        return b""
+
+
+class RequestLog:
     """Begins a new file; an older one of that name is kept beside it. A thread writes it: a disk or
     a reader that stands still holds up no request, and lines that find no room are counted.
     """
@@ -39,7 +54,9 @@ class RequestLog(Gaps):
     def __init__(self, path: str, now: float) -> None:
         """`now` is the engine's clock, in seconds. Raises `ConfigError`."""
         self._path = path
-        self._writer = BackgroundWriter(begin_log(path, "request log", 0o644), "requests", self)
+        open_file = begin_log(path, "request log", 0o644)
+        self._writer = BackgroundWriter(open_file, "requests", _LostLines(path))
+        weakref.finalize(self, self._writer.close, 0.0)  # its thread ends with it in any case
         self._began = now
         self._encoder = msgspec.json.Encoder()
 
@@ -58,13 +75,6 @@ class RequestLog(Gaps):
             timeout,
         )
         self._writer.write(self._encoder.encode(line) + b"\n")
-
-    def begins(self, error: OSError) -> None:
-        logger.error("request log %s loses lines: %s", self._path, error.strerror or error)
-
-    def ends(self, num_lines: int, error: OSError) -> bytes:
-        logger.warning("request log %s goes on; %d lines are lost", self._path, num_lines)
-        return b""
 
     def close(self) -> None:
         """Idempotent; nothing can be written afterwards. Waits a moment for what reads the file."""
