@@ -45,8 +45,8 @@ HEADERS_IN_MS: Mapping[str, str] = {SLO_TTFT: "x-slo-ttft-ms", SLO_TPOT: "x-slo-
 MAPS = ("vllm_xargs", "kv_hints")
 #: Labels of bodies, by the hint that each one states; the first that a body has counts.
 LABELS: Mapping[str, tuple[str, ...]] = {SESSION: ("session_id", "prompt_cache_key")}
-#: Dynamo's names for hints.
-NVEXT_NAMES: Mapping[str, str] = {"osl": PREDICTED_OUTPUT_TOKENS}
+#: Names of hints in maps of vLLM and Dynamo that are others here.
+FOREIGN_NAMES: Mapping[str, str] = {"osl": PREDICTED_OUTPUT_TOKENS}
 
 
 def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | None) -> Hints:
@@ -59,8 +59,8 @@ def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | N
     """
     found: Hints = {}
     for name in MAPS:
-        found |= _checked(name, getattr(body, name, None))
-    found |= {NVEXT_NAMES.get(n, n): v for n, v in _agent_hints(body).items()}
+        found |= _own_names(_checked(name, getattr(body, name, None)))
+    found |= _own_names(_agent_hints(body))
     found |= stated or {}
     allowed = None if key is None else key.hints
     if allowed is not None:
@@ -79,6 +79,13 @@ def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | N
     if (own := request.get(OWN_HINTS)) is not None:
         found |= own
     return found
+
+
+def _own_names(given: Hints) -> Hints:
+    """Hints of another engine's map by the names that they have here; such a name goes before."""
+    return {FOREIGN_NAMES.get(name, name): value for name, value in given.items()} | {
+        name: value for name, value in given.items() if name not in FOREIGN_NAMES
+    }
 
 
 def _unstated(request: web.Request, body: Any) -> Hints:

@@ -43,6 +43,12 @@ COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": True}
         ({"prompt_cache_key": 5}, {"X-Dynamo-Session-Id": "h"}, {"session": "h"}),
         ({"hints": {"session": "own"}, "session_id": "s"}, {}, {"session": "own"}),
         ({"vllm_xargs": {"a": 1, "b": "x"}, "kv_hints": {"a": 2}}, {}, {"a": 2, "b": "x"}),
+        ({"vllm_xargs": {"osl": 90}}, {}, {"predicted_output_tokens": 90}),
+        (
+            {"kv_hints": {"predicted_output_tokens": 7, "osl": 90}, "vllm_xargs": {"osl": 5}},
+            {},
+            {"predicted_output_tokens": 7},
+        ),
         (
             {"nvext": {"agent_hints": {"osl": 90, "priority": 5}}},
             {},

@@ -6,13 +6,16 @@ of refusal. It has no client that could leave; what runs it may be cancelled, wh
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
+import msgspec
 from aiohttp import StreamReader, hdrs, web
 from aiohttp.http import HttpVersion11, RawRequestMessage, StreamWriter
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from aioserve.errors import RequestError
 from aioserve.server import completions, embeddings
 from aioserve.server.access.keyring import Key
 from aioserve.server.chat import routes as chat
@@ -28,6 +31,13 @@ HANDLERS: Mapping[str, Handler] = {
     "/v1/embeddings": embeddings.create_embedding,
     "/v1/responses": responses.create_response,
 }
+
+
+class _Asked(msgspec.Struct):
+    stream: Any = None
+
+
+_asked = msgspec.json.Decoder(_Asked)
 _HEADERS = CIMultiDictProxy(CIMultiDict({hdrs.CONTENT_TYPE: "application/json"}))
 
 
@@ -91,9 +101,18 @@ class Inner:
         request[OWN_HINTS] = dict(hints)
         if key is not None:
             request[KEY] = key
-        response = await answer_errors(request, HANDLERS[path])
+        handler = _refuse_stream if _asked.decode(body).stream is True else HANDLERS[path]
+        response = await answer_errors(request, handler)
         assert isinstance(response, web.Response)
         return request.get(RESPONSE_ID) or make_id(), response
 
     async def _refuse(self, request: web.BaseRequest) -> web.StreamResponse:
         raise AssertionError("it has no connection")
+
+
+async def _refuse_stream(request: web.Request) -> web.StreamResponse:
+    """The handler of a line that asks for a stream."""
+    raise RequestError(
+        "stream must not be true in a line of a batch: its answer in a file is whole",
+        param="stream",
+    )

@@ -26,9 +26,7 @@ _line = msgspec.json.Decoder(Line)
 
 
 class _Head(msgspec.Struct):
-    """What has to be known of a body before it is run; its route looks at the rest."""
-
-    stream: bool | None = None
+    """A body is an object; its route looks at what is in it."""
 
 
 _head = msgspec.json.Decoder(_Head)
@@ -118,7 +116,7 @@ def _note(
         )
     try:
         line = _line.decode(raw)
-        head = _head.decode(line.body)
+        _head.decode(line.body)
     except msgspec.ValidationError as error:
         return BatchError(code="invalid_request", message=str(error))
     except UNREADABLE as error:
@@ -128,12 +126,6 @@ def _note(
             code="mismatched_url",
             message=f"url must be {endpoint}, as endpoint of the batch; got {line.url[:64]!r}",
             param="url",
-        )
-    if head.stream:
-        return BatchError(
-            code="stream_not_supported",
-            message="body.stream must not be true: an answer in a file is whole",
-            param="body.stream",
         )
     if line.custom_id in lines.numbers:
         return BatchError(

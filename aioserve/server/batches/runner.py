@@ -54,6 +54,7 @@ class Runner:
         self._places_of: dict[tuple[str, int], asyncio.Semaphore] = {}  # of keys with a limit
         self._works: dict[str, tuple[Work, asyncio.Task[None]]] = {}
         self._ended: set[str] = set()  # batches: nothing is to be done for them
+        self._without_key: set[str] = set()  # batches whose key is gone, as the log has told
         self._lock: int | None = None
         self._seen: list[StoredBatch] = []  # that had not ended at the last look
 
@@ -108,11 +109,14 @@ class Runner:
         new = []
         self._seen = await self._disk.do(self._unfinished)
         for stored in self._seen:
-            work, _ = self._works.get(stored.batch.id, (None, None))
-            if work is None:
+            work, running = self._works.get(stored.batch.id, (None, None))
+            if not self._has_key(stored) and not _is_over(stored):
+                self._tell_of_no_key(stored, running)
+            elif work is None:
                 new.append(stored)
             elif stored.batch.status == "cancelling":
                 work.is_cancelled.set()
+        self._without_key &= {s.batch.id for s in self._seen if not self._has_key(s)}
         owners = Counter(work.stored.owner for work, _ in self._works.values())
         for stored in [stored for stored in new if _is_over(stored)]:
             new.remove(stored)
@@ -122,6 +126,25 @@ class Runner:
             new.remove(stored)
             owners[stored.owner] += 1
             self._start(stored)
+
+    def _has_key(self, stored: StoredBatch) -> bool:
+        """Whether the key that a batch belongs to is there now, if there are keys at all."""
+        keyring = self._app[ACCESS].keyring
+        return not keyring or stored.owner in keyring.named
+
+    def _tell_of_no_key(self, stored: StoredBatch, task: asyncio.Task[None] | None) -> None:
+        """Let a batch whose key is gone stand still: it gives its place to others, and goes on, as
+        after a restart, when the key is back.
+        """
+        if task is not None:
+            task.cancel()
+        if stored.batch.id not in self._without_key:
+            self._without_key.add(stored.batch.id)
+            logger.warning(
+                "%s stands still: its key %r is not in the keys file; it goes on when the key is "
+                "back, and expires with its completion window",
+                *(stored.batch.id, stored.owner),
+            )
 
     def _start(self, stored: StoredBatch) -> None:
         work = Work(self._disk, stored, self._run_line, self._inner.max_bytes)

@@ -63,6 +63,29 @@ async def test_a_batch_is_answered_as_its_route_answers(tmp_path: Path, endpoint
     assert errors[0]["response"]["body"] == wrong.json()
 
 
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, "/v1/responses"])
+async def test_a_line_that_asks_for_a_stream_fails_alone(tmp_path: Path, endpoint: str) -> None:
+    body = BODIES[endpoint]
+    streams: list[Any] = [True, "yes", 1]
+    async with serving(tmp_path) as (_, client):
+        asked = [
+            body,
+            *({**body, "stream": stream} for stream in streams),
+            {**body, "stream": False},
+        ]
+        batch = await create(client, jsonl(endpoint, *asked), endpoint)
+        batch = await until(client, batch.id, "completed")
+        output = await results(client, batch.output_file_id)
+        errors = await results(client, batch.error_file_id)
+    assert ids(output) == ["line 0", "line 4"]
+    assert ids(errors) == ["line 1", "line 2", "line 3"]
+    told = {line["custom_id"]: line["response"] for line in errors}
+    assert {response["status_code"] for response in told.values()} == {400}
+    error = told["line 1"]["body"]["error"]
+    assert error["param"] == "stream"
+    assert "must not be true in a line of a batch" in error["message"]
+
+
 async def test_a_long_batch_answers_every_line_once(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, client):
         batch = await create(client, completions(300))
@@ -88,7 +111,6 @@ WRONG_LINES = [
     (jsonl(CHAT, {}), "mismatched_url", 1),
     (jsonl(COMPLETIONS, {}, method="GET"), "invalid_request", 1),
     (jsonl(COMPLETIONS, {}, extra=1), "invalid_request", 1),
-    (jsonl(COMPLETIONS, {"prompt": "x", "stream": True}), "stream_not_supported", 1),
     (b"\n" + jsonl(COMPLETIONS, [1]), "invalid_request", 2),  # type: ignore[arg-type]
     (completions(6), "too_many_lines", 6),
     (jsonl(COMPLETIONS, {"prompt": "x" * 2**20}), "line_too_long", 1),

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from aioserve.config import AccessConfig, EngineConfig
+from aioserve.server.batches import runner
 from tests.server.access.conftest import ADMIN, ANN, BEN, CARL, KEYS
 from tests.server.batches.asking import (
     client_of,
@@ -76,6 +77,34 @@ async def test_each_key_has_its_own_number_of_batches_and_share_of_the_disk(
             await until(carl, (await create(carl, completions(1))).id, "completed")
         for batch in batches:
             await ann.batches.cancel(batch.id)
+
+
+async def test_a_batch_whose_key_is_gone_holds_no_place_and_goes_on_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "MAX_RUNNING", 1)
+    slow = msgspec.structs.replace(SIMULATED.runner, step_base_ms=20)
+    base = msgspec.structs.replace(locked(tmp_path), runner=slow)
+    keys = tmp_path / "keys.yaml"
+    async with serving(tmp_path, base, ANN, batch_concurrency=2) as (server, ann):
+        batch = await create(ann, completions(40))
+        await until(ann, batch.id, "in_progress")
+        async with client_of(server.url, CARL) as carl, client_of(server.url, ADMIN) as root:
+            keys.write_text(KEYS.replace("name: ann", "name: else").replace(ANN, "else" + ANN))
+            server.engine.metrics.of_server._access.reload()
+            other = await until(carl, (await create(carl, completions(3))).id, "completed")
+            assert other.request_counts.completed == 3
+            stood = (await root.batches.retrieve(batch.id)).request_counts.completed
+            assert stood < 40
+            assert (await root.batches.retrieve(batch.id)).status == "in_progress"
+            told = [r.getMessage() for r in caplog.records if "stands still" in r.getMessage()]
+            assert len(told) == 1
+            assert batch.id in told[0]
+            assert "'ann'" in told[0]
+            keys.write_text(KEYS)
+            server.engine.metrics.of_server._access.reload()
+            batch = await until(ann, batch.id, "completed")
+            assert ids(await results(ann, batch.output_file_id)) == line_ids(40)
 
 
 async def test_a_key_with_limits_has_its_batches_within_them(tmp_path: Path) -> None:
