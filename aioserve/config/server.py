@@ -154,6 +154,15 @@ class AccessConfig(Section, frozen=True, kw_only=True):
             "the same cache_salt, so that timing tells nothing about other clients' prompts"
         ),
     ] = False
+    max_queue_share: Annotated[
+        float,
+        doc(
+            "share of --max-waiting-requests and --max-waiting-tokens that waiting sequences of "
+            "one API key may take; more of that key are refused with 429, and not those of others",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.5
     protect_metrics: Annotated[
         bool, doc("require an API key for GET /metrics too, if there are keys")
     ] = False

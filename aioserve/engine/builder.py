@@ -15,7 +15,7 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.decision_log.writer import LogWriter
-from aioserve.engine.admission.admission import Admission
+from aioserve.engine.admission.admission import Admission, QueueShares
 from aioserve.engine.admission.image_memory import ImageMemory
 from aioserve.engine.admission.input_processor import InputProcessor
 from aioserve.engine.admission.pooling_validator import PoolingValidator
@@ -180,6 +180,8 @@ class EngineBuilder:
                 kv_cache, on_kv_event, lambda error: loop.log.log("on_kv_event", error)
             )
             loop.observers.subscribe(relay)
+        shares = QueueShares(config)
+        output_processor.left_queue = shares.leave
         delivery = OutputRouter(output_processor, clock)
         sink: OutputSink = delivery
         if kv_cache.connector is not None and config.cache.kv_connector == "disk":
@@ -203,6 +205,7 @@ class EngineBuilder:
                 metrics,
                 clock,
                 ImageMemory(config.images.image_memory_gib),
+                shares,
             ),
             delivery,
             tracing,

@@ -15,7 +15,14 @@ from aioserve.errors import RequestAbortedError, RequestError
 from aioserve.hints import Hints
 from aioserve.outputs import Vector
 from aioserve.pooling_params import Pooling, PoolingParams
-from aioserve.server.access.gate import allowed_fields, entered, owner_of
+from aioserve.server.access.accounts import Claim
+from aioserve.server.access.gate import (
+    allowed_fields,
+    entered,
+    estimated_tokens,
+    num_at_once,
+    owner_of,
+)
 from aioserve.server.body import decode_body
 from aioserve.server.generation import run_all
 from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING
@@ -140,9 +147,10 @@ async def create_embedding(request: web.Request) -> web.Response:
             found[index] = Embedding(index=index, embedding=written)
             num_tokens += output.num_prompt_tokens
 
-    async with entered(request):
+    num_workers = num_at_once(request, len(prompts))
+    given = sum(estimated_tokens(prompt) for _, prompt in prompts.items())
+    async with entered(request, Claim(num_workers, given, len(prompts) == 1, own_id)):
         with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
-            num_workers = min(len(prompts), engine.config.scheduler.max_num_seqs)
             await run_all([work() for _ in range(num_workers)])
     answer = EmbeddingList(
         data=[found[index] for index in range(len(prompts))],

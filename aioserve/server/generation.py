@@ -19,8 +19,8 @@ from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.access.accounts import Leave
-from aioserve.server.access.gate import allowed_fields, entered, owner_of
+from aioserve.server.access.accounts import Claim, Leave
+from aioserve.server.access.gate import allowed_fields, entered, estimated_tokens, owner_of
 from aioserve.server.body import decode_body
 from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
 from aioserve.server.errors import to_wire
@@ -211,7 +211,9 @@ async def respond(
         params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
     fields = allowed_fields(request, body)
     async with AsyncExitStack() as stack:
-        leave = await stack.enter_async_context(entered(request))
+        leave = await stack.enter_async_context(
+            entered(request, _claim(reply.id, prompts, params, engine.max_model_len))
+        )
         is_aborted = stack.enter_context(
             request.app[RUNNING].enter(reply.id, ids, owner_of(request))
         )
@@ -232,6 +234,19 @@ async def respond(
         if body.stream:
             return await _stream(request, streams, params, reply, leave)
         return await _collect(streams, params.n, reply, wanted)
+
+
+def _claim(
+    request_id: str, prompts: Sequence[Prompt | Shown], params: SamplingParams, max_model_len: int
+) -> Claim:
+    """What a body may take of its key's limits: all of its samples, as long as they may get."""
+    num_sequences, num_tokens = len(prompts) * params.n, 0
+    for prompt in prompts:
+        num_own = estimated_tokens(prompt)
+        room = max(max_model_len - num_own, 0)
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        num_tokens += num_own + most * params.n
+    return Claim(num_sequences, num_tokens, num_sequences == 1, request_id)
 
 
 async def _stream(

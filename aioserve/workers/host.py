@@ -25,6 +25,7 @@ from aioserve.operations import (
 )
 from aioserve.operations.command import AdapterPaths, Command, EngineCommand
 from aioserve.server.access.access import MainAccess, Refusals
+from aioserve.server.access.accounts import Claim
 from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import ResponseStore
 from aioserve.workers.forwarder import Forwarder
@@ -115,8 +116,8 @@ class Host:
                 return await self.responses.get(response_id)
             case ForgetResponse(response_id):
                 return await self.responses.forget(response_id)
-            case EnterAccount(lease, key_name):
-                return asking.enter_account(lease, key_name)
+            case EnterAccount(lease, key_name, claim):
+                return asking.enter_account(lease, key_name, claim)
             case EnterQueue(lease):
                 return asking.enter_queue(lease)
             case EndLease(lease):
@@ -193,11 +194,11 @@ class WorkerClient(Forwarder):
             self.end_lease(lease)
         return num_requests
 
-    def enter_account(self, lease: int, key_name: str) -> None:
-        """A request of this worker with that key begins. Raises `KeyLimitError`."""
+    def enter_account(self, lease: int, key_name: str, claim: Claim) -> None:
+        """A request of this worker with that key begins. Raises what `Accounts.enter` raises."""
         accounts = self._host.access.accounts
-        accounts.enter(key_name)
-        self._leases[lease] = lambda: accounts.leave(key_name)
+        held = accounts.enter(key_name, claim)
+        self._leases[lease] = lambda: accounts.leave(key_name, held)
 
     def enter_queue(self, lease: int) -> None:
         """A request of this worker counts as waiting. Raises `EngineOverloadedError`."""

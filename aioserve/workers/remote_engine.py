@@ -30,7 +30,7 @@ from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, SetL
 from aioserve.operations.command import Answer, Command, Counted, Health
 from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
-from aioserve.server.access.accounts import Leave
+from aioserve.server.access.accounts import ONE, Claim, Leave
 from aioserve.server.responses.store import Kept
 from aioserve.workers.engine_end import EngineEnd
 from aioserve.workers.line import Line, OnMessage
@@ -359,9 +359,9 @@ class RemoteAccounts:
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
 
-    def entered(self, name: str) -> AbstractAsyncContextManager[Leave]:
+    def entered(self, name: str, claim: Claim = ONE) -> AbstractAsyncContextManager[Leave]:
         """Count a request of the key as running at the engine, as `Entrance` says."""
-        return self._engine.leased(lambda lease: EnterAccount(lease, name))
+        return self._engine.leased(lambda lease: EnterAccount(lease, name, claim))
 
 
 class RemoteResponses:

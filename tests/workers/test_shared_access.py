@@ -68,7 +68,10 @@ async def test_what_a_key_may_have_is_counted_for_all_workers_together(config):
     ids=["a stream", "streams", "whole", "refused", "embeddings", "a response"],
 )
 async def test_who_has_heard_the_end_may_ask_another_worker_at_once(config, route, fields):
-    write(Path(config.access.api_keys_file), f"{{name: ben, key: {BEN}, max_requests: 1}}")
+    prompts = fields.get("prompt")
+    num_sequences = (len(prompts) if isinstance(prompts, list) else 1) * fields.get("n", 1)
+    rights = f"max_requests: {num_sequences}"
+    write(Path(config.access.api_keys_file), f"{{name: ben, key: {BEN}, {rights}}}")
     headers = {"Authorization": f"Bearer {BEN}"}
     async with joined(config, num_workers=2) as (_, host, remotes, _), AsyncExitStack() as stack:
         answer = host.answer

@@ -3,11 +3,13 @@
 They wait as those in the queue do, and count as that. Knows how many there are; knows no order.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
 
+from aioserve.config import EngineConfig
 from aioserve.engine.admission.image_memory import ImageMemory
 from aioserve.engine.admission.input_processor import InputProcessor
 from aioserve.engine.clock import Clock
@@ -15,12 +17,60 @@ from aioserve.engine.control.adapters import Adapters
 from aioserve.engine.core import EngineCore
 from aioserve.engine.observe.metrics import EngineMetrics
 from aioserve.engine.samples import Samples
-from aioserve.errors import EngineOverloadedError
+from aioserve.errors import EngineOverloadedError, KeyLimitError
 from aioserve.request import Request, RequestSpec, RequestStatus
 
 # A client that is refused hears when to come again: not at once, and not so late that the server
 # idles when its load was a peak. Guesses.
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+
+
+class QueueShares:
+    """How much of the waiting queue each API key has, and may have: no key fills it alone. Counts
+    sequences until a step has them for the first time; requests without a key have no share.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        share, scheduler = config.access.max_queue_share, config.scheduler
+        self._max_requests = max(1, int(share * scheduler.max_waiting_requests))
+        limit = scheduler.max_waiting_tokens
+        self._max_tokens = None if limit is None else max(1, int(share * limit))
+        self._num_requests: Counter[str] = Counter()
+        self._num_tokens: Counter[str] = Counter()
+
+    def check(self, spec: RequestSpec) -> None:
+        """Raises `KeyLimitError` if the key of the request has no room in the queue for all of its
+        samples.
+        """
+        name, n = spec.key_name, spec.sampling_params.n
+        if not name:
+            return
+        waiting = self._num_requests[name]
+        if waiting + n > self._max_requests:
+            raise KeyLimitError(
+                f"key {name!r} has {waiting} sequences waiting already, and {n} more would be over "
+                f"its share of the queue ({self._max_requests}, access.max_queue_share)"
+            )
+        tokens, more = self._num_tokens[name], n * len(spec.prompt_token_ids)
+        if self._max_tokens is not None and waiting and tokens + more > self._max_tokens:
+            raise KeyLimitError(
+                f"key {name!r} has {tokens} prompt tokens waiting already, and {more} more would "
+                f"be over its share of the queue ({self._max_tokens}, access.max_queue_share)"
+            )
+
+    def add(self, request: Request) -> None:
+        """Count a sequence that is in the queue now."""
+        if name := request.spec.key_name:
+            self._num_requests[name] += 1
+            self._num_tokens[name] += request.num_prompt_tokens
+
+    def leave(self, request: Request) -> None:
+        """A step has it for the first time, or it has ended before."""
+        if name := request.spec.key_name:
+            self._num_requests[name] -= 1
+            self._num_tokens[name] -= request.num_prompt_tokens
+            if not self._num_requests[name]:
+                del self._num_requests[name], self._num_tokens[name]
 
 
 class Admission:
@@ -34,6 +84,7 @@ class Admission:
         metrics: EngineMetrics,
         clock: Clock,
         image_memory: ImageMemory,
+        shares: QueueShares,
     ) -> None:
         self._input_processor = input_processor
         self._adapters = adapters
@@ -41,6 +92,7 @@ class Admission:
         self._metrics = metrics
         self._clock = clock
         self._image_memory = image_memory
+        self._shares = shares
         self.num_arriving = 0  # requests that are arriving now
         self.num_tokens = 0  # a lower bound of their prompts' tokens
 
@@ -82,8 +134,9 @@ class Admission:
         self, spec: RequestSpec, samples: Samples, register: Callable[[Request, int], None]
     ) -> None:
         """Into the queue; `register` is called with each sample, and its number, that is there.
-        Raises what the scheduler raises.
+        Raises what the scheduler raises, and `KeyLimitError` beyond the key's share of the queue.
         """
+        self._shares.check(spec)
         for index, own in enumerate(samples.specs(spec)):
             request = Request(own)
             self._core.add_request(request)
@@ -92,6 +145,7 @@ class Admission:
             except BaseException:
                 self._core.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
                 raise
+            self._shares.add(request)
         self._metrics.on_accepted(spec)
 
     def _estimate_wait(self) -> float:

@@ -157,6 +157,8 @@ class OutputProcessor(StepObserver):
             self._observers.append(
                 ("the request log", lambda state, n, *_: request_log.write(state.request, n))
             )
+        #: Called with each sequence when a step has it for the first time, or it ends before that.
+        self.left_queue: Callable[[Request], None] = lambda request: None
         self._failures = FailureLog(clock)
         self._may_wait = may_wait
         self._states: dict[str, SampleState] = {}
@@ -229,6 +231,7 @@ class OutputProcessor(StepObserver):
             state = self._states.get(new.request_id)
             if state is not None and state.scheduled_time is None:
                 state.scheduled_time = now
+                self.left_queue(state.request)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:
         """Deliver one step's outputs; return the ids that a stop string has ended."""
@@ -337,6 +340,8 @@ class OutputProcessor(StepObserver):
     def _finish(self, state: SampleState, reason: FinishReason, now: float) -> None:
         """Its reader has been told; an observer that raises is heard of in the log alone."""
         del self._states[state.request.request_id]
+        if state.scheduled_time is None:
+            self.left_queue(state.request)
         state.samples.num_live -= 1
         if state.samples.num_live == 0:
             try:

@@ -91,8 +91,9 @@ class EngineMetrics(Collector):
         self.loop_lags: dict[str, float] = {}
         #: What the server has to tell besides; set by it.
         self.of_server: Collector | None = None
-        #: Called with the name of the key that a request came with, and tokens that it has more.
-        self.on_tokens: Callable[[str, int], None] | None = None
+        #: Called with the name of the key that a request came with, tokens that it has more, and
+        #: its id.
+        self.on_tokens: Callable[[str, int, str], None] | None = None
         #: By process: how late it was while the process was busy.
         self.loop_delays: dict[str, Histogram] = {"engine": Histogram()}
         #: By process: what its server has counted. Set before a scrape.
@@ -116,7 +117,7 @@ class EngineMetrics(Collector):
     def on_accepted(self, spec: RequestSpec) -> None:
         """A request is in the queue, with all its samples."""
         if spec.key_name and self.on_tokens is not None:
-            self.on_tokens(spec.key_name, len(spec.prompt_token_ids))
+            self.on_tokens(spec.key_name, len(spec.prompt_token_ids), spec.request_id)
 
     def on_prompt_computed(self, state: SampleState, now: float) -> None:
         request = state.request
@@ -140,7 +141,7 @@ class EngineMetrics(Collector):
         self.finished[reason] += 1
         self.request_latency.observe(seconds)
         if request.spec.key_name and self.on_tokens is not None:
-            self.on_tokens(request.spec.key_name, num_output_tokens)
+            self.on_tokens(request.spec.key_name, num_output_tokens, request.request_id)
         self.prompt_lengths.observe(request.num_prompt_tokens)
         self.output_lengths.observe(num_output_tokens)
         self._observe_phases(state, now)

@@ -130,7 +130,7 @@ class AccessMetrics(Collector):
         )
         running = GaugeMetricFamily(
             "aioserve_key_requests_running",
-            "Requests that run, of keys that have limits",
+            "Sequences of requests that run, of keys that have limits",
             labels=["key"],
         )
         for key in self._access.keyring.keys:

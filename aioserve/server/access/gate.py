@@ -5,19 +5,25 @@ Knows requests and keys; what is counted where, `access` knows.
 
 import contextlib
 import math
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
+from aioserve.engine.admission.chat_template import Conversation
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
-from aioserve.server.access.accounts import Leave
+from aioserve.server.access.accounts import ONE, Claim, Leave
 from aioserve.server.access.hosts import is_near
 from aioserve.server.access.keyring import Key
 from aioserve.server.access.origins import check_page
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, is_for_anthropic
 from aioserve.server.hints import hints_of
+from aioserve.server.images import Shown
 from aioserve.server.keys import ACCESS, ENGINE, KEY, NEEDS
+
+BYTES_PER_TOKEN = 4  # of text; a guess, which holds until the prompt is tokenized
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # the trace of a request, in W3C's format
 
@@ -87,14 +93,48 @@ def allowed_fields(request: web.Request, body: Any) -> dict[str, Any]:
     return fields
 
 
-def entered(request: web.Request) -> contextlib.AbstractAsyncContextManager[Leave]:
+def entered(
+    request: web.Request, claim: Claim = ONE
+) -> contextlib.AbstractAsyncContextManager[Leave]:
     """Inside the block what is asked for counts for its key, whatever it is. Raises
-    `KeyLimitError`.
+    `KeyLimitError`, or `ForbiddenError` for more than the key may ever have.
     """
     key = request.get(KEY)
     if key is None or not key.is_counted:
         return contextlib.nullcontext(_leave_nothing)
-    return request.app[ACCESS].entrance.entered(key.name)
+    return request.app[ACCESS].entrance.entered(key.name, claim)
+
+
+def num_at_once(request: web.Request, num_prompts: int) -> int:
+    """How many prompts of a body run at once that could bring any number: as many as there are
+    seats, or half of what its key may have beside them.
+    """
+    num_seats = request.app[ENGINE].config.scheduler.max_num_seqs
+    key = request.get(KEY)
+    if key is not None and key.max_requests is not None:
+        num_seats = min(num_seats, max(1, key.max_requests // 2))
+    return min(num_prompts, num_seats)
+
+
+def estimated_tokens(prompt: object) -> int:
+    """Tokens of a prompt that is not tokenized yet, for the limits of its key: a token for four
+    bytes of text, and nothing for images.
+    """
+    match prompt:
+        case str():
+            return -(-len(prompt.encode(errors="surrogatepass")) // BYTES_PER_TOKEN)
+        case Shown():
+            return estimated_tokens(prompt.conversation)
+        case Conversation():
+            return estimated_tokens(prompt.messages)
+        case Mapping():
+            return estimated_tokens(prompt.get("content", prompt.get("text", "")))
+        case [int(), *_] | array():
+            return len(prompt)
+        case Sequence():
+            return sum(map(estimated_tokens, prompt))
+        case _:
+            return len(getattr(prompt, "token_ids", ()))
 
 
 def owner_of(request: web.Request) -> str:

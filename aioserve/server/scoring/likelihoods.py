@@ -22,7 +22,8 @@ from aioserve.errors import (
 )
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.access.gate import entered, owner_of
+from aioserve.server.access.accounts import Claim
+from aioserve.server.access.gate import entered, num_at_once, owner_of
 from aioserve.server.generation import run_all
 from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING
 from aioserve.server.running import check_id
@@ -71,9 +72,9 @@ async def label_logprobs(
                     raise RequestAbortedError(f"request {own_id} was aborted")
                 found[index] = await _likelihoods(engine, prompt, labels, ids[index], fields)
 
-    async with entered(request):
+    num_workers = num_at_once(request, len(places))
+    async with entered(request, Claim(num_workers, request_id=own_id)):
         with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
-            num_workers = min(len(places), engine.config.scheduler.max_num_seqs)
             await run_all([work() for _ in range(num_workers)])
     return [found[index] for index in range(len(places))]
 

@@ -1,4 +1,4 @@
-"""A server that knows four keys."""
+"""A server that knows five keys."""
 
 import pytest
 
@@ -6,7 +6,8 @@ from tests.server.conftest import start_server
 
 __all__ = ["start_server"]
 
-ADMIN, ANN, BEN, CARL = (f"sk-{name}-0123456789" for name in ("admin", "ann", "ben", "carl"))
+NAMES = ("admin", "ann", "ben", "carl", "dora")
+ADMIN, ANN, BEN, CARL, DORA = (f"sk-{name}-0123456789" for name in NAMES)
 
 KEYS = f"""
 keys:
@@ -14,6 +15,7 @@ keys:
   - {{name: ann, key: {ANN}}}
   - {{name: ben, key: {BEN}, max_requests: 1, tokens_per_minute: 200}}
   - {{name: carl, key: {CARL}, most_urgent_priority: 3}}
+  - {{name: dora, key: {DORA}, tokens_per_minute: 2000}}
 """
 
 

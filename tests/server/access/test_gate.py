@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
 
@@ -10,7 +11,7 @@ from aioserve.errors import ConfigError
 from aioserve.scheduler import BaseScheduler
 from aioserve.server.access.access import MainAccess
 from aioserve.server.routes import ADMIN_ROUTES, ROUTES
-from tests.server.access.conftest import ADMIN, ANN, BEN, CARL
+from tests.server.access.conftest import ADMIN, ANN, BEN, CARL, DORA
 from tests.server.raw_client import IDLE, until
 from tests.server.serving import SIMULATED
 
@@ -144,12 +145,70 @@ async def test_tokens_of_a_minute_are_counted_of_those_whose_client_leaves_as_we
     asked.cancel()
     await until(locked, lambda gauges: gauges == IDLE)
     assert had["ben"] > 32
-    while had["ben"] < 200:
-        assert (await ask(locked, BEN, max_tokens=100, ignore_eos=True)).status == 200
-    answer = await ask(locked, BEN)
+    assert had["ben"] < 195
+    assert (await ask(locked, BEN)).status == 200  # what was held for the rest has come back
+    left = 200 - had["ben"]
+    answer = await ask(locked, BEN, max_tokens=left + 10)
     assert answer.status == 429
-    assert "key 'ben' has had its 200 tokens a minute" in answer.json()["error"]["message"]
-    assert 1 <= int(answer.headers["Retry-After"]) <= (had["ben"] - 200) * 60 / 200 + 1
+    assert "of its 200 tokens a minute left, and this request" in answer.json()["error"]["message"]
+    assert 1 <= int(answer.headers["Retry-After"]) <= 12 * 60 / 200 + 1
+
+
+async def test_one_body_has_no_more_sequences_and_tokens_than_its_key_may_have(locked):
+    for fields in (
+        {"prompt": [[7]] * 3},
+        {"n": 2},
+        {"best_of": 2},
+        {"prompt": ["a", "b"], "n": 2, "stream": True},
+    ):
+        answer = await ask(locked, BEN, **fields)
+        assert answer.status == 403, fields
+        assert answer.json()["error"]["param"] == "n"
+        assert "key 'ben' may have 1 requests running" in answer.json()["error"]["message"]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "n": 3, "max_tokens": 4}
+    answer = await ask(locked, BEN, "/v1/chat/completions", **body)
+    assert answer.status == 403
+    assert (await ask(locked, BEN)).status == 200
+    assert (await ask(locked, BEN, "/v1/embeddings", input=["a", "b", "c"])).status == 200
+    answer = await ask(locked, BEN, "/v1/embeddings", input=["a " * 300] * 2)
+    assert (answer.status, answer.json()["error"]["param"]) == (403, "max_tokens")
+
+
+async def test_the_tokens_that_a_request_may_use_are_held_until_its_end(locked):
+    async with aiohttp.ClientSession(headers=bearer(DORA)) as session:
+        body = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        async with session.post(f"{locked.url}/v1/completions", json=body) as stream:
+            await stream.content.readline()  # it is longer than a minute's tokens, and has them all
+            answer = await ask(locked, DORA)
+            assert answer.status == 429
+            assert "tokens a minute" in answer.json()["error"]["message"]
+            assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    answer = await ask(locked, DORA, prompt=["a", "b"], max_tokens=1500)
+    assert (answer.status, answer.json()["error"]["param"]) == (403, "max_tokens")
+
+
+async def test_one_key_does_not_fill_the_queue(start_server, keys_file):
+    config = {"max_num_seqs": 1, "max_waiting_requests": 10}
+    settings = {"api_keys_file": str(keys_file)}
+    async with start_server(access=settings, scheduler=config) as server:
+        long = {"max_tokens": 2000, "ignore_eos": True}
+        first = asyncio.ensure_future(ask(server, ANN, **long))
+        await until(server, lambda gauges: gauges["num_requests_running"] == 1)
+        answer = await ask(server, ANN, n=6)
+        assert answer.status == 429
+        error = answer.json()["error"]
+        assert error["code"] == "rate_limit_exceeded"
+        assert "6 more would be over its share of the queue (5, " in error["message"]
+        assert int(answer.headers["Retry-After"]) >= 1
+        most = asyncio.ensure_future(ask(server, ANN, n=5, **long))
+        await until(server, lambda gauges: gauges["num_requests_waiting"] == 5)
+        assert (await ask(server, ANN)).status == 429
+        other = asyncio.ensure_future(ask(server, CARL))
+        await until(server, lambda gauges: gauges["num_requests_waiting"] == 6)
+        first.cancel()
+        most.cancel()
+        assert (await other).status == 200
+        assert (await ask(server, ANN, n=5)).status == 200  # its share is free again
 
 
 async def test_refusals_and_tokens_are_told_by_key_and_no_key_is_in_log_or_metrics(locked, caplog):
