@@ -162,3 +162,78 @@ def test_the_tokenizer_is_the_one_that_transformers_would_choose(
     assert type(tokenizer) is type(chosen)
     assert tokenizer.init_kwargs == chosen.init_kwargs
     assert tokenizer.backend_tokenizer.to_str() == chosen.backend_tokenizer.to_str()
+
+
+WRONG_VALUES: list[tuple[str, Any, str]] = [
+    *((name, value, "a whole number of at least 1")
+      for name in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
+                   "num_key_value_heads", "head_dim", "max_position_embeddings")
+      for value in (0, -1, 1.5, "8", True, 2**70)),
+    ("intermediate_size", -4, "a whole number of at least 0"),
+    ("intermediate_size", [64, "x"], "a whole number of at least 0"),
+    ("num_experts_per_tok", "two", "a whole number of at least 0"),
+    *(("rms_norm_eps", value, "a number above 0") for value in (0, -1e-5, "1e-5", False, [])),
+    *(("rope_theta", value, "a number above 0") for value in (0, 0.0, -1e4, "1e4", {}, True)),
+    ("sliding_window", -1, "a whole number of at least 0"),
+    ("final_logit_softcapping", -1, "a number of at least 0"),
+    *(("partial_rotary_factor", value, "a number above 0 and of at most 1")
+      for value in (0, -0.5, 1.5, "all")),
+    ("embedding_multiplier", "big", "a finite number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG_VALUES)
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_what_no_model_can_state_is_refused_by_field_value_and_what_is_expected(
+    tmp_path: Path, part: str | None, name: str, value: Any, expected: str
+) -> None:
+    config = json.loads((EMBEDDED / "config.json").read_text()) | {name: value}
+    info = model_info(tmp_path, **(config if part is None else {part: config}))
+    wrong = value[-1] if isinstance(value, list) and value else value
+    where = f"config.json: {part}: {name}" if part else f"config.json: {name}"
+    with pytest.raises(ConfigError) as caught:
+        _ = info.max_model_len
+    assert f"{where} is {wrong!r}, which must be {expected}" in str(caught.value)
+    with pytest.raises(ConfigError, match="which must be"):
+        info.source.read_config()
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+WRONG_ROPES: list[tuple[Any, str]] = [
+    (7, "rope_scaling is 7, which must be an object or null"),
+    ([], "rope_scaling is [], which must be an object or null"),
+    ("linear", "rope_scaling is 'linear', which must be an object or null"),
+    ({"type": 5}, "rope_scaling: type is 5, which must be a string"),
+    ({"type": "linear"}, "rope_scaling: rope_type is 'linear', which needs factor"),
+    ({"rope_type": "linear", "factor": 0}, "factor is 0, which must be a number above 0"),
+    ({"rope_type": "linear", "factor": "2"}, "factor is '2', which must be a number above 0"),
+    ({"rope_type": "yarn", "factor": 4, "beta_fast": -1}, "beta_fast is -1, which must be"),
+    ({"rope_type": "yarn", "factor": 4, "mscale": "x"}, "mscale is 'x', which must be"),
+    (LLAMA3, "rope_type is 'llama3', which needs original_max_position_embeddings"),
+    (
+        LLAMA3 | {"original_max_position_embeddings": 64, "high_freq_factor": 1},
+        "high_freq_factor is 1, which must be above low_freq_factor, 1",
+    ),
+    ({"rope_type": "longrope", "long_factor": [1.0]}, "which needs short_factor"),
+    (
+        {"rope_type": "longrope", "long_factor": [1.0, 0], "short_factor": [1.0]},
+        "long_factor is 0, which must be a number above 0",
+    ),
+    (
+        {"rope_type": "longrope", "long_factor": 4, "short_factor": [1.0]},
+        "long_factor is 4, which must be a list",
+    ),
+    ({"full_attention": {"rope_theta": 0}}, "rope_scaling.full_attention: rope_theta is 0, which"),
+    ({"rope_type": "wavy", "factor": 2}, "rope_scaling: rope_type is 'wavy', which must be one of"),
+]
+
+
+@pytest.mark.parametrize(("rope", "words"), WRONG_ROPES)
+def test_what_no_rope_scaling_can_state_is_refused_by_name(
+    tmp_path: Path, rope: Any, words: str
+) -> None:
+    config = json.loads((EMBEDDED / "config.json").read_text()) | {"rope_scaling": rope}
+    with pytest.raises(ConfigError) as caught:
+        _ = model_info(tmp_path, **config).vocab_size
+    assert words in str(caught.value)
+    assert "config.json: rope_scaling" in str(caught.value)

@@ -20,6 +20,7 @@ from aioserve.model_source.lazy_tensors import LazyReads
 from aioserve.model_source.quantized_names import ModuleNames
 from aioserve.model_source.sentence_pooling import stated_pooling
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
+from aioserve.model_source.stated_values import check_config
 from aioserve.model_source.tokenizer_growth import check_growth
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
@@ -64,7 +65,13 @@ class Directory(ModelSource):
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        return read_json(self.path / "config.json", dict[str, Any])
+        path = self.path / "config.json"
+        config = read_json(path, dict[str, Any])
+        check_config(str(path), config)
+        for part in TEXT_PARTS:
+            if isinstance(inner := config.get(part), dict):
+                check_config(f"{path}: {part}", inner)
+        return config
 
     @property
     def model_type(self) -> str:
@@ -105,6 +112,7 @@ class Directory(ModelSource):
     def read_config(self) -> Any:
         from transformers import AutoConfig
 
+        _ = self._config  # what no model has is refused by name before it is computed with
         try:
             return AutoConfig.from_pretrained(
                 self.path, trust_remote_code=self.trust_remote_code, local_files_only=True

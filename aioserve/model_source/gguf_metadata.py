@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.errors import ConfigError
+from aioserve.model_source.stated_values import GGUF, check_stated
 
 #: Keys of any architecture that change no token of a text: `vocab_size` repeats the rows of the
 #: embedding, `pooling_type` is read with the file, `rope.dimension_sections` tells apart axes that
@@ -48,6 +49,7 @@ class Metadata:
             if key.startswith(prefix)
         }
         self._asked: set[str] = set()
+        check_stated(str(path), self._values, GGUF)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, which thereby counts as read."""

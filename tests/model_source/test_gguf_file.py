@@ -363,3 +363,39 @@ def test_the_sampling_that_a_file_recommends_is_read(llama: Path, tmp_path: Path
 
     path = write_gguf(llama, tmp_path / "m.gguf", change=recommend)
     assert info_of(path).sampling_defaults == SamplingDefaults(temperature=0.25, top_k=20)
+
+
+def edit_any(fields: dict[str, Any]) -> Any:
+    """A change of keys to values of any type."""
+
+    def change(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        for key, value in fields.items():
+            writer.kv_data[0].pop(key, None)
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("context_length", 0, "a whole number of at least 1"),
+        ("embedding_length", 0, "a whole number of at least 1"),
+        ("block_count", 0, "a whole number of at least 1"),
+        ("attention.key_length", 0, "a whole number of at least 1"),
+        ("attention.head_count", 1.5, "a whole number of at least 0"),
+        ("feed_forward_length", "wide", "a whole number of at least 0"),
+        ("attention.layer_norm_rms_epsilon", 0.0, "a number above 0"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "a number above 0"),
+        ("rope.freq_base", 0.0, "a number above 0"),
+        ("rope.freq_base", float("inf"), "a number above 0"),
+        ("rope.freq_base", "1e4", "a number above 0"),
+        ("rope.scaling.factor", -2.0, "a number of at least 0"),
+    ],
+)
+def test_values_that_no_model_can_have_are_refused_by_key_value_and_what_is_expected(
+    llama: Path, tmp_path: Path, key: str, value: Any, expected: str
+) -> None:
+    change = {f"llama.{key}": value}
+    path = write_gguf(llama, tmp_path / "m.gguf", change=edit_any(change))
+    assert refusal(path) == f"{path}: {key} is {value!r}, which must be {expected}"
