@@ -1,0 +1,46 @@
+"""The time to read a reply grows with the reply alone, whatever the model writes."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from aioserve.formats import SHIPPED, Function
+from aioserve.formats.registry import load_format
+from aioserve.formats.reply_format import Reply, ReplyFormat, SaidCall
+
+TEXT, LIST, OBJECT = ({"type": name} for name in ("string", "array", "object"))
+FUNCTION = Function("f", {"type": "object", "properties": {"a": TEXT, "b": LIST, "c": OBJECT}})
+CALL = SaidCall("f", {"a": "x y", "b": [1], "c": {"k": "v"}})
+#: What a reply goes on with: text, and beginnings of marks and values whose ends do not come.
+TAILS = ["x", " ", "<", "[", '"', "\\", '{"a":', "f("]
+FEW, MANY = 800, 6400  # characters
+
+
+def beginnings(kind: type[ReplyFormat]) -> Iterator[str]:
+    """Replies that are cut before a call, within it, and behind it."""
+    text = kind.write(Reply("", [CALL]))
+    return (text[: len(text) * part // 4] for part in range(5))
+
+
+def seconds(kind: type[ReplyFormat], text: str) -> float:
+    """Processor time in which a reply is read that comes a few characters at a time."""
+    parser = kind([FUNCTION])
+    began = time.process_time()
+    for at in range(0, len(text), 3):
+        parser.append(text[at : at + 3])
+    parser.flush()
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_time_to_read_a_reply_grows_with_the_reply_alone(name: str) -> None:
+    kind = load_format(name)
+    for begun in beginnings(kind):
+        for tail in TAILS:
+            many = seconds(kind, begun + tail * (MANY // len(tail)))
+            if many > 0.03:  # else it is too little to compare
+                few = min(seconds(kind, begun + tail * (FEW // len(tail))) for _ in range(3))
+                again = seconds(kind, begun + tail * (MANY // len(tail)))
+                # 8 times as many characters; the square would be 64 times
+                assert min(many, again) < 24 * few + 0.02, (begun, tail)
