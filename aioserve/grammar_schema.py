@@ -64,6 +64,20 @@ def for_grammar(schema: Mapping[str, Any], *, closes_objects: bool) -> Schema:
     return _Closing(keyed).closed(keyed) if closes_objects else keyed
 
 
+def key_options(schema: Mapping[str, Any]) -> dict[str, str]:
+    """Options of the grammar library by which no key that is declared comes again in other letters:
+    `"\\u0061"` is `"a"`, and the library would take it for one of the other keys. Empty where all
+    keys are declared, and where a constant has a character that is written in no other way.
+    """
+    if re.search(r"\\u00[01]", json.dumps(schema)):
+        return {}
+    for _, part in _schemas(schema):
+        names = part.keys() & {"properties", "patternProperties", "required"}
+        if any(part[name] for name in names) and part.get("additionalProperties") is not False:
+            return {"json_allowed_escapes": 'nrbtf"\\'}
+    return {}
+
+
 def place_of(reason: str, schema: Any) -> str:
     """Where in `schema` the grammar library found what it refuses for this `reason`, such as
     `properties.age.not`; empty if it is not known.

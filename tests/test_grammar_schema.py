@@ -228,6 +228,19 @@ async def test_a_key_of_a_pattern_is_written_once(takes) -> None:
     assert not await takes(one, '{"a": 1, "a": 2}')
 
 
+async def test_a_declared_key_is_not_written_again_by_escapes(takes) -> None:
+    named = {**CITY, "additionalProperties": True}
+    assert await takes(named, {"name": "x", "more": "y"})
+    assert not await takes(named, r'{"name": "x", "\u006eame": 1}')
+    assert not await takes(CITY, r'{"name": "x", "\u006eame": 1}', OPEN)
+    typed = {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": True}
+    assert await takes(typed, {"ab": 1, "b": "x"})
+    assert not await takes(typed, r'{"\u0061b": "x"}')
+    rule = StructuredOutputs(grammar="start: %json " + json.dumps(named))
+    assert not await takes(rule, r'{"name":"x","\u006eame":1}')
+    assert await takes({**named, "properties": {"name": {"const": "\0"}}}, r'{"name":"\u0000"}')
+
+
 async def test_names_that_are_listed_are_the_keys(takes) -> None:
     """As pydantic writes `dict[Literal["low", "high"], int]`."""
     levels = {

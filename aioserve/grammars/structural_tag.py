@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from aioserve.finite_schema import check_finite
-from aioserve.grammar_schema import for_grammar
+from aioserve.grammar_schema import for_grammar, key_options
 
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
@@ -192,7 +192,7 @@ class _Translation:
             case JsonSchema(schema):
                 check_finite(schema)
                 schema = for_grammar(schema, closes_objects=self._closes_objects)
-                schema |= {"x-guidance": self._json_options}
+                schema |= {"x-guidance": self._json_options | key_options(schema)}
                 return _Part(f"{self._rule('%json ' + json.dumps(schema))} {after.text}")
             case Regex(pattern):
                 found = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]

@@ -13,7 +13,7 @@ import msgspec
 from aioserve.config import StructuredOutputsConfig
 from aioserve.finite_schema import check_finite
 from aioserve.grammar_pattern import check_repetitions
-from aioserve.grammar_schema import for_grammar, place_of
+from aioserve.grammar_schema import for_grammar, key_options, place_of
 from aioserve.grammars.structural_tag import translated
 from aioserve.structured_outputs import StructuredOutputs
 
@@ -37,8 +37,9 @@ def grammar_of(wanted: StructuredOutputs, settings: StructuredOutputsConfig) -> 
     if wanted.json is not None:
         decoded = _decoded(wanted.json)
         check_finite(decoded)
-        schema = json.dumps(for_grammar(decoded, closes_objects=closes))
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+        schema = for_grammar(decoded, closes_objects=closes)
+        options = options | key_options(schema)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
     if wanted.regex is not None:
         check_repetitions(wanted.regex)
         return LLMatcher.grammar_from_regex(wanted.regex)
@@ -93,8 +94,7 @@ def _checked(grammar: str) -> str:
         if isinstance(part.lark_grammar, str):
             part.lark_grammar = _checked_lark(part.lark_grammar)
         if part.json_schema is not None:
-            options = {k: v for k, v in part.json_schema.items() if k == "x-guidance"}
-            part.json_schema = for_grammar(part.json_schema, closes_objects=False) | options
+            part.json_schema = _with_options(part.json_schema)
     return json.dumps(msgspec.to_builtins(whole))
 
 
@@ -122,12 +122,22 @@ def _checked_lark(grammar: str) -> str:
         if isinstance(piece, str):
             check_repetitions(piece)
             continue
-        options = {"x-guidance": piece.pop("x-guidance")} if "x-guidance" in piece else {}
-        schema = json.dumps(for_grammar(piece, closes_objects=False) | options)
+        schema = json.dumps(_with_options(piece))
         # What looks like the sign of another notation can only stand in a text.
         made += [grammar[at:begin], schema.replace("::=", ":\\u003a=")]
         at = end
     return "".join([*made, grammar[at:]])
+
+
+def _with_options(given: dict[str, Any]) -> dict[str, Any]:
+    """A schema within a grammar, made right, with the options that stand in it."""
+    options = given.get("x-guidance", {})
+    schema = for_grammar(
+        {k: v for k, v in given.items() if k != "x-guidance"}, closes_objects=False
+    )
+    if isinstance(options, dict):
+        options = key_options(schema) | options
+    return schema | {"x-guidance": options} if options else schema
 
 
 def _refuse_constant(name: str) -> Any:
