@@ -1,6 +1,6 @@
 """Counts tool calls that a model wrote wrong, for /metrics.
 
-Knows two ways of it: text that began as a call and is none, and arguments that are no JSON.
+Knows two ways of it: text that began as a call and is none, and arguments that are no JSON object.
 """
 
 from collections import Counter
@@ -20,12 +20,12 @@ class MalformedCalls:
         self._counts: Counter[Way] = Counter()
 
     def add(self, way: Way, number: int = 1) -> None:
-        """Count calls that came as text (`call`), or with arguments that are no JSON."""
+        """Count calls that came as text (`call`), or with arguments that are no JSON object."""
         self._counts[way] += number
 
     def tell(self) -> list[Counted]:
         """The counts with their labels, for metrics."""
-        told = "Tool calls that the model wrote wrong and that are passed on as text"
+        told = "Tool calls that the model wrote wrong"
         ways: tuple[Way, ...] = ("call", "arguments")
         counted = Counted("malformed_tool_calls", told, ("format", "part"), [])
         if self._name is not None:

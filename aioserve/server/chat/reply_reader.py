@@ -5,6 +5,7 @@ format and no envelope.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -138,12 +139,12 @@ class ReplyReader:
         return event
 
     def _check_arguments(self) -> None:
-        """Count the arguments of the last call, which has ended, if they are no JSON."""
+        """Count the arguments of the last call, which has ended, if they are no JSON object."""
         text, self._arguments = "".join(self._arguments), []
         if not text:
             return
         try:
-            msgspec.json.decode(text)
+            msgspec.json.decode(text, type=dict[str, Any])
         except UNREADABLE:
             self._malformed.add("arguments")
 

@@ -4,6 +4,7 @@ import ast
 import json
 import random
 import re
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -226,6 +227,7 @@ BARE = {
 }
 
 
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_a_reply_that_is_the_json_of_a_tool_and_nothing_else_is_a_call(say):
     async with say("x", tool_call_parser="hermes") as server:
         for text, num_calls in BARE.items():
@@ -258,28 +260,30 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "is_soon"), BROKEN)
-async def test_a_call_whose_arguments_are_no_object_is_content(say, arguments, is_soon):
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_a_call_whose_arguments_are_no_object_is_content(say):
     good = '<tool_call>\n{"name": "sub", "arguments": {"a": 2}}\n</tool_call>'
-    bad = f'<tool_call>\n{{"name": "add", "arguments": {arguments}'
-    bad += "" if arguments.endswith(">") else "}\n</tool_call>"
-    told = f'{{"name": "add", "arguments": {arguments}'
-    async with say(f"Let me see.\n{bad}\n{good}") as server:
-        message, reason = message_of(await server.chat(tools=TOOLS))
-        assert calls_of(message) == [("sub", {"a": 2})]
-        assert reason == "tool_calls"
-        assert message["content"] == "Let me see." + told
-        answer = await server.chat(tools=TOOLS, stream=True)
-        choices = [event["choices"][0] for event in answer.events()]
-        deltas = [call for each in choices for call in each["delta"].get("tool_calls", ())]
-        names = [delta["function"]["name"] for delta in deltas if "name" in delta["function"]]
-        # What breaks behind the first key was told as it came.
-        assert names == (["sub"] if is_soon else ["add", "sub"])
-        text = "".join(each["delta"].get("content") or "" for each in choices)
-        assert text == ("Let me see." + told if is_soon else "Let me see.")
-        server.say(bad)
-        message, reason = message_of(await server.chat(tools=TOOLS))
-        assert ("tool_calls" in message, reason, message["content"]) == (False, "stop", told)
+    async with say("x") as server:
+        for arguments, is_soon in BROKEN:
+            bad = f'<tool_call>\n{{"name": "add", "arguments": {arguments}'
+            bad += "" if arguments.endswith(">") else "}\n</tool_call>"
+            told = f'{{"name": "add", "arguments": {arguments}'
+            server.say(f"Let me see.\n{bad}\n{good}")
+            message, reason = message_of(await server.chat(tools=TOOLS))
+            assert calls_of(message) == [("sub", {"a": 2})]
+            assert reason == "tool_calls"
+            assert message["content"] == "Let me see." + told
+            answer = await server.chat(tools=TOOLS, stream=True)
+            choices = [event["choices"][0] for event in answer.events()]
+            deltas = [call for each in choices for call in each["delta"].get("tool_calls", ())]
+            names = [delta["function"]["name"] for delta in deltas if "name" in delta["function"]]
+            # What breaks behind the first key was told as it came.
+            assert names == (["sub"] if is_soon else ["add", "sub"]), arguments
+            text = "".join(each["delta"].get("content") or "" for each in choices)
+            assert text == ("Let me see." + told if is_soon else "Let me see.")
+            server.say(bad)
+            message, reason = message_of(await server.chat(tools=TOOLS))
+            assert ("tool_calls" in message, reason, message["content"]) == (False, "stop", told)
 
 
 PYTHON_ITEMS = """{%- for message in messages %}{{ message.role }}: {{ message.content or '' }}
@@ -292,7 +296,7 @@ AS_TEXT = """{%- for message in messages %}{{ message.role }}: {{ message.conten
 {%- endfor %}{% endfor %}"""
 
 
-@pytest.mark.parametrize("bad", ["{'a': 1}", '{"a": ', "[1]", "null", '{"a": 1e999'])
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.parametrize(
     ("template", "shown"),
     [
@@ -301,20 +305,25 @@ AS_TEXT = """{%- for message in messages %}{{ message.role }}: {{ message.conten
         (PYTHON_ITEMS, 'Hm.\n{"name": "add", "arguments": TEXT'),
     ],
 )
-async def test_a_history_with_arguments_that_do_not_parse_goes_on(say, template, shown, bad):
+async def test_a_history_with_arguments_that_do_not_parse_goes_on(say, template, shown):
     def call(name, arguments):
         function = {"name": name, "arguments": arguments}
         return {"id": f"call_{name}", "type": "function", "function": function}
 
-    turns = [
-        {"role": "user", "content": "What is 1 and 2?"},
-        {"role": "assistant", "content": "Hm.", "tool_calls": [call("add", bad)]},
-        {"role": "tool", "tool_call_id": "call_add", "content": "no JSON"},
-    ]
+    def turns(bad):
+        return [
+            {"role": "user", "content": "What is 1 and 2?"},
+            {"role": "assistant", "content": "Hm.", "tool_calls": [call("add", bad)]},
+            {"role": "tool", "tool_call_id": "call_add", "content": "no JSON"},
+        ]
+
     good = {"role": "assistant", "content": None, "tool_calls": [call("sub", '{"a": 5}')]}
     answered = {"role": "tool", "tool_call_id": "call_sub", "content": "3"}
     async with say("Ay.", template, tool_call_parser="hermes") as server:
-        for messages in (turns, [*turns, good, answered]):
+        for bad, more in product(
+            ["{'a': 1}", '{"a": ', "[1]", "null", '{"a": 1e999'], ([], [good, answered])
+        ):
+            messages = [*turns(bad), *more]
             body = {"messages": messages, "tools": TOOLS}
             answer = await server.request("POST", "/v1/chat/completions", json=body)
             assert answer.status == 200, answer
