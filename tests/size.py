@@ -77,8 +77,8 @@ SCENARIOS = {
 #: 140 and 18,000, 25 and 4,000.
 LIMITS = {
     "an embedded engine, one text prompt": Loaded(320, 42_500),
-    "the server, one streamed chat completion": Loaded(475, 61_500),
-    "compare fcfs chunked_prefill": Loaded(305, 40_000),
+    "the server, one streamed chat completion": Loaded(475, 64_000),
+    "compare fcfs chunked_prefill": Loaded(305, 40_500),
     "importing a policy": Loaded(78, 10_200),
 }
 

@@ -160,7 +160,7 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
-            "text.format",
+            "text.format.schema",
         ),
         ({"reasoning": {"effort": "hihg"}}, "reasoning.effort"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -370,7 +370,7 @@ async def test_what_is_parsed_fits_and_a_function_that_is_forced_is_called():
             Hair.model_validate_json(forced.output[0].arguments)
         bad = [{**tools[0], "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}]
         answer = await ask_for(server, tools=bad, tool_choice="required")
-        assert check(answer)["param"] == "tools"
+        assert check(answer)["param"] == "tools[0].parameters.properties.a.not"
 
 
 def items(*given):
