@@ -31,6 +31,8 @@ A message says what is wrong, what would be right, and where.
 """
 
 from collections.abc import Iterable, Sequence
+from inspect import unwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,6 +55,14 @@ def first_line(text: str) -> str:
     """What a library says of an error, with where it is, if it says so; not all that it quotes."""
     lines = text.splitlines() or [""]
     return lines[0][:MAX_WORDS]
+
+
+def place_of(kind: type, name: str) -> str:
+    """Where a class, or a base class of it, defines a method, for a message to its author:
+    `" (mine.py:12)"`; "" if that is not Python. No folder: clients may read it.
+    """
+    code = getattr(unwrap(getattr(kind, name, None) or kind), "__code__", None)
+    return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 class CallInterrupted(BaseException):

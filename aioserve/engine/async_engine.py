@@ -26,7 +26,7 @@ from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError,
 from aioserve.kv_cache import KVEvent
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import RunnerInterface, load_runner
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class AsyncEngine(OperatedEngine):
                     "(model.generation_config)",
                     told,
                 )
-            runner_info = await self._runner.load()
+            runner_info = await load_runner(self._runner)
             if self._is_closing:
                 raise EngineStartError("shutdown() was called meanwhile")
             await self._adapters.load_configured()

@@ -13,7 +13,7 @@ from aioserve.config import SchedulerConfig
 from aioserve.errors import RunnerDeadError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import RunnerInterface, check_result, check_started
 from aioserve.step_loop import StepLoop
 
 # Event loops round their timers to a millisecond, so a timer may fire early: it is set again, for
@@ -125,7 +125,8 @@ class EngineCore:
             self._runner.check()
         for step in loop.fill():
             try:
-                step.handle = self._runner.execute_model(step.told)
+                step.handle = future = self._runner.execute_model(step.told)
+                check_started(self._runner, future)
             except Exception as error:  # as good as in its result
                 step.handle = asyncio.get_running_loop().create_future()
                 step.handle.set_exception(error)
@@ -143,7 +144,9 @@ class EngineCore:
 
     async def _take_result(self) -> dict[int, EngineCoreOutputs]:
         try:
-            result = await self.loop.in_flight[0].handle
+            step = self.loop.in_flight[0]
+            result = await step.handle
+            check_result(self._runner, step.output, result)
         except RunnerDeadError:
             raise
         except asyncio.CancelledError as error:

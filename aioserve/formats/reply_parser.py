@@ -3,6 +3,7 @@
 Knows that both may be absent. Knows nothing about which are chosen.
 """
 
+from aioserve.errors import place_of
 from aioserve.formats.events import Content, Event
 from aioserve.formats.reasoning import ReasoningParser
 from aioserve.formats.reply_format import ReplyFormat
@@ -29,7 +30,7 @@ class ReplyParser:
     def flush(self) -> list[Event]:
         """What was held back, now that nothing more comes."""
         events = [] if self._reasoning is None else self._read_each(self._reasoning.flush())
-        return events if self._calls is None else events + self._calls.flush()
+        return events if self._calls is None else events + self._told(self._calls.flush(), "flush")
 
     def _read_each(self, events: list[Event]) -> list[Event]:
         told: list[Event] = []
@@ -40,4 +41,14 @@ class ReplyParser:
     def _read_content(self, text: str) -> list[Event]:
         if self._calls is None:
             return [Content(text)] if text else []
-        return self._calls.append(text)
+        return self._told(self._calls.append(text), "append")
+
+    def _told(self, events: object, method: str) -> list[Event]:
+        """What the format returned. Raises `TypeError` where that is no list."""
+        if not isinstance(events, list):
+            kind = type(self._calls)
+            raise TypeError(
+                f"format {kind.__name__}: {method}() must return a list of events, got "
+                f"{events!r:.100}{place_of(kind, method)}"
+            )
+        return events

@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+from aioserve.errors import place_of
 from aioserve.kv_cache.block_pool import KVEvent
 from aioserve.routing.interface import (
     BaseRouter,
@@ -324,20 +325,25 @@ class Dispatcher:
         allowed = "Refuse, Wait or Split" if self.kind.splits else "Refuse or Wait"
         raise RouterError(
             f"{self.kind.__name__}: choose() must return one of the replicas that it is shown, "
-            f"{allowed}; got {answer!r:.100}"
+            f"{allowed}; got {answer!r:.100}{place_of(self.kind, 'choose')}"
         )
 
     def rebalance(self) -> list[Migrate]:
         """Requests that are to move to other replicas. Raises `RouterError`."""
         with blamed(self.kind, "rebalance()"):
-            answers = list(self._router.rebalance(self._shown(frozenset())))
+            answers = self._router.rebalance(self._shown(frozenset()))
+        if not isinstance(answers, list | tuple):
+            raise RouterError(
+                f"{self.kind.__name__}: rebalance() must return a list of Migrate; got "
+                f"{answers!r:.100}{place_of(self.kind, 'rebalance')}"
+            )
         for answer in answers:
             if not (isinstance(answer, Migrate) and self._are_shown((answer.to,), frozenset())):
                 raise RouterError(
                     f"{self.kind.__name__}: rebalance() must return Migrate to replicas that it is "
-                    f"shown; got {answer!r:.100}"
+                    f"shown; got {answer!r:.100}{place_of(self.kind, 'rebalance')}"
                 )
-        return answers
+        return list(answers)
 
     def _are_shown(self, views: Sequence[object], avoid: Set[str]) -> bool:
         return all(

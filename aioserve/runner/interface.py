@@ -7,11 +7,12 @@ Four implementations: `cpu.runner.ThreadedRunner` (the model on the CPU, on a th
 """
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, place_of
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
 from aioserve.scheduler.output import SchedulerOutput
@@ -103,3 +104,61 @@ class RunnerInterface(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Wait for the step that runs, then give back threads and memory. Idempotent."""
+
+
+async def load_runner(runner: RunnerInterface) -> RunnerInfo:
+    """What `runner.load()` returns. Raises what it raises, and `ConfigError` that names the method
+    and its line where that is no `RunnerInfo`.
+    """
+    if not isinstance(runner, RunnerInterface):
+        raise ConfigError(f"a runner is a RunnerInterface, got {runner!r:.100}")
+    method = _method(runner, "load")
+    loading: object = runner.load()
+    if not inspect.isawaitable(loading):
+        raise ConfigError(f"{method} must be async and return a RunnerInfo, got {loading!r:.100}")
+    info = await loading
+    if not isinstance(info, RunnerInfo):
+        raise ConfigError(f"{method} must return a RunnerInfo, got {info!r:.100}")
+    return info
+
+
+def check_started(runner: RunnerInterface, future: object) -> None:
+    """Raises `TypeError` if that is not what `execute_model` has to return."""
+    if not asyncio.isfuture(future):
+        raise TypeError(
+            f"{_method(runner, 'execute_model')} must return an asyncio.Future of a "
+            f"ModelRunnerOutput, got {future!r:.100}"
+        )
+
+
+def check_result(runner: RunnerInterface, output: SchedulerOutput, result: object) -> None:
+    """Raises `TypeError` if `result` is not one of the step of `output`: of another type, with
+    tokens of another number of requests, or log probabilities of another number of tokens.
+    """
+    if not isinstance(result, ModelRunnerOutput):
+        raise _wrong_result(runner, f"must be a ModelRunnerOutput, got {result!r:.100}")
+    if not output.total_num_scheduled_tokens:
+        return
+    num_rows, num_told = len(output.num_scheduled_tokens), len(result.sampled_token_ids)
+    if num_rows != num_told:
+        raise _wrong_result(
+            runner, f"has sampled_token_ids of {num_told} requests; the step has {num_rows}"
+        )
+    if result.logprobs:
+        rows = zip(output.num_scheduled_tokens, result.sampled_token_ids, strict=True)
+        for name, token_ids in rows:
+            told = result.logprobs.get(name)
+            if told is not None and len(told) != len(token_ids):
+                raise _wrong_result(
+                    runner,
+                    f"has logprobs of {len(told)} tokens for a request with {len(token_ids)}",
+                )
+
+
+def _method(runner: RunnerInterface, name: str) -> str:
+    kind = type(runner)
+    return f"{kind.__name__}.{name}(){place_of(kind, name)}"
+
+
+def _wrong_result(runner: RunnerInterface, what: str) -> TypeError:
+    return TypeError(f"the result of {_method(runner, 'execute_model')} {what}")

@@ -60,7 +60,9 @@ class Observers:
         return iter(self._all)
 
     def subscribe(self, observer: StepObserver) -> None:
-        """Tell the observer of every event from now on."""
+        """Tell the observer of every event from now on. Raises `TypeError` for what is none."""
+        if not isinstance(observer, StepObserver):
+            raise TypeError(f"an observer is a StepObserver, got {observer!r:.100}")
         self._all = [*self._all, observer]
         self._gather()
 

@@ -7,7 +7,7 @@ often in a row. Knows no step in flight and no runner.
 from collections.abc import Callable, Iterable
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import FROM_OUTSIDE, AioserveError, PolicyError
+from aioserve.errors import FROM_OUTSIDE, AioserveError, PolicyError, place_of
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import FAILURES_UNTIL_FALLBACK, SchedulerInterface, SchedulerOutput
@@ -111,7 +111,7 @@ class PolicyGuard:
             if not isinstance(output, SchedulerOutput) or output.step_id <= self._last_step_id:
                 raise PolicyError(
                     f"policy {self._policy}: schedule() must return the output() of a new step, "
-                    f"got {describe_result(output)}"
+                    f"got {describe_result(output)}{place_of(self.scheduler.policy, 'schedule')}"
                 )
         except FROM_OUTSIDE:
             raise

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, place_of
 from aioserve.lab.simulation.choice import Choice, check_choices
 from aioserve.routing import (
     AutoscalerInterface,
@@ -116,9 +116,9 @@ class Scaling:
         self._num_arrived = self._num_arrived_tokens = 0
         with blamed(self._kind, "decide()"):
             wanted = self._autoscaler.decide(fleet)
-        if not isinstance(wanted, int):
+        if not isinstance(wanted, int) or isinstance(wanted, bool):
             raise RouterError(
                 f"{self._kind.__name__}: decide() must return a whole number of replicas, got "
-                f"{wanted!r:.100}"
+                f"{wanted!r:.100}{place_of(self._kind, 'decide')}"
             )
         return min(max(wanted, self.plan.min_replicas), self._num_seats)
