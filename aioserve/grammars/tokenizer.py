@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _CONTROL = b"\xff"  # begins no text: llguidance's sign of a token that stands for itself alone
+# Characters of a forced text that are made tokens at a time, and how many of those are left out.
+_MAX_AHEAD, _NUM_UNSURE = 4096, 16
 # What stands in llguidance's Lark: strings, patterns and comments, each to its end or to that of
 # the text, so that all of it is looked at once; and names of tokens.
 _LARK = re.compile(
@@ -101,7 +103,16 @@ class SeenTokenizer:
         self._max_token_bytes = max(map(len, self.tokens))
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of `text`, as the model would write it; none of them is a control."""
+        """The tokens of `text`, as the model would write it; none of them is a control. Of a long
+        text those of its beginning: llguidance asks anew after every token.
+        """
+        if len(text) <= _MAX_AHEAD:
+            return self._spelled(text)
+        ids = self._spelled(text[:_MAX_AHEAD])
+        # The last ones may be others, with what follows.
+        return ids[: max(1, len(ids) - _NUM_UNSURE)]
+
+    def _spelled(self, text: str) -> list[int]:
         # The batch call releases the GIL; "fast" skips offsets, which are not read.
         encode = self._encoder.encode_batch_fast
         ids: list[int] = encode([text], add_special_tokens=False)[0].ids

@@ -1,6 +1,7 @@
 """Grammars over the added tokens of real families: what is forced is taken, and read as said."""
 
 import json
+import random
 import re
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 from aioserve.config import ModelConfig
 from aioserve.engine.delivery.detokenizer import DetokenizerChoice
 from aioserve.grammars import GrammarCompiler
+from aioserve.grammars.tokenizer import SeenTokenizer
 from aioserve.model_info import ModelInfo
 from aioserve.structured_outputs import StructuredOutputs
 from tests.added_tokens import FAMILIES, family_model
@@ -74,9 +76,14 @@ def every_way(text: str) -> list[dict[str, object]]:
 async def test_a_forced_text_with_added_tokens_in_it_is_written_and_read(bound: Bound) -> None:
     tokenizer = bound.info.tokenizer
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    for token_id, token in added.items():
+    in_all_ways = {
+        next(i for i in added if added[i].special == is_special)
+        for is_special in {token.special for token in added.values()}
+    }
+    for place, (token_id, token) in enumerate(added.items()):
         text = f"a{token.content}b {token.content}"
-        for way in every_way(text):
+        ways = every_way(text)
+        for way in ways if token_id in in_all_ways else [ways[place % len(ways)]]:
             said = await bound.forced(**way)
             is_json, is_tag = "json" in way, "structural_tag" in way
             expected = json.dumps(text) if is_json else f"{text}x{text}" if is_tag else text
@@ -108,6 +115,18 @@ async def test_a_rule_may_name_a_token_without_quotes(bound: Bound) -> None:
 async def test_a_text_that_the_tokenizer_would_change_is_written_as_it_is(bound: Bound) -> None:
     for text in ("e\u0301", " a", "  a\n\n\nb", "\u212b", "a\u00a0\u2581b", "\x00\U0001f642"):
         assert bound.text(await bound.forced(choice=(text,))) == text
+
+
+async def test_a_forced_text_of_any_length_is_written_and_spelled_a_part_at_a_time(
+    bound: Bound,
+) -> None:
+    rng = random.Random(0)
+    added = bound.info.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    pieces = [token.content for token in added.values()] + ["a", " the", "\n", "\u0301", "\u65e5"]
+    text = "".join(rng.choices(pieces, k=1200))
+    assert bound.text(await bound.forced(choice=(text,))) == text
+    seen = SeenTokenizer(bound.info.tokenizer, bound.info.vocab_size, bound.info.eos_token_ids)
+    assert 0 < len(seen(text * 100)) == len(seen(text * 200)) < 20_000
 
 
 async def test_free_text_takes_the_tokens_of_text_and_no_controls(bound: Bound) -> None:
