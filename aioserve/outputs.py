@@ -4,7 +4,7 @@ Plain data. Knows nothing about the code that makes or reads it.
 """
 
 import enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -160,6 +160,19 @@ class RequestTimes(msgspec.Struct, frozen=True, gc=False):
         return None if self.first_token is None else self.first_token - self.arrival
 
 
+_T = TypeVar("_T")
+
+
+class _Merged(list[_T]):
+    """A list that one output has made for itself: it may grow in place, however often."""
+
+
+def _merged(begun: list[_T], more: list[_T]) -> list[_T]:
+    own = begun if isinstance(begun, _Merged) else _Merged(begun)
+    own.extend(more)
+    return own
+
+
 class RequestOutput(msgspec.Struct, kw_only=True):
     """New text and tokens of one sample of a request since the last `RequestOutput`.
 
@@ -189,9 +202,9 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     def merge(self, newer: "RequestOutput") -> None:
         """Append `newer`, the next delta of the same sample."""
         self.text += newer.text
-        self.token_ids = self.token_ids + newer.token_ids
+        self.token_ids = _merged(self.token_ids, newer.token_ids)
         if newer.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + newer.logprobs
+            self.logprobs = _merged(self.logprobs or [], newer.logprobs)
         self.prompt_logprobs = self.prompt_logprobs or newer.prompt_logprobs
         self.finish_reason = newer.finish_reason
         self.stop_reason = newer.stop_reason

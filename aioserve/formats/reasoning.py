@@ -49,6 +49,7 @@ class ReasoningParser:
         self._is_thinking = is_open or (marks.is_implied and not is_closed)
         self._is_begun = False  # what comes is after the first mark, or there was none
         self._is_after_mark = True  # nothing but space since
+        self._before: list[str] = []  # space that the reply begins with
         self._rest = ""  # it may be the beginning of a mark
         self._space: list[str] = []  # told if more reasoning follows
 
@@ -76,7 +77,7 @@ class ReasoningParser:
 
     def flush(self) -> list[Event]:
         """What was held back, now that nothing more comes."""
-        rest, self._rest = self._rest, ""
+        rest, self._rest = "".join((*self._before, self._rest)), ""
         if not rest.strip(SPACE) and (self._is_begun or self._is_thinking):
             return []
         if self._is_thinking:
@@ -88,15 +89,17 @@ class ReasoningParser:
         start = self._marks.start
         stripped = text.lstrip(SPACE)
         if start.startswith(stripped) and stripped != start:
-            self._rest = text
+            self._before.append(text[: len(text) - len(stripped)])
+            self._rest = stripped
             return ""
         self._is_begun = True
+        before, self._before = "".join(self._before), []
         if stripped.startswith(start):
             self._is_thinking = True
             return stripped[len(start) :]
         # A reply that does not think begins as it likes.
         self._is_after_mark = self._is_thinking
-        return text
+        return before + text
 
     def _think(self, text: str, events: list[Event]) -> str:
         """Tell reasoning; return what stands after its end."""

@@ -1,6 +1,7 @@
 """Callers that want no text, or nothing before the end, get that and the same tokens."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -61,3 +62,23 @@ def test_final_only_has_what_there_was_when_a_deadline_passed() -> None:
 def test_stop_strings_without_text_are_refused() -> None:
     with pytest.raises(RequestError, match="detokenize"):
         SamplingParams(stop="x", detokenize=False)
+
+
+def test_deltas_are_merged_in_time_linear_in_them_and_change_no_delta() -> None:
+    """So is what a client finds who reads slowly, or asks for one output at the end."""
+
+    def seconds(count: int) -> float:
+        deltas = [RequestOutput(request_id="r", token_ids=[i] * 8) for i in range(count)]
+        merged = RequestOutput(request_id="r", token_ids=first)
+        began = time.process_time()
+        for delta in deltas:
+            merged.merge(delta)
+        taken = time.process_time() - began
+        assert merged.token_ids == [0, *(i for i in range(count) for _ in range(8))]
+        assert all(len(delta.token_ids) == 8 for delta in deltas)
+        return taken
+
+    first = [0]
+    few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 8000))
+    assert first == [0]
+    assert many < 24 * few + 0.05  # 8 times as many; the square would be 64 times

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioserve.formats import SHIPPED, Function
+from aioserve.formats import SHIPPED, Content, Function
+from aioserve.formats.reasoning import Marks, ReasoningParser
 from aioserve.formats.registry import load_format
 from aioserve.formats.reply_format import Reply, ReplyFormat, SaidCall
 
@@ -44,3 +45,29 @@ def test_the_time_to_read_a_reply_grows_with_the_reply_alone(name: str) -> None:
                 again = seconds(kind, begun + tail * (MANY // len(tail)))
                 # 8 times as many characters; the square would be 64 times
                 assert min(many, again) < 24 * few + 0.02, (begun, tail)
+
+
+@pytest.mark.parametrize("begun", ["", "<think>", "<think> x </think>"])
+def test_the_time_to_read_blanks_around_reasoning_grows_with_them_alone(begun: str) -> None:
+    """A client's bias may have the model write nothing else."""
+
+    def seconds(count: int) -> float:
+        parser = ReasoningParser(Marks("<think>", "</think>"), "")
+        parser.append(begun)
+        began = time.process_time()
+        for _ in range(count):
+            parser.append(100 * " ")
+        parser.flush()
+        return time.process_time() - began
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 8000))
+    assert many < 24 * few + 0.05  # 8 times as many; the square would be 64 times
+
+
+def test_blanks_before_a_reply_without_reasoning_are_told() -> None:
+    for pieces in (["  ", "\n", "x"], ["  \nx"], [" ", " \n", "<thi", "x"]):
+        parser = ReasoningParser(Marks("<think>", "</think>"), "")
+        events = [event for piece in pieces for event in parser.append(piece)] + parser.flush()
+        assert events == [Content("".join(pieces))]
+    parser = ReasoningParser(Marks("<think>", "</think>"), "")
+    assert parser.append(" ") + parser.append(" <th") + parser.flush() == [Content("  <th")]
