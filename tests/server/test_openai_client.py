@@ -140,7 +140,7 @@ async def test_parse_returns_what_the_model_class_says():
     assert isinstance(whole.choices[0].message.parsed, Sighting)
     assert streamed.choices[0].message.parsed == whole.choices[0].message.parsed
     assert choice.choices[0].text in ("Nay", "answer me")
-    assert refused.value.param == "structured_outputs.json"
+    assert refused.value.param == "response_format.json_schema.schema"
 
 
 async def test_embeddings_are_the_same_as_numbers_and_as_bytes(client):
