@@ -12,7 +12,7 @@ from typing import Any
 import openai
 
 from aioserve.lab.bench.exchange import WORDS, Exchange, ServerError
-from aioserve.lab.simulation.clients import Clients, Progress
+from aioserve.lab.simulation.run import Clients, Progress
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest, text_tokens
 
 #: Seconds that a reply may take in all: a request that takes longer has failed.

@@ -45,11 +45,11 @@ from neighbour import is_ready
 from aioserve.config import EngineConfig
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.lab.bench.exchange import Exchange
-from aioserve.lab.comparison.programs import programs_of
-from aioserve.lab.logs.traffic import read_traffic
+from aioserve.lab.comparison.measures import programs_of
+from aioserve.lab.logs.what_if import read_traffic
 from aioserve.lab.simulation.outcome import RequestOutcome
 from aioserve.lab.simulation.run import simulate, simulated
-from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 
 SERVERS = ("zoo.continuum,scheduler.max_leased_share=0", "zoo.continuum", "chunked_prefill")

@@ -29,12 +29,11 @@ import openai
 from neighbour import is_ready
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.lab.bench.commands import Document, summarize
 from aioserve.lab.bench.exchange import Load, Target
-from aioserve.lab.bench.summary import Document, summarize
 from aioserve.lab.simulation.outcome import RequestOutcome
 from aioserve.lab.simulation.run import simulate
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import Poisson, read_spec
+from aioserve.lab.workloads.synthetic import Poisson, generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.shipped import find_workload
 

@@ -22,12 +22,10 @@ import numpy as np
 
 from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
 from aioserve.lab.comparison.document import differences, sampling_of, summarize
-from aioserve.lab.comparison.measures import RunMeasures
-from aioserve.lab.comparison.rows import ROWS, Row, value_of, verdict
+from aioserve.lab.comparison.measures import ROWS, Row, RunMeasures, value_of, verdict
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.slo import ServiceLevels, Slo
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import read_spec
+from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.workload import Workload
 from aioserve.shipped import find_workload
 

@@ -23,10 +23,10 @@ from typing import Any
 from tqdm import tqdm
 
 from aioserve.config import EngineConfig
-from aioserve.lab.calibration.measurement import Measurements, calibrate, measure, write_profile
+from aioserve.lab.calibration import Measurements, calibrate, measure, write_profile
 from aioserve.lab.comparison.candidates import Candidate, load_candidates
 from aioserve.lab.comparison.document import Document, compare
-from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 
 CONFIGS = [

@@ -29,12 +29,12 @@ import numpy.typing as npt
 
 from aioserve.config import EngineConfig
 from aioserve.decision_log.reader import DecisionLog
-from aioserve.lab.calibration.measurement import write_profile
+from aioserve.lab.calibration import write_profile
 from aioserve.lab.comparison.candidates import load_candidates
-from aioserve.lab.logs.traffic import read_traffic
+from aioserve.lab.logs.what_if import read_traffic
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import run_live, simulate, simulated
-from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 
 CONFIGS = [f"configs/{name}.yaml" for name in ("fcfs", "chunked_prefill", "mlfq")]

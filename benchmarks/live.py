@@ -14,7 +14,7 @@ from typing import Any
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig
 from aioserve.engine.builder import make_runner
-from aioserve.lab.simulation.delegating_runner import DelegatingRunner
+from aioserve.lab.simulation.outcome import DelegatingRunner
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface

@@ -26,7 +26,7 @@ from typing import Any
 
 from peers import COLUMNS, Shape, run
 
-from aioserve.lab.bench.summary import Document
+from aioserve.lab.bench.commands import Document
 from aioserve.runner.cpu.machine import default_num_threads
 
 CHOOSES = "chooses"

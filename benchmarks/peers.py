@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.errors import AioserveError
+from aioserve.lab.bench.commands import Document, summarize
 from aioserve.lab.bench.exchange import Load, Target
-from aioserve.lab.bench.summary import Document, summarize
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import (
+from aioserve.lab.workloads.synthetic import (
     ClientClass,
     ClosedLoop,
     Constant,
     Prefixes,
     WorkloadSpec,
+    generate,
 )
 
 

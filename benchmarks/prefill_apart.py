@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.lab.simulation.loop import VirtualClockEventLoop
+from aioserve.lab.simulation.run import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulation.simulated import SimulatedRunner
 

@@ -25,7 +25,7 @@ from ray_routers import measure, told  # noqa: E402
 from aioserve.lab.comparison.candidates import load_candidates, prepare  # noqa: E402
 from aioserve.lab.simulation.fleet import simulate_fleet  # noqa: E402
 from aioserve.lab.simulation.fleet_plan import Fleet  # noqa: E402
-from aioserve.lab.workloads.source import WorkloadSource  # noqa: E402
+from aioserve.lab.workloads.synthetic import WorkloadSource  # noqa: E402
 from aioserve.lab.workloads.workload import Workload  # noqa: E402
 
 #: Five times as long as the steps of the README, so that a busy machine is on time.

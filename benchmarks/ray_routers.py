@@ -25,8 +25,8 @@ from ray import serve
 
 from aioserve.config import EngineConfig
 from aioserve.errors import AioserveError
-from aioserve.lab.simulation.clients import Clients
-from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.simulation.run import Clients
+from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload, build_prompt
 from aioserve.ray import build_app
 from aioserve.ray.front import RayFront

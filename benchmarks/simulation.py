@@ -18,9 +18,7 @@ import msgspec
 
 from aioserve.lab.comparison.candidates import load_candidates, prepare
 from aioserve.lab.simulation.run import simulate
-from aioserve.lab.workloads.source import WorkloadSource
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import WorkloadSpec
+from aioserve.lab.workloads.synthetic import WorkloadSource, WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Workload
 
 CONFIGS = [f"configs/{name}.yaml" for name in ("fcfs", "chunked_prefill", "priority")]

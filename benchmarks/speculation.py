@@ -30,8 +30,13 @@ from typing import NamedTuple
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig, SpeculationConfig
 from aioserve.lab.simulation.run import simulate
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import ClientClass, ClosedLoop, Constant, WorkloadSpec
+from aioserve.lab.workloads.synthetic import (
+    ClientClass,
+    ClosedLoop,
+    Constant,
+    WorkloadSpec,
+    generate,
+)
 from aioserve.runner.spec_decode.ngram import NgramText
 
 ROOT = Path(__file__).parents[1]

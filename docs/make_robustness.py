@@ -16,13 +16,10 @@ from typing import Any
 import msgspec
 
 from aioserve.cli import main as aioserve
-from aioserve.lab.comparison.rows import number, parse_measure
-from aioserve.lab.mispredict.chart import draw
-from aioserve.lab.mispredict.curves import Curves
-from aioserve.lab.mispredict.errors import KINDS
-from aioserve.lab.mispredict.words import in_words
+from aioserve.lab.comparison.measures import number, parse_measure
+from aioserve.lab.mispredict import KINDS, Curves, draw, in_words
+from aioserve.lab.search.commands import render_tuning
 from aioserve.lab.search.tuning import Tuning
-from aioserve.lab.search.words import render_tuning
 
 HERE = Path(__file__).parent
 STORED = HERE / "robustness.json"

@@ -6,10 +6,9 @@ python docs/make_zoo.py
 
 from pathlib import Path
 
-from aioserve.lab.zoo.chart import draw
 from aioserve.lab.zoo.gallery import render
-from aioserve.lab.zoo.standing import leaderboard
-from aioserve.lab.zoo.stored import read_results
+from aioserve.lab.zoo.page import draw
+from aioserve.lab.zoo.standing import leaderboard, read_results
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.errors import RequestError
 from aioserve.hints import MAX_HINTS, Hints
-from aioserve.lab.logs.traffic import make_workload, read_traffic
+from aioserve.lab.logs.what_if import make_workload, read_traffic
 from aioserve.request import RequestSpec
 
 NOTING = '''

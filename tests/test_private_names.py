@@ -68,14 +68,14 @@ TABLE = (
         ),
     ),
     Private(
-        "aioserve.lab.simulation.loop",
+        "aioserve.lab.simulation.run",
         "_ready",
         "asyncio does not tell in public whether a callback is due; a simulated step asks it.",
         "Simulations fail in their first step, with an AttributeError.",
         lambda: new_loop_has("_ready"),
     ),
     Private(
-        "aioserve.lab.simulation.loop",
+        "aioserve.lab.simulation.run",
         "_scheduled",
         "asyncio does not tell in public when the next timer is due; a simulated step asks it.",
         "Simulations fail in their first step, with an AttributeError.",

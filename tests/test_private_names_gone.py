@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 
 from aioserve.errors import ConfigError
-from aioserve.lab.simulation.loop import VirtualClockEventLoop
+from aioserve.lab.simulation.run import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.prompt import ImageProcessor
 from aioserve.runner import loader
@@ -50,7 +50,7 @@ def test_an_image_counts_as_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processor.least_tokens(["an image", "another one"]) == 2
 
 
-@without("aioserve.lab.simulation.loop", "_ready", "_scheduled")
+@without("aioserve.lab.simulation.run", "_ready", "_scheduled")
 @pytest.mark.parametrize("name", ["_ready", "_scheduled"])
 def test_a_simulation_fails_in_its_first_step(name: str) -> None:
     loop = VirtualClockEventLoop()

@@ -6,7 +6,7 @@ import pytest
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.workloads.synthetic_spec import read_spec
+from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.shipped import find_config, find_workload
 
 CONFIGS = Path(__file__).parents[1] / "configs"

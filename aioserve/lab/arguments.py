@@ -68,3 +68,7 @@ def add_output(
 ) -> None:
     """Add an argument that names a file, written when the work is done."""
     parser.add_argument(*flags, metavar=metavar, type=output_file, help=help)
+
+
+# Arguments that commands on a workload share: which requests, how many seeds, which settings. Knows
+# argparse, and makes workloads of what was given. Runs nothing.

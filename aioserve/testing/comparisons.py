@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aioserve.kv_cache import KVCacheManager
-from aioserve.lab.simulation.multi_step_decode import MultiStepDecode
+from aioserve.lab.simulation.stepped_engine import MultiStepDecode
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing.bench import Bench
 from aioserve.testing.calls import make_calls, with_other_ends

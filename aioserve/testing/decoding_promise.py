@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from aioserve.errors import EngineOverloadedError
-from aioserve.lab.simulation.multi_step_decode import MultiStepDecode
+from aioserve.lab.simulation.stepped_engine import MultiStepDecode
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams

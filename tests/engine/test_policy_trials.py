@@ -19,7 +19,7 @@ from aioserve.engine.control.policy_trials import ENOUGH_REQUESTS
 from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestError
 from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
-from aioserve.lab.logs.traffic import make_workload, read_traffic
+from aioserve.lab.logs.what_if import make_workload, read_traffic
 from aioserve.operations import FindReport, TryPolicy
 
 CONFIG = EngineConfig(

@@ -35,9 +35,9 @@ from aioserve.errors import ConfigError, RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kv_connector import BlockDirectory
 from aioserve.lab.logs.perfetto import write_trace
-from aioserve.lab.logs.traffic import make_workload, read_traffic
+from aioserve.lab.logs.what_if import make_workload, read_traffic
 from aioserve.lab.simulation.fleet_plan import FleetSpec
-from aioserve.lab.workloads.synthetic_spec import read_spec
+from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.model_info import ModelInfo, find_model
 from aioserve.model_source.adapter import read_adapter, stored_parameters

@@ -14,7 +14,7 @@ from aioserve.config import CacheConfig, ModelConfig, RunnerConfig
 from aioserve.engine.kv_connector import KVConnectorMetrics, check_connector, make_connector
 from aioserve.errors import ConfigError
 from aioserve.kv_connector import offloading
-from aioserve.lab.simulation.loop import VirtualClockEventLoop
+from aioserve.lab.simulation.run import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.request import WaitReason
 from aioserve.runner.interface import RunnerInterface

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioserve.lab.legend import DURATIONS
+from aioserve.lab.terminal import DURATIONS
 from tests import processes
 from tests.console.terminal import at_terminal
 from tests.lab.traffic import record

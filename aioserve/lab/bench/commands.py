@@ -1,40 +1,256 @@
-"""`aioserve bench`: flags to a workload and a target, progress, the table, JSON, the exit code.
+"""`aioserve bench`: from what a server answered to latencies, throughput, goodput and a table.
 
+Knows one load at a time. Durations are in seconds; what is undefined is NaN, and null in JSON.
 Exit code 0: every request was answered to its end; 1: some were not; 130: interrupted.
 """
 
 import argparse
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from aioserve.arguments import Parser, count, mapping, natural, positive
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import (
-    add_json,
-    add_output,
-    add_slo,
-    add_time_scale,
-    wants_json,
-)
-from aioserve.lab.bench.exchange import Load, Target
-from aioserve.lab.bench.summary import render, summarize
+from aioserve.lab.arguments import add_json, add_output, add_slo, add_time_scale, wants_json
+from aioserve.lab.bench.exchange import Exchange, Load, Target
+from aioserve.lab.comparison.measures import STATISTICS, good_totals, statistics_of
+from aioserve.lab.comparison.service import Floats
 from aioserve.lab.slo import ServiceLevels
-from aioserve.lab.terminal import paint, progress
-from aioserve.lab.workloads.source import WorkloadSource
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import (
+from aioserve.lab.terminal import legend, paint, progress
+from aioserve.lab.workloads.synthetic import (
     ClientClass,
     ClosedLoop,
     Constant,
     Poisson,
     Prefixes,
+    WorkloadSource,
     WorkloadSpec,
+    generate,
 )
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest
 from aioserve.output_file import write
+
+Document = dict[str, Any]
+
+BUSY_SHARE = 0.5  # of a core: from here on the client may be what is measured. A guess.
+LABELS = {"ttft": "TTFT", "tpot": "TPOT", "gap": "gap", "e2e": "end to end"}
+
+
+def summarize(load: Load, slo: ServiceLevels | None = None) -> Document:
+    """All numbers of a load that ended, or was interrupted: whatever has come is counted."""
+    sent = [exchange for exchange in load.exchanges if exchange.is_sent]
+    finished = [exchange for exchange in sent if exchange.error is None and exchange.is_finished]
+    durations = {
+        "ttft": np.array([e.ttft for e in finished]),
+        "tpot": np.array([_per_token(e) for e in finished]),
+        "e2e": np.array([e.end - e.arrival for e in finished]),
+    }
+    gaps = [np.diff(np.frombuffer(e.token_times)) for e in finished if e.token_times]
+    seconds = max(load.seconds, 1e-9)
+    tokens = _count_tokens(load, finished)
+    tokens["output"] = sum(map(_num_output, sent))  # also of requests that did not finish
+    totals = {
+        "seconds": load.seconds,
+        "output_tokens_per_second": tokens["output"] / seconds,
+        "total_tokens_per_second": (tokens["output"] + tokens["prompt"]) / seconds,
+        "requests_per_second": len(finished) / seconds,
+    }
+    by_class: dict[str, dict[str, float]] = {}
+    if slo is not None:
+        kinds, good = _judge(load, slo)
+        totals |= good_totals(good, kinds, seconds)
+        of = np.array(kinds)
+        for kind in sorted(set(kinds)):
+            own = good_totals(good[of == kind], [kind] * kinds.count(kind), seconds)
+            by_class[kind] = {"requests": float(kinds.count(kind)), **own}
+    document: Document = {
+        "target": {
+            "url": load.target.url,
+            "model": load.model,
+            "endpoint": load.target.endpoint,
+            "prompts": "ids" if load.sends_ids else "text",
+        },
+        "workload": {
+            "name": load.workload.name,
+            "seed": load.workload.seed,
+            "requests": len(load.workload.requests),
+        },
+        "slo": None if slo is None else msgspec.to_builtins(slo) | {"words": str(slo)},
+        "by_class": by_class,
+        "requests": {
+            "sent": len(sent),
+            "finished": len(finished),
+            "failed": sum(e.error is not None for e in sent),
+            "unfinished": sum(e.error is None and not e.end for e in sent),
+        },
+        "durations": {
+            **{name: statistics_of(values) for name, values in durations.items()},
+            "gap": statistics_of(np.concatenate(gaps) if gaps else np.empty(0)),
+        },
+        "totals": totals,
+        "tokens": tokens,
+        "errors": _count_errors(sent),
+        "client": {
+            "cpu_us_per_token": 1e6 * load.cpu_seconds / max(tokens["output"], 1),
+            "busy_share": load.cpu_seconds / seconds,
+            "max_lateness": max((e.lateness for e in sent), default=0.0),
+        },
+    }
+    document["notes"] = _notes(document, load)
+    return document
+
+
+def _judge(load: Load, slo: ServiceLevels) -> tuple[list[str], Floats]:
+    """The class of each request that was sent, and whether it finished within its limits."""
+    sent = [
+        (request, exchange)
+        for request, exchange in zip(load.workload.requests, load.exchanges, strict=True)
+        if exchange.is_sent
+    ]
+    e2e = np.array([e.end - e.arrival for _, e in sent])
+    timeouts = np.array([r.timeout or np.nan for r, _ in sent])
+    durations = {
+        "ttft": np.array([e.ttft for _, e in sent]),
+        "tpot": np.array([_per_token(e) for _, e in sent]),
+        "gap": np.array([max(np.diff(e.token_times), default=np.nan) for _, e in sent]),
+        "e2e": e2e,
+        "overtime": e2e - timeouts,
+    }
+    kinds = [request.kind for request, _ in sent]
+    good = slo.judge(kinds, durations)
+    is_whole = np.array([e.error is None and e.is_finished for _, e in sent], dtype=bool)
+    good[~is_whole & ~np.isnan(good)] = 0.0
+    return kinds, good
+
+
+def _per_token(exchange: Exchange) -> float:
+    """Seconds per token after the first: tokens by usage, times by chunks."""
+    times, num_tokens = exchange.token_times, _num_output(exchange)
+    return (times[-1] - times[0]) / (num_tokens - 1) if times and num_tokens > 1 else math.nan
+
+
+def _num_output(exchange: Exchange) -> int:
+    return exchange.num_output_tokens or len(exchange.token_times)
+
+
+def _count_tokens(load: Load, finished: list[Exchange]) -> dict[str, int]:
+    """Tokens of the finished requests: what was asked for, what came, and in how many chunks."""
+    asked = [
+        request
+        for request, exchange in zip(load.workload.requests, load.exchanges, strict=True)
+        if exchange.is_sent and exchange.error is None and exchange.is_finished
+    ]
+    return {
+        "prompt_asked": sum(request.num_prompt_tokens for request in asked),
+        "prompt": sum(exchange.num_prompt_tokens for exchange in finished),
+        "cached": sum(exchange.num_cached_tokens for exchange in finished),
+        "output_asked": sum(request.output_tokens for request in asked),
+        "output_of_finished": sum(map(_num_output, finished)),
+        "chunks": sum(len(exchange.token_times) for exchange in finished),
+        "without_usage": sum(not exchange.num_output_tokens for exchange in finished),
+    }
+
+
+def _count_errors(sent: list[Exchange]) -> list[dict[str, Any]]:
+    """Errors by kind, the most frequent first, each with what was said the first time."""
+    errors = [exchange.error for exchange in sent if exchange.error is not None]
+    said = dict(reversed(errors))
+    counts = Counter(kind for kind, _ in errors).most_common()
+    return [{"kind": kind, "count": count, "example": said[kind]} for kind, count in counts]
+
+
+def _notes(document: Document, load: Load) -> list[str]:
+    """Sentences that a reader of the numbers should know."""
+    tokens, requests, client = document["tokens"], document["requests"], document["client"]
+    notes = []
+    if requests["unfinished"] or requests["sent"] < len(load.exchanges):
+        notes.append(
+            f"Cut short: {requests['unfinished']} requests had no end yet, "
+            f"{len(load.exchanges) - requests['sent']} were never sent."
+        )
+    if tokens["without_usage"]:
+        notes.append(
+            f"{tokens['without_usage']} replies came without usage: chunks count as tokens."
+        )
+    if tokens["output_of_finished"] < tokens["output_asked"]:
+        notes.append(
+            f"{tokens['output_asked']} output tokens were asked for, "
+            f"{tokens['output_of_finished']} came (does the server know ignore_eos?)."
+        )
+    if tokens["chunks"] != tokens["output_of_finished"]:
+        notes.append(
+            f"{tokens['output_of_finished']} tokens came in {tokens['chunks']} chunks with text: "
+            "gaps are between chunks."
+        )
+    if tokens["prompt"] and abs(tokens["prompt"] / tokens["prompt_asked"] - 1) > 0.02:
+        notes.append(
+            f"{tokens['prompt_asked']} prompt tokens were meant, the server counted "
+            f"{tokens['prompt']}."
+        )
+    if tokens["cached"]:
+        share = tokens["cached"] / max(tokens["prompt"], 1)
+        notes.append(f"The server had {100 * share:.0f}% of the prompt tokens in its cache.")
+    if tokens["output"] and client["busy_share"] > BUSY_SHARE:
+        notes.append(
+            f"This client used {100 * client['busy_share']:.0f}% of a core: it may be what was "
+            "measured."
+        )
+    notes.append(
+        "Each request stated the length of its reply (max_tokens with ignore_eos): a policy of "
+        "the server that reads max_tokens knew what no client tells in life."
+    )
+    return notes
+
+
+def render(document: Document) -> str:
+    """The table for a terminal."""
+    target, requests, totals = document["target"], document["requests"], document["totals"]
+    lines = [
+        f"{target['url']} ({target['model'] or 'no model named'}): {requests['finished']} of "
+        f"{requests['sent']} requests in {totals['seconds']:.1f} s, prompts as {target['prompts']}",
+        "",
+        f"{'ms':12}" + "".join(f"{statistic:>10}" for statistic in STATISTICS),
+    ]
+    for name, label in LABELS.items():
+        values = document["durations"][name]
+        lines.append(f"{label:12}" + "".join(_ms(values[s]) for s in STATISTICS))
+    lines += [
+        "",
+        f"output tokens/s   {totals['output_tokens_per_second']:10.1f}",
+        f"all tokens/s      {totals['total_tokens_per_second']:10.1f}",
+        f"requests/s        {totals['requests_per_second']:10.2f}",
+    ]
+    if "good_share" in totals:
+        lines.append(
+            f"goodput, requests/s {totals['goodput_per_second']:8.2f}  "
+            f"({100 * totals['good_share']:.1f}% of the requests)"
+        )
+    if "worst_class_share" in totals:
+        shares = {n: c["good_share"] for n, c in document["by_class"].items() if "good_share" in c}
+        said = (
+            f"{name} {100 * shares[name]:.1f}%" for name in sorted(shares, key=shares.__getitem__)
+        )
+        lines.append(f"within the SLO by class, the worst first: {', '.join(said)}")
+    lines.append(f"client, us/token  {document['client']['cpu_us_per_token']:10.1f}")
+    lines += ["", legend(list(LABELS.values()))]
+    for error in document["errors"]:
+        example = " ".join(error["example"].split())[:200]
+        lines.append(f"{error['count']} x {error['kind']}: {example}")
+    return "\n".join([*lines, *document["notes"]])
+
+
+def _ms(seconds: float) -> str:
+    return f"{'-':>10}" if math.isnan(seconds) else f"{1e3 * seconds:10.2f}"
+
+
+# `aioserve bench`: flags to a workload and a target, progress, the table, JSON, the exit code. Exit
+# code 0: every request was answered to its end; 1: some were not; 130: interrupted.
+
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # a shell's, for SIGINT

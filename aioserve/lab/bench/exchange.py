@@ -13,8 +13,8 @@ import aiohttp
 import msgspec
 
 from aioserve.errors import UNREADABLE, AioserveError
-from aioserve.lab.simulation.clients import Clients, Progress
 from aioserve.lab.simulation.outcome import RequestOutcome
+from aioserve.lab.simulation.run import Clients, Progress
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest, build_prompt
 
 # Common words, a token each for most tokenizers: prompts for servers that take no token ids.

@@ -26,12 +26,12 @@ from aioserve.lab.comparison.arguments import (
 )
 from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candidates
 from aioserve.lab.comparison.document import Document, compare, encode
-from aioserve.lab.comparison.quality import Reader
+from aioserve.lab.comparison.measures import Reader
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.words import render_sweep, render_table
 from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.terminal import paint
-from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.output_file import write
 from aioserve.routing import available_routers
@@ -179,8 +179,8 @@ def _replayed(
     the requests are not those of the log, one for one.
     """
     from aioserve.decision_log.reader import DecisionLog
-    from aioserve.lab.comparison.recorded import measure_recorded
-    from aioserve.lab.logs.traffic import (
+    from aioserve.lab.comparison.document import measure_recorded
+    from aioserve.lab.logs.what_if import (
         make_limits,
         make_settings,
         make_workload,

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
 from aioserve.lab.comparison.bootstrap import (
     Difference,
     Sampling,
@@ -20,13 +22,7 @@ from aioserve.lab.comparison.bootstrap import (
     sample_one,
     sample_seeds,
 )
-from aioserve.lab.comparison.candidates import (
-    Candidate,
-    other_differences,
-    prepare,
-    stated_weights,
-)
-from aioserve.lab.comparison.fleet_totals import fleet_totals
+from aioserve.lab.comparison.candidates import Candidate, other_differences, prepare, stated_weights
 from aioserve.lab.comparison.groups import (
     compare_groups,
     good_of,
@@ -35,20 +31,161 @@ from aioserve.lab.comparison.groups import (
     summarize_groups,
     worst_class,
 )
-from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, over_seeds, tidy
-from aioserve.lab.comparison.programs import aborts, one_by_one, programs_of
-from aioserve.lab.comparison.quality import Reader
-from aioserve.lab.comparison.service import service_bound
-from aioserve.lab.comparison.timeline import distributions, timelines
-from aioserve.lab.simulation.clients import Progress
-from aioserve.lab.simulation.fleet_outcome import FleetOutcome
+from aioserve.lab.comparison.measures import (
+    PER_REQUEST,
+    Reader,
+    Row,
+    RunMeasures,
+    aborts,
+    fleet_totals,
+    key,
+    one_by_one,
+    over_seeds,
+    programs_of,
+    signed,
+    tidy,
+    value_of,
+    verdict,
+)
+from aioserve.lab.comparison.service import Floats, service_bound
+from aioserve.lab.logs.what_if import Traffic
+from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.parallel import simulate_all
-from aioserve.lab.simulation.run import run_live
+from aioserve.lab.simulation.run import Progress, run_live
 from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulation.simulated import SimulatedRunner
+
+NUM_POINTS = 240  # of a curve over time
+NUM_STEPS = 160  # bars in the step timeline of the first configuration
+MAX_STEPS = 600  # and at most in those of the others
+MAX_USERS = 8  # with a curve of their own
+
+
+# Evenly up to 90%, then evenly in nines: tails are what most differences are about.
+SHARES = np.concatenate([np.linspace(0, 0.9, 91)[:-1], 1 - 10 ** -np.linspace(1, 3, 61)])
+
+
+def distributions(runs: list[RunMeasures]) -> dict[str, list[float]]:
+    """Quantiles of each measure over all seeds, in seconds: the CDFs, read sideways."""
+    curves = {"shares": [tidy(share) for share in SHARES]}
+    for name in ("ttft", "gaps", "tpot", "e2e"):
+        values = np.concatenate([np.asarray(getattr(run, name), dtype=float) for run in runs])
+        values = np.sort(values[~np.isnan(values)])
+        places = np.minimum((SHARES * len(values)).astype(int), len(values) - 1)
+        curves[name] = [tidy(v) for v in values[places]] if len(values) else []
+    return curves
+
+
+def timelines(
+    outcome: RunOutcome, workload: Workload, window: list[float] | None = None
+) -> dict[str, Any]:
+    """Queue, memory and service over time, and the steps from second to second of `window`; by
+    default of one around the moment at which most requests waited.
+    """
+    states = outcome.states
+    time = np.frombuffer(states.time)
+    keep = np.unique(np.linspace(0, max(len(time) - 1, 0), NUM_POINTS).astype(int))
+    keep = keep[keep < len(time)]
+    return {
+        "time": [tidy(t) for t in time[keep]],
+        "waiting": [states.num_waiting[i] for i in keep],
+        "running": [states.num_running[i] for i in keep],
+        "kv_usage": [tidy(states.kv_usage[i]) for i in keep],
+        "service": _service(outcome, workload),
+        "steps": _steps(outcome, window or _busy_window(outcome)),
+    }
+
+
+def _service(outcome: RunOutcome, workload: Workload) -> dict[str, Any]:
+    """Tokens served to each user until each time; a prompt counts when its first token is out."""
+    by_user: dict[str, list[tuple[Floats, Floats]]] = {}
+    for request, result in zip(workload.requests, outcome.requests, strict=True):
+        if result.token_times:
+            times = np.frombuffer(result.token_times)
+            tokens = np.ones(len(times))
+            tokens[0] += request.num_prompt_tokens
+            by_user.setdefault(request.user, []).append((times, tokens))
+    grid = np.linspace(0, outcome.end, NUM_POINTS)
+    curves: dict[str, Floats] = {}
+    for user, parts in by_user.items():
+        times = np.concatenate([t for t, _ in parts])
+        order = np.argsort(times, kind="stable")
+        served = np.concatenate([[0], np.cumsum(np.concatenate([n for _, n in parts])[order])])
+        curves[user or "everybody"] = served[np.searchsorted(times[order], grid, side="right")]
+    largest = sorted(curves, key=lambda user: (-curves[user][-1], user))
+    shown = {user: curves[user] for user in largest[:MAX_USERS]}
+    if len(largest) > MAX_USERS:
+        shown[f"{len(largest) - MAX_USERS} others"] = sum(
+            (curves[user] for user in largest[MAX_USERS:]), np.zeros(NUM_POINTS)
+        )
+    return {
+        "time": [tidy(t) for t in grid],
+        "users": {user: [int(n) for n in curve] for user, curve in shown.items()},
+    }
+
+
+def _busy_window(outcome: RunOutcome) -> list[float]:
+    """Begin and end, in seconds, of `NUM_STEPS` steps around the moment of the longest queue."""
+    steps, states = outcome.steps, outcome.states
+    if not steps.start:
+        return [0.0, 1.0]
+    fullest = states.time[int(np.argmax(states.num_waiting))] if states.time else 0.0
+    middle = int(np.searchsorted(np.frombuffer(steps.start), fullest))
+    first = max(0, min(middle - NUM_STEPS // 3, len(steps.start) - NUM_STEPS))
+    last = min(first + NUM_STEPS, len(steps.start)) - 1
+    return [tidy(steps.start[first]), tidy(steps.start[last] + steps.seconds[last])]
+
+
+def _steps(outcome: RunOutcome, window: list[float]) -> dict[str, Any]:
+    steps = outcome.steps
+    first, end = np.searchsorted(np.frombuffer(steps.start), window)
+    shown = slice(int(first), min(int(end), int(first) + MAX_STEPS))
+    return {
+        "window": window,
+        "start": [tidy(t) for t in steps.start[shown]],
+        "seconds": [tidy(t) for t in steps.seconds[shown]],
+        "prefill_tokens": list(steps.num_prefill_tokens[shown]),
+        "decodes": list(steps.num_decodes[shown]),
+    }
+
+
+# What a server measured while a decision log was written, beside what is simulated of it. The
+# difference between the two is how far the simulation is off. Runs nothing.
+
+
+def measure_recorded(traffic: Traffic) -> dict[str, Any]:
+    """The durations of a log's requests, in the shape of a result of `compare`: in seconds, with
+    the policies that decided, in words.
+    """
+    lives = traffic.lives
+    times = [np.frombuffer(life.token_times) for life in lives]
+    pairs = list(zip(lives, times, strict=True))
+    finished = [pair for pair in pairs if pair[0].finish_reason in ("stop", "length")]
+    return {
+        "policies": traffic.chronicle.policies,
+        "requests": len(lives),
+        "finished": len(finished),
+        "durations": {
+            "ttft": _statistics([t[0] - life.arrival for life, t in pairs if len(t)]),
+            "tpot": _statistics([(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]),
+            "gap": over_seeds([np.concatenate([np.empty(0), *map(np.diff, times)])]),
+            "e2e": _statistics([(life.end or 0.0) - life.arrival for life, _ in finished]),
+        },
+        "totals": {},
+    }
+
+
+def _statistics(values: list[float]) -> dict[str, float]:
+    return over_seeds([np.array(values, dtype=float)])
+
+
+# The same requests under several configurations: which is better, by how much, and is it sure? Runs
+# every configuration on every seed, in rounds, and puts all numbers into one document of plain
+# data. Knows nothing about how it is shown.
+
 
 NUM_VICTIMS = 5
 Document = dict[str, Any]
@@ -317,3 +454,66 @@ def _service_bound(candidate: Candidate, workloads: list[Workload]) -> float | N
 def encode(document: Document) -> bytes:
     """One JSON document; what is undefined is null."""
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
+
+
+# Runs of configurations on workloads, and how two of them differ in one measure. The part of a
+# comparison that a curve or a search needs. Knows nothing about how it is shown.
+
+
+class Apart(msgspec.Struct, frozen=True):
+    """How far a value is from another one, in the unit of its row, with the 95% interval; None: it
+    has none.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    verdict: str  # `better`, `worse`, or why it is neither
+
+    def in_words(self, row: Row) -> str:
+        """The difference and its interval, with the digits of the row."""
+        if self.low is None or self.high is None:
+            return signed(self.value, row)
+        ends = f"{signed(self.low, row)} .. {signed(self.high, row)}"
+        return f"{signed(self.value, row)} ({ends})"
+
+
+def apart(difference: Difference, row: Row, first: float) -> Apart:
+    """A difference from the value `first`, which is in the unit of the row."""
+    low, high = (
+        None if end is None else end * row.factor for end in (difference.low, difference.high)
+    )
+    said = {
+        **msgspec.to_builtins(difference),
+        "is_distinguishable": difference.is_distinguishable,
+        "is_nothing": difference.is_nothing,
+    }
+    return Apart(difference.value * row.factor, low, high, verdict(said, row, first))
+
+
+def measure_runs(
+    runs: Sequence[tuple[EngineConfig, Workload]],
+    slo: ServiceLevels | None,
+    num_jobs: int,
+    progress: Progress,
+) -> Iterator[RunMeasures]:
+    """Simulate each configuration on its workload; the measures, in the order of `runs`."""
+    outcomes = simulate_all([(config, load, None) for config, load in runs], num_jobs, progress)
+    for outcome, (_, workload) in zip(outcomes, runs, strict=True):
+        yield RunMeasures(outcome, workload, slo, workload.weights or None)
+
+
+def mean_of(runs: Sequence[RunMeasures], row: Row) -> float:
+    """The mean over seeds, in the unit of the row. Raises `ConfigError` where it is undefined."""
+    value = value_of(summarize(list(runs)), row)
+    if value != value:  # NaN
+        raise ConfigError(f"{key(row)} is not defined on this workload: no request has it")
+    return value
+
+
+def apart_in(first: Sequence[RunMeasures], second: Sequence[RunMeasures], row: Row) -> Apart:
+    """The second less the first in one measure; the runs are of the same seeds, in pairs."""
+    a, b = list(first), list(second)
+    found = differences(a, b, sampling_of(a, b, is_live=False))[row.measure][row.statistic]
+    ends = {name: found[name] for name in ("value", "low", "high", "low_ratio", "high_ratio")}
+    return apart(Difference(**ends), row, mean_of(first, row))

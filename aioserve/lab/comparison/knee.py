@@ -14,8 +14,7 @@ import numpy as np
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.candidates import Candidate, prepare
 from aioserve.lab.comparison.measures import PER_REQUEST, STATISTICS, RunMeasures, over_seeds, tidy
-from aioserve.lab.simulation.clients import Progress
-from aioserve.lab.simulation.run import simulate
+from aioserve.lab.simulation.run import Progress, simulate
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.workloads.workload import Workload
 

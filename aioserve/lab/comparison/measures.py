@@ -1,22 +1,214 @@
-"""From what happened in a run to the numbers by which runs are compared.
+"""From what happened in a run to the numbers by which runs are compared, and their rows.
 
 Knows one run at a time. All durations are in seconds; what is undefined is NaN, never 0: a request
-without a first token has no time to it.
+without a first token has no time to it. The quality of experience is that of Liu et al., "Andes:
+Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services", 2024 (arXiv
+2404.16283).
 """
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.lab.comparison.programs import completion_times, in_time, slowdowns
-from aioserve.lab.comparison.quality import Reader
+from aioserve.errors import ConfigError
 from aioserve.lab.comparison.service import Floats, service_by_client
+from aioserve.lab.simulation.fleet_plan import Fleet
+from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.slo import ServiceLevels
-from aioserve.lab.workloads.workload import Workload
+from aioserve.lab.terminal import DURATIONS
+from aioserve.lab.workloads.incidents import Incidents
+from aioserve.lab.workloads.workload import Workload, WorkloadRequest
+from aioserve.nearest import did_you_mean
+
+DEFAULT_TTFT = 1.0  # seconds; what the paper takes for readers of chats
+
+
+class Reader(msgspec.Struct, frozen=True):
+    """Reads `speed` tokens a second, and expects the first after `ttft` seconds."""
+
+    speed: float
+    ttft: float = DEFAULT_TTFT
+
+    @classmethod
+    def parse(cls, text: str) -> "Reader":
+        """Parse `5` tokens per second, or `5,ttft=2`. Raises `ConfigError`."""
+        speed, comma, ttft = text.partition(",ttft=")
+        try:
+            reader = cls(float(speed), float(ttft) if comma else DEFAULT_TTFT)
+        except ValueError:
+            reader = cls(0.0)
+        if not (0 < reader.speed < np.inf and 0 <= reader.ttft < np.inf):
+            raise ConfigError(
+                "the reading speed must be tokens per second above 0 such as 5, or with the "
+                f"expected time to the first token such as 5,ttft=1; got {text!r}"
+            )
+        return reader
+
+    def quality(self, token_times: Floats, num_tokens: int, end: float) -> float:
+        """The quality, from 0 to 1, of a reply of `num_tokens` tokens that ended `end` seconds
+        after its arrival and whose tokens came at `token_times`: 1 if each was there when it was to
+        be read.
+
+        The reader expects token k at e(k) = ttft + (k - 1) / speed, and reads it at r(k), when it
+        has come and the one before is read, but no sooner than expected. The time to read one is
+        1 / speed, and L is the end of reading. The quality is 1 - lost / whole: the sum of
+        r(k) - e(k), over the area under the expected curve up to L. Of a token that never came,
+        all of its area is lost.
+        """
+        pace = 1 / self.speed
+        expected = self.ttft + pace * np.arange(num_tokens)
+        came = token_times[:num_tokens]
+        # r(k) - e(k) is the largest lateness of any token up to k: reading catches nothing up.
+        late = np.maximum.accumulate(np.maximum(came - expected[: len(came)], 0.0))
+        is_whole = len(came) == num_tokens
+        last = late[-1] if len(came) else 0.0
+        reading_end = expected[-1] + last + pace
+        if not is_whole:
+            reading_end = max(reading_end, end)
+        areas = reading_end - expected - pace / 2
+        lost = float(np.sum(late)) + float(np.sum(areas[len(came) :]))
+        return 1 - lost / float(np.sum(areas))
+
+
+# Programs of several requests: how long each took, against itself alone, and whether in time. Knows
+# workloads and outcomes of runs. Each array has one entry per request of the workload: a program's
+# is that of its first request, all others are NaN.
+
+
+PAUSE = 1.0  # seconds between programs that run alone: the engine has nothing left to do
+
+
+def programs_of(workload: Workload) -> list[list[int]]:
+    """The requests of each program, by their places, in order; programs by their first request."""
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i, request in enumerate(workload.requests):
+        if request.program >= 0:
+            found[request.program, request.crowd].append(i)
+    return list(found.values())
+
+
+def aborts(workload: Workload, program: list[int]) -> bool:
+    """Whether the client of a program leaves before its end."""
+    return any(workload.requests[i].aborts for i in program)
+
+
+def completion_times(outcome: RunOutcome, workload: Workload) -> Floats:
+    """Seconds from the first arrival of a program to its last token; NaN where the client left, or
+    where some request did not finish.
+    """
+    found = np.full(len(workload.requests), np.nan)
+    for program in programs_of(workload):
+        results = [outcome.requests[i] for i in program]
+        if all(result.is_finished for result in results) and not aborts(workload, program):
+            begin = min(result.arrival for result in results)
+            found[program[0]] = max(result.end for result in results) - begin
+    return found
+
+
+def in_time(completion: Floats, workload: Workload, slo: ServiceLevels | None) -> Floats:
+    """1 for a program that completed within the limit of its class, 0 for one that did not or that
+    failed; NaN where there is no limit, or where the client left.
+    """
+    found = np.full(len(completion), np.nan)
+    for program in programs_of(workload):
+        own = None if slo is None else slo.of_class(workload.requests[program[0]].kind)
+        if own is not None and own.program is not None and not aborts(workload, program):
+            found[program[0]] = float(completion[program[0]] <= own.program)
+    return found
+
+
+def one_by_one(workload: Workload) -> Workload:
+    """The programs alone, one after the other: each begins when nothing of the one before is left,
+    with texts of its own, so that no cache holds anything for it. Its own pauses stay.
+    """
+    requests: list[WorkloadRequest] = []
+    before: tuple[int, ...] = ()
+    for number, program in enumerate(programs_of(workload)):
+        parts = [workload.requests[i] for i in program]
+        begin = min((r.arrival for r in parts if not _is_inside(r.waits_for, program)), default=0.0)
+        places = {place: len(requests) + i for i, place in enumerate(program)}
+        for request in parts:
+            if _is_inside(request.waits_for, program):
+                waits_for = tuple(places[i] for i in request.waits_for if i in places)
+                arrival = request.arrival
+            else:
+                waits_for, arrival = before, request.arrival - begin + (PAUSE if before else 0.0)
+            pieces = tuple(
+                p if p.reply_of < 0 else p._replace(reply_of=places[p.reply_of])
+                for p in request.pieces
+            )
+            requests.append(
+                msgspec.structs.replace(
+                    request,
+                    arrival=arrival,
+                    pieces=pieces,
+                    follows=waits_for[0] if waits_for else -1,
+                    after=waits_for[1:],
+                    crowd=number,
+                )
+            )
+        before = tuple(places.values())
+    return msgspec.structs.replace(workload, requests=tuple(requests), incidents=Incidents())
+
+
+def _is_inside(waits_for: tuple[int, ...], program: list[int]) -> bool:
+    return any(place in program for place in waits_for)
+
+
+def slowdowns(completion: Floats, workload: Workload, alone: RunOutcome) -> Floats:
+    """Completion times over those of the same programs `alone`, the outcome of `one_by_one`."""
+    times = completion_times(alone, one_by_one(workload))
+    found = np.full(len(completion), np.nan)
+    firsts, place = [], 0
+    for program in programs_of(workload):
+        firsts.append((program[0], place))
+        place += len(program)
+    for first, place in firsts:
+        found[first] = completion[first] / times[place]
+    return found
+
+
+# What is known of a fleet besides what its clients saw: how busy, how even, at what price. Knows
+# one run at a time, and the price that its plan states. Judges nothing.
+
+
+SECONDS_PER_HOUR = 3600.0
+MILLION = 1e6
+
+
+def fleet_totals(outcome: FleetOutcome, fleet: Fleet, totals: dict[str, float]) -> dict[str, float]:
+    """One number each, to stand beside `totals`. Prices are in the currency of the fleet's."""
+    seconds = max(outcome.end, 1e-9)
+    busy = outcome.busy_seconds
+    mean = sum(busy) / len(busy)
+    paid = outcome.replica_seconds
+    found = {
+        "busy_share": sum(busy) / max(paid, 1e-9),
+        "busiest_to_mean": max(busy) / max(mean, 1e-9),
+        "resent": float(outcome.num_resent),
+    }
+    if fleet.autoscaling is not None:
+        found["replicas"] = paid / seconds
+    if fleet.transfer_gb_per_second is not None:
+        found["moved"] = float(outcome.num_moved)
+    if fleet.price_per_hour is not None:
+        price = fleet.price_per_hour * paid / seconds / SECONDS_PER_HOUR  # of a second
+        for name in ("output", "total"):
+            rate = max(totals[f"{name}_tokens_per_second"], 1e-9)
+            found[f"price_per_million_{name}"] = MILLION * price / rate
+    return found
+
+
+# From what happened in a run to the numbers by which runs are compared. Knows one run at a time.
+# All durations are in seconds; what is undefined is NaN, never 0: a request without a first token
+# has no time to it.
+
 
 Ints = npt.NDArray[np.int64]
 
@@ -232,3 +424,192 @@ def _totals(outcome: RunOutcome, workload: Workload) -> dict[str, Any]:
         "steps": outcome.num_steps,
         **drafts,
     }
+
+
+# The measures of a comparison: which there are, in which units, what they mean, which is better.
+# Knows the document that `compare` makes; computes nothing but units.
+
+
+NOISE = "not distinguishable from noise"
+UNKNOWN = "no interval from so little"
+TINY = "less than 1% apart"
+
+
+class Row(NamedTuple):
+    """One line of a table: a measure, and how to show it."""
+
+    label: str
+    measure: str
+    statistic: str
+    unit: str  # appended to differences in words
+    factor: float  # from the document's unit to the shown one
+    digits: int
+    good: int  # +1: more is better, -1: less is, 0: neither
+
+
+def _durations() -> list[Row]:
+    rows = []
+    for label, measure, statistics in (
+        ("TTFT", "ttft", ("mean", "p50", "p99")),
+        ("TPOT", "tpot", ("mean", "p50", "p99")),
+        ("gap", "gap", ("p50", "p99", "max")),
+        ("end to end", "e2e", ("mean", "p50", "p99")),
+    ):
+        rows += [Row(f"{label} {s}, ms", measure, s, "ms", 1e3, 1, -1) for s in statistics]
+    return rows
+
+
+ROWS = [
+    *_durations(),
+    *(Row(f"program {s}, s", "program", s, "s", 1, 2, -1) for s in ("mean", "p50", "p99")),
+    Row("slowdown mean", "slowdown", "mean", "", 1, 2, -1),
+    Row("slowdown p99", "slowdown", "p99", "", 1, 2, -1),
+    Row("programs in time, %", "totals", "programs_in_time", "points", 100, 1, 1),
+    Row("output tokens/s", "totals", "output_tokens_per_second", "tokens/s", 1, 1, 1),
+    Row("all tokens/s", "totals", "total_tokens_per_second", "tokens/s", 1, 0, 1),
+    Row("goodput, requests/s", "totals", "goodput_per_second", "requests/s", 1, 2, 1),
+    Row("within the SLO, %", "totals", "good_share", "points", 100, 1, 1),
+    Row("worst class, %", "totals", "worst_class_share", "points", 100, 1, 1),
+    Row("QoE mean", "totals", "quality", "", 1, 3, 1),
+    Row("QoE p10", "totals", "quality_p10", "", 1, 3, 1),
+    Row("service apart max", "totals", "service_difference", "", 1, 0, -1),
+    Row("service apart mean", "totals", "service_difference_mean", "", 1, 0, -1),
+    Row("prefix hits, %", "totals", "prefix_hit_share", "points", 100, 1, 1),
+    Row("wasted tokens, %", "totals", "wasted_share", "points", 100, 2, -1),
+    Row("draft tokens", "totals", "draft_tokens", "", 1, 0, 0),
+    Row("right drafts, %", "totals", "right_draft_share", "points", 100, 1, 1),
+    Row("preemptions", "totals", "preemptions", "", 1, 1, -1),
+    Row("unfinished requests", "totals", "unfinished", "", 1, 1, -1),
+    Row("busy, %", "totals", "busy_share", "points", 100, 1, 0),
+    Row("replicas", "totals", "replicas", "", 1, 2, -1),
+    Row("busiest to mean", "totals", "busiest_to_mean", "", 1, 2, -1),
+    Row("sent again", "totals", "resent", "", 1, 1, -1),
+    Row("moved", "totals", "moved", "", 1, 0, 0),
+    Row("price, 1M output", "totals", "price_per_million_output", "", 1, 3, -1),
+    Row("price, 1M tokens", "totals", "price_per_million_total", "", 1, 3, -1),
+]
+
+
+# By what labels begin with. One sentence each, for a reader who has not met them.
+MEANINGS = {
+    **DURATIONS,
+    "output tokens/s": "Tokens of replies per second, from the first arrival to the last token.",
+    "all tokens/s": "The same with the tokens of prompts.",
+    "goodput": "Requests per second that finished within all limits of the SLO.",
+    "within the SLO": "The share of the requests with an SLO that kept to all of its limits.",
+    "program": (
+        "From the first arrival of a program of several requests, pauses of tools included, to its "
+        "last token, of those that got there."
+    ),
+    "slowdown": "That time over the program's own when it runs alone on an empty engine.",
+    "programs in time": "The share of the programs that completed within their SLO's `program`.",
+    "worst class": "The share within the SLO of the class of which it is the lowest.",
+    "QoE": (
+        "Quality of experience (Andes): 1 if every token is there when its reader comes to it, "
+        "less the area that late tokens take from the curve of what was to be read."
+    ),
+    "service apart": (
+        "Fairness as VTC has it: how differently two clients were served while both had requests "
+        "waiting (1 for a token of a prompt, 2 for one of a reply, divided by weights)."
+    ),
+    "prefix hits": "The share of prompt tokens that were found in the KV cache.",
+    "wasted tokens": (
+        "Computed again after a preemption, for requests that never finished, or as wrong drafts: "
+        "as a share of all that was computed."
+    ),
+    "draft tokens": "Guessed tokens that were computed to be verified.",
+    "right drafts": "The share of them that was right, and so was kept.",
+    "preemptions": "How often a running request had to give its memory back.",
+    "unfinished requests": "Ended before their last token: timed out, refused, failed.",
+    "busy": "The share of the time in which steps ran, over all replicas of the fleet.",
+    "replicas": "Replicas that were paid for, on average; one that starts is paid for.",
+    "busiest to mean": "The time in which steps ran at the busiest replica, over the mean of all.",
+    "sent again": "Requests whose replica died before it had streamed anything of the reply.",
+    "price": (
+        "What the fleet costs in the time of the run, at the price that was stated, over the "
+        "millions of tokens of replies, or of prompts and replies."
+    ),
+    "p50, p99": "The value that 50%, or 99%, of the requests (or gaps) do not exceed.",
+}
+
+
+def key(row: Row) -> str:
+    """The name of a row's measure on the command line and in files: `ttft:p99`, `good_share`."""
+    return row.statistic if row.measure == "totals" else f"{row.measure}:{row.statistic}"
+
+
+def parse_measure(text: str) -> Row:
+    """The row that `e2e:mean` or `good_share` names, of those of which more or less is better.
+    Raises `ConfigError` that lists them.
+    """
+    found = {key(row): row for row in ROWS if row.good and row.measure != "slowdown"}
+    found = {name: row for name, row in found.items() if row.statistic != "max"}
+    if text not in found:
+        raise ConfigError(
+            f"unknown measure {text!r}{did_you_mean(text, found)}; there are {', '.join(found)}"
+        )
+    return found[text]
+
+
+def meanings(rows: list[Row]) -> dict[str, str]:
+    """The meanings of rows, and of the words in their labels."""
+    labels = [row.label for row in rows] + ["p50, p99"]
+    return {
+        word: meaning
+        for word, meaning in MEANINGS.items()
+        if any(label.startswith(word) for label in labels)
+    }
+
+
+def value_of(result: dict[str, Any], row: Row) -> float:
+    """The value of a row under one configuration, in the row's unit; NaN if there is none."""
+    section = (
+        result["totals"] if row.measure == "totals" else result["durations"].get(row.measure, {})
+    )
+    value = section.get(row.statistic)  # without an SLO there is no goodput
+    return math.nan if value is None else value * row.factor
+
+
+def verdict(difference: dict[str, Any] | None, row: Row, first: float) -> str:
+    """A difference against the value `first` in words: better, worse, or neither."""
+    if difference is None:
+        return ""
+    if difference["is_nothing"]:
+        return "the same"
+    if difference["low"] is None:
+        return UNKNOWN
+    if not difference["is_distinguishable"]:
+        return NOISE
+    if max(abs(difference["low"]), abs(difference["high"])) * row.factor < 0.01 * abs(first):
+        return TINY
+    if row.good == 0:
+        return "higher" if difference["value"] > 0 else "lower"
+    return "better" if difference["value"] * row.good > 0 else "worse"
+
+
+def shown_rows(results: list[dict[str, Any]]) -> list[Row]:
+    """Rows that say something: some value is known and not 0."""
+    return [
+        row
+        for row in ROWS
+        if any(value_of(r, row) != 0 and not math.isnan(value_of(r, row)) for r in results)
+    ]
+
+
+def difference_of(result: dict[str, Any], row: Row) -> dict[str, Any] | None:
+    """The difference against the first configuration; None for the first, and for maxima."""
+    if "against_first" not in result:
+        return None
+    found = result["against_first"]["differences"].get(row.measure, {}).get(row.statistic)
+    return found if found is None or found["value"] is not None else None
+
+
+def number(value: float, row: Row) -> str:
+    """A value with the digits of the row."""
+    return "-" if math.isnan(value) else f"{value:.{row.digits}f}"
+
+
+def signed(value: float, row: Row) -> str:
+    """A difference: with its sign, unless it rounds to nothing."""
+    text = f"{value:+.{row.digits}f}"
+    return text if float(text) else text[1:]

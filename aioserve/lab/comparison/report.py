@@ -10,9 +10,19 @@ from typing import Any
 import msgspec
 
 from aioserve.lab.comparison.document import Document
-from aioserve.lab.comparison.group_words import COMPETING, Cell, columns, group_tables
-from aioserve.lab.comparison.rows import Row, difference_of, meanings, shown_rows, value_of, verdict
+from aioserve.lab.comparison.measures import (
+    Row,
+    difference_of,
+    meanings,
+    shown_rows,
+    value_of,
+    verdict,
+)
 from aioserve.lab.comparison.words import (
+    COMPETING,
+    Cell,
+    columns,
+    group_tables,
     headline,
     other_differences,
     pair_summary,

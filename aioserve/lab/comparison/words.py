@@ -1,18 +1,16 @@
 """A comparison in words and in tables for a terminal.
 
-Knows the document that `compare` makes; what its measures are is said in `rows`.
+Knows the document that `compare` makes; judges by the intervals that stand in it.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioserve.lab.comparison.bootstrap import MIN_BLOCKS, MIN_SEEDS
 from aioserve.lab.comparison.document import Document
-from aioserve.lab.comparison.group_words import render_groups
-from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
-from aioserve.lab.comparison.overview import overview
-from aioserve.lab.comparison.rows import (
+from aioserve.lab.comparison.measures import (
     NOISE,
+    REQUESTS_PER_BLOCK,
     ROWS,
     TINY,
     UNKNOWN,
@@ -24,7 +22,7 @@ from aioserve.lab.comparison.rows import (
     value_of,
     verdict,
 )
-from aioserve.lab.legend import legend
+from aioserve.lab.terminal import legend
 
 MAX_WEIGHTS = 6  # that are named
 
@@ -324,3 +322,232 @@ def _interval(other: dict[str, Any], row: Row) -> str:
     if difference["low_ratio"] is None or row.unit == "points":
         return " .. ".join(signed(difference[end] * row.factor, row) for end in ("low", "high"))
     return " .. ".join(f"{difference[end]:.2f}x" for end in ("low_ratio", "high_ratio"))
+
+
+# One line for each configuration of a fleet, so that many routers and policies fit on a screen.
+# Knows the document that `compare` makes. Judges by the intervals that stand in it.
+
+
+COLUMNS = (
+    ("ttft", "p50"),
+    ("ttft", "p99"),
+    ("gap", "p99"),
+    ("e2e", "p50"),
+    ("e2e", "p99"),
+    ("totals", "output_tokens_per_second"),
+    ("totals", "good_share"),
+    ("totals", "worst_class_share"),
+    ("totals", "prefix_hit_share"),
+    ("totals", "busy_share"),
+    ("totals", "replicas"),
+    ("totals", "busiest_to_mean"),
+    ("totals", "unfinished"),
+    ("totals", "resent"),
+    ("totals", "moved"),
+    ("totals", "price_per_million_output"),
+)
+MARKS = {"better": "+", "worse": "-"}
+LEAST = 3  # configurations, below which the tables of pairs say the same
+
+
+def overview(document: Document) -> list[str]:
+    """Lines of a table of all configurations; none where it is no fleet, or there are few."""
+    results = document["results"]
+    if len(results) < LEAST or results[0]["fleet"] is None:
+        return []
+    table = overview_table(document)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        f"{name:{widths[0]}}"
+        + "".join(f"  {word:>{width}}" for word, width in zip(words, widths[1:], strict=True))
+        for name, *words in table
+    ]
+    first = results[0]["name"]
+    return [
+        *(line.rstrip() for line in lines),
+        f"Times in ms. + better and - worse than {first} by the 95% interval of the difference.",
+        "",
+    ]
+
+
+def overview_table(document: Document) -> list[list[str]]:
+    """The same as cells, with a line of labels."""
+    results = document["results"]
+    by_name = {(row.measure, row.statistic): row for row in ROWS}
+    rows = [by_name[column] for column in COLUMNS]
+    rows = [row for row in rows if any(_is_told(result, row) for result in results)]
+    head = ["", *(row.label.split(",")[0].replace("end to end", "e2e") + " " for row in rows)]
+    return [head] + [
+        [result["name"], *(_cell(results[0], result, row) for row in rows)] for result in results
+    ]
+
+
+def _is_told(result: dict[str, Any], row: Row) -> bool:
+    value = value_of(result, row)
+    is_rare = row.statistic in ("resent", "moved", "unfinished")
+    return not math.isnan(value) and (value != 0 or not is_rare)
+
+
+def _cell(first: dict[str, Any], result: dict[str, Any], row: Row) -> str:
+    difference = difference_of(result, row) if result is not first else None
+    said = "" if difference is None else verdict(difference, row, value_of(first, row))
+    return number(value_of(result, row), row) + MARKS.get(said, " ")
+
+
+# How clients and classes of clients fared: rows for the report, and a table for a terminal. Knows
+# the document that `compare` makes; which groups get a line is said there.
+
+
+GROUP_COLUMNS = [
+    Row(f"{label} {statistic}", measure, statistic, "ms", 1e3, 1, -1)
+    for label, measure, statistic in (
+        ("TTFT", "ttft", "p50"),
+        ("TTFT", "ttft", "p99"),
+        ("TPOT", "tpot", "p99"),
+        ("e2e", "e2e", "p50"),
+        ("e2e", "e2e", "p99"),
+    )
+]
+GOOD = Row("SLO, %", "is_good", "mean", "points", 100, 1, 1)
+SURE = "*"
+COMPETING = (
+    "competing: of the time, steps left out a waiting request of this client and one of another; "
+    "share: of the tokens that such clients were served then; due: by weight; behind: "
+    "the most service by which it fell behind another one then"
+)
+
+
+class Cell(NamedTuple):
+    """A value in its column's unit (NaN: unknown), and how it differs from the first one's."""
+
+    value: float
+    difference: dict[str, Any] | None
+    verdict: str
+
+
+class GroupRow(NamedTuple):
+    """One group under one configuration."""
+
+    name: str
+    config: str
+    requests: int
+    unfinished: int
+    cells: list[Cell]  # of `columns`
+    competing: float | None  # share of the time; clients only
+    share: float | None  # of what was served while clients competed
+    due_share: float | None
+    behind: float | None  # service
+
+
+def columns(document: Document) -> list[Row]:
+    """The columns of tables of groups: latencies, and the share within the SLO if there is one."""
+    return GROUP_COLUMNS if document["slo"] is None else [*GROUP_COLUMNS, GOOD]
+
+
+class GroupTable(NamedTuple):
+    """The groups of one kind, "client" or "class"."""
+
+    kind: str
+    rows: list[GroupRow]
+    num_more: int  # groups without a row
+
+
+def group_tables(document: Document) -> list[GroupTable]:
+    """Nothing where there is one client and one class."""
+    return [
+        GroupTable(
+            kind,
+            [
+                _row(document, result, kind, name)
+                for name in names
+                for result in document["results"]
+            ],
+            len(document["results"][0]["groups"][kind]) - len(names),
+        )
+        for kind, names in document["listed_groups"].items()
+    ]
+
+
+def _row(document: Document, result: dict[str, Any], kind: str, name: str) -> GroupRow:
+    group = result["groups"][kind][name]
+    first = document["results"][0]["groups"][kind][name]
+    differences = result.get("against_first", {}).get("groups", {}).get(kind, {}).get(name, {})
+    cells = []
+    for column in columns(document):
+        value, base = (_value(g, column) * column.factor for g in (group, first))
+        difference = differences.get(column.measure, {}).get(column.statistic)
+        if math.isnan(value) or math.isnan(base):
+            difference = None
+        cells.append(Cell(value, difference, verdict(difference, column, base)))
+    service, seconds = group.get("service", {}), result["totals_by_seed"]["seconds"]
+    return GroupRow(
+        name or "(no name)",
+        result["name"],
+        group["requests"],
+        group["unfinished"],
+        cells,
+        None if not service else service["competing_seconds"] / max(sum(seconds), 1e-9),
+        service.get("share"),
+        service.get("due_share"),
+        service.get("behind"),
+    )
+
+
+def _value(group: dict[str, Any], column: Row) -> float:
+    if column is GOOD:
+        return float(group.get("good_share", math.nan))
+    return float(group["durations"][column.measure][column.statistic])
+
+
+def render_groups(document: Document) -> list[str]:
+    """Lines of fixed width, with an empty one before each table."""
+    lines: list[str] = []
+    for table in group_tables(document):
+        lines += ["", *_table(table, columns(document))]
+    if any(SURE in line for line in lines):
+        first = document["results"][0]["name"]
+        lines.append(
+            f"{SURE} surely differs from {first}, by more than 1%: the 95% intervals hold for all "
+            "groups of a kind together"
+        )
+    if any(" share, %" in line for line in lines):
+        lines.append(COMPETING)
+    return lines
+
+
+def _table(table: GroupTable, columns: list[Row]) -> list[str]:
+    has_shares = any(row.share is not None for row in table.rows)
+    has_unfinished = any(row.unfinished for row in table.rows)
+    heads = [f"by {table.kind}, ms", "", "requests", *(["unfinished"] if has_unfinished else [])]
+    heads += [column.label for column in columns]
+    heads += ["competing, %", "share, %", "due, %", "behind"] if has_shares else []
+    lines = [heads]
+    last = None
+    for row in table.rows:
+        words = ["" if row.name == last else row.name, row.config, str(row.requests)]
+        words += [str(row.unfinished)] if has_unfinished else []
+        words += [_shown(cell, column) for cell, column in zip(row.cells, columns, strict=True)]
+        if has_shares:
+            shares = (row.competing, row.share, row.due_share)
+            words += ["-" if share is None else f"{100 * share:.1f}" for share in shares]
+            words.append("-" if row.behind is None else f"{row.behind:.0f}")
+        lines.append(words)
+        last = row.name
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  ".join(
+            f"{word:<{width}}" if i < 2 else f"{word:>{width}}"
+            for i, (word, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    if table.num_more:
+        plural = "clients" if table.kind == "client" else "classes"
+        shown.append(f"and {table.num_more} more {plural}, whose first tokens came sooner (--json)")
+    return shown
+
+
+def _shown(cell: Cell, column: Row) -> str:
+    if math.isnan(cell.value):
+        return "- "
+    return f"{cell.value:.{column.digits}f}{SURE if cell.verdict in ('better', 'worse') else ' '}"

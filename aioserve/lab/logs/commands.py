@@ -16,9 +16,9 @@ from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import Divergence, replay
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
-from aioserve.lab.legend import legend
 from aioserve.lab.logs.perfetto import write_trace
 from aioserve.lab.logs.what_if import WhatIf, what_if
+from aioserve.lab.terminal import legend
 
 # Of these the relative difference between reality and simulation says how far to trust the rest.
 CHECKED = ("TTFT p50 ms", "gap p50 ms", "e2e p50 ms", "tokens/s")

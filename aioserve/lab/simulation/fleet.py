@@ -15,18 +15,24 @@ from itertools import islice
 from aioserve.config import EngineConfig
 from aioserve.engine.core import TIMER_SECONDS
 from aioserve.errors import EngineOverloadedError
-from aioserve.lab.simulation.clients import Progress
-from aioserve.lab.simulation.deploys import Deploys
-from aioserve.lab.simulation.fleet_groups import group_of_places
-from aioserve.lab.simulation.fleet_outcome import FleetOutcome
-from aioserve.lab.simulation.fleet_plan import Fleet
-from aioserve.lab.simulation.fleet_request import RoutedRequests, Sent
-from aioserve.lab.simulation.fleet_roles import first_of_roles, missing_roles, spare
-from aioserve.lab.simulation.fleet_seat import Seat
-from aioserve.lab.simulation.handovers import Handovers
-from aioserve.lab.simulation.knowledge import DelayLine
+from aioserve.lab.simulation.fleet_changes import (
+    Deploys,
+    Handovers,
+    Scaling,
+    first_of_roles,
+    missing_roles,
+    spare,
+)
+from aioserve.lab.simulation.fleet_plan import Fleet, group_of_places
+from aioserve.lab.simulation.fleet_replicas import (
+    DelayLine,
+    FleetOutcome,
+    RoutedRequests,
+    Seat,
+    Sent,
+)
 from aioserve.lab.simulation.outcome import RunObserver
-from aioserve.lab.simulation.scaling import Scaling
+from aioserve.lab.simulation.run import Progress
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
 from aioserve.lab.workloads.workload import Workload, followers, replied_to
 from aioserve.outputs import FinishReason

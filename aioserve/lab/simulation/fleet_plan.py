@@ -1,26 +1,77 @@
 """A fleet as it is described: how many replicas, behind which routers, at what price.
 
-Knows YAML and what to refuse. Runs nothing.
+Knows YAML and what to refuse. Plain data that checks itself; runs and loads nothing.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.simulation.choice import Choice, check_choices
-from aioserve.lab.simulation.fleet_groups import ReplicaGroup, check_groups
-from aioserve.lab.simulation.scaling import AutoscalerChoice, Autoscaling
+from aioserve.lab.simulation.fleet_changes import (
+    AutoscalerChoice,
+    Autoscaling,
+    Choice,
+    check_choices,
+)
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload
-from aioserve.routing import load_router
+from aioserve.routing import check_roles, load_router
 from aioserve.shipped import find_fleet
 from aioserve.yaml_file import read_struct
 
 Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class ReplicaGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some replicas of a fleet that are alike."""
+
+    replicas: Count
+    role: Literal["", "prefill", "decode"] = ""  # which routers see
+    slowdown: Positive = 1.0  # the factor by which their steps are longer than the model says
+    num_kv_blocks: Count | None = None  # of the KV cache (default: as the settings say)
+
+    def config(self, config: EngineConfig) -> EngineConfig:
+        """The engine settings of the replicas of this group."""
+        if self.num_kv_blocks is None:
+            return config
+        cache = msgspec.structs.replace(config.cache, num_kv_blocks=self.num_kv_blocks)
+        return msgspec.structs.replace(config, cache=cache)
+
+
+def check_groups(groups: Sequence[ReplicaGroup], num_replicas: int) -> None:
+    """Raises `ConfigError` if the groups are not exactly the fleet, or a role is missing."""
+    if not groups:
+        return
+    count = sum(group.replicas for group in groups)
+    if count != num_replicas:
+        raise ConfigError(f"the groups have {count} replicas, and the fleet has {num_replicas}")
+    check_roles(group.role for group in groups)
+
+
+def group_of_places(groups: Sequence[ReplicaGroup], num_replicas: int) -> list[ReplicaGroup]:
+    """The group of each replica, in their order."""
+    equal = (ReplicaGroup(replicas=num_replicas),)
+    return [group for group in groups or equal for _ in range(group.replicas)]
+
+
+# A fleet as it is described: how many replicas, behind which routers, at what price. Knows YAML and
+# what to refuse. Plain data that checks itself; runs and loads nothing.
+
+
+# Replicas of a simulated fleet that are not alike: slower ones, smaller ones, ones with a role.
+# Plain data that checks itself. Knows no engine.
+
+
+# A fleet as it is described: how many replicas, behind which routers, at what price. Knows YAML and
+# what to refuse. Runs nothing.
+
+
 Price = Annotated[float, Meta(ge=0)]
 Rate = Annotated[float, Meta(gt=0)]
 
@@ -186,3 +237,7 @@ class Fleet(msgspec.Struct, frozen=True):
                 "speculation.speculative_method is for real models: in a fleet give "
                 "runner.simulated_draft_tokens"
             )
+
+
+# Roles of the replicas of a simulated fleet that is scaled: each keeps one replica at least. Knows
+# seats. Does not know how many replicas are wanted.

@@ -16,11 +16,10 @@ from typing import cast
 
 from aioserve.config import EngineConfig
 from aioserve.errors import AioserveError
-from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.outcome import RunOutcome
-from aioserve.lab.simulation.run import simulate
+from aioserve.lab.simulation.run import Progress, simulate
 from aioserve.lab.workloads.workload import Workload
 
 # A process has to import everything anew, about two seconds: as long as this many requests take.

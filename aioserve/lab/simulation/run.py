@@ -1,13 +1,20 @@
 """Runs one configuration on one workload: on the virtual clock, or for real.
 
 The engine is the one that serves; only the clock, the runner's wrapper and the clients are ours.
-Knows nothing about measures or other configurations.
+`VirtualClockEventLoop` is an event loop whose clock jumps to the next timer when nothing is ready:
+everything on it that takes its time from the loop runs unchanged, as fast as it computes, and in
+the same order every time. Threads are not simulated: a callback from one is taken when it comes.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import selectors
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
+from typing import Any, TypeVarTuple, Unpack
 
 import msgspec
 
@@ -16,27 +23,157 @@ from aioserve.engine import AsyncEngine
 from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
-from aioserve.errors import (
-    AioserveError,
-    ConfigError,
-    EngineOverloadedError,
-    RequestFailedError,
+from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestFailedError
+from aioserve.lab.simulation.outcome import (
+    ObservedRunner,
+    ReplyEndRunner,
+    RequestOutcome,
+    RunObserver,
+    RunOutcome,
+    extra_stop_ids,
 )
-from aioserve.lab.simulation.clients import Clients, Progress
-from aioserve.lab.simulation.loop import VirtualClockEventLoop
-from aioserve.lab.simulation.outcome import ObservedRunner, RequestOutcome, RunObserver, RunOutcome
-from aioserve.lab.simulation.reply_end import ReplyEndRunner, extra_stop_ids
 from aioserve.lab.workloads.workload import (
     Workload,
     WorkloadRequest,
     build_images,
     build_prompt,
+    followers,
+    replied_to,
     text_tokens,
 )
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.step_loop import failure_log
+
+_Ts = TypeVarTuple("_Ts")
+
+
+class VirtualClockEventLoop(asyncio.SelectorEventLoop):
+    """Starts at second 0. Use it as `asyncio.Runner(loop_factory=VirtualClockEventLoop)`."""
+
+    # Of asyncio's own loop, since Python 3.4: what is to run now, and the heap of timers.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._jumping = _JumpingSelector(self)
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._now
+
+    def jump(self, seconds: float) -> None:
+        """Move the virtual clock forward."""
+        self._now += seconds
+
+    def jump_to(self, when: float) -> bool:
+        """Move the clock to `when` if nothing else would happen until then; else False.
+
+        What would be the next timer anyhow need not become one: that is a third of the cost of a
+        simulated step.
+        """
+        if self._ready or (self._scheduled and self._scheduled[0].when() <= when):
+            return False
+        self._now = max(self._now, when)
+        return True
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[_Ts]], object],
+        *args: *_Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        self._jumping.is_woken = True
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """A selector that moves the clock to the next timer where a real one would sleep until then."""
+
+    def __init__(self, loop: VirtualClockEventLoop) -> None:
+        super().__init__()
+        self.is_woken = False  # a thread has written to the loop's own socket
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:  # no timer at all: only a thread or a socket can wake the loop
+            self.is_woken = False
+            return super().select(None)
+        events: list[Any] = []
+        if self.is_woken or len(self.get_map()) > 1:  # asking the system costs a tenth of a step
+            self.is_woken = False
+            events = super().select(0)
+        if not events and timeout > 0:
+            self._loop.jump(timeout)
+        return events
+
+
+# Clients that ask when a workload says: at a time, or after the end of all that they follow. Knows
+# arrivals and turns. A derived class says which engine they ask and what is kept of it.
+
+
+Progress = Callable[[int], None]  # told how many more requests have ended
+
+
+class Clients(ABC):
+    """The clients of a run. Times are those of `clock`, in seconds; `start` is its second 0."""
+
+    def __init__(self, workload: Workload, clock: Callable[[], float], progress: Progress) -> None:
+        self.workload = workload
+        self.clock = clock
+        self.start = clock()
+        self.replies: dict[int, list[int]] = {}  # token ids, of those that later prompts hold
+        self.is_replied_to = replied_to(workload.requests)
+        self._progress = progress
+        self._followers = followers(workload.requests)
+        self._num_missing = [len(request.waits_for) for request in workload.requests]
+        # By the time at which they come. They share a timer: asyncio fires timers of one time in
+        # any order, and a fleet has them in order of the ends that they follow.
+        self._coming: dict[float, list[int]] = {}
+
+    @abstractmethod
+    async def ask(self, i: int, due: float) -> list[int]:
+        """Send request number `i`, which is `due` now; the token ids of its whole reply."""
+
+    async def come(self) -> None:
+        """Ask as the workload has it; returns when the last request has ended."""
+        requests = self.workload.requests
+        openers = [i for i, request in enumerate(requests) if request.follows < 0]
+        openers.sort(key=lambda i: requests[i].arrival)
+        async with asyncio.TaskGroup() as tasks:
+            for i in openers:
+                due = self.start + requests[i].arrival
+                if due > self.clock():
+                    await asyncio.sleep(due - self.clock())
+                tasks.create_task(self._serve(i, due, tasks))
+
+    async def _serve(self, i: int, due: float, tasks: asyncio.TaskGroup) -> None:
+        """One request to its end, then those that follow it."""
+        reply = await self.ask(i, due)
+        if i in self.is_replied_to:
+            self.replies[i] = reply
+        self._progress(1)
+        for follower in self._followers.get(i, ()):
+            self._num_missing[follower] -= 1
+            if self._num_missing[follower]:
+                continue
+            due = self.clock() + self.workload.requests[follower].arrival
+            self._coming.setdefault(due, []).append(follower)
+            if len(self._coming[due]) == 1:
+                tasks.create_task(self._follow(due, tasks))
+
+    async def _follow(self, due: float, tasks: asyncio.TaskGroup) -> None:
+        await asyncio.sleep(due - self.clock())
+        for i in self._coming.pop(due):
+            tasks.create_task(self._serve(i, due, tasks))
+
+
+# Runs one configuration on one workload: on the virtual clock, or for real. The engine is the one
+# that serves; only the clock, the runner's wrapper and the clients are ours. Knows nothing about
+# measures or other configurations.
+
 
 NUM_STATES = 1000  # points of queue and memory that are kept of a run, about
 

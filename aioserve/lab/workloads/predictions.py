@@ -168,3 +168,9 @@ def without_predictions(workload: Workload) -> Workload:
         for request in workload.requests
     )
     return msgspec.structs.replace(workload, requests=requests)
+
+
+# How many tokens a simulated client allows for a reply, apart from how many the reply has. No
+# server knows how long a reply will be: the model ends it. What a server is told is `max_tokens`,
+# the client's limit, and a lab that sent the length as the limit would tell every policy the
+# future.

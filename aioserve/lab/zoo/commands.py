@@ -17,27 +17,27 @@ from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.zoo.cost import measure_costs
-from aioserve.lab.zoo.measures import run_standard
-from aioserve.lab.zoo.page import render_page
-from aioserve.lab.zoo.standard import (
+from aioserve.lab.zoo.page import as_document, render_board, render_page, render_policy
+from aioserve.lab.zoo.standing import (
+    FILE,
     SEEDS,
     VERSION,
     WORKLOADS,
-    load_policies,
-    load_workload,
-    policy_names,
-)
-from aioserve.lab.zoo.stored import (
-    FILE,
     Entry,
     Results,
     code_digest,
+    load_policies,
+    load_workload,
+    policy_names,
     read_results,
+    run_standard,
     stale,
     write_results,
 )
-from aioserve.lab.zoo.words import as_document, render_board, render_policy
 from aioserve.output_file import write
+
+# The command `zoo`: standard workloads for a policy, and where it stands among all that ship.
+# Arguments in, words and files out.
 
 
 def run_zoo(words: Sequence[str]) -> int:

@@ -1,25 +1,288 @@
-"""The zoo's report as one HTML file: the chart, the board, and the named policies by measure.
+"""The zoo's results as text, as a chart in SVG, and as one HTML file.
 
-With the style of the lab's reports; needs no network and no script. Knows results.
+Knows results and ranks; measures nothing. The report has the style of the lab's reports, and needs
+no network and no script.
 """
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from aioserve.lab.comparison.bootstrap import MIN_SEEDS, Sampling, compare_seeds
+from aioserve.lab.comparison.measures import Row, number
 from aioserve.lab.comparison.report import FOLDER
-from aioserve.lab.comparison.rows import number
-from aioserve.lab.zoo.chart import draw
-from aioserve.lab.zoo.measures import MEASURES, meaning
-from aioserve.lab.zoo.standard import WORKLOADS
-from aioserve.lab.zoo.standing import OVERALL, leaderboard, mean_of, rank_of
-from aioserve.lab.zoo.stored import Results
-from aioserve.lab.zoo.words import (
-    against_in_words,
-    cost_in_words,
-    place_in_words,
-    title,
-    unfinished_in_words,
+from aioserve.lab.zoo.standing import (
+    IN_TIME,
+    MEASURES,
+    OVERALL,
+    UNFINISHED,
+    WORKLOADS,
+    Entry,
+    Results,
+    Standing,
+    key,
+    leaderboard,
+    mean_of,
+    meaning,
+    rank_of,
+    values_of,
 )
+
+NUM_NEIGHBOURS = 2  # policies above, and below, that are named beside one
+
+
+def render_board(results: Results) -> str:
+    """A line for each policy, the best overall first."""
+    board = leaderboard(results)
+    name_width = max(len(standing.name) for standing in board)
+    head = [f"{'rank':14}{'policy':{name_width}}"]
+    head += [f"{name:>11}" for name in (*WORKLOADS, OVERALL, "us a step")]
+    lines = [f"{title(results)}: in time, %", "".join(head)]
+    for standing in board:
+        cells = [f"{100 * standing.ranks[w].value:11.1f}" for w in (*WORKLOADS, OVERALL)]
+        cost = results.policies[standing.name].cost
+        cells.append(f"{cost.us:11,.0f}" if cost is not None else f"{'-':>11}")
+        lines.append(f"{standing.overall!s:14}{standing.name:{name_width}}{''.join(cells)}")
+    return "\n".join(lines)
+
+
+def title(results: Results) -> str:
+    """Version, digest and number of seeds: what makes two results comparable."""
+    seeds = num_seeds(results)
+    of_seeds = f"{seeds} seeds" if seeds > 1 else "1 seed, so that ranks have no ranges"
+    return f"{results.standard} ({results.digest}), {of_seeds}"
+
+
+def num_seeds(results: Results) -> int:
+    """Seeds with which policies were measured: of the one that has the fewest."""
+    return min(
+        len(values)
+        for entry in results.policies.values()
+        for of in entry.scores.values()
+        for values in of.values()
+    )
+
+
+def render_policy(results: Results, name: str) -> str:
+    """One policy: its place, whom it beats, and value and rank by measure and workload."""
+    [standing] = [s for s in leaderboard(results) if s.name == name]
+    lines = [place_in_words(standing), *against_in_words(results, name)]
+    lines += filter(
+        None, [unfinished_in_words(results, name), cost_in_words(results.policies[name])]
+    )
+    lines += ["", f"{'value (rank)':22}" + "".join(f"{w:>17}" for w in WORKLOADS)]
+    for row in MEASURES:
+        cells = [cell(results, name, workload, row) for workload in WORKLOADS]
+        if any(text != "-" for text in cells):
+            lines.append(f"{row.label:22}" + "".join(f"{text:>17}" for text in cells))
+    return "\n".join(lines)
+
+
+def place_in_words(standing: Standing) -> str:
+    """`Mine: rank 3 (2 to 5) of 26, 71.4% in time over all workloads`."""
+    overall = standing.overall
+    return (
+        f"{standing.name}: rank {overall} of {overall.of}, {100 * overall.value:.1f}% in time over "
+        "all workloads"
+    )
+
+
+def cost_in_words(entry: Entry) -> str:
+    """What a step of the policy costs; "" if it was not measured."""
+    if (cost := entry.cost) is None:
+        return ""
+    return (
+        f"{cost.us:,.0f} microseconds of CPU per schedule() with {cost.running:,} running and "
+        f"{cost.waiting:,} waiting, {cost.ratio:.1f} times what chunked_prefill takes "
+        f"({cost.machine})"
+    )
+
+
+def against_in_words(results: Results, name: str) -> list[str]:
+    """Which policies are worse, better and not told apart, by the share in time overall; of one
+    seed, which tells none apart, the nearest ones.
+    """
+    if num_seeds(results) < MIN_SEEDS:
+        return [_between(leaderboard(results), name)]
+    kinds: dict[str, list[str]] = {"better than": [], "worse than": [], "not told apart from": []}
+    own = values_of(results.policies[name], OVERALL, IN_TIME)
+    for other, entry in results.policies.items():
+        if other == name:
+            continue
+        difference = compare_seeds(values_of(entry, OVERALL, IN_TIME), own, Sampling())
+        if not difference.is_distinguishable:
+            kinds["not told apart from"].append(other)
+        else:
+            kinds["better than" if difference.value > 0 else "worse than"].append(other)
+    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+
+
+def _between(board: list[Standing], name: str) -> str:
+    """The neighbours of a policy on the board, with their numbers."""
+    place = [standing.name for standing in board].index(name)
+
+    def listed(standings: list[Standing]) -> str:
+        return ", ".join(f"{s.name} {100 * s.overall.value:.1f}%" for s in standings)
+
+    above = listed(board[max(place - NUM_NEIGHBOURS, 0) : place]) or "none"
+    below = listed(board[place + 1 : place + 1 + NUM_NEIGHBOURS]) or "none"
+    return (
+        f"next above: {above}; next below: {below}; one seed does not say which differences are "
+        "chance: leave --quick out"
+    )
+
+
+def unfinished_in_words(results: Results, name: str) -> str:
+    """How many requests never ended, and that these count as missed; "" if all did."""
+    counts = {w: mean_of(results.policies[name], w, UNFINISHED) for w in WORKLOADS}
+    found = [f"{count:,.1f} of {workload}" for workload, count in counts.items() if count]
+    if not found:
+        return ""
+    return f"requests rejected or not finished, which count as late: {', '.join(found)} a seed"
+
+
+def cell(results: Results, name: str, workload: str, row: Row) -> str:
+    """Value and rank, such as `68.0 (5)`; `-`: undefined there."""
+    value = mean_of(results.policies[name], workload, row)
+    text = number(value * row.factor, row)
+    rank = rank_of(results, name, workload, row)
+    return text if rank is None else f"{text} ({rank.rank})"
+
+
+def as_document(results: Results, names: list[str]) -> dict[str, object]:
+    """All of it as plain data: the board, and for the named policies each value and rank."""
+    return {
+        "standard": results.standard,
+        "digest": results.digest,
+        "seeds": num_seeds(results),
+        "aioserve": results.aioserve,
+        "workloads": list(WORKLOADS),
+        "board": leaderboard(results),
+        "policies": {
+            name: {
+                "cost": results.policies[name].cost,
+                "scores": results.policies[name].scores,
+                "ranks": {
+                    workload: {key(row): rank_of(results, name, workload, row) for row in MEASURES}
+                    for workload in WORKLOADS
+                },
+            }
+            for name in names
+        },
+    }
+
+
+# The chart of the zoo, as SVG: a row for each policy, a column for each workload, blue is good. Its
+# colours follow the reader's choice of light or dark. Knows the board; measures nothing.
+
+
+LEFT, COLUMN, ROW, TOP, BOTTOM = 190, 84, 24, 58, 82
+NUM_SHADES = 10
+LEAST, MOST = 0.4, 0.96  # shares from the first shade to the last: most policies are between
+COLUMNS = (*WORKLOADS, OVERALL)
+TITLE = "In time, % of requests and programs, mean over classes: the bluer, the better"
+FRAME = (
+    "A frame: no policy of the column is surely better, by the 95% interval of the differences, "
+    "seed by seed.",
+    "A low share can have one, where seeds differ much, and a higher share none, where they differ "
+    "little.",
+)
+# Of each shade: its colour and that of the number in it, from little to much, light and dark.
+LIGHT = [
+    *(("#f4f6f9", "#24272b"), ("#e6edf5", "#24272b"), ("#d5e2ef", "#24272b")),
+    *(("#c0d5e8", "#24272b"), ("#a6c4df", "#24272b"), ("#88b0d3", "#1b1e21")),
+    *(("#6899c5", "#111315"), ("#4479ab", "#ffffff"), ("#33689c", "#ffffff")),
+    ("#1f4f80", "#ffffff"),
+]
+DARK = [
+    *(("#1e2227", "#e4e6e8"), ("#212a33", "#e4e6e8"), ("#243341", "#e4e6e8")),
+    *(("#283e52", "#e4e6e8"), ("#2d4b66", "#eceef0"), ("#33597c", "#f4f6f7")),
+    *(("#3c6a94", "#ffffff"), ("#4678a5", "#ffffff"), ("#6a9ccb", "#0d0f11")),
+    ("#93bde6", "#0d0f11"),
+]
+
+
+def draw(board: Sequence[Standing], marked: Sequence[str] = ()) -> str:
+    """The shares in time of a board, in percent; rows of the policies `marked` are in bold."""
+    width, height = LEFT + COLUMN * len(COLUMNS) + 12, TOP + ROW * len(board) + BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'aria-label="Share of requests in time, by policy and workload">',
+        f"<style>{_style()}</style>",
+        f'<rect class="paper" width="{width}" height="{height}"/>',
+        f'<text class="head" x="12" y="22">{TITLE}</text>',
+    ]
+    for i, workload in enumerate(COLUMNS):
+        x = LEFT + COLUMN * i + COLUMN // 2
+        parts.append(f'<text class="middle" x="{x}" y="{TOP - 10}">{workload}</text>')
+    for k, standing in enumerate(board):
+        y = TOP + ROW * k
+        bold = " bold" if standing.name in marked else ""
+        parts.append(
+            f'<text class="name{bold}" x="{LEFT - 10}" y="{y + 16}">{escape(standing.name)}</text>'
+        )
+        parts += [_cell(standing, i, y) for i in range(len(COLUMNS))]
+    parts += _legend(height - 60)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _legend(y: int) -> list[str]:
+    """The shades with the shares from which they are, and what a frame means (`FRAME`)."""
+    parts = [f'<text class="small name" x="{LEFT - 10}" y="{y + 12}">from %</text>']
+    for shade in range(NUM_SHADES):
+        x, least = LEFT + 34 * shade, LEAST + (shade - 1) * (MOST - LEAST) / (NUM_SHADES - 2)
+        text = f"{100 * least:.0f}" if shade else "0"
+        parts.append(
+            f'<rect class="s{shade}" x="{x + 1}" y="{y}" width="32" height="16" rx="2"/>'
+            f'<text class="small middle t{shade}" x="{x + 17}" y="{y + 12}">{text}</text>'
+        )
+    parts += [
+        f'<text class="small" x="{LEFT}" y="{y + 34 + 16 * i}">{text}</text>'
+        for i, text in enumerate(FRAME)
+    ]
+    return parts
+
+
+def _shade(share: float) -> int:
+    """0 below `LEAST`, the last one from `MOST`, and equal parts between."""
+    part = 1 + int((share - LEAST) / (MOST - LEAST) * (NUM_SHADES - 2) + 1e-9)
+    return min(part, NUM_SHADES - 1) if share >= LEAST else 0
+
+
+def _cell(standing: Standing, place: int, y: int) -> str:
+    workload = COLUMNS[place]
+    rank = standing.ranks[workload]
+    shade = _shade(rank.value)
+    x = LEFT + COLUMN * place
+    gap = 4 if workload == OVERALL else 0
+    best = " best" if rank.best == 1 else ""
+    return (
+        f'<rect class="s{shade}{best}" x="{x + gap + 1}" y="{y + 1}" width="{COLUMN - 2}" '
+        f'height="{ROW - 2}" rx="2"/><text class="middle t{shade}" x="{x + gap + COLUMN // 2}" '
+        f'y="{y + 16}">{100 * rank.value:.0f}</text>'
+    )
+
+
+def _style() -> str:
+    base = (
+        "text{font:13px system-ui,sans-serif;fill:var(--ink)}.head{font-weight:600}"
+        ".small{font-size:11px;fill:var(--faint)}.name{text-anchor:end}.bold{font-weight:700}"
+        ".middle{text-anchor:middle}.paper{fill:var(--paper)}"
+        ".best{stroke:var(--frame);stroke-width:2}"
+    )
+    light = ":root{--ink:#24272b;--faint:#5d636a;--paper:#fff;--frame:#d0652f}" + _shades(LIGHT)
+    dark = ":root{--ink:#e4e6e8;--faint:#a3a9b0;--paper:#17191c;--frame:#ef9560}" + _shades(DARK)
+    return f"{base}{light}@media (prefers-color-scheme: dark){{{dark}}}"
+
+
+def _shades(colours: list[tuple[str, str]]) -> str:
+    return "".join(
+        f".s{i}{{fill:{fill}}}text.t{i}{{fill:{ink}}}" for i, (fill, ink) in enumerate(colours)
+    )
+
+
+# The zoo's report as one HTML file: the chart, the board, and the named policies by measure. With
+# the style of the lab's reports; needs no network and no script. Knows results.
+
 
 RANKS = (
     "A rank has a range where chance leaves one open: it counts the policies that are better or "

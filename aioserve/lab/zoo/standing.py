@@ -1,20 +1,356 @@
-"""Where a policy stands among others: ranks with what chance leaves open, by measure and workload.
+"""The standard of the zoo, what is measured on it, what is stored, and where a policy stands.
 
-A rank counts the policies that are better on average over the seeds. Its range counts those that
-are better or worse beyond the 95% interval of the difference, seed by seed (Student), each by
-itself; of one seed there is no range. Knows results; knows nothing about how they are shown.
+The standard is frozen under a version and a digest, so that numbers of two papers can be compared:
+what changes one of them is a new version.
 """
 
+import ast
+import importlib.util
 import math
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import msgspec
+import numpy as np
 
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
 from aioserve.lab.comparison.bootstrap import MIN_SEEDS, Sampling, compare_seeds
-from aioserve.lab.comparison.rows import Row
-from aioserve.lab.zoo.measures import IN_TIME, Values, key
-from aioserve.lab.zoo.standard import WORKLOADS
-from aioserve.lab.zoo.stored import Entry, Results
+from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
+from aioserve.lab.comparison.document import classes_of
+from aioserve.lab.comparison.measures import (
+    MEANINGS,
+    ROWS,
+    Row,
+    RunMeasures,
+    fleet_totals,
+    quantile,
+    statistics_of,
+    tidy,
+)
+from aioserve.lab.simulation.fleet_plan import Fleet
+from aioserve.lab.simulation.fleet_replicas import FleetOutcome
+from aioserve.lab.simulation.outcome import RunOutcome
+from aioserve.lab.simulation.parallel import simulate_all
+from aioserve.lab.simulation.run import Progress
+from aioserve.lab.slo import ServiceLevels
+from aioserve.lab.workloads.synthetic import WorkloadSource
+from aioserve.lab.workloads.workload import Workload
+from aioserve.lab.zoo.cost import Cost
+from aioserve.runner.profile import load_profile
+from aioserve.scheduler import available_policies, load_policy
+from aioserve.shipped import config_names
+from aioserve.version import __version__
+
+# The standard of the zoo: six workloads, their seeds, and the machine that they are simulated on.
+# Frozen under a version and a digest, so that numbers of two papers can be compared: what changes
+# one of them is a new version. Knows what is run; runs nothing.
+
+
+VERSION = "zoo-1"
+#: What `standard_digest` says of this version; a test holds them together.
+DIGEST = "35367d32700d7b73"
+WORKLOADS = ("chat", "code", "documents", "agents", "offline", "tenants")
+SEEDS = (1, 2, 3, 4, 5)
+BUDGET = "scheduler.max_num_batched_tokens"
+#: How a run is scored; a part of the standard, as all that follows.
+SCORING = "share in time: mean over classes of the requests and programs within their limits"
+#: Laid over the settings of every policy: the machine, its memory, its seats, and the tokens of a
+#: step, which may be more for a policy that runs whole prompts: as many as the longest request has.
+SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("runner.profile", VERSION),
+    ("cache.block_size", "16"),
+    ("cache.num_kv_blocks", "3000"),
+    ("scheduler.max_num_seqs", "128"),
+    (BUDGET, "512"),
+)
+
+
+def load_workload(name: str, seed: int) -> Workload:
+    """A standard workload for one of the `SEEDS`."""
+    return WorkloadSource(path=f"{VERSION}-{name}").load(seed)
+
+
+def policy_names() -> list[str]:
+    """The policies that come with aioserve and have a configuration of their name, sorted; without
+    `composed`, which is what its parts are.
+    """
+    return sorted((available_policies().keys() & config_names()) - {"composed"})
+
+
+def load_policies(names: list[str]) -> list[Candidate]:
+    """Configurations on the standard machine, by policy, file or name. Raises `ConfigError`."""
+    return [_with_whole_prompts(candidate) for candidate in load_candidates(names, SETTINGS)]
+
+
+def _with_whole_prompts(candidate: Candidate) -> Candidate:
+    """The candidate without a budget for steps, if its policy runs whole prompts."""
+    scheduler = candidate.config.scheduler
+    if not getattr(load_policy(scheduler.policy), "runs_whole_prompts", False):
+        return candidate
+    scheduler = msgspec.structs.replace(scheduler, max_num_batched_tokens=None)
+    config = msgspec.structs.replace(candidate.config, scheduler=scheduler)
+    return msgspec.structs.replace(candidate, config=config)
+
+
+def prepared(candidate: Candidate, workload: Workload) -> Candidate:
+    """The candidate with limits that fit the longest request of the workload."""
+    [ready], _, _ = prepare([candidate], [workload], is_live=False, clip=False)
+    return ready
+
+
+def standard_digest() -> str:
+    """A short name for all requests of all seeds, their service levels, the profile and the
+    settings.
+    """
+    model = msgspec.structs.replace(load_profile(VERSION), source="", error="")
+    found = sha256(repr((SCORING, SETTINGS, _stated(model))).encode())
+    for name in WORKLOADS:
+        for seed in SEEDS:
+            workload = load_workload(name, seed)
+            classes = {kind: _stated(slo) for kind, slo in workload.classes.items() if slo}
+            found.update(repr((name, seed, classes, workload.weights)).encode())
+            for request in workload.requests:
+                found.update(repr(_stated(request)).encode())
+    return found.hexdigest()[:16]
+
+
+def _stated(struct: msgspec.Struct) -> list[tuple[str, Any]]:
+    """Fields that are not at their defaults, so that a new field changes nothing; times to the
+    microsecond, because libraries of mathematics differ in last digits.
+    """
+    return [
+        (field.name, round(value, 6) if isinstance(value, float) else msgspec.to_builtins(value))
+        for field in msgspec.structs.fields(struct)
+        if (value := getattr(struct, field.name)) != field.default
+    ]
+
+
+# What is measured of a policy on the standard workloads: one number a measure, workload and seed.
+# Runs policies and takes the lab's measures of each run. Knows nothing of other policies' numbers.
+
+
+#: By policy, workload and measure: a value for each seed, in the units of the lab's document; NaN
+#: where nothing is defined.
+Values = list[float]
+Scores = dict[str, dict[str, Values]]
+
+#: The measure by which policies are ranked.
+IN_TIME = Row("in time, %", "totals", "in_time", "points", 100, 1, 1)
+_LABELS = (
+    *("TTFT mean, ms", "TTFT p99, ms", "TPOT p99, ms", "gap p99, ms", "end to end mean, ms"),
+    *("end to end p99, ms", "program mean, s", "goodput, requests/s", "output tokens/s"),
+    *("service apart max", "prefix hits, %", "wasted tokens, %", "preemptions", "busy, %"),
+    "unfinished requests",
+)
+MEASURES = (IN_TIME, *(next(row for row in ROWS if row.label == label) for label in _LABELS))
+UNFINISHED = MEASURES[-1]
+IN_TIME_MEANING = (
+    "The share of the requests, and of the programs of agents, that kept to all limits of their "
+    "class; classes count alike, however many requests they have. A request that is rejected or "
+    "not finished counts as late. By it policies are ranked."
+)
+ONE_ENGINE = Fleet(1, "round_robin")  # simulated as the engine is, and quicker
+
+
+def meaning(row: Row) -> str:
+    """What a measure is, in a sentence."""
+    if row is IN_TIME:
+        return IN_TIME_MEANING
+    return next((text for word, text in MEANINGS.items() if row.label.startswith(word)), "")
+
+
+def key(row: Row) -> str:
+    """The name of a measure in files: `ttft.p99`, `in_time`."""
+    return row.statistic if row.measure == "totals" else f"{row.measure}.{row.statistic}"
+
+
+def run_standard(
+    candidates: Sequence[Candidate],
+    seeds: Sequence[int],
+    num_jobs: int = 1,
+    progress: Progress = lambda count: None,
+    workloads: Sequence[str] = WORKLOADS,
+) -> list[Scores]:
+    """Run each candidate on the workloads with each seed; its scores, in the same order.
+
+    Raises `PolicyError` when a policy fails, `ConfigError` if a request can never run under it.
+    """
+    loaded = {(name, seed): load_workload(name, seed) for name in workloads for seed in seeds}
+    places = [(i, name, seed) for i in range(len(candidates)) for name, seed in loaded]
+    runs = [
+        (prepared(candidates[i], loaded[name, seed]).config, loaded[name, seed], ONE_ENGINE)
+        for i, name, seed in places
+    ]
+    found: list[Scores] = [{name: {} for name in workloads} for _ in candidates]
+    outcomes = simulate_all(runs, num_jobs, progress)
+    for (i, name, seed), outcome in zip(places, outcomes, strict=True):
+        for measure, value in measure_run(outcome, loaded[name, seed]).items():
+            found[i][name].setdefault(measure, []).append(value)
+    return found
+
+
+def measure_run(outcome: RunOutcome, workload: Workload) -> dict[str, float]:
+    """The measures of one run by their `key`."""
+    levels = ServiceLevels.of((), classes_of([workload]))
+    run = RunMeasures(outcome, workload, levels, workload.weights)
+    if isinstance(outcome, FleetOutcome):
+        run.totals |= fleet_totals(outcome, ONE_ENGINE, run.totals)
+    good = [run.is_good, *([run.program_good] if hasattr(run, "program_good") else [])]
+    kinds = np.array([request.kind for request in workload.requests])
+    shares = [float(np.nanmean([of[kinds == kind] for of in good])) for kind in workload.classes]
+    run.totals["in_time"] = float(np.mean(shares))
+    run.totals["goodput_per_second"] = float(np.nansum(good)) / max(outcome.end, 1e-9)
+    return {key(row): tidy(_value(run, row)) for row in MEASURES}
+
+
+def _value(run: RunMeasures, row: Row) -> float:
+    if row.measure == "totals":
+        return float(run.totals.get(row.statistic, np.nan))
+    if row.measure == "gap":
+        return quantile(run.gaps, {"p50": 0.5, "p99": 0.99}[row.statistic])
+    values = getattr(run, row.measure, np.empty(0))
+    return statistics_of(values)[row.statistic]
+
+
+# The stored results of the zoo: what each policy that ships reached on the standard workloads. They
+# come with the package, so that one more policy can be ranked in seconds. They carry the digest of
+# the standard, and of each policy the digest of its code. Written by `python -m aioserve zoo
+# --store`. Knows files; measures nothing.
+
+
+FILE = Path(__file__).with_name(f"{VERSION}.json")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+AGAIN = "python -m aioserve zoo --store computes them anew"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One policy: its scores by workload and measure, a value for each seed, and its cost."""
+
+    code: str  # `code_digest` of the policy
+    scores: Scores
+    cost: Cost | None = None
+
+
+class Results(msgspec.Struct, frozen=True):
+    """Entries by the policy's name."""
+
+    standard: str = VERSION
+    digest: str = DIGEST
+    aioserve: str = __version__
+    policies: dict[str, Entry] = {}
+
+    def only(self, num_seeds: int) -> "Results":
+        """The same of the first seeds alone."""
+        policies = {
+            name: msgspec.structs.replace(
+                entry,
+                scores={
+                    workload: {measure: values[:num_seeds] for measure, values in of.items()}
+                    for workload, of in entry.scores.items()
+                },
+            )
+            for name, entry in self.policies.items()
+        }
+        return msgspec.structs.replace(self, policies=policies)
+
+    def with_entries(self, entries: dict[str, Entry]) -> "Results":
+        """With these in the place of those of the same names, sorted."""
+        return msgspec.structs.replace(
+            self, policies=dict(sorted({**self.policies, **entries}.items()))
+        )
+
+
+def read_results(path: Path = FILE) -> Results:
+    """The stored results. Raises `ConfigError` if there are none, or those of another standard."""
+    try:
+        found = msgspec.convert(_known(msgspec.json.decode(path.read_bytes())), Results)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"no stored results in {path}: {error}; {AGAIN}") from error
+    if (found.standard, found.digest) != (VERSION, DIGEST):
+        raise ConfigError(
+            f"the stored results in {path} are those of {found.standard} {found.digest}, and the "
+            f"standard is {VERSION} {DIGEST}; {AGAIN}"
+        )
+    return found
+
+
+def write_results(results: Results, path: Path = FILE) -> None:
+    """A line for each policy and workload, so that two changes seldom meet in one."""
+    data: dict[str, Any] = msgspec.to_builtins(results)
+    lines = []
+    for name, entry in data.pop("policies").items():
+        scores = entry.pop("scores")
+        rows = [f"    {_json(w)}: {_json(of)}" for w, of in scores.items()]
+        head = "".join(f"{_json(k)}: {_json(v)}, " for k, v in entry.items())
+        lines.append(f'  {_json(name)}: {{{head}"scores": {{\n' + ",\n".join(rows) + "\n  }}")
+    head = "".join(f" {_json(k)}: {_json(v)},\n" for k, v in data.items())
+    path.write_text(f'{{\n{head} "policies": {{\n' + ",\n".join(lines) + "\n }\n}\n")
+
+
+def code_digest(name: str) -> str:
+    """Of what a policy that ships decides by: its source, and the options of its configuration.
+    "": the policy does not ship.
+    """
+    entry_point = available_policies().get(name)
+    module = "" if entry_point is None else entry_point.value.partition(":")[0]
+    if not module.startswith("aioserve.policies."):
+        return ""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    options = EngineConfig.load(name).scheduler.options
+    return sha256(f"{_code(source)}\n{options}".encode()).hexdigest()[:12]
+
+
+def _code(source: str) -> str:
+    """The source without docstrings, comments and empty lines."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
+            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    code = [line.partition("  # ")[0].rstrip() for line in lines]
+    return "\n".join(line for line in code if line and not line.lstrip().startswith("#"))
+
+
+def stale(results: Results, names: list[str]) -> list[str]:
+    """Of these policies, those that have no results, or whose code is another by now."""
+    found = []
+    for name in names:
+        entry = results.policies.get(name)
+        if entry is None or entry.code != code_digest(name):
+            found.append(name)
+    return found
+
+
+def has_all_seeds(entry: Entry) -> bool:
+    """Whether it was measured with every seed of the standard."""
+    return all(len(values) == len(SEEDS) for of in entry.scores.values() for values in of.values())
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _known(data: Any) -> Any:
+    """What is undefined is null in the file, and NaN here: in lists, which hold numbers alone."""
+    if isinstance(data, dict):
+        return {name: _known(value) for name, value in data.items()}
+    if isinstance(data, list):
+        return [math.nan if value is None else value for value in data]
+    return data
+
+
+# Where a policy stands among others: ranks with what chance leaves open, by measure and workload. A
+# rank counts the policies that are better on average over the seeds. Its range counts those that
+# are better or worse beyond the 95% interval of the difference, seed by seed (Student), each by
+# itself; of one seed there is no range. Knows results; knows nothing about how they are shown.
+
 
 OVERALL = "overall"  # the mean over the workloads
 TINY = 1e-9

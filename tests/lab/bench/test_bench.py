@@ -20,11 +20,10 @@ from aiohttp import web
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.cli import main
 from aioserve.config import RunnerConfig, SchedulerConfig
+from aioserve.lab.bench.commands import render, summarize
 from aioserve.lab.bench.exchange import Load, Target
-from aioserve.lab.bench.summary import render, summarize
 from aioserve.lab.slo import ServiceLevels, Slo
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import WorkloadSpec
+from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind

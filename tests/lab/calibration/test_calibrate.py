@@ -9,7 +9,7 @@ import pytest
 
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.calibration.measurement import (
+from aioserve.lab.calibration import (
     Batch,
     Crowd,
     Measurements,
@@ -20,8 +20,7 @@ from aioserve.lab.calibration.measurement import (
     measure,
     write_profile,
 )
-from aioserve.lab.simulation.loop import VirtualClockEventLoop
-from aioserve.lab.simulation.run import simulated
+from aioserve.lab.simulation.run import VirtualClockEventLoop, simulated
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.profile import StepTimeModel, load_profile
@@ -114,11 +113,9 @@ async def test_loads_of_a_real_model_are_counted_as_they_are_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loads = [Batch(64, 2, 100, 3), Batch(64, 1, 20, 3)]
-    monkeypatch.setattr(
-        "aioserve.lab.calibration.measurement.make_plan", lambda *_, is_quick: loads[:is_quick]
-    )
-    monkeypatch.setattr("aioserve.lab.calibration.measurement.CROWDS", [Crowd(512, 1, 2)])
-    monkeypatch.setattr("aioserve.lab.calibration.measurement.NUM_IDLE", 2)
+    monkeypatch.setattr("aioserve.lab.calibration.make_plan", lambda *_, is_quick: loads[:is_quick])
+    monkeypatch.setattr("aioserve.lab.calibration.CROWDS", [Crowd(512, 1, 2)])
+    monkeypatch.setattr("aioserve.lab.calibration.NUM_IDLE", 2)
     told: list[int] = []
 
     def begin(total: int) -> Callable[[int], None]:
@@ -136,7 +133,7 @@ async def test_loads_of_a_real_model_are_counted_as_they_are_done(
 async def test_images_are_shown_to_a_model_that_sees(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    module = "aioserve.lab.calibration.measurement"
+    module = "aioserve.lab.calibration"
     monkeypatch.setattr(f"{module}.make_plan", lambda *_, **__: [])
     monkeypatch.setattr(f"{module}.CROWDS", [Crowd(512, 1, 2)])
     monkeypatch.setattr(f"{module}.NUM_IDLE", 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.calibration.fit import fit_step_time, non_negative_least_squares
+from aioserve.lab.calibration import fit_step_time, non_negative_least_squares
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler.output import StepFeatures
 

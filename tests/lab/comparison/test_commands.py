@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from aioserve.cli import main
-from aioserve.lab.comparison.programs import aborts, programs_of
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import read_spec
+from aioserve.lab.comparison.measures import aborts, programs_of
+from aioserve.lab.workloads.synthetic import generate, read_spec
 from tests import processes
 
 ROOT = Path(__file__).parents[3]

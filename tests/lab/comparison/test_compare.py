@@ -11,12 +11,11 @@ from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerCo
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.candidates import Candidate, other_differences
 from aioserve.lab.comparison.document import Document, compare, encode
+from aioserve.lab.comparison.measures import NOISE
 from aioserve.lab.comparison.report import render_html
-from aioserve.lab.comparison.rows import NOISE
 from aioserve.lab.comparison.words import headline, remarks, render_table
 from aioserve.lab.slo import Slo, StatedSlo
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import ClosedLoop, WorkloadSpec
+from aioserve.lab.workloads.synthetic import ClosedLoop, WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 SPEC = msgspec.convert(

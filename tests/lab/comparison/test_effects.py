@@ -13,8 +13,7 @@ from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerCo
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import Document, compare
 from aioserve.lab.simulation.run import simulate
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import WorkloadSpec, read_spec
+from aioserve.lab.workloads.synthetic import WorkloadSpec, generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 ROOT = Path(__file__).parents[3]

@@ -8,13 +8,11 @@ import pytest
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import Document, compare
-from aioserve.lab.comparison.group_words import group_tables, render_groups
 from aioserve.lab.comparison.groups import MAX_LISTED, group_requests
+from aioserve.lab.comparison.measures import shown_rows, verdict
 from aioserve.lab.comparison.report import render_html
-from aioserve.lab.comparison.rows import shown_rows, verdict
-from aioserve.lab.comparison.words import remarks, render_table
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import WorkloadSpec
+from aioserve.lab.comparison.words import group_tables, remarks, render_groups, render_table
+from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Workload
 
 ARRIVALS = {"kind": "poisson", "rate": 60}

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.measures import RunMeasures, block_numbers, quantile
-from aioserve.lab.comparison.quality import Reader
+from aioserve.lab.comparison.measures import Reader, RunMeasures, block_numbers, quantile
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest

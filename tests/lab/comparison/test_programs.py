@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from aioserve.config import EngineConfig, RunnerConfig
-from aioserve.lab.comparison.measures import RunMeasures
-from aioserve.lab.comparison.programs import completion_times, one_by_one, slowdowns
+from aioserve.lab.comparison.measures import RunMeasures, completion_times, one_by_one, slowdowns
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.slo import ServiceLevels, Slo

@@ -8,7 +8,7 @@ import pytest
 from aioserve.config import EngineConfig
 from aioserve.lab.comparison.measures import RunMeasures
 from aioserve.lab.comparison.service import service_bound, service_by_client
-from aioserve.lab.outcomes.reader import as_workload, read_outcomes
+from aioserve.lab.outcomes import as_workload, read_outcomes
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import simulate, simulated
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest

@@ -12,13 +12,20 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.hints import PREDICTED_OUTPUT_TOKENS
 from aioserve.lab.comparison.candidates import Candidate
-from aioserve.lab.comparison.rows import parse_measure
-from aioserve.lab.comparison.runs import Apart
-from aioserve.lab.mispredict.chart import draw
-from aioserve.lab.mispredict.curves import Curve, Curves, Point, measure_curves
-from aioserve.lab.mispredict.errors import Errors
-from aioserve.lab.mispredict.page import render_page
-from aioserve.lab.mispredict.words import crossing, in_words, render
+from aioserve.lab.comparison.document import Apart
+from aioserve.lab.comparison.measures import parse_measure
+from aioserve.lab.mispredict import (
+    Curve,
+    Curves,
+    Errors,
+    Point,
+    crossing,
+    draw,
+    in_words,
+    measure_curves,
+    render,
+    render_page,
+)
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from tests.lab.simulation.test_run import EXACT
 

@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.mispredict.errors import DEFAULT, Errors
+from aioserve.lab.mispredict import DEFAULT, Errors
 from aioserve.lab.workloads.predictions import Classes, LogNormalError, Ranks
 
 

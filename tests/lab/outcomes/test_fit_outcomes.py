@@ -8,10 +8,15 @@ import pytest
 
 from aioserve.cli import main
 from aioserve.errors import ConfigError
-from aioserve.lab.calibration.measurement import write_profile
-from aioserve.lab.outcomes.fit import Session, fit_outcomes
-from aioserve.lab.outcomes.reader import Outcome, as_workload, read_outcomes
-from aioserve.lab.outcomes.rounds import events
+from aioserve.lab.calibration import write_profile
+from aioserve.lab.outcomes import (
+    Outcome,
+    Session,
+    as_workload,
+    events,
+    fit_outcomes,
+    read_outcomes,
+)
 from aioserve.lab.reproduce.vtc import Target, make_config
 from aioserve.lab.simulation.run import simulate
 from aioserve.runner.profile import StepTimeModel, load_profile

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioserve.config import SchedulerConfig
-from aioserve.lab.reproduce.prompt_rounds import PromptRoundsScheduler
+from aioserve.lab.reproduce.vtc import PromptRoundsScheduler
 from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import PeakMemory

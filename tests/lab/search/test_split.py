@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.search.split import split, two_workloads
-from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.search.tuning import split, two_workloads
+from aioserve.lab.workloads.synthetic import WorkloadSource
 
 LINE = '{{"arrival": {}, "prompt_tokens": {}, "output_tokens": 3}}\n'
 

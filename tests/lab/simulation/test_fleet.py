@@ -12,8 +12,8 @@ from aioserve.cli import main
 from aioserve.config import CacheConfig, EngineConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.lab.simulation.fleet import simulate_fleet
-from aioserve.lab.simulation.fleet_outcome import FleetOutcome
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
+from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.incidents import Failure, Incidents, Straggler
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest

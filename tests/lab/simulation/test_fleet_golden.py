@@ -15,7 +15,7 @@ from aioserve.lab.comparison.candidates import load_candidates
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.run import simulated
-from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.synthetic import WorkloadSource
 
 RECORDED = Path(__file__).with_name("fleet_golden.json")
 LOADS = {"breakdown": 4, "agents": 7}  # replicas; the first of them fails and is slow

@@ -8,9 +8,8 @@ import pytest
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.simulation.fleet import simulate_fleet
-from aioserve.lab.simulation.fleet_groups import ReplicaGroup
-from aioserve.lab.simulation.fleet_outcome import FleetOutcome
-from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
+from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec, ReplicaGroup
+from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulated
 from aioserve.lab.workloads.incidents import Deploy, Failure, Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest

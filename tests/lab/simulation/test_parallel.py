@@ -7,7 +7,7 @@ from aioserve.config import EngineConfig
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import compare, encode
 from aioserve.lab.simulation.parallel import choose_num_jobs
-from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.synthetic import WorkloadSource
 
 MIXED = "configs/workloads/mixed.yaml"
 CONFIGS = ["configs/fcfs.yaml", "configs/chunked_prefill.yaml"]

@@ -13,8 +13,7 @@ from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import run_live, simulate
-from aioserve.lab.workloads.reply_limit import ReplyLimit
-from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.lab.workloads.workload import Piece, ReplyLimit, Workload, WorkloadRequest
 from tests.lab.simulation.test_run import EXACT
 from tests.slow import mostly_slow
 

@@ -8,9 +8,14 @@ import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.outcome import ObservedRunner, RunOutcome
-from aioserve.lab.simulation.run import check_fits, run_live, simulate, simulated
+from aioserve.lab.simulation.run import (
+    VirtualClockEventLoop,
+    check_fits,
+    run_live,
+    simulate,
+    simulated,
+)
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.model_info import ModelInfo
 from aioserve.runner.info import RunnerInfo

@@ -8,13 +8,12 @@ import pytest
 from aioserve.cli import main
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.fleet_totals import fleet_totals
+from aioserve.lab.comparison.measures import fleet_totals
 from aioserve.lab.simulation.fleet import simulate_fleet
-from aioserve.lab.simulation.fleet_groups import ReplicaGroup
-from aioserve.lab.simulation.fleet_outcome import FleetOutcome
-from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
+from aioserve.lab.simulation.fleet_changes import AutoscalerChoice, Autoscaling
+from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec, ReplicaGroup
+from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulated
-from aioserve.lab.simulation.scaling import AutoscalerChoice, Autoscaling
 from aioserve.lab.workloads.incidents import Failure, Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.routing import (

@@ -23,8 +23,7 @@ from aioserve.lab.workloads.predictions import (
     with_predictions,
     without_predictions,
 )
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import read_spec
+from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from tests.lab.simulation.test_run import EXACT
 

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import WorkloadSpec, read_spec
+from aioserve.lab.workloads.synthetic import WorkloadSpec, generate, read_spec
 from aioserve.lab.workloads.workload import WorkloadRequest
 
 ROOT = Path(__file__).parents[3]

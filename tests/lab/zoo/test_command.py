@@ -14,15 +14,19 @@ from aioserve.lab.comparison.document import compare
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.zoo import commands
 from aioserve.lab.zoo.cost import measure_costs
-from aioserve.lab.zoo.measures import MEASURES, ONE_ENGINE, key, measure_run, run_standard
-from aioserve.lab.zoo.standard import (
+from aioserve.lab.zoo.standing import (
     DIGEST,
+    MEASURES,
+    ONE_ENGINE,
     SEEDS,
     WORKLOADS,
+    key,
     load_policies,
     load_workload,
+    measure_run,
     policy_names,
     prepared,
+    run_standard,
 )
 
 ROOT = Path(__file__).parents[3]

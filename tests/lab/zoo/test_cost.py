@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.lab.zoo.cost import RUNNING, measure_costs
-from aioserve.lab.zoo.standard import load_policies, policy_names
+from aioserve.lab.zoo.standing import load_policies, policy_names
 from tests.slow import mostly_slow
 
 

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from aioserve.lab.zoo.chart import DARK, LIGHT, NUM_SHADES
-from aioserve.lab.zoo.gallery_text import NINE, QUESTIONS
-from aioserve.lab.zoo.standard import WORKLOADS, load_workload, policy_names
+from aioserve.lab.zoo.gallery import NINE, QUESTIONS
+from aioserve.lab.zoo.page import DARK, LIGHT, NUM_SHADES
+from aioserve.lab.zoo.standing import WORKLOADS, load_workload, policy_names
 from tests.policy_names import SHIPPED
 from tests.programs import load_program
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aioserve.lab.workloads.synthetic_spec import read_spec
-from aioserve.lab.zoo.measures import run_standard
-from aioserve.lab.zoo.standard import (
+from aioserve.lab.workloads.synthetic import read_spec
+from aioserve.lab.zoo.standing import (
     BUDGET,
     DIGEST,
     SEEDS,
@@ -19,6 +18,7 @@ from aioserve.lab.zoo.standard import (
     load_workload,
     policy_names,
     prepared,
+    run_standard,
     standard_digest,
 )
 from aioserve.scheduler import BaseScheduler, load_policy
@@ -36,7 +36,7 @@ def test_the_standard_is_that_of_its_digest() -> None:
 def test_a_workload_of_another_seed_or_rate_has_another_digest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aioserve.lab.zoo.standard.SEEDS", (1, 2, 3, 4, 6))
+    monkeypatch.setattr("aioserve.lab.zoo.standing.SEEDS", (1, 2, 3, 4, 6))
     assert standard_digest() != DIGEST
 
 

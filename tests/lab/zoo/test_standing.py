@@ -5,11 +5,19 @@ import math
 import pytest
 
 from aioserve.lab.zoo.cost import Cost
-from aioserve.lab.zoo.measures import IN_TIME, MEASURES, Scores, key
-from aioserve.lab.zoo.standard import WORKLOADS
-from aioserve.lab.zoo.standing import OVERALL, leaderboard, rank_of
-from aioserve.lab.zoo.stored import Entry, Results
-from aioserve.lab.zoo.words import against_in_words, render_board, render_policy
+from aioserve.lab.zoo.page import against_in_words, render_board, render_policy
+from aioserve.lab.zoo.standing import (
+    IN_TIME,
+    MEASURES,
+    OVERALL,
+    WORKLOADS,
+    Entry,
+    Results,
+    Scores,
+    key,
+    leaderboard,
+    rank_of,
+)
 
 TTFT = next(row for row in MEASURES if row.label == "TTFT mean, ms")
 BUSY = next(row for row in MEASURES if row.label == "busy, %")

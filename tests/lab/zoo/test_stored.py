@@ -7,18 +7,22 @@ import msgspec
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.zoo import stored
-from aioserve.lab.zoo.measures import IN_TIME, run_standard
-from aioserve.lab.zoo.standard import SEEDS, WORKLOADS, load_policies, policy_names
-from aioserve.lab.zoo.standing import values_of
-from aioserve.lab.zoo.stored import (
+from aioserve.lab.zoo import standing
+from aioserve.lab.zoo.standing import (
     FILE,
+    IN_TIME,
+    SEEDS,
+    WORKLOADS,
     Entry,
     Results,
     code_digest,
     has_all_seeds,
+    load_policies,
+    policy_names,
     read_results,
+    run_standard,
     stale,
+    values_of,
     write_results,
 )
 
@@ -83,13 +87,13 @@ def test_results_of_another_standard_or_none_are_refused(tmp_path: Path) -> None
 def test_the_digest_of_code_is_of_what_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = (Path(stored.__file__).parents[3] / "policies/zoo/srpt.py").read_text()
+    source = (Path(standing.__file__).parents[3] / "policies/zoo/srpt.py").read_text()
     path = tmp_path / "srpt.py"
 
     class Spec:
         origin = str(path)
 
-    monkeypatch.setattr(stored.importlib.util, "find_spec", lambda name: Spec)  # type: ignore[attr-defined]
+    monkeypatch.setattr(standing.importlib.util, "find_spec", lambda name: Spec)  # type: ignore[attr-defined]
     path.write_text(source)
     kept = code_digest("zoo.srpt")
     path.write_text(
@@ -99,4 +103,4 @@ def test_the_digest_of_code_is_of_what_runs(
     path.write_text(source.replace("= 0.8", "= 0.7"))
     assert code_digest("zoo.srpt") != kept
     assert code_digest("path/to/mine.py:Mine") == ""
-    assert FILE.parent == Path(stored.__file__).parent
+    assert FILE.parent == Path(standing.__file__).parent

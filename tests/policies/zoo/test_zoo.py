@@ -13,7 +13,7 @@ import pytest
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, UnknownPolicyError
 from aioserve.lab.comparison.candidates import load_candidates
-from aioserve.lab.zoo.cards import LABELS, read_card, read_cards
+from aioserve.lab.zoo.gallery import LABELS, read_card, read_cards
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.scheduler.registry import describe_policies
 from aioserve.shipped import config_names, find_config

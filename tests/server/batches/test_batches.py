@@ -11,7 +11,7 @@ import pytest
 
 from aioserve.config import SchedulerConfig
 from aioserve.decision_log.reader import DecisionLog
-from aioserve.lab.logs.traffic import make_workload, read_traffic
+from aioserve.lab.logs.what_if import make_workload, read_traffic
 from tests.server.bad_bodies import check, mutations
 from tests.server.batches.asking import (
     CHAT,

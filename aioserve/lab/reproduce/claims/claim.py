@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 
 #: How far a value may be from the published one, as a share of it, to count as reproduced.
 CLOSE = 0.10

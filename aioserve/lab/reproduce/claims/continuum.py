@@ -6,7 +6,7 @@ import numpy as np
 
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 
 # Llama-3.1-8B on one card of the H100 class, computed.
 STEPS = {

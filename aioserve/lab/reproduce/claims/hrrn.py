@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from aioserve.lab.comparison.measures import quantile
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 
 # A prefill node: what costs are prompt tokens and what they attend to. A large model, computed.
 STEPS = {

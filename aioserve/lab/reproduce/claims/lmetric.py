@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure_fleet
-from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet_plan import Fleet
+from aioserve.lab.simulation.run import Progress
 
 VLLM = "aioserve.lab.reproduce.claims.routers:VllmRouter"
 NUM_REPLICAS = 8

@@ -11,7 +11,7 @@ from aioserve.hints import PREDICTED_OUTPUT_TOKENS
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.optimum import Job, total_latency
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 NUM_CASES = 10  # small ones, for each seed and each way to arrive

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from aioserve.lab.comparison.measures import quantile
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure_fleet
-from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet_plan import Fleet
+from aioserve.lab.simulation.run import Progress
 
 NUM_REPLICAS = 4
 # Mistral-7B on an A6000, computed from 768 GB/s and half of 155 TFLOPS: 14.5 GB of weights a step,

@@ -7,7 +7,7 @@ import numpy as np
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.sarathi import STEPS
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, Slo
 
 CLASSES = {

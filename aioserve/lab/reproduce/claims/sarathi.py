@@ -6,7 +6,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.comparison.knee import Bound, search
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import candidate, make_workload
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 
 # Mistral-7B on an A100 of 80 GB, computed: 14.5 GB of weights and 131 kB of KV per token at 1.6
 # TB/s, 14.5 GFLOP per token and 0.5 MFLOP per pair of tokens at 170 TFLOP/s. A decode of 32 rows of

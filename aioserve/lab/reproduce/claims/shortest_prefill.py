@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 
 SHORTEST = "aioserve.lab.reproduce.claims.policies:ShortestPromptScheduler"
 PLAIN = "aioserve.lab.reproduce.claims.policies:VictimScheduler"

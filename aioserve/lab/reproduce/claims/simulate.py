@@ -11,13 +11,11 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.measures import RunMeasures
-from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
-from aioserve.lab.simulation.run import simulate, simulated
+from aioserve.lab.simulation.run import Progress, simulate, simulated
 from aioserve.lab.slo import ServiceLevels
-from aioserve.lab.workloads.synthetic import generate
-from aioserve.lab.workloads.synthetic_spec import WorkloadSpec
+from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Workload
 
 #: Coefficients of a step's time, by the settings that have them.

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 
 POLICY = "aioserve.lab.reproduce.claims.policies:VictimScheduler"
 STEPS = {"step_base_ms": 10.0, "step_prefill_token_us": 20.0, "step_decode_us": 20.0}

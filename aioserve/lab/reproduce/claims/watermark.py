@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
-from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import Progress
 
 # Qwen2.5-7B on a GB200, computed: 15 GB of weights and 57 kB of KV per token at 6.5 TB/s, 15 GFLOP
 # per token at 1,200 TFLOP/s, and what a host adds to each step and row.

@@ -1,27 +1,34 @@
-"""Measures how long steps of a real model take on this machine and fits a step-time model.
+"""The command `calibrate`: measures how long steps of a real model take here, and fits a model.
 
 Drives the whole engine, not the runner alone: what the event loop, the scheduler and the hand-over
-cost on the way belongs to a step, too. Knows nothing about what the numbers are used for.
+cost on the way belongs to a step, too. The fit is non-negative, relative, robust least squares.
+Outcomes of another server will do in place of a model.
 """
 
 import asyncio
+import json
 import math
 import platform
 import random
 import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
+from itertools import combinations
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from aioserve.arguments import Parser
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
 from aioserve.errors import ConfigError, RequestError
 from aioserve.kv_cache import Ahead
-from aioserve.lab.simulation.delegating_runner import DelegatingRunner
+from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
+from aioserve.lab.simulation.outcome import DelegatingRunner
+from aioserve.lab.terminal import progress
 from aioserve.lab.workloads.workload import text_tokens
 from aioserve.multimodal import MultimodalPrompt
 from aioserve.outputs import ModelRunnerOutput
@@ -30,6 +37,112 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_features
+
+Array = npt.NDArray[np.float64]
+
+MIN_STEPS = 8  # for six coefficients; with fewer the error would say nothing
+NUM_ROUNDS = 20
+# Errors beyond this multiple of the median one count linearly, not squared: a step that waited for
+# something else must not set the price of tokens. Wide, because steps that take a little long are
+# part of what steps take: without them every simulation would be too fast.
+HUBER = 6.0
+# Kinds of steps count alike, however many steps there were of each: a whole prompt is one step in a
+# thousand, and the one that all requests wait for. A kind with fewer steps than this counts by its
+# steps: a guess that keeps one odd step from setting a price.
+MIN_STEPS_OF_A_KIND = 5
+
+
+def fit_step_time(
+    features: Sequence[StepFeatures], seconds: Sequence[float], source: str
+) -> StepTimeModel:
+    """The model whose relative errors over these steps, kind by kind, are least; `error` says how
+    large they are, step by step.
+
+    Coefficients of features that no step has are 0. Raises `ConfigError` if there are fewer than
+    `MIN_STEPS` steps that took any time.
+    """
+    taken = np.asarray(seconds, dtype=np.float64)
+    columns = np.column_stack([np.ones(len(taken)), np.asarray(features, dtype=np.float64)])
+    columns, taken = columns[taken > 0], taken[taken > 0]
+    if len(taken) < MIN_STEPS:
+        raise ConfigError(
+            f"cannot fit step times to {len(taken)} steps: at least {MIN_STEPS} are needed"
+        )
+    coefficients = _fit_robustly(columns, taken, _importance(columns))
+    predicted = columns @ coefficients
+    errors = np.abs(predicted / taken - 1)
+    base, prefill, decode, context, attention, row = map(float, coefficients)
+    return StepTimeModel(
+        base_ms=1e3 * base,
+        prefill_token_us=1e6 * prefill,
+        decode_us=1e6 * decode,
+        context_token_us=1e6 * context,
+        query_context_ns=1e9 * attention,
+        prefill_us=1e6 * row,
+        source=source,
+        error=(
+            f"relative error median {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%} "
+            f"over {len(taken)} steps, {predicted.sum() / taken.sum() - 1:+.1%} over their sum"
+        ),
+    )
+
+
+def _importance(columns: Array) -> Array:
+    """The weight of each step: kinds are prefill tokens and decodes to the next power of two."""
+    kinds = np.ceil(np.log2(columns[:, 1:3] + 1))
+    _, kind, counts = np.unique(kinds, axis=0, return_inverse=True, return_counts=True)
+    weights: Array = 1.0 / np.maximum(counts, MIN_STEPS_OF_A_KIND)[kind.ravel()]
+    return weights
+
+
+def _fit_robustly(columns: Array, taken: Array, importance: Array) -> Array:
+    """Least squares of errors relative to the prediction, reweighted until outliers have little
+    to say. Relative to what was measured, noise would make every prediction too small.
+    """
+    scale = taken
+    weights = np.ones(len(taken))
+    coefficients = np.zeros(columns.shape[1])
+    for _ in range(NUM_ROUNDS):
+        before = coefficients
+        factor = weights * np.sqrt(importance) / scale
+        coefficients = non_negative_least_squares(columns * factor[:, None], taken * factor)
+        predicted = columns @ coefficients
+        scale = np.maximum(predicted, 1e-3 * taken)  # it may be 0 where nothing costs anything
+        errors = np.abs(predicted - taken) / scale
+        limit = max(HUBER * float(np.median(errors)), 1e-9)
+        # The root, because it multiplies a row before that is squared.
+        weights = np.sqrt(np.minimum(1.0, limit / np.maximum(errors, 1e-12)))
+        if np.allclose(coefficients, before, rtol=1e-6, atol=0):
+            break
+    return coefficients
+
+
+def non_negative_least_squares(matrix: Array, target: Array) -> Array:
+    """The x >= 0 that minimizes |matrix x - target|, exactly, for a handful of columns.
+
+    The best is an unconstrained solution over some of the columns, so all choices are tried; a
+    factorization makes each of them a problem of that handful of rows.
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    used = np.flatnonzero(scale)
+    q, r = np.linalg.qr(matrix[:, used] / scale[used])
+    projected = q.T @ target
+    best, best_error = np.zeros(matrix.shape[1]), float(projected @ projected)
+    for size in range(1, len(used) + 1):
+        for chosen in map(list, combinations(range(len(used)), size)):
+            x = np.linalg.lstsq(r[:, chosen], projected, rcond=1e-10)[0]
+            residual = r[:, chosen] @ x - projected
+            error = float(residual @ residual)
+            if (x >= 0).all() and error < best_error * (1 - 1e-12):
+                best, best_error = np.zeros(matrix.shape[1]), error
+                best[used[chosen]] = x / scale[used[chosen]]
+    return best
+
+
+# Measures how long steps of a real model take on this machine and fits a step-time model. Drives
+# the whole engine, not the runner alone: what the event loop, the scheduler and the hand-over cost
+# on the way belongs to a step, too. Knows nothing about what the numbers are used for.
+
 
 # Between the end of a step and the hand-over of the next, if the engine has work: more than this
 # is idleness and says nothing about the step. A guess, ten times what a busy engine takes.
@@ -201,7 +314,6 @@ async def measure(
 
 def calibrate(measured: Measurements) -> StepTimeModel:
     """The model that fits the steps best, with its error."""
-    from aioserve.lab.calibration.fit import fit_step_time
 
     plain = [step for step in measured.steps if not step.num_encoder_tokens]
     model = fit_step_time(
@@ -311,3 +423,84 @@ async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFea
         pass
     seconds = clock() - began
     return StepFeatures.of(0, size, [(size, size)]), seconds
+
+
+# The command `calibrate`: fit a step-time model to a real model here, or to outcomes of a server.
+# Arguments in, words out; what is measured and how is `calibrate`.
+
+
+def run_calibrate(argv: Sequence[str]) -> int:
+    """`python -m aioserve calibrate [-o FILE]`; returns the exit code. Raises `ConfigError`."""
+    parser = Parser(
+        "calibrate",
+        description="Run a designed set of batches on a real model and fit what a step takes. "
+        "Simulated runs use the result with --set runner.profile=FILE.",
+        epilog="A minute and a half with the embedded model. Where stdout is no terminal, the last "
+        "line is JSON.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, as for serve")
+    parser.add_argument(
+        "--model", help="model to measure, as for serve (default: the embedded model)"
+    )
+    add_settings(parser)
+    add_output(parser, "-o", "--output", help="file to write the profile to", metavar="FILE.yaml")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="measure a third of the loads: a faster, rougher profile",
+    )
+    parser.add_argument(
+        "--outcomes",
+        nargs="+",
+        metavar="CSV",
+        help="fit to what another server did instead: files with the columns arrival_s, client, "
+        "prompt_tokens, output_tokens, ttft_s and latency_s, one row per request, of a server that "
+        "runs prompts in steps of their own (LightLLM, S-LoRA, vLLM without chunked prefill)",
+    )
+    add_json(parser)
+    args = parser.parse_args(argv)
+    overrides = list(args.set)
+    if args.model is not None:
+        overrides.append(("model.model", args.model))
+    if args.output is not None and not args.output.endswith((".yaml", ".yml")):
+        raise ConfigError(f"a profile must be a .yaml file, got {args.output}")
+    if args.outcomes is not None:
+        if args.quick or args.config is not None or overrides:
+            raise ConfigError(
+                "--outcomes fits to files: give no model, settings or --quick with it"
+            )
+        model = _fit(args.outcomes)
+    else:
+        config = EngineConfig.load(args.config, overrides)
+        with ExitStack() as stack:
+            measured = asyncio.run(
+                measure(
+                    config,
+                    lambda total: stack.enter_context(progress(total, "loads", "Measuring loads")),
+                    is_quick=args.quick,
+                )
+            )
+        model = calibrate(measured)
+    for name, value in msgspec.structs.asdict(model).items():
+        print(f"{name:20} {value:.4g}" if isinstance(value, float) else f"{name:20} {value}")
+    if args.output is not None:
+        write_profile(model, args.output)
+        print(f"written to {args.output}")
+    if wants_json(args):
+        print(json.dumps(msgspec.to_builtins(model)))
+    return 0
+
+
+def _fit(paths: Sequence[str]) -> StepTimeModel:
+    """Fit to the outcomes in files, and print what is each file's own."""
+    from aioserve.lab.outcomes import fit_outcomes, read_outcomes
+
+    logs = [read_outcomes(path) for path in paths]
+    num_requests = sum(map(len, logs))
+    model, sessions = fit_outcomes(logs, f"fitted to {num_requests} outcomes of another server")
+    for path, session in zip(paths, sessions, strict=True):
+        print(
+            f"{path}: runner.step_host_factor {session.host_factor:.4g}, runner.step_cold_ms "
+            f"{session.cold_ms:.4g}, error of decodes {session.error:.2%}"
+        )
+    return model

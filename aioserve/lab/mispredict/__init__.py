@@ -1,1 +1,0 @@
-"""The command `mispredict`: what policies that need predictions lose as these get worse."""
