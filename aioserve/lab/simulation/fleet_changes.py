@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta
 
-from aioserve.errors import place_of, ConfigError, EngineOverloadedError
+from aioserve.errors import ConfigError, EngineOverloadedError, place_of
 from aioserve.lab.simulation.fleet_replicas import FleetOutcome, Seat
 from aioserve.lab.simulation.stepped_engine import SteppedEngine
 from aioserve.lab.workloads.incidents import Deploy
