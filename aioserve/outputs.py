@@ -71,6 +71,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     pooled: dict[str, Vector] = {}  # of requests that are pooled, once their prompt is computed
     row_values: dict[str, dict[str, float]] = {}  # of the newest tokens, if the policy wants any
+    #: Requests that were to get a token and did not, as its mask was not ready: the last token that
+    #: is known of them, and all behind it, have to be computed again. Nothing is wrong with them.
+    sat_out: list[str] = []
 
 
 EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])

@@ -198,6 +198,7 @@ class RecordingScheduler(DelegatingScheduler):
                 [(self._short.name(request_id), reason) for request_id, reason in ended],
                 took,
                 self._short.named(model_runner_output.row_values),
+                self._short.names(model_runner_output.sat_out),
             )
         )
         self._forget(request_id for request_id, _ in ended)

@@ -121,6 +121,7 @@ class Updated(Record, frozen=True, array_like=True, tag="U"):
     ended: list[tuple[Name, str]]  # requests that ended by it, with the finish reason
     took: float
     row_values: list[tuple[Name, dict[str, float]]] = []  # that the policy wants, by name
+    sat_out: list[Name] = []  # requests whose token was not sampled yet
 
 
 class Finished(Record, frozen=True, array_like=True, tag="F"):

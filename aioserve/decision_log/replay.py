@@ -111,7 +111,10 @@ class Replay:
                 drafts = {self._name(name): token_ids for name, token_ids in record.drafts}
                 values = {self._name(name): own for name, own in record.row_values}
                 tokens = record.sampled_token_ids
-                result = ModelRunnerOutput(req_ids, tokens, {}, drafts, row_values=values)
+                sat_out = list(map(self._name, record.sat_out))
+                result = ModelRunnerOutput(
+                    req_ids, tokens, {}, drafts, row_values=values, sat_out=sat_out
+                )
                 try:
                     recorder.update_from_output(output, result)
                 except FROM_OUTSIDE:

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 import msgspec
@@ -64,6 +64,14 @@ class Grammar:
         self.num_holders = 0
         self.num_bytes = LEAST_BYTES + len(key)  # that it counts for
         self.verdict: Verdict | None = None
+
+
+class Traits(NamedTuple):
+    """What is known of a compiled grammar before a text follows it."""
+
+    grammar: object  # the same for all that ask for the same
+    num_copy_bytes: int  # of memory that a matcher takes beside the others
+    is_slow: bool  # masks, or calls that hold the GIL, take long
 
 
 class GrammarCompiler:
@@ -142,6 +150,12 @@ class GrammarCompiler:
         found = self._grammar_of[id(wanted)].matcher.result(timeout=0)
         assert not isinstance(found, str), "what cannot be compiled is refused at the door"
         return found.deep_copy()
+
+    def traits(self, wanted: StructuredOutputs) -> "Traits":
+        """What its trial has shown of the very object that was checked. From any thread."""
+        grammar = self._grammar_of[id(wanted)]
+        assert grammar.verdict is not None, "it was tried"
+        return Traits(grammar, grammar.verdict.num_copy_bytes, grammar.verdict.is_slow)
 
     def close(self) -> None:
         """Let the threads end, and the process of trials. Idempotent."""

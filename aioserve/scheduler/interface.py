@@ -62,7 +62,8 @@ class SchedulerInterface(ABC):
         """Take in the result of a step, in the order in which the steps were planned.
 
         Called once for every step that carried tokens, and for no other. Returns
-        outputs by client index. Tokens for requests that have ended meanwhile are dropped.
+        outputs by client index. Tokens for requests that have ended meanwhile are dropped. Those
+        in `sat_out` compute their last known token again.
         """
 
     @abstractmethod

@@ -86,12 +86,27 @@ def take_results(
         book.drop_finished()
     if book.ended or book.stale:
         book.settle(requests)
+    if model_runner_output.sat_out:
+        _go_back(book, requests, model_runner_output.sat_out)
     for request in requests if (of_rows := model_runner_output.row_values) else ():
         request.row_values = of_rows.get(request.request_id, request.row_values)
     if model_runner_output.draft_token_ids:
         take_drafts(book, requests, model_runner_output.draft_token_ids)
     now = clock()
     return {client: EngineCoreOutputs(outs, now) for client, outs in outputs.items()}
+
+
+def _go_back(book: RequestTable, requests: list[Request], sat_out: Collection[str]) -> None:
+    """Let requests whose token was not sampled compute their last known token again. A step that
+    was planned ahead, behind a token that is not there, samples nothing for them.
+    """
+    going_on = (RequestStatus.RUNNING, RequestStatus.PAUSED)
+    for request in requests:
+        is_known = request.status in going_on and request not in book.stale
+        if is_known and request.request_id in sat_out:
+            request.num_computed_tokens = request.num_tokens - 1
+            request.num_target_tokens = request.num_tokens
+            request.draft_token_ids = []
 
 
 def _append_tokens(book: RequestTable, request: Request, new: NewTokens) -> EngineCoreOutput:

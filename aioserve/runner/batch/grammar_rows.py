@@ -1,21 +1,38 @@
 """Where each row of the persistent batch stands in its grammar, and which tokens may come next.
 
-Masks are made on a thread of their own while the step computes. Knows rows and token ids; knows
-nothing about logits, nor how grammars are compiled.
+Masks are made on threads of their own while the step computes, within the bounds of `mask_lanes`: a
+row whose mask comes too late sits the step out. Knows rows and token ids; knows nothing about
+logits, nor how grammars are compiled.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.errors import GrammarLimitError
+from aioserve.errors import GrammarLimitError, first_line
 from aioserve.runner.attention.backend import IntArray
 from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.runner.batch.mask_lanes import (
+    LAST_SECONDS,
+    MAX_ROW_BYTES,
+    MAX_ROW_SECONDS,
+    NOT_IN_TIME,
+    SLOW_SECONDS,
+    STEP_SECONDS,
+    TOO_LARGE,
+    TOO_SLOW,
+    MaskJob,
+    MaskLanes,
+    Matcher,
+    Words,
+    fill,
+    timed,
+    wait_for,
+)
 from aioserve.runner.unsound import step_failed
 from aioserve.scheduler.output import NewRequestData
 
@@ -24,8 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Words = npt.NDArray[np.int32]
-
+_NO_PLACES: IntArray = np.zeros(0, dtype=np.int64)
 _NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 MAX_GUESSES = 16  # tokens without a choice that are sent along at a time
 
@@ -36,6 +52,7 @@ class Masks:
 
     places: IntArray  # M, among the S
     words: Words  # [M, ceil(V / 32)], a bit per token, the lowest first
+    late: IntArray = field(default_factory=lambda: _NO_PLACES)  # among the S: they sit out
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
         """The masks as booleans [M, V]: True for each token id that a grammar allows."""
@@ -48,37 +65,6 @@ class Masks:
         return Masks(np.zeros(1, dtype=np.int64), self.words[own[:1]]) if len(own) else None
 
 
-class Matcher(Protocol):
-    """What is used here of llguidance's `LLMatcher`: a place in a text that is bound."""
-
-    def is_stopped(self) -> bool:
-        """Whether nothing but the end may follow."""
-
-    def is_error(self) -> bool:
-        """Whether it cannot be followed further."""
-
-    def get_error(self) -> str:
-        """Why it cannot be followed further."""
-
-    def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
-        """Write the mask of the next token to memory."""
-
-    def compute_ff_tokens(self) -> list[int]:
-        """The next tokens, as far as there is no choice."""
-
-    def validate_tokens(self, token_ids: list[int]) -> int:
-        """How many of `token_ids` may follow."""
-
-    def consume_tokens(self, token_ids: list[int]) -> bool:
-        """Read tokens that are never rolled back; False if they are not allowed."""
-
-    def try_consume_tokens(self, token_ids: list[int]) -> int:
-        """Read tokens that may be rolled back; how many are allowed."""
-
-    def rollback(self, num_tokens: int) -> bool:
-        """Take the last tokens back."""
-
-
 class Standing(NamedTuple):
     """A row that samples and has a matcher."""
 
@@ -88,8 +74,35 @@ class Standing(NamedTuple):
     is_bound: bool  # it needs a mask in this step
 
 
+@dataclass(slots=True)
+class _Row:
+    """What is kept of a row with a grammar of its request, beside the matcher."""
+
+    grammar: object  # the same for rows with the same grammar
+    is_slow: bool
+    num_bytes: int  # of memory that its matcher takes, as far as that is known
+    said: list[int]  # the tokens that the matcher has read
+    unread: list[int]  # those that it has to read before its next mask
+    is_masked: bool = False  # it has made a mask since it has read the last token
+    seconds: float = 0.0  # of processor time for slow masks
+
+
+class StepMasks:
+    """The masks of one step, while they are made."""
+
+    def __init__(self, rows: "GrammarRows", places: list[int], jobs: dict[int, MaskJob]) -> None:
+        """`places`: of the M rows that need masks, among the S; `jobs` by row."""
+        self._rows, self._places, self._jobs = rows, places, jobs
+
+    def take(self, rows: IntArray, *, may_sit_out: bool) -> Masks:
+        """Those of the S `rows` of the step, once its forward pass is done. If they `may_sit_out`,
+        some may be late; else the rows whose masks are not there after a second fail.
+        """
+        return self._rows.taken(rows, self._places, self._jobs, may_sit_out)
+
+
 class GrammarRows(BatchPart[Matcher]):
-    """Matchers by row. `begin`'s future is awaited before `advance`, `set` or `drop`."""
+    """Matchers by row. What `begin` returns is taken before `advance`, `set` or `drop`."""
 
     asked_by = "sampling_params.structured_outputs"
 
@@ -102,39 +115,156 @@ class GrammarRows(BatchPart[Matcher]):
         self._ahead: dict[int, int] = {}  # guesses that rows have gone ahead
         # By row, of a matcher that binds at times: whether the next tokens, this many, are free.
         self._is_free: dict[int, Callable[[int], bool]] = {}
-        self._executor: ThreadPoolExecutor | None = None
+        self._kept: dict[int, _Row] = {}
+        self._jobs: dict[int, MaskJob] = {}  # by row, of those that sat the last step out
         only_eos = np.zeros(self._num_words * 32, dtype=np.bool_)
         only_eos[list(eos_token_ids)] = True
         self._only_eos: Words = np.packbits(only_eos, bitorder="little").view(np.int32)
+        self._lanes = MaskLanes(self._only_eos)
 
     def set(self, row: int, request: NewRequestData) -> None:
         wanted = request.sampling_params.structured_outputs
         assert wanted is not None, "`asked_by`"
         assert self._grammars is not None, "the engine's door refuses what cannot be compiled"
+        grammar, num_bytes, is_slow = self._grammars.traits(wanted)
+        if self._num_bytes + num_bytes > MAX_ROW_BYTES:
+            raise GrammarLimitError(GrammarLimitError.WORDS + TOO_LARGE)
         self.rows[row] = self._grammars.matcher(wanted)
-        self.advance(row, request.token_ids[request.num_prompt_tokens :])
+        kept = self._kept[row] = _Row(grammar, is_slow, num_bytes, [], [])
+        said = request.token_ids[request.num_prompt_tokens :]
+        if is_slow:  # reading holds the GIL
+            kept.unread.extend(said)
+        else:
+            self.advance(row, said)
 
     def put(self, row: int, matcher: Matcher, is_free: Callable[[int], bool]) -> None:
         """Let `matcher` bind a row from now on, unless `is_free` of the number of next tokens."""
+        if (kept := self._kept.get(row)) is not None:
+            kept.grammar = object()  # what others say of the same grammar is not the same
+            if kept.unread:
+                self.rows[row].consume_tokens(kept.unread)
+            kept.said, kept.unread = kept.said + kept.unread, []
         self.rows[row], self._is_free[row] = matcher, is_free
 
     def drop(self, row: int, *, is_finished: bool = False) -> None:
         super().drop(row, is_finished=is_finished)
         self._is_free.pop(row, None)
+        self._kept.pop(row, None)
+        self._jobs.pop(row, None)
 
-    def begin(self, rows: IntArray, drafts: Mapping[int, Sequence[int]]) -> "Future[Masks] | None":
+    @property
+    def _num_bytes(self) -> int:
+        return sum(kept.num_bytes for kept in self._kept.values())
+
+    def is_slow(self, row: int) -> bool:
+        """Whether calls for a row take long: then nothing is asked of it but its masks."""
+        kept = self._kept.get(row)
+        return kept is not None and kept.is_slow
+
+    def begin(self, rows: IntArray, drafts: Mapping[int, Sequence[int]]) -> StepMasks | None:
         """Start the masks of the S `rows`; None if none of them has a grammar.
 
         A row stands there once, and once more for each of its `drafts`, one after the other.
         """
         if not self.rows:
             return None
-        places = [each.place for each in self.standing(rows, drafts) if each.is_bound]
-        if not places:
+        bound = [each for each in self.standing(rows, drafts) if each.is_bound]
+        if not bound:
             return None
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-masks")
-        return self._executor.submit(self._fill, np.array(places), rows[places].tolist(), drafts)
+        jobs: dict[int, MaskJob] = {}
+        same: dict[tuple[object, tuple[int, ...]], MaskJob] = {}
+        quick: list[MaskJob] = []
+        slow: list[MaskJob] = []
+        for _, row, matcher, _ in bound:
+            if row in jobs:
+                continue
+            guesses, kept = list(drafts.get(row, ())), self._kept.get(row)
+            job, key = self._jobs.pop(row, None), None
+            if job is not None and job.guesses[: len(guesses)] != guesses:
+                wait_for([job], LAST_SECONDS)  # one thread at a time may use a matcher
+                job = None
+            if job is None and kept is not None and not guesses:
+                if kept.is_slow or not kept.said:
+                    key = kept.grammar, (*kept.said, *kept.unread)
+                    job = same.get(key)
+            if job is None:
+                job = MaskJob(matcher, guesses, self._num_words)
+                if kept is not None:
+                    job.unread, job.is_masked = list(kept.unread), kept.is_masked
+                (slow if self.is_slow(row) else quick).append(job)
+                if key is not None:
+                    same[key] = job
+            jobs[row] = job
+        self._lanes.start(quick, is_slow=False)
+        self._lanes.start(slow, is_slow=True)
+        return StepMasks(self, [each.place for each in bound], jobs)
+
+    def taken(
+        self, rows: IntArray, places: list[int], jobs: dict[int, MaskJob], may_sit_out: bool
+    ) -> Masks:
+        """The masks of a step of the S `rows`; see `StepMasks.take`."""
+        if may_sit_out:
+            quick = [job for row, job in jobs.items() if not self.is_slow(row)]
+            # For slow ones alone nothing else waits: but a step that brings nothing takes time.
+            wait_for(quick if quick or len(jobs) < len(rows) else list(jobs.values()), STEP_SECONDS)
+        else:
+            wait_for(list(jobs.values()), LAST_SECONDS)
+        words = np.empty((len(places), self._num_words), dtype=np.int32)
+        late: list[int] = []
+        index, of_places = 0, rows[places].tolist()
+        while index < len(places):
+            row = of_places[index]
+            job = jobs[row]
+            own = words[index : index + of_places.count(row)]
+            if job.is_done:
+                self._take_job(row, job)
+                own[:] = self._only_eos if row in self.errors else job.words[: len(own)]
+            elif may_sit_out:
+                self._jobs[row] = job
+                late += range(index, index + len(own))
+            else:
+                self.errors.setdefault(row, GrammarLimitError.WORDS + NOT_IN_TIME)
+                own[:] = self._only_eos
+            index += len(own)
+        self._bound_bytes()
+        if not late:
+            return Masks(np.array(places), words)
+        kept = np.delete(np.arange(len(places)), late)
+        return Masks(np.array(places)[kept], words[kept], np.array(places)[late])
+
+    def _take_job(self, row: int, job: MaskJob) -> None:
+        """Note what a job has brought for a row."""
+        if isinstance(job.error, str):
+            self._note(row, job.error)
+        elif job.error is not None:
+            self._fail(row, job.error)
+        kept = self._kept.get(row)
+        if kept is None:
+            return
+        is_own = job.matcher is self.rows.get(row)
+        if is_own:  # what rows share counts once
+            kept.said += job.unread
+            kept.unread = kept.unread[len(job.unread) :]
+            kept.is_masked = True
+            kept.num_bytes += job.grown
+            job.grown, job.unread = 0, []
+        if job.seconds > SLOW_SECONDS:
+            kept.is_slow = True
+            if is_own:
+                kept.seconds += job.seconds
+        if kept.seconds > MAX_ROW_SECONDS:
+            self._note(row, TOO_SLOW)
+
+    def _bound_bytes(self) -> None:
+        """End the rows that take the most memory, if all take too much together."""
+        excess = self._num_bytes - MAX_ROW_BYTES
+        while excess > 0:
+            living = [row for row in self._kept if row not in self.errors]
+            if not living:
+                return
+            row = max(living, key=lambda row: self._kept[row].num_bytes)
+            self._note(row, TOO_LARGE)
+            excess -= self._kept[row].num_bytes
 
     def standing(
         self, rows: IntArray, drafts: Mapping[int, Sequence[int]] = _NO_DRAFTS
@@ -171,22 +301,31 @@ class GrammarRows(BatchPart[Matcher]):
         matcher = self.rows.get(row)
         if matcher is None or not token_ids:
             return
+        kept = self._kept.get(row)
+        if kept is not None and (kept.unread or kept.is_slow):
+            kept.unread.extend(token_ids)  # read before its next mask, beside the step
+            return
         try:
             if not matcher.is_stopped():
                 matcher.consume_tokens(list(token_ids))
                 self._check(row, matcher)
         except Exception as error:
             self._fail(row, error)
+        if kept is not None:
+            kept.said.extend(token_ids)
+            kept.is_masked = False
 
     def guesses(self, row: int) -> list[int]:
         """The next tokens of a row, as far as its grammar leaves no choice of text."""
         matcher = self.rows.get(row)
         try:
-            if matcher is None or matcher.is_stopped():
+            if matcher is None or self.is_slow(row) or matcher.is_stopped():
                 return []
-            token_ids = matcher.compute_ff_tokens()[:MAX_GUESSES]
+            token_ids, is_slow = timed(matcher.compute_ff_tokens)
+            if is_slow and (kept := self._kept.get(row)) is not None:
+                kept.is_slow = True
             self._check(row, matcher)
-            return token_ids
+            return token_ids[:MAX_GUESSES]
         except Exception as error:
             self._fail(row, error)
             return []
@@ -198,7 +337,8 @@ class GrammarRows(BatchPart[Matcher]):
             return None
         words = np.empty((len(standing), self._num_words), dtype=np.int32)
         for each, own in zip(standing, words, strict=True):
-            self._fill_row(each.row, each.matcher, own)
+            if (error := fill(each.matcher, own, self._only_eos)) is not None:
+                self._note(each.row, error)
         return Masks(np.array([each.place for each in standing]), words)
 
     def go_ahead(self, row: int, token_id: int) -> bool:
@@ -217,56 +357,18 @@ class GrammarRows(BatchPart[Matcher]):
             self.rows[row].rollback(num_tokens)
         self._ahead.clear()
 
-    def _fail(self, row: int, error: Exception) -> None:
+    def _fail(self, row: int, error: BaseException) -> None:
         """A row cannot go on, for what its matcher has raised."""
         logger.error("a grammar could not be followed", exc_info=error)
         self.errors.setdefault(row, step_failed(error))
 
     def _check(self, row: int, matcher: Matcher) -> None:
         if matcher.is_error():
-            reason = matcher.get_error().partition("\n")[0]
-            self.errors.setdefault(row, GrammarLimitError.WORDS + reason)
+            self._note(row, matcher.get_error())
+
+    def _note(self, row: int, reason: str) -> None:
+        """A row cannot go on, for a reason that its client may read."""
+        self.errors.setdefault(row, GrammarLimitError.WORDS + first_line(reason))
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown()
-
-    # What follows runs on the thread that makes masks.
-
-    def _fill(
-        self, places: IntArray, rows: list[int], drafts: Mapping[int, Sequence[int]]
-    ) -> Masks:
-        words = np.empty((len(rows), self._num_words), dtype=np.int32)
-        place = 0
-        while place < len(rows):
-            row, guesses = rows[place], drafts.get(rows[place], ())
-            own = words[place : place + 1 + len(guesses)]
-            try:
-                self._fill_ahead(row, self.rows[row], own, guesses)
-            except Exception as error:
-                self._fail(row, error)
-                own[:] = self._only_eos
-            place += len(own)
-        return Masks(places, words)
-
-    def _fill_ahead(self, row: int, matcher: Matcher, words: Words, guesses: Sequence[int]) -> None:
-        """The masks of a row, and of what comes behind each of its `guesses`."""
-        self._fill_row(row, matcher, words[0])
-        num_taken = 0
-        for step, token_id in enumerate(guesses, start=1):
-            if num_taken == step - 1 and not matcher.is_stopped():
-                num_taken += matcher.try_consume_tokens([token_id])
-            if num_taken == step:
-                self._fill_row(row, matcher, words[step])
-            else:  # never looked at: the guess before it is wrong
-                words[step] = self._only_eos
-        if num_taken:
-            matcher.rollback(num_taken)
-
-    def _fill_row(self, row: int, matcher: Matcher, words: Words) -> None:
-        if not matcher.is_stopped():  # else the end may follow, and nothing else
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if not matcher.is_error():
-                return
-        self._check(row, matcher)
-        words[:] = self._only_eos
+        self._lanes.close()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.errors import GrammarLimitError
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.batch_part import BatchPart
@@ -76,7 +77,9 @@ class InputBatch:
                 if not self.may_lose:
                     raise
                 logger.exception("request %s does not get into the batch", request.request_id)
-                self.lose(request.request_id, step_failed(error), request.block_ids)
+                is_known = isinstance(error, GrammarLimitError)
+                why = str(error) if is_known else step_failed(error)
+                self.lose(request.request_id, why, request.block_ids)
         cached = step.scheduled_cached_reqs
         self._update(self.lost.left_out(cached) if self.lost.why else cached)
 
@@ -130,9 +133,10 @@ class InputBatch:
         num_scheduled = np.fromiter(step.num_scheduled_tokens.values(), np.int64, num_reqs)
         begins = self._num_computed_tokens[rows]
         ends = begins + num_scheduled
-        # >=, not ==: after a failed step, a step scheduled ahead of it is beyond the known tokens;
-        # its requests have failed already, so what it computes for them does not matter
-        sampling = np.flatnonzero(ends >= self._num_tokens[rows])
+        # A step scheduled ahead of one that failed, or that a request sat out, is beyond the known
+        # tokens: what it computes for those requests does not matter.
+        num_tokens = self._num_tokens[rows]
+        sampling = np.flatnonzero((ends >= num_tokens) & (begins < num_tokens))
         inputs = self.pack(rows, begins, ends, req_ids, sampling)
         if drafts:  # a row samples after each of its drafts as well
             counts = np.array([1 + len(drafts.get(row, ())) for row in rows[sampling].tolist()])

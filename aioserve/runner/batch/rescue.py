@@ -229,7 +229,7 @@ def merge_outputs(
     """The output of a step, from its parts; of the `lost` requests there is the reason alone."""
     req_ids = list(step.num_scheduled_tokens)
     tokens: dict[str, list[int]] = {}
-    merged = ModelRunnerOutput(req_ids, [], {}, {}, {}, {}, {}, {})
+    merged = ModelRunnerOutput(req_ids, [], {}, {}, {}, {}, {}, {}, [])
     for output in outputs:
         tokens.update(zip(output.req_ids, output.sampled_token_ids, strict=True))
         merged.logprobs.update(output.logprobs)
@@ -238,6 +238,7 @@ def merge_outputs(
         merged.prompt_logprobs.update(output.prompt_logprobs)
         merged.pooled.update(output.pooled)
         merged.row_values.update(output.row_values)
+        merged.sat_out.extend(output.sat_out)
     failed = {key: lost[key] for key in req_ids if key in lost}
     merged.failed.update(failed)
     merged.sampled_token_ids.extend([] if key in failed else tokens.get(key, []) for key in req_ids)

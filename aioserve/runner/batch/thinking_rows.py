@@ -12,7 +12,8 @@ import numpy as np
 
 from aioserve.reasoning_tokens import PROMPT_END_TOKENS, ReasoningTokens, TokensState
 from aioserve.runner.batch.batch_part import BatchPart
-from aioserve.runner.batch.grammar_rows import GrammarRows, Matcher
+from aioserve.runner.batch.grammar_rows import GrammarRows
+from aioserve.runner.batch.mask_lanes import Matcher
 from aioserve.scheduler.output import NewRequestData
 
 if TYPE_CHECKING:

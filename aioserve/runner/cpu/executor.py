@@ -6,13 +6,15 @@ a model is loaded.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.row_values import ROW_VALUES
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.batch.grammar_rows import Masks
 from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.batch.pooling import PooledRows
 from aioserve.runner.batch.prompt_logprobs import PromptRows
@@ -46,6 +48,7 @@ class ComputedStep:
     is_masked: bool
     started: float
     values: RowValueStep | None  # if a policy wants some
+    sat_out: list[str]  # requests that get no token, as their masks were not ready
 
     def keep(
         self, batch: InputBatch, drafts: DraftRows, *, takes_guesses: bool
@@ -72,8 +75,31 @@ class ComputedStep:
         logprobs = kept_logprobs(inputs, sampled.logprobs, token_ids)
         values = {} if self.values is None else self.values.of_newest(inputs, token_ids)
         return ModelRunnerOutput(
-            inputs.req_ids, token_ids, logprobs, guesses, failed, told, vectors, values
+            *(inputs.req_ids, token_ids, logprobs, guesses, failed, told, vectors, values),
+            [request_id for request_id in self.sat_out if request_id not in failed],
         )
+
+
+def _without_late(
+    inputs: StepInputs, logits: torch.Tensor, masks: Masks
+) -> tuple[StepInputs, torch.Tensor, Masks, list[str]]:
+    """A step, its logits [S, V] and masks without the rows that sit it out, and their requests."""
+    kept = np.delete(np.arange(len(inputs.sampling)), masks.late)
+    indices = set(inputs.sampling[masks.late].tolist())
+    rows = {int(inputs.rows[index]) for index in indices}
+    left = replace(
+        inputs,
+        sampling=inputs.sampling[kept],
+        logits_indices=inputs.logits_indices[kept],
+        drafts={row: own for row, own in inputs.drafts.items() if row not in rows},
+    )
+    places = np.searchsorted(kept, masks.places)
+    return (
+        left,
+        logits[torch.from_numpy(kept)],
+        Masks(places, masks.words),
+        [inputs.req_ids[index] for index in sorted(indices)],
+    )
 
 
 class StepExecutor:
@@ -92,6 +118,8 @@ class StepExecutor:
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all)
         # States cannot be taken back; ranks would have to run a step again together.
         is_possible = plan.ranks is None and model.states is None
+        # A token that is computed again reads what a window may have let go.
+        self._may_sit_out = is_possible and not plan.windows
         self._rescue = StepRescue(self._batch, self._compute, is_possible=is_possible)
         self._encoder = model.image_encoder
         self.adapters = LoadedAdapters(model.adapter_sites, parts.adapters)
@@ -160,12 +188,21 @@ class StepExecutor:
                 assert halves is not None, "`supports_prompt_logprobs`"
                 logits, looked = forward_and_look(halves, inputs, owners, attention, wanted, pooled)
         finally:  # also if that fails: rows may change only when no thread reads them
-            made = None if masks is None else masks.result()
+            made = None
+            if masks is not None:
+                may_sit_out = self._may_sit_out and wanted is None
+                rows = inputs.rows[inputs.sampling]
+                made = masks.take(rows, may_sit_out=may_sit_out)
+        sat_out: list[str] = []
+        if made is not None and len(made.late):
+            inputs, logits, made, sat_out = _without_late(inputs, logits, made)
         sampled = self.choose(logits, self.parts.sampling.of(inputs), made)
         wanted_values = step.parts.get(ROW_VALUES)
-        values = None if wanted_values is None else RowValueStep(wanted_values, logits)
+        values = None
+        if wanted_values is not None and len(logits):
+            values = RowValueStep(wanted_values, logits)
         self._threads.end_step()
-        return ComputedStep(inputs, sampled, looked, made is not None, started, values)
+        return ComputedStep(inputs, sampled, looked, made is not None, started, values, sat_out)
 
     def release_kv(self) -> None:
         """Give back the KV cache's memory; no request has blocks. It comes back as steps write."""

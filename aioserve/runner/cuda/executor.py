@@ -257,7 +257,9 @@ class StepExecutor:
         self._device.launch(lambda: logits.append(self._compute(plan, attention, asked)))
         self._read_last()
         made = self.parts.grammars.begin(rows, plan.inputs.drafts)
-        masks = None if made is None else self._sampler.stage_masks(made.result())
+        masks = None
+        if made is not None:
+            masks = self._sampler.stage_masks(made.take(rows, may_sit_out=False))
         self._device.launch(lambda: self._sample(logits.pop(), sampling, masks))
 
     def _stage_adapters(

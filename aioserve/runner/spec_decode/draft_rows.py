@@ -78,7 +78,7 @@ class DraftRows(BatchPart[bool]):
         for index, row in enumerate(inputs.rows.tolist()):
             if self._sampling.counts_tokens(row) or not self.rows.get(row, True):
                 continue  # penalties count every token before the next: drafts would come too early
-            if index not in sampled:
+            if index not in sampled or self._grammars.is_slow(row):
                 others.append(row)
             elif token_ids := self._grammars.guesses(row):
                 found[row] = token_ids
