@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioserve.formats import SHIPPED, Content, Function
+from aioserve.formats import SHIPPED, Arguments, Call, Content, Function
 from aioserve.formats.reasoning import Marks, ReasoningParser
 from aioserve.formats.registry import load_format
 from aioserve.formats.reply_format import Reply, ReplyFormat, SaidCall
+from aioserve.server.chat.held_calls import HeldCalls
 
 TEXT, LIST, OBJECT = ({"type": name} for name in ("string", "array", "object"))
 FUNCTION = Function("f", {"type": "object", "properties": {"a": TEXT, "b": LIST, "c": OBJECT}})
@@ -71,3 +72,19 @@ def test_blanks_before_a_reply_without_reasoning_are_told() -> None:
         assert events == [Content("".join(pieces))]
     parser = ReasoningParser(Marks("<think>", "</think>"), "")
     assert parser.append(" ") + parser.append(" <th") + parser.flush() == [Content("  <th")]
+
+
+def test_the_time_to_hold_a_call_back_grows_with_its_arguments_alone() -> None:
+    def seconds(count: int) -> float:
+        held = HeldCalls(until_whole=True)
+        held.read([Call("f", "id")], has_ended=False, is_cut=False)
+        began = time.process_time()
+        for _ in range(count):
+            assert held.read([Arguments("12345678")], has_ended=False, is_cut=False) == []
+        (told,) = held.read([], has_ended=True, is_cut=False)
+        assert isinstance(told, Content)
+        assert told.text.count("12345678") == count
+        return time.process_time() - began
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (5000, 40_000))
+    assert many < 24 * few + 0.05  # 8 times as many; the square would be 64 times

@@ -28,7 +28,8 @@ class HeldCalls:
         """
         self._until_whole = until_whole
         self._call: Call | None = None  # that is held back
-        self._text = ""  # of its arguments
+        self._pieces: list[str] = []  # of its arguments
+        self._head = ""  # the first characters of these
 
     def read(self, events: Sequence[Event], *, has_ended: bool, is_cut: bool) -> list[Event]:
         """The events that can be told now; all that are left, if the reply has ended."""
@@ -38,7 +39,9 @@ class HeldCalls:
                 if self._call is None:
                     told.append(event)
                     continue
-                self._text += event.text
+                self._pieces.append(event.text)
+                if len(self._head) < _MAX_KEY:
+                    self._head += event.text
                 is_last = i == len(events) - 1
                 if is_last and not has_ended and not self._until_whole and self._is_begun:
                     told += self._let_go()
@@ -52,28 +55,34 @@ class HeldCalls:
 
     @property
     def _is_begun(self) -> bool:
-        return _BEGUN.match(self._text, 0, _MAX_KEY) is not None
+        return _BEGUN.match(self._head, 0, _MAX_KEY) is not None
 
     def _let_go(self) -> list[Event]:
         assert self._call is not None, "a call is held"
-        call, text, self._call, self._text = self._call, self._text, None, ""
+        call, text = self._call, self._take()
         return [call, Arguments(text)] if text else [call]
+
+    def _take(self) -> str:
+        """The arguments of the call, which is held no more."""
+        text, self._call, self._pieces, self._head = "".join(self._pieces), None, [], ""
+        return text
 
     def _release(self, *, is_cut: bool = False) -> list[Event]:
         """What is held of a call that has ended."""
         if self._call is None:
             return []
-        is_empty = not self._text.strip()
+        text = "".join(self._pieces)
+        is_empty = not text.strip()
         if is_cut and not self._until_whole:
             is_broken = False  # the reply says that it is cut
         else:
-            is_broken = is_cut if is_empty else not _is_object(self._text)
+            is_broken = is_cut if is_empty else not _is_object(text)
         if not is_broken:
             if is_empty and not is_cut:
-                self._text = "{}"  # which an agent can read
+                self._pieces = ["{}"]  # which an agent can read
             return self._let_go()
-        name, text = msgspec.json.encode(self._call.name).decode(), self._text
-        self._call, self._text = None, ""
+        name = msgspec.json.encode(self._call.name).decode()
+        self._take()
         return [Content(f'{{"name": {name}, "arguments": {text}')]
 
 
