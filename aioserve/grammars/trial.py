@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 TRIAL_SECONDS = 2.0  # of processor time; a schema takes a few milliseconds
 PATIENCE_SECONDS = 10.0  # of time, however busy the machine is
+START_SECONDS = 60.0  # in which the process is there and has made a trial
 MAX_GRAMMAR_BYTES = 32 << 20  # that a grammar may take at any time of its trial
 WALK_STACK_BYTES = 4 << 20  # half of what threads have that make masks
 WALK_TOKENS, WALK_SECONDS = 8, 0.02
@@ -183,8 +184,8 @@ class _Process:
         """The answer of a trial, or its exit code. Raises `OSError` or `EOFError`."""
         mine, theirs = socket.socketpair()
         with mine:
-            # Its start takes a second with a large vocabulary, and comes before the first trial.
-            mine.settimeout(3 * PATIENCE_SECONDS)
+            # Its start takes seconds with a large vocabulary, and comes before the first trial.
+            mine.settimeout(START_SECONDS)
             with theirs, self._asking:
                 socket.send_fds(self._line, [b"T"], [theirs.fileno()])
             mine.sendall(_HEAD.pack(len(wanted)) + wanted)
