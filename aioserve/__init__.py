@@ -6,7 +6,7 @@ Importing this package loads no torch; the names below are imported when they ar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 if TYPE_CHECKING:
     from aioserve.child import EngineProcess
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
     from aioserve.multimodal import MultimodalPrompt, Video
     from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, RequestTimes
-    from aioserve.pooling_params import PoolingParams
-    from aioserve.sampling_params import SamplingParams
+    from aioserve.params import PoolingParams, SamplingParams
 
 _HOMES = {
     "AsyncClient": "aioserve.client",
@@ -27,11 +26,11 @@ _HOMES = {
     "EngineSnapshot": "aioserve.engine",
     "FinishReason": "aioserve.outputs",
     "MultimodalPrompt": "aioserve.multimodal",
-    "PoolingParams": "aioserve.pooling_params",
+    "PoolingParams": "aioserve.params",
     "RequestOutput": "aioserve.outputs",
     "RequestStream": "aioserve.engine",
     "RequestTimes": "aioserve.outputs",
-    "SamplingParams": "aioserve.sampling_params",
+    "SamplingParams": "aioserve.params",
     "Video": "aioserve.multimodal",
 }
 

@@ -2,8 +2,7 @@
 
 import sys
 
-from aioserve.missing import way_out
-from aioserve.process_start import end_at_sigterm, prepare_process
+from aioserve.support.process import end_at_sigterm, prepare_process, way_out
 
 
 def main() -> int:

@@ -17,7 +17,10 @@ from typing import Any
 
 import msgspec
 
-from aioserve.arguments import (
+from aioserve.config import COMMON_SETTINGS, EngineConfig, iter_settings
+from aioserve.errors import AioserveError, ConfigError, EngineDeadError, SettingError
+from aioserve.model_source.downloads import fetch_if_missing
+from aioserve.support.arguments import (
     EXIT_ENGINE_DEAD,
     EXIT_FAILED,
     EXIT_USAGE,
@@ -26,14 +29,10 @@ from aioserve.arguments import (
     assignment,
     run,
 )
-from aioserve.config import COMMON_SETTINGS, EngineConfig, iter_settings
-from aioserve.errors import AioserveError, ConfigError, EngineDeadError, SettingError
-from aioserve.log_format import set_up_logging
-from aioserve.missing import way_out
-from aioserve.model_source.downloads import fetch_if_missing
-from aioserve.nearest import did_you_mean
-from aioserve.process_start import ignore_sigterm
-from aioserve.version import __version__
+from aioserve.support.logs import set_up_logging
+from aioserve.support.nearest import did_you_mean
+from aioserve.support.process import ignore_sigterm, way_out
+from aioserve.support.version import __version__
 
 logger = logging.getLogger(__name__)
 

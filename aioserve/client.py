@@ -16,7 +16,6 @@ from aioserve.client_batches import BatchMethods
 from aioserve.client_connection import error_decoder, error_from_wire, with_id
 from aioserve.client_scoring import ScoringMethods
 from aioserve.errors import EngineDeadError, RequestError, RequestFailedError
-from aioserve.hints import Hints
 from aioserve.operations import (
     AdapterMethods,
     ControlMethods,
@@ -26,8 +25,8 @@ from aioserve.operations import (
 )
 from aioserve.operations.command import Told
 from aioserve.outputs import RequestOutput, RequestTimes, TokenLogprobs
-from aioserve.sampling_defaults import SamplingDefaults
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingDefaults, SamplingParams
+from aioserve.request import Hints
 from aioserve.server.chat.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -47,7 +46,7 @@ from aioserve.server.protocol import (
     Envelope,
     StreamOptions,
 )
-from aioserve.whole import check_one_sample, generate_all, whole_output
+from aioserve.support.whole_texts import check_one_sample, generate_all, whole_output
 
 _encoder = msgspec.json.Encoder()
 _completion_decoder = msgspec.json.Decoder(Completion)

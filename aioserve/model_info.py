@@ -16,8 +16,8 @@ from aioserve.errors import ConfigError, one_line
 from aioserve.model_source import Directory, GgufFile, ModelSource
 from aioserve.model_source.downloads import DOWNLOADS, downloaded
 from aioserve.model_source.source import check_file
-from aioserve.progress import download_bars
-from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from aioserve.params import NO_DEFAULTS, SamplingDefaults
+from aioserve.support.progress import download_bars
 
 # A model that states no limit (or an absurd one) is served to this length, in tokens.
 FALLBACK_MAX_MODEL_LEN = 2048

@@ -1,20 +1,79 @@
 """One request as the scheduler sees it: what was asked for, token ids and counts.
 
-Knows nothing about text, tensors, tasks or clients; the client is a number.
+Hints are what a client, or who routes for it, tells the policy beyond the request's fields: a
+small map of named values, which a policy reads as `request.hints`. No hint changes what is
+answered. A name means what the policy makes of it; some have a meaning that tools share. Row
+values are numbers that a runner tells of a row besides its token, for a policy that wants them.
 """
 
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+from zlib import crc32
 
 import msgspec
 
-from aioserve.errors import RequestError
-from aioserve.hints import SESSION, Hints, check_hints
+from aioserve.errors import ConfigError, RequestError
 from aioserve.outputs import FinishReason
-from aioserve.pooling_params import PoolingParams
-from aioserve.row_values import NO_ROW_VALUES
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import PoolingParams, SamplingParams
+
+Hints: TypeAlias = dict[str, str | bool | int | float]
+NO_HINTS: Hints = {}
+
+MAX_HINTS = 16
+MAX_TEXT = 256  # characters of a value that is a text
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+
+#: Length of the reply in tokens, as a predictor says it: a number.
+PREDICTED_OUTPUT_TOKENS = "predicted_output_tokens"
+#: The conversation, and the agent's program of several requests, that the request belongs to.
+SESSION, PROGRAM = "session", "program"
+#: The class of service levels that the request is to be held to.
+SLO_CLASS = "slo_class"
+#: Time to first token, and time per further token, that the request should keep to, in seconds.
+SLO_TTFT, SLO_TPOT = "slo_ttft", "slo_tpot"
+#: How fast the reply is read, in tokens per second.
+READING_SPEED = "reading_speed"
+#: The name of the tool that the reply will call, as far as the client knows.
+TOOL = "tool"
+#: A flag: nobody waits for the reply now.
+OFFLINE = "offline"
+
+
+def check_hints(hints: Mapping[str, object]) -> None:
+    """Raises `RequestError` for too many hints, a name that is none, or a value that is neither a
+    short text nor a flag nor a finite number.
+    """
+    if not isinstance(hints, dict):
+        raise RequestError(f"hints must be a map of names to values, got {hints!r:.80}", "hints")
+    if len(hints) > MAX_HINTS:
+        raise RequestError(f"at most {MAX_HINTS} hints are taken, got {len(hints)}", "hints")
+    for name, value in hints.items():
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise RequestError(
+                "the name of a hint has up to 64 of a-z, 0-9, '_', '-' and '.', and begins with a "
+                f"letter; got {name!r:.80}",
+                "hints",
+            )
+        if isinstance(value, str):
+            if len(value) > MAX_TEXT or not value.isprintable():
+                raise RequestError(
+                    f"hints.{name} must be printable text of up to {MAX_TEXT} characters", "hints"
+                )
+        elif not isinstance(value, int | float):
+            raise RequestError(
+                f"hints.{name} must be a text, a number or a flag, got {value!r:.80}", "hints"
+            )
+        elif not math.isfinite(value) or abs(value) >= 2**63:
+            raise RequestError(f"hints.{name} must be a finite 64-bit number, got {value}", "hints")
+
+
+# One request as the scheduler sees it: what was asked for, token ids and counts. Knows nothing
+# about text, tensors, tasks or clients; the client is a number.
 
 
 class RequestStatus(enum.IntEnum):
@@ -341,3 +400,58 @@ def hinted_text(request: Request, name: str, default: str = "") -> str:
 def hinted_flag(request: Request, name: str) -> bool:
     """Whether the request states the hint `name` as true."""
     return request.hints.get(name) is True
+
+
+# Row values: numbers that a runner tells of a row besides its token, for a policy that wants them.
+# `entropy` is built in. Any other name is that of a function, `package.module:function`, which is
+# given logits. Where there is no model, in the lab, the shadow and the contract, values are
+# invented: they say nothing. Free of torch.
+
+
+#: Of the model's own distribution of the next token, in nats: 0 if it is certain.
+ENTROPY = "entropy"
+#: The part of a step that says which values are wanted, by request id.
+ROW_VALUES = "row_values"
+MAX_NAMES = 8
+# Invented values lie between 0 and this. A guess at what entropies are.
+MAX_INVENTED = 5.0
+
+#: By name, the values of a request's newest token.
+RowValues = Mapping[str, float]
+NO_ROW_VALUES: RowValues = {}
+
+
+def check_names(names: object, policy: str) -> tuple[str, ...]:
+    """The names of the values that a policy wants. Raises `ConfigError` for what is none."""
+    if not isinstance(names, tuple) or len(names) > MAX_NAMES:
+        raise ConfigError(
+            f"policy {policy}: wants_row_values must be a tuple of at most {MAX_NAMES} names, got "
+            f"{names!r:.80}"
+        )
+    for name in names:
+        if not isinstance(name, str) or (name != ENTROPY and ":" not in name):
+            raise ConfigError(
+                f"policy {policy}: wants_row_values names {name!r:.80}; there are {ENTROPY!r} and "
+                "functions, as 'package.module:function'"
+            )
+    return names
+
+
+@cache
+def find_function(name: str) -> Callable[[Any], Any]:
+    """The function of that name, which is given float logits [S, V] of S rows, not to be changed,
+    and returns S numbers. Raises `ConfigError` if there is none.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ConfigError(f"the row value {name!r} cannot be imported: {error!r}") from error
+    if not callable(found):
+        raise ConfigError(f"the row value {name!r} is no function, it is {found!r:.80}")
+    return found  # type: ignore[no-any-return]  # whatever it is, it can be called
+
+
+def invented(names: tuple[str, ...], key: object, place: int) -> dict[str, float]:
+    """Values for the token at `place` of the request that `key` stands for: always the same."""
+    return {name: crc32(f"{name} {key} {place}".encode()) / 2**32 * MAX_INVENTED for name in names}

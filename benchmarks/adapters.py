@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import read_adapter
+from aioserve.params import SamplingParams
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

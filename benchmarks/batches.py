@@ -35,7 +35,7 @@ from aioserve.lab.simulation.outcome import RequestOutcome
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.synthetic import Poisson, generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.shipped import find_workload
+from aioserve.support.files import find_workload
 
 POLICY = "aioserve.server.batches.policy:OfflineScheduler"
 BLIND = "chunked_prefill"  # serves lines like all others, in chunks of the same size

@@ -27,7 +27,7 @@ from aioserve.lab.simulation.run import simulate
 from aioserve.lab.slo import ServiceLevels, Slo
 from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.workload import Workload
-from aioserve.shipped import find_workload
+from aioserve.support.files import find_workload
 
 SLO = ServiceLevels(Slo(ttft=0.5, tpot=0.05))
 SURELY_WRONG = 0.05  # of the first configuration's value

@@ -24,8 +24,8 @@ from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.decision_log.writer import LogWriter
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerInterface, load_policy
 
 BLOCK_SIZE = 16

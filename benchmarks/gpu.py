@@ -32,6 +32,7 @@ from make_model import SHAPES, _write_tokenizer
 from aioserve import AsyncEngine
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.model_info import ModelInfo
+from aioserve.params import SamplingParams
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.cuda.device import Device
 from aioserve.runner.cuda.executor import StepExecutor
@@ -39,7 +40,6 @@ from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.load import make_executor
 from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.runner.loader import prepare_model
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 GPU_SHAPES: dict[str, dict[str, Any]] = {

@@ -30,8 +30,8 @@ import torch
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.kv_cache import StateSlots
 from aioserve.model_info import ModelInfo
+from aioserve.params import SamplingParams
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 
 COMMON = {

@@ -20,8 +20,8 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
+from aioserve.params import StructuredOutputs
 from aioserve.runner.batch.grammar_rows import GrammarRows
-from aioserve.structured_outputs import StructuredOutputs
 
 RECORD = {
     "type": "object",

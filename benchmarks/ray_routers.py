@@ -28,10 +28,10 @@ from aioserve.errors import AioserveError
 from aioserve.lab.simulation.run import Clients
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload, build_prompt
+from aioserve.params import SamplingParams
 from aioserve.ray import build_app
 from aioserve.ray.front import RayFront
 from aioserve.ray.settings import ModelSettings
-from aioserve.sampling_params import SamplingParams
 
 SETTINGS: dict[str, Any] = {
     "runner.runner": "simulated",

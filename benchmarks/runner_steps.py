@@ -81,7 +81,7 @@ class RunnerWork:
 
     def _plan(self) -> Any:
         """Each request one token; one joins in a step as long as rows are free."""
-        from aioserve.sampling_params import SamplingParams
+        from aioserve.params import SamplingParams
         from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
         ended = [name for name, count in self._computed.items() if count >= PROMPT_TOKENS + LIFE]

@@ -33,8 +33,8 @@ import against
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput, Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 
 POLICIES = sorted(path.stem for path in (against.ROOT / "policies").glob("[a-z]*.py"))

@@ -15,8 +15,8 @@ from floors import Floors, Time, samples, summary
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.model_info import ModelInfo
+from aioserve.params import SamplingParams
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 
 BLOCK_SIZE = 16

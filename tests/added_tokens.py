@@ -148,7 +148,7 @@ def _free(tokenizer: dict[str, Any], number: int) -> list[int]:
 
 def _spell_as_sentence_piece(tokenizer: dict[str, Any]) -> None:
     """Tokens are characters with `▁` for a space, and bytes by name for what is no token."""
-    from aioserve.byte_alphabet import spelled_bytes
+    from aioserve.support.tokens import spelled_bytes
 
     model = tokenizer["model"]
     texts: dict[str, str] = {}

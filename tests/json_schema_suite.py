@@ -19,7 +19,7 @@ from aioserve.config import ModelConfig, StructuredOutputsConfig
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 PACKAGE = "jsonschema==4.26.0"
 BUILD_TOOLS = ("hatchling", "hatch-vcs", "hatch-fancy-pypi-readme")  # which pip asks for

@@ -78,7 +78,7 @@ SCENARIOS = {
 LIMITS = {
     "an embedded engine, one text prompt": Loaded(320, 43_000),
     "the server, one streamed chat completion": Loaded(475, 64_000),
-    "compare fcfs chunked_prefill": Loaded(305, 40_500),
+    "compare fcfs chunked_prefill": Loaded(305, 42_500),
     "importing a policy": Loaded(78, 10_200),
 }
 

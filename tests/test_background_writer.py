@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.background_writer import BackgroundWriter, Gaps, dropped_lines
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.traces import read_trace
-from aioserve.output_file import begin_log
+from aioserve.support.files import begin_log
+from aioserve.support.logs import BackgroundWriter, Gaps, dropped_lines
 from tests.processes import JSON, PATIENCE, serving, until
 
 LINE = b"x" * 99 + b"\n"

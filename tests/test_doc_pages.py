@@ -26,7 +26,7 @@ from aioserve.server.chat.protocol import ChatCompletionRequest
 from aioserve.server.protocol import CompletionRequest, SamplingRequest
 from aioserve.server.responses import routes as response
 from aioserve.server.validation import BodyDecoder
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -88,7 +88,7 @@ async def test_such_a_schema_is_refused_with_its_place_on_every_route():
                 "tools[0].function.parameters",
             ),
             ("/v1/responses", {"input": "x", "tools": [own]}, "tools[0].parameters"),
-            ("/v1/responses", {"input": "x", "text": {"format": form}}, "text.format"),
+            ("/v1/responses", {"input": "x", "text": {"format": form}}, "text.format.schema"),
             (
                 "/v1/completions",
                 {"prompt": "x", "structured_outputs": {"json": SELF}},

@@ -16,7 +16,7 @@ from aioserve.grammar_pattern import MAX_REPETITION, check_repetitions, names_of
 from aioserve.grammar_schema import LARGEST, MAX_COUNT, MAX_DEPTH, for_grammar, place_of
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 INFO = ModelInfo(ModelConfig())
 OPEN = StructuredOutputsConfig(json_objects="open")
@@ -103,7 +103,7 @@ import jsonschema
 from llguidance import LLMatcher, LLTokenizer
 from aioserve.config import StructuredOutputsConfig
 from aioserve.grammars.translation import grammar_of
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 rng, tokenizer, num_served = random.Random(int(sys.argv[1])), LLTokenizer("byte"), 0
 EDGES = [0, 2**31, 2**32, 2**53, 2**63, 2**64, 10**18, 10**19, 10**20, 1e16, 1e18, 1e19, 0.5, 1e-7]

@@ -9,9 +9,8 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.errors import RequestError
-from aioserve.hints import MAX_HINTS, Hints
 from aioserve.lab.logs.what_if import make_workload, read_traffic
-from aioserve.request import RequestSpec
+from aioserve.request import MAX_HINTS, Hints, RequestSpec
 
 NOTING = '''
 from aioserve.scheduler import BaseScheduler, SchedulerOutput

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from aioserve.nearest import did_you_mean, explain
+from aioserve.support.nearest import did_you_mean, explain
 
 
 class Leaf(msgspec.Struct, forbid_unknown_fields=True, tag_field="kind", tag="leaf"):

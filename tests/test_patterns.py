@@ -26,7 +26,7 @@ MADE = {
     "aioserve/formats/harmony.py": (2, "marks that stand in the code, escaped"),
     "aioserve/formats/text.py": (1, "marks of a format, escaped, one or another"),
     "aioserve/model_source/adapter.py": (2, "words of the code; an adapter's, with a time limit"),
-    "aioserve/output_file.py": (1, "the name of a log, escaped, and digits"),
+    "aioserve/support/files.py": (1, "the name of a log, escaped, and digits"),
     "aioserve/multimodal/prompt.py": (1, "marks of the model, escaped, one or another"),
     "aioserve/server/batches/stored.py": (1, "the kind of a file, which stands in the code"),
     "aioserve/testing/formats/bound.py": (1, "marks of a format, escaped, one or another"),

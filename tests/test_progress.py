@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from aioserve.progress import (
+from aioserve.support.progress import (
     SECONDS,
     Interrupted,
     Lines,
@@ -75,14 +75,14 @@ def test_how_many_there_are_need_not_be_known() -> None:
 def test_a_download_tells_its_bytes_meanwhile_and_its_files_at_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "aioserve.progress")
+    caplog.set_level("INFO", "aioserve.support.progress")
     bars = download_bars()
     files = bars(total=2, desc="Fetching 2 files")
     transfer = bars(total=2_000_000, desc="Downloading bytes", unit="B", unit_scale=True)
     written = bars(total=2_000_000, desc="Reconstructing", unit="B", unit_scale=True)
     transfer.update(1_500_000)
     transfer.refresh()  # too early
-    monkeypatch.setattr("aioserve.progress.SECONDS", 0.0)
+    monkeypatch.setattr("aioserve.support.progress.SECONDS", 0.0)
     transfer.refresh()
     written.refresh()
     monkeypatch.undo()

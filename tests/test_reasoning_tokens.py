@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from aioserve.config import ModelConfig
 from aioserve.formats import MARKS, Marks, Reasoning, ReasoningParser, joined
 from aioserve.model_info import ModelInfo
-from aioserve.reasoning_tokens import ReasoningTokens
-from aioserve.token_bytes import TokenBytes
+from aioserve.support.tokens import ReasoningTokens, TokenBytes
 
 # Marks, beginnings of them, space, text, and a character of several bytes.
 PIECES = ["<think>", "</think>", "[/THINK]", "<", "</", "/th", "think", "ink>", ">", " ", "\n", "a"]

@@ -7,7 +7,7 @@ import pytest
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.synthetic import read_spec
-from aioserve.shipped import find_config, find_workload
+from aioserve.support.files import find_config, find_workload
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -18,7 +18,7 @@ import pytest
 
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
-from aioserve.progress import BAR, BesideBars, show_no_bars, stage
+from aioserve.support.progress import BAR, BesideBars, show_no_bars, stage
 from tests.processes import serving, started, until
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +94,7 @@ def test_loading_shows_bars_on_a_terminal_and_logs_lines_elsewhere(
     with os.fdopen(writer, "w") as stderr, os.fdopen(reader, "rb", 0) as terminal:
         monkeypatch.setattr(sys, "stderr", stderr)
         config = ModelConfig()
-        caplog.set_level("INFO", "aioserve.progress")
+        caplog.set_level("INFO", "aioserve.support.progress")
         loading.load_model_on_cpu(config, ModelInfo(config))
         monkeypatch.undo()
         stderr.write("end")

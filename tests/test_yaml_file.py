@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.yaml_file import read_struct
+from aioserve.support.files import read_struct
 
 
 class Pair(msgspec.Struct, forbid_unknown_fields=True):

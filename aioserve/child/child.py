@@ -19,10 +19,10 @@ from typing import IO
 
 import msgspec
 
-from aioserve.arguments import EXIT_USAGE
 from aioserve.child.orders import Orders, send
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, EngineStartError
+from aioserve.support.arguments import EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 

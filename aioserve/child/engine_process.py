@@ -25,8 +25,8 @@ from aioserve.errors import (
     RequestFailedError,
 )
 from aioserve.outputs import RequestOutput
-from aioserve.sampling_params import SamplingParams
-from aioserve.whole import generate_all
+from aioserve.params import SamplingParams
+from aioserve.support.whole_texts import generate_all
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ import sys
 import threading
 from contextlib import suppress
 
-from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.child.orders import receive
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
-from aioserve.log_format import set_up_logging
-from aioserve.process_start import end_at_sigterm, ignore_sigterm, prepare_process
+from aioserve.support.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
+from aioserve.support.logs import set_up_logging
+from aioserve.support.process import end_at_sigterm, ignore_sigterm, prepare_process
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from aioserve.config.sections import (
 )
 from aioserve.config.server import AccessConfig, BatchConfig, ScoringConfig, ServerConfig
 from aioserve.errors import ConfigError
-from aioserve.shipped import find_config
+from aioserve.support.files import find_config
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from aioserve.errors import ConfigError, SettingError
-from aioserve.nearest import explain, misfit
-from aioserve.yaml_file import read_yaml
+from aioserve.support.files import read_yaml
+from aioserve.support.nearest import explain, misfit
 
 T = TypeVar("T", bound=msgspec.Struct)
 

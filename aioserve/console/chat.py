@@ -25,14 +25,13 @@ import aiohttp
 import msgspec
 import yaml
 
-from aioserve.arguments import Parser
 from aioserve.client import AsyncClient
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
-from aioserve.nearest import did_you_mean
 from aioserve.outputs import FinishReason
-from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import NO_DEFAULTS, SamplingDefaults, SamplingParams
 from aioserve.server.model_card import ModelCard
+from aioserve.support.arguments import Parser
+from aioserve.support.nearest import did_you_mean
 
 _NUDGE_SECONDS = 0.05  # between two interruptions of a wait that has missed a Ctrl-C
 _END = b"\0"  # no signal has this number

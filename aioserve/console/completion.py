@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
-from aioserve.arguments import Parser
 from aioserve.errors import ConfigError
+from aioserve.support.arguments import Parser
 
 INSTALL_LINE = "pip install 'aioserve[completion]'"
 
@@ -111,19 +111,19 @@ def _reasoning_formats() -> Iterable[str]:
 
 
 def _configs() -> Iterable[str]:
-    from aioserve.shipped import config_names
+    from aioserve.support.files import config_names
 
     return config_names()
 
 
 def _workloads() -> Iterable[str]:
-    from aioserve.shipped import workload_names
+    from aioserve.support.files import workload_names
 
     return workload_names()
 
 
 def _fleets() -> Iterable[str]:
-    from aioserve.shipped import fleet_names
+    from aioserve.support.files import fleet_names
 
     return fleet_names()
 

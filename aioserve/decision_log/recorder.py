@@ -32,7 +32,7 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 LOG_SETTINGS = ("decision_log", "request_log")
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from aioserve.background_writer import BackgroundWriter, Gaps
 from aioserve.decision_log.recorder import RecordSink
 from aioserve.decision_log.records import FORMAT_VERSION, MAGIC, Record
-from aioserve.output_file import begin_log
+from aioserve.support.files import begin_log
+from aioserve.support.logs import BackgroundWriter, Gaps
 
 logger = logging.getLogger(__name__)
 

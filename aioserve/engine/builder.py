@@ -37,12 +37,12 @@ from aioserve.engine.samples import Claims
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
 from aioserve.model_info import ModelInfo
-from aioserve.output_file import check_writable
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
 from aioserve.step_loop import StepLoop
+from aioserve.support.files import check_writable
 
 logger = logging.getLogger(__name__)
 

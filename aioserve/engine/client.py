@@ -21,14 +21,12 @@ from aioserve.engine.admission.pooling_validator import (
 )
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestAbortedError, UnknownModelError
-from aioserve.hints import Hints
 from aioserve.model_info import ModelInfo
 from aioserve.operations.command import Answer, EngineCommand
 from aioserve.outputs import EmbeddingOutput, RequestOutput
-from aioserve.pooling_params import PoolingParams
-from aioserve.sampling_defaults import SamplingDefaults
-from aioserve.sampling_params import SamplingParams
-from aioserve.whole import check_one_sample, generate_all, whole_output
+from aioserve.params import PoolingParams, SamplingDefaults, SamplingParams
+from aioserve.request import Hints
+from aioserve.support.whole_texts import check_one_sample, generate_all, whole_output
 
 
 class DoorParts(Protocol):

@@ -24,10 +24,8 @@ from aioserve.engine.delivery.tracing import operation_of
 from aioserve.engine.samples import Claims, Origin, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestError
-from aioserve.hints import NO_HINTS, Hints
-from aioserve.pooling_params import PoolingParams
-from aioserve.request import RequestSpec
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import PoolingParams, SamplingParams
+from aioserve.request import NO_HINTS, Hints, RequestSpec
 
 NO_HEADERS: Mapping[str, str] = {}
 

@@ -24,7 +24,7 @@ from aioserve.outputs import SchedulerStats
 from aioserve.request import WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 
 def options_as_labels(

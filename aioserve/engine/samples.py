@@ -11,8 +11,8 @@ import msgspec
 
 from aioserve.errors import RequestIdInUseError
 from aioserve.outputs import EngineCoreOutput, FinishReason
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
 
 
 class Origin(msgspec.Struct, array_like=True, frozen=True):

@@ -9,7 +9,7 @@ from aioserve.errors import ConfigError
 from aioserve.formats.reasoning import MARKS, Marks, choose_reasoning
 from aioserve.formats.registry import asked_formats, available_formats, load_format
 from aioserve.formats.reply_format import ReplyFormat
-from aioserve.nearest import did_you_mean
+from aioserve.support.nearest import did_you_mean
 
 AUTO, NONE = "auto", "none"
 

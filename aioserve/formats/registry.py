@@ -10,8 +10,7 @@ from importlib.metadata import EntryPoint
 
 from aioserve.errors import ConfigError
 from aioserve.formats.reply_format import ReplyFormat
-from aioserve.installed import installed, installed_entry_points
-from aioserve.named_class import Kind
+from aioserve.support.plugins import Kind, installed, installed_entry_points
 
 logger = logging.getLogger(__name__)
 

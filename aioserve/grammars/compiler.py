@@ -21,8 +21,8 @@ from aioserve.config import StructuredOutputsConfig
 from aioserve.errors import EngineOverloadedError, RequestError, first_line
 from aioserve.grammars.tokenizer import matching_tokenizer
 from aioserve.model_info import ModelInfo
-from aioserve.structured_outputs import StructuredOutputs
-from aioserve.token_bytes import TokenBytes
+from aioserve.params import StructuredOutputs
+from aioserve.support.tokens import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from aioserve.byte_alphabet import spelled_bytes
+from aioserve.support.tokens import spelled_bytes
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -15,7 +15,7 @@ from aioserve.finite_schema import check_finite
 from aioserve.grammar_pattern import check_repetitions
 from aioserve.grammar_schema import for_grammar, key_options, place_of
 from aioserve.grammars.structural_tag import translated
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 #: By `json_whitespace`: what may stand between the parts of JSON. Without a bound, a model that is
 #: unsure fills its reply with blanks.

@@ -39,7 +39,7 @@ import msgspec
 from aioserve.config import StructuredOutputsConfig
 from aioserve.errors import EngineOverloadedError, first_line
 from aioserve.grammars.translation import grammar_of, reason_of
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

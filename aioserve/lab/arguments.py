@@ -6,8 +6,8 @@ Knows argparse and what the arguments are for. Knows no command.
 import argparse
 import sys
 
-from aioserve.arguments import TakesArguments, assignment, output_file, positive
 from aioserve.lab.slo import StatedSlo
+from aioserve.support.arguments import TakesArguments, assignment, output_file, positive
 
 
 def add_settings(

@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.arguments import Parser
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
@@ -32,11 +31,12 @@ from aioserve.lab.terminal import progress
 from aioserve.lab.workloads.workload import text_tokens
 from aioserve.multimodal import MultimodalPrompt
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_features
+from aioserve.support.arguments import Parser
 
 Array = npt.NDArray[np.float64]
 

@@ -12,7 +12,6 @@ from math import ceil, floor, log10
 
 import msgspec
 
-from aioserve.arguments import Parser
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.arguments import (
@@ -45,7 +44,8 @@ from aioserve.lab.workloads.predictions import (
     without_predictions,
 )
 from aioserve.lab.workloads.workload import Workload
-from aioserve.output_file import write
+from aioserve.support.arguments import Parser
+from aioserve.support.files import write
 
 #: By kind: what a size is called, what it is, and whether a greater one is a worse prediction.
 KINDS = {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from aioserve.progress import Lines
+from aioserve.support.progress import Lines
 
 BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
 

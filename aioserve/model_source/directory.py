@@ -22,7 +22,7 @@ from aioserve.model_source.sentence_pooling import stated_pooling
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
 from aioserve.model_source.stated_values import check_config
 from aioserve.model_source.tokenizer_growth import check_growth
-from aioserve.sampling_defaults import SamplingDefaults, read_defaults
+from aioserve.params import SamplingDefaults, read_defaults
 
 logger = logging.getLogger(__name__)
 

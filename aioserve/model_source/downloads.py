@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
-from aioserve.arguments import Parser
 from aioserve.errors import AioserveError, ConfigError
-from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from aioserve.params import NO_DEFAULTS, SamplingDefaults
+from aioserve.support.arguments import Parser
 
 logger = logging.getLogger(__name__)
 

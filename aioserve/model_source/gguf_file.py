@@ -24,7 +24,7 @@ from aioserve.model_source.gguf_splits import split_as_stated
 from aioserve.model_source.gguf_tensors import unpack
 from aioserve.model_source.gguf_weights import fill
 from aioserve.model_source.source import ModelSource, Rounding, not_loaded
-from aioserve.sampling_defaults import SamplingDefaults, read_defaults
+from aioserve.params import SamplingDefaults, read_defaults
 
 INSTALL_LINE = "pip install 'aioserve[gguf]'"
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from aioserve.errors import UNREADABLE, ConfigError, one_line
-from aioserve.sampling_defaults import SamplingDefaults
+from aioserve.params import SamplingDefaults
 
 T = TypeVar("T")
 

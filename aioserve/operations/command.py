@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeV
 import msgspec
 from msgspec import Meta
 
-from aioserve.background_writer import dropped_lines
 from aioserve.errors import AioserveError, EngineDeadError, RequestError
+from aioserve.support.logs import dropped_lines
 
 Answer = TypeVar("Answer")
 Told = TypeVar("Told")

@@ -18,7 +18,6 @@ from aioserve.errors import (
     UnknownAdapterError,
     UnknownModelError,
 )
-from aioserve.log_format import set_log_level
 from aioserve.model_source.adapter import NoAdapterError
 from aioserve.operations.command import (
     Arrivals,
@@ -36,6 +35,7 @@ from aioserve.operations.command import (
     State,
     Text,
 )
+from aioserve.support.logs import set_log_level
 
 if TYPE_CHECKING:
     from aioserve.engine import AsyncEngine

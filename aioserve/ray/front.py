@@ -21,7 +21,6 @@ from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineDeadError, RequestError
-from aioserve.hints import SESSION
 from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, ShowMetrics
@@ -35,7 +34,7 @@ from aioserve.ray.replica import ReplicaInfo
 from aioserve.ray.replica_groups import ReplicaGroups
 from aioserve.ray.router_metrics import RouterMetrics, render
 from aioserve.ray.settings import ModelSettings
-from aioserve.request import Request, RequestSpec
+from aioserve.request import SESSION, Request, RequestSpec
 from aioserve.routing import Dispatcher, RoutedRequest, load_router, short_name
 from aioserve.workers.remote_delivery import RemoteDelivery
 

@@ -16,22 +16,21 @@ import msgspec
 import ray
 from ray import serve
 
-from aioserve.arguments import EXIT_ENGINE_DEAD
 from aioserve.config import EngineConfig, Section
 from aioserve.engine import AsyncEngine, Prompt
 from aioserve.engine.observe.stacks import LOG_SECONDS, log_within
 from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.outputs import RequestOutput
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.ray.door import Door
 from aioserve.ray.gauges import StatsGauges
 from aioserve.ray.kv_feed import KVFeed, model_of
 from aioserve.ray.report import Reporter
 from aioserve.ray.router import TICKET
 from aioserve.runner.info import RunnerInfo
-from aioserve.sampling_params import SamplingParams
 from aioserve.server.app import exempt_from_garbage_collection
-from aioserve.version import __version__
+from aioserve.support.arguments import EXIT_ENGINE_DEAD
+from aioserve.support.version import __version__
 
 logger = logging.getLogger(__name__)
 

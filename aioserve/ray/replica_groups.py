@@ -15,7 +15,7 @@ from aioserve.ray.directory import Tickets, subscribe, unsubscribe
 from aioserve.ray.replica import ReplicaInfo
 from aioserve.ray.router import deployment_key
 from aioserve.ray.settings import ModelSettings
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 logger = logging.getLogger(__name__)
 

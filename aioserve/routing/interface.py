@@ -20,10 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import FROM_OUTSIDE, AioserveError, ConfigError, PolicyError
-from aioserve.installed import installed, shipped
-from aioserve.named_class import Kind
-from aioserve.option_struct import convert_options
 from aioserve.routing.views import ROLES, Prefixes, ReplicaView, RoutedRequest
+from aioserve.support.plugins import Kind, convert_options, installed, shipped
 
 
 class RouterError(PolicyError):

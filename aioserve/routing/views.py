@@ -11,8 +11,8 @@ from itertools import compress
 
 import msgspec
 
-from aioserve.hints import PREDICTED_OUTPUT_TOKENS, SLO_CLASS, SLO_TPOT, SLO_TTFT, Hints
 from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from aioserve.request import PREDICTED_OUTPUT_TOKENS, SLO_CLASS, SLO_TPOT, SLO_TTFT, Hints
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -19,7 +19,6 @@ from aioserve.errors import ConfigError, one_line
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.source import NoAttentionInterfaceError
 from aioserve.multimodal.families import family_of
-from aioserve.progress import as_stage
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
@@ -62,6 +61,7 @@ from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import together
 from aioserve.runner.tensor_parallel.groups import check_groups
 from aioserve.runner.tensor_parallel.shard import shard
+from aioserve.support.progress import as_stage
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
-from aioserve.nearest import did_you_mean
 from aioserve.scheduler.output import StepFeatures
-from aioserve.yaml_file import read_struct
+from aioserve.support.files import read_struct
+from aioserve.support.nearest import did_you_mean
 
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
 

@@ -20,7 +20,6 @@ from aioserve.errors import (
     PolicyError,
     RequestError,
 )
-from aioserve.hints import PREDICTED_OUTPUT_TOKENS, SLO_CLASS
 from aioserve.kv_cache import (
     EncoderLimits,
     KVCacheManager,
@@ -30,8 +29,17 @@ from aioserve.kv_cache import (
     offload_price,
 )
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
-from aioserve.request import Request, RequestStatus, WaitReason, hinted_number, hinted_text
-from aioserve.row_values import ROW_VALUES, check_names
+from aioserve.request import (
+    PREDICTED_OUTPUT_TOKENS,
+    ROW_VALUES,
+    SLO_CLASS,
+    Request,
+    RequestStatus,
+    WaitReason,
+    check_names,
+    hinted_number,
+    hinted_text,
+)
 from aioserve.scheduler.blame import asking, place
 from aioserve.scheduler.estimates import LengthHistory, OnlineStepTime
 from aioserve.scheduler.interface import (

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.kv_cache import KVConnectorMetadata
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.request import EncoderInput, Request
-from aioserve.sampling_params import SamplingParams
 
 _NOTHING: Mapping[str, Any] = {}
 

@@ -15,11 +15,16 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import ConfigError, UnknownPolicyError
-from aioserve.installed import installed
-from aioserve.named_class import Kind, has_no_dot
-from aioserve.option_struct import convert_options
 from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
-from aioserve.zoo import GROUP, is_zoo_name, zoo_entry_points
+from aioserve.support.plugins import (
+    GROUP,
+    Kind,
+    convert_options,
+    has_no_dot,
+    installed,
+    is_zoo_name,
+    zoo_entry_points,
+)
 
 
 def available_policies() -> dict[str, EntryPoint]:

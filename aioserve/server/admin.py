@@ -15,7 +15,7 @@ from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.model_card import ModelCard, ModelList
 from aioserve.server.model_cards import model_cards
 from aioserve.server.openapi import Route
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 _encoder = msgspec.json.Encoder()
 

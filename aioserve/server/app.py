@@ -15,7 +15,6 @@ from typing import Any
 
 from aiohttp import web
 
-from aioserve.arguments import EXIT_ENGINE_DEAD
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.engine.builder import check_policies
@@ -60,6 +59,7 @@ from aioserve.server.scoring.routes import open_scoring
 from aioserve.server.service_manager import notify, tell_that_the_loop_turns
 from aioserve.server.signals import Signals
 from aioserve.server.sockets import ListenSockets, cannot_listen, open_doors, url_of
+from aioserve.support.arguments import EXIT_ENGINE_DEAD
 
 logger = logging.getLogger(__name__)
 

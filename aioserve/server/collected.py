@@ -10,7 +10,7 @@ import msgspec
 
 from aioserve.engine import RequestStream
 from aioserve.outputs import RequestOutput, TokenLogprobs
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from aioserve.server.protocol import Usage
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
-from aioserve.sampling_params import MAX_N
+from aioserve.params import MAX_N
 from aioserve.server.chat.binding import blame
 from aioserve.server.generation import Reply, read_body, respond
 from aioserve.server.keys import ENGINE

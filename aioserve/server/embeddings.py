@@ -12,9 +12,9 @@ from aiohttp import web
 
 from aioserve.engine import Prompt
 from aioserve.errors import RequestAbortedError, RequestError
-from aioserve.hints import Hints
 from aioserve.outputs import Vector
-from aioserve.pooling_params import Pooling, PoolingParams
+from aioserve.params import Pooling, PoolingParams
+from aioserve.request import Hints
 from aioserve.server.access.accounts import Claim
 from aioserve.server.access.gate import (
     allowed_fields,

@@ -18,7 +18,7 @@ from aiohttp import web
 from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from aioserve.server.access.accounts import Claim, Leave
 from aioserve.server.access.gate import allowed_fields, entered, estimated_tokens, owner_of
 from aioserve.server.body import decode_body

@@ -1,7 +1,7 @@
 """Hints over HTTP: the body's own `hints`, and the names and headers that others have for them.
 
 What says the same to another engine or gateway says it here too. Knows requests and bodies; what a
-hint is, `aioserve.hints` knows.
+hint is, `aioserve.request` knows.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from aioserve.errors import ForbiddenError, RequestError
-from aioserve.hints import (
+from aioserve.request import (
     MAX_HINTS,
     PREDICTED_OUTPUT_TOKENS,
     SESSION,

@@ -16,7 +16,7 @@ from aioserve.server.logprob_structs import (
     PromptLogprobs,
     TopLogprob,
 )
-from aioserve.token_bytes import TokenBytes
+from aioserve.support.tokens import TokenBytes
 
 _LEAST = -9999.0  # JSON knows no infinity; vLLM's
 

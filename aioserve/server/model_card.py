@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from aioserve.params import NO_DEFAULTS, SamplingDefaults
 
 Capability = Literal["completion", "embedding", "vision", "tools", "thinking"]
 

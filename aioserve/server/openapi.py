@@ -25,21 +25,22 @@ from aioserve.errors import (
     UnknownKeyError,
     UnknownModelError,
 )
-from aioserve.pooling_params import POOLING_RANGES
-from aioserve.sampling_params import (
+from aioserve.params import (
     BIAS_RANGE,
     MAX_BAD_WORD_CHARACTERS,
     MAX_ENTRIES,
+    POOLING_RANGES,
     RANGES,
+    WAYS,
     Range,
+    StructuredOutputs,
 )
 from aioserve.server.anthropic.protocol import MessagesError
 from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic, status_of
 from aioserve.server.fields import FIELDS, Unserved
 from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
 from aioserve.server.validation import BodyDecoder
-from aioserve.structured_outputs import WAYS, StructuredOutputs
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 Schema = dict[str, Any]
 

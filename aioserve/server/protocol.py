@@ -10,15 +10,12 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
-from aioserve.hints import Hints
 from aioserve.outputs import FinishReason, TokenLogprobs
-from aioserve.request import RequestSpec
-from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import NO_DEFAULTS, SamplingDefaults, SamplingParams, StructuredOutputs
+from aioserve.request import Hints, RequestSpec
 from aioserve.server.logprob_structs import CompletionLogprobs, PromptLogprobs
 from aioserve.server.request_part import RequestPart as RequestPart
 from aioserve.server.response_format import ResponseFormat
-from aioserve.structured_outputs import StructuredOutputs
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 

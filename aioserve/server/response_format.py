@@ -6,8 +6,8 @@ Knows its shapes; what a schema means is known to its compiler.
 from typing import Any, Literal
 
 from aioserve.errors import RequestError
+from aioserve.params import StructuredOutputs
 from aioserve.server.request_part import RequestPart
-from aioserve.structured_outputs import StructuredOutputs
 
 
 class JsonSchema(RequestPart, kw_only=True, omit_defaults=True):

@@ -5,10 +5,10 @@ import logging
 import signal
 from collections.abc import Callable
 
-from aioserve.arguments import EXIT_ENGINE_DEAD
 from aioserve.engine.observe.stacks import LOG_SECONDS, log_within
 from aioserve.errors import AioserveError
 from aioserve.server.last_resort import ENDING_SIGNALS, LastResort
+from aioserve.support.arguments import EXIT_ENGINE_DEAD
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from aioserve.config import SchedulerConfig
 from aioserve.errors import EngineOverloadedError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 
 BLOCK_SIZE = 4

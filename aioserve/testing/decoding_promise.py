@@ -11,8 +11,8 @@ from typing import NamedTuple
 from aioserve.errors import EngineOverloadedError
 from aioserve.lab.simulation.stepped_engine import MultiStepDecode
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing.violation import ContractViolation
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import AioserveError, EngineOverloadedError, PolicyError, RequestError
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, make_successor
 from aioserve.testing import comparisons, invariants
 from aioserve.testing.calls import kept

@@ -6,7 +6,7 @@ knows nothing about what a policy makes of one.
 
 from collections.abc import Mapping
 
-from aioserve.hints import (
+from aioserve.request import (
     MAX_TEXT,
     OFFLINE,
     PREDICTED_OUTPUT_TOKENS,

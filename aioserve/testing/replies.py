@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from aioserve.errors import RequestError
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 VOCAB_SIZE = 50
 

@@ -6,7 +6,7 @@ Knows tokens, encoder inputs and what keeps requests apart. Knows no slots and n
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams
 from aioserve.request import EncoderInput
 from aioserve.testing.replies import Reply
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aioserve.kv_cache import BLOCKS, Ahead, StatePool, WindowPool, WindowSpec
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
-from aioserve.row_values import ROW_VALUES, invented
+from aioserve.request import ROW_VALUES, invented
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
 from aioserve.testing.toy_connector import ToyWorker

@@ -7,9 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, StructuredOutputs
 from aioserve.request import EncoderInput
-from aioserve.structured_outputs import StructuredOutputs
 from aioserve.testing.hinted import STRANGE, USUAL
 from aioserve.testing.replies import VOCAB_SIZE, guess
 

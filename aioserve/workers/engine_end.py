@@ -10,7 +10,7 @@ from typing import Any
 from aioserve.engine.samples import Origin
 from aioserve.errors import ConfigError
 from aioserve.request import RequestSpec
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 from aioserve.workers.line import Attachments, Calls, MakeLine
 from aioserve.workers.messages import (
     Add,

@@ -18,7 +18,7 @@ from aioserve.engine.samples import Samples, SampleState, wants_only_end
 from aioserve.errors import AioserveError, EngineDeadError
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 from aioserve.workers.line import Attachments, Calls, MakeLine
 from aioserve.workers.messages import (
     NO_ANSWER,

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import AsyncEngine
 from aioserve.errors import AioserveError
 from aioserve.operations import (
@@ -28,6 +27,7 @@ from aioserve.server.access.access import MainAccess, Refusals
 from aioserve.server.access.accounts import Claim
 from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import ResponseStore
+from aioserve.support.arguments import EXIT_FAILED
 from aioserve.workers.forwarder import Forwarder
 from aioserve.workers.line import Line, OnMessage
 from aioserve.workers.messages import (

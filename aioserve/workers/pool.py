@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, EngineDeadError, WorkerError
 from aioserve.server.access.access import MainAccess
@@ -22,6 +21,7 @@ from aioserve.server.access.keyring import ENVIRONMENT
 from aioserve.server.app import HANDLER_TIMEOUT
 from aioserve.server.loading import Loading
 from aioserve.server.sockets import ListenSockets, bind_beside, share, url_of
+from aioserve.support.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE
 from aioserve.workers.host import Host, WorkerClient
 from aioserve.workers.messages import MakeReport
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import zmq
 
-from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import RequestStream
 from aioserve.engine.admission.input_processor import InputProcessor
 from aioserve.engine.admission.pooling_validator import PoolingValidator
@@ -24,7 +23,6 @@ from aioserve.engine.observe.histogram import Histogram
 from aioserve.engine.observe.loop_monitor import LoopMonitor
 from aioserve.engine.samples import Claims, Samples
 from aioserve.errors import EngineDeadError
-from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, SetLogLevel
 from aioserve.operations.command import Answer, Command, Counted, Health
@@ -32,6 +30,8 @@ from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
 from aioserve.server.access.accounts import ONE, Claim, Leave
 from aioserve.server.responses.store import Kept
+from aioserve.support.arguments import EXIT_FAILED
+from aioserve.support.logs import set_log_level
 from aioserve.workers.engine_end import EngineEnd
 from aioserve.workers.line import Line, OnMessage
 from aioserve.workers.messages import (

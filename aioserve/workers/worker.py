@@ -16,15 +16,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.errors import AioserveError, ConfigError
-from aioserve.log_format import set_up_logging
 from aioserve.operations.command import count_dropped_lines
-from aioserve.process_start import prepare_process
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
 from aioserve.server.middleware import HttpCounts
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import ListenSockets
+from aioserve.support.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
+from aioserve.support.logs import set_up_logging
+from aioserve.support.process import prepare_process
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import pytest
 from aioserve.cli import COMMANDS, TOOLS, main
 from aioserve.config import iter_settings
 from aioserve.scheduler import available_policies
-from aioserve.shipped import config_names
+from aioserve.support.files import config_names
 from tests.console.terminal import at_terminal
 from tests.processes import PATIENCE
 

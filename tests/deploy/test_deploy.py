@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from aioserve.arguments import EXIT_USAGE
 from aioserve.cli import build_parser, load_config
 from aioserve.config import EngineConfig, ServerConfig
 from aioserve.engine.observe.lock_guard import GRACE_SECONDS
 from aioserve.server.access.keyring import ENVIRONMENT
 from aioserve.server.routes import ROUTES
+from aioserve.support.arguments import EXIT_USAGE
 from tests import processes
 from tests.processes import serving
 

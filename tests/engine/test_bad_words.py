@@ -7,7 +7,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 

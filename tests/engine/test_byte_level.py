@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
 
 import aioserve
-from aioserve.byte_alphabet import REPLACEMENT
 from aioserve.engine.delivery.byte_level import (
     ByteLevelDetokenizer,
     TokenPieces,
     prove_token_pieces,
     special_token_ids,
 )
+from aioserve.support.tokens import REPLACEMENT
 
 PATH = str(Path(aioserve.__file__).parent / "embedded/tokenizer.json")
 

@@ -7,8 +7,8 @@ import pytest
 
 from aioserve.engine.admission.image_memory import ImageMemory
 from aioserve.errors import EngineOverloadedError
+from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput, RequestSpec
-from aioserve.sampling_params import SamplingParams
 
 MIB = 2**20
 

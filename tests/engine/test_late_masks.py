@@ -16,10 +16,10 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import GrammarLimitError
+from aioserve.params import StructuredOutputs
 from aioserve.runner.batch import grammar_rows, mask_lanes
 from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.runner.batch.mask_lanes import MaskLanes
-from aioserve.structured_outputs import StructuredOutputs
 from tests.engine.test_structured_outputs import of_schema, params, replies, reply
 from tests.kit import stats_of
 

@@ -10,10 +10,10 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
 from aioserve.outputs import RequestOutput, SchedulerStats
+from aioserve.params import StructuredOutputs
 from aioserve.runner import devices
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
-from aioserve.structured_outputs import StructuredOutputs
 from tests.slow import mostly_slow
 
 # The loop is the subject of other tests; these load a model each.

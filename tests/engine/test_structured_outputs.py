@@ -16,9 +16,9 @@ from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerCon
 from aioserve.errors import GrammarLimitError, RequestError
 from aioserve.grammars import compiler as grammars
 from aioserve.outputs import RequestOutput
+from aioserve.params import StructuredOutputs
 from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.server.errors import to_wire
-from aioserve.structured_outputs import StructuredOutputs
 from tests.kit import stats_of
 from tests.slow import mostly_slow
 

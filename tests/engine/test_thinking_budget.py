@@ -23,10 +23,8 @@ from aioserve.config import (
 from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import RequestOutput
-from aioserve.reasoning_tokens import ReasoningTokens
-from aioserve.structured_outputs import StructuredOutputs
-from aioserve.thinking_budget import ThinkingBudget
-from aioserve.token_bytes import TokenBytes
+from aioserve.params import StructuredOutputs, ThinkingBudget
+from aioserve.support.tokens import ReasoningTokens, TokenBytes
 from tests.kit import stats_of
 
 EMBEDDED = Path(aioserve.__file__).parent / "embedded"

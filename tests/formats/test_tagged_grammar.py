@@ -8,8 +8,8 @@ from aioserve.config import ModelConfig
 from aioserve.formats import Function, Reply, SaidCall, load_format
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
+from aioserve.params import StructuredOutputs
 from aioserve.server.chat.chat_format import ChatFormat
-from aioserve.structured_outputs import StructuredOutputs
 from tests.server.scripted import make_model
 
 FORMATS = ["qwen3_coder", "seed_oss", "glm", "glm47", "minimax_m2", "deepseek_v32", "deepseek_v4"]

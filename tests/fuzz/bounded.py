@@ -19,8 +19,7 @@ import psutil
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import RequestError, RequestFailedError
-from aioserve.sampling_params import SamplingParams
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import SamplingParams, StructuredOutputs
 from tests.fuzz.harness import Target
 from tests.processes import PATIENCE
 

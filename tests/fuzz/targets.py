@@ -41,10 +41,9 @@ from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.model_info import ModelInfo, find_model
 from aioserve.model_source.adapter import read_adapter, stored_parameters
+from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.runner.profile import load_profile
-from aioserve.sampling_params import SamplingParams
 from aioserve.server.access.keyring import read_keys
-from aioserve.structured_outputs import StructuredOutputs
 from tests.adapters import make_adapter
 from tests.fuzz.bounded import BOUNDED
 from tests.fuzz.harness import Target

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from tests.fuzz.bounded import MOST_STILL, Stops
 from tests.fuzz.harness import CORPUS, HangError, Runner, Target, bounded
 from tests.fuzz.targets import TARGETS

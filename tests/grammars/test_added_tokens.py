@@ -13,7 +13,7 @@ from aioserve.engine.delivery.detokenizer import DetokenizerChoice
 from aioserve.grammars import GrammarCompiler
 from aioserve.grammars.tokenizer import SeenTokenizer
 from aioserve.model_info import ModelInfo
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 from tests.added_tokens import FAMILIES, family_model
 
 # The loop is the subject of other tests.

@@ -13,7 +13,7 @@ from aioserve.errors import EngineOverloadedError
 from aioserve.grammars import GrammarCompiler
 from aioserve.grammars import compiler as grammars
 from aioserve.model_info import ModelInfo
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 INFO = ModelInfo(ModelConfig())
 compiled: list[str] = []  # by the compilers of this test

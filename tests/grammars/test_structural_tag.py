@@ -8,7 +8,7 @@ from aioserve.config import ModelConfig
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 INFO = ModelInfo(ModelConfig())
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])

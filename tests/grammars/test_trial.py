@@ -14,7 +14,7 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.grammars import compiler as grammars
 from aioserve.grammars.trial import Setup, Trials
 from aioserve.model_info import ModelInfo
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 
 INFO = ModelInfo(ModelConfig())
 MIB = 1 << 20

@@ -1,8 +1,8 @@
 """An observer hears of every content that can be found, and of every one that no longer can."""
 
 from aioserve.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
+from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput, Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
 
 
 def make_request(token_ids: list[int], **fields: object) -> Request:

@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.request import Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 for fields in ({}, {"cache_salt": "a"}, {"adapter_id": "a"}):
     request = Request(RequestSpec("r", list(range(9)), SamplingParams(), **fields))
     hash_blocks(request, 2, 4)

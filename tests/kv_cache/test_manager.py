@@ -1,8 +1,8 @@
 """KVCacheManager: prefixes are found if and only if all tokens before them are equal."""
 
 from aioserve.kv_cache import KVCacheManager
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
 
 
 def make_request(token_ids: list[int], request_id: str = "r", cache_salt: str = "") -> Request:

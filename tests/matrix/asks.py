@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from aioserve.thinking_budget import ThinkingBudget
+from aioserve.params import ThinkingBudget
 
 GRAMMAR = ("Be patient, sir.", "Be gone, sir.", "Be gone, madam!", "Farewell!")
 _CALL = '<tool_call>\n{"name": "go", "arguments": {"to": "%s"}}\n</tool_call>'

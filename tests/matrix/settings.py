@@ -13,7 +13,7 @@ from aioserve.config import (
     ShadowConfig,
     SpeculationConfig,
 )
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import StructuredOutputs
 from tests.matrix import asks
 from tests.matrix.asks import (
     GRAMMAR,

@@ -17,7 +17,7 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source import gguf_file
-from aioserve.sampling_defaults import SamplingDefaults
+from aioserve.params import SamplingDefaults
 from tests.gguf_models import CHAT_TEMPLATE, END_OF_TURN, EOS, write_gguf
 from tests.models import VOCAB_SIZE, make_model
 

@@ -19,7 +19,7 @@ from aioserve.ray.report import Reporter
 from aioserve.ray.settings import ModelSettings
 from aioserve.routing import Dispatcher
 from aioserve.runner.interface import RunnerInterface
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 _numbers = itertools.count()
 

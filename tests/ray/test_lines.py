@@ -26,13 +26,11 @@ from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.model_info import ModelInfo
 from aioserve.operations import ResetPrefixCache, ShowMetrics
 from aioserve.outputs import FinishReason, ModelRunnerOutput
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from aioserve.request import Request, RequestSpec
 from aioserve.routing import RoutedRequest
 from aioserve.runner.simulation.simulated import SimulatedRunner
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerOutput
-from aioserve.structured_outputs import StructuredOutputs
 from tests.server.serving import SIMULATED
 
 with warnings.catch_warnings():  # Ray's own

@@ -17,9 +17,7 @@ from aioserve import MultimodalPrompt
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.pooling_params import PoolingParams
-from aioserve.sampling_params import SamplingParams
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from tests.seeing_models import make_seeing_model, picture
 
 with warnings.catch_warnings():  # Ray's own

@@ -9,9 +9,8 @@ from typing import Any
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.kv_cache import WindowBlocks
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.cpu.executor import StepExecutor
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.models import VOCAB_SIZE
 from tests.variants import DTYPE

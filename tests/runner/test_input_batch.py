@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.batch_part import BatchPart
 from aioserve.runner.batch.input_batch import InputBatch
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 BLOCK_SIZE = 4

@@ -4,9 +4,9 @@ import random
 
 import msgspec
 
+from aioserve.params import SamplingParams
 from aioserve.runner.spec_decode.draft_length import DraftLength
 from aioserve.runner.spec_decode.ngram import MAX_MATCH, NgramDrafter, NgramText
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData
 
 

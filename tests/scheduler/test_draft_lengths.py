@@ -7,7 +7,7 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.errors import PolicyError
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams
 from aioserve.scheduler import BaseScheduler, Request
 from aioserve.testing.harness import SchedulerHarness
 

@@ -9,9 +9,8 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve.errors import PolicyError
 from aioserve.outputs import FinishReason
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler
 from aioserve.scheduler.estimates import (
     MAX_GROUPS,

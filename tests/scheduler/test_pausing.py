@@ -12,7 +12,7 @@ from aioserve.decision_log.replay import replay
 from aioserve.errors import PolicyError
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams
 from aioserve.scheduler import BaseScheduler, Request, RequestStatus, SchedulerOutput, WaitReason
 from aioserve.scheduler.fallback import FallbackScheduler
 from aioserve.testing import SchedulerHarness

@@ -4,7 +4,7 @@ import pytest
 
 from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 

@@ -3,8 +3,8 @@
 import pytest
 
 from aioserve.errors import InvariantError
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import RequestQueue
 
 

@@ -17,11 +17,10 @@ from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ShadowCo
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
 from aioserve.errors import PolicyError
-from aioserve.hints import Hints
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.traces import read_trace
-from aioserve.request import Request
+from aioserve.request import Hints, Request
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.scheduler.fallback import FallbackScheduler
 from aioserve.testing import SchedulerHarness

@@ -6,7 +6,7 @@ import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve.errors import ConfigError
-from aioserve.row_values import MAX_INVENTED, ROW_VALUES, invented
+from aioserve.request import MAX_INVENTED, ROW_VALUES, invented
 from aioserve.testing import SchedulerHarness
 
 HEAD = "tests.runner.cpu.test_row_values:margin"

@@ -6,8 +6,8 @@ import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve.policies.fair import FairScheduler
 
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.table import MIN_COMPACTED, Timers
 from aioserve.testing import SchedulerHarness
 

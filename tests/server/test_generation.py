@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioserve.outputs import FinishReason, RequestOutput, TokenLogprobs
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.protocol import ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.reply import ChatReply

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import yarl
 
-from aioserve.log_format import JsonFormatter
+from aioserve.support.logs import JsonFormatter
 from tests.processes import PATIENCE, started
 
 LINES = "aioserve.engine.delivery.request_lines"

@@ -15,7 +15,7 @@ from aioserve.engine import AsyncEngine
 from aioserve.engine.observe import loop_monitor as pulses
 from aioserve.engine.observe.histogram import Histogram, RecentWorst
 from aioserve.engine.observe.vllm_names import VLLM_NAMES
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from tests.processes import PATIENCE
 from tests.server.serving import SIMULATED
 

@@ -7,7 +7,7 @@ import pytest
 
 from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage

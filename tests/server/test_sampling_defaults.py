@@ -12,7 +12,7 @@ from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfi
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.downloads import DOWNLOADS
-from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from aioserve.params import NO_DEFAULTS, SamplingDefaults
 from aioserve.server.app import say_chat_limit
 from tests.server.serving import running
 

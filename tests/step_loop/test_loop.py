@@ -11,8 +11,8 @@ from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError, StalledError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import FinishReason, ModelRunnerOutput
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerOutput
 from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
 

@@ -10,8 +10,8 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.outputs import FinishReason
+from aioserve.params import StructuredOutputs
 from aioserve.scheduler import BaseScheduler
-from aioserve.structured_outputs import StructuredOutputs
 from aioserve.testing import ContractViolation, SchedulerHarness
 from aioserve.testing.calls import make_calls, write_program
 from aioserve.testing.successors import FAILURES, FailsToTakeOver

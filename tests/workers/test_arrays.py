@@ -6,9 +6,8 @@ import numpy as np
 import zmq
 
 from aioserve.engine.samples import Origin
+from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.request import EncoderInput, RequestSpec
-from aioserve.sampling_params import SamplingParams
-from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers.line import Line
 from aioserve.workers.messages import (
     Add,

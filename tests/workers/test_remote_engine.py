@@ -36,12 +36,10 @@ from aioserve.operations import (
 )
 from aioserve.operations.command import Counted
 from aioserve.outputs import FinishReason
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from aioserve.runner.simulation.simulated import SimulatedRunner
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler
 from aioserve.server.responses.store import Kept
-from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers import engine_end, remote_engine
 from aioserve.workers.line import Line
 from aioserve.workers.messages import Add, EndLease, Listening, Stopped

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from aioserve.errors import KeyLimitError
 from aioserve.operations import AbortElsewhere, ShowMetrics
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from aioserve.server.app import listening
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from aioserve.errors import RequestError
-from aioserve.sampling_params import SamplingParams
-from aioserve.thinking_budget import MAX_FORCED_TOKENS
+from aioserve.params import MAX_FORCED_TOKENS, SamplingParams
 
 
 def spell_budget(

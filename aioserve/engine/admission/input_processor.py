@@ -21,9 +21,8 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal import MultimodalPrompt
 from aioserve.multimodal.families import family_of
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.info import RunnerInfo
-from aioserve.sampling_params import SamplingParams
 
 R = TypeVar("R")
 

@@ -14,9 +14,8 @@ from aioserve.errors import (
 )
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EmbeddingOutput, FinishReason
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.info import RunnerInfo
-from aioserve.sampling_params import SamplingParams
 
 #: What stands for sampling parameters where a prompt is pooled.
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, detokenize=False, output_kind="final_only")

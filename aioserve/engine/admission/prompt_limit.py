@@ -6,8 +6,7 @@ Knows numbers. Knows no tokenizer and no prompt.
 from typing import NamedTuple
 
 from aioserve.errors import RequestError
-from aioserve.pooling_params import PoolingParams
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import PoolingParams, SamplingParams
 
 
 class PromptLimit(NamedTuple):

@@ -11,8 +11,8 @@ import msgspec
 from aioserve.engine.admission.budget_validator import spell_budget
 from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
+from aioserve.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from aioserve.runner.info import RunnerInfo
-from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
 

@@ -1,7 +1,7 @@
 """Whether this engine's runner has the row values that a policy wants: asked before it plans."""
 
 from aioserve.errors import ConfigError
-from aioserve.row_values import ENTROPY, check_names, find_function
+from aioserve.request import ENTROPY, check_names, find_function
 from aioserve.runner.info import RunnerInfo
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 

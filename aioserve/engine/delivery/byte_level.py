@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from aioserve.byte_alphabet import REPLACEMENT, spelled_bytes
+from aioserve.support.tokens import REPLACEMENT, spelled_bytes
 
 # Tokens of the prompt in which an unfinished character may have begun: it has at most three bytes.
 PROMPT_TOKENS = 5

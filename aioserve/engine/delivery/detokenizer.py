@@ -11,12 +11,12 @@ from functools import partial
 from itertools import groupby, takewhile
 from typing import Any
 
-from aioserve.byte_alphabet import REPLACEMENT
 from aioserve.engine.delivery.byte_level import (
     ByteLevelDetokenizer,
     prove_token_pieces,
     special_token_ids,
 )
+from aioserve.support.tokens import REPLACEMENT
 
 # Tokens of context kept in front of new ones: decoders look back to decide about a space. A UTF-8
 # character has at most four bytes, so four byte tokens; one more than that is safe.

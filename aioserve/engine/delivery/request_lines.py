@@ -10,7 +10,7 @@ import msgspec
 
 from aioserve.engine.samples import SampleState
 from aioserve.outputs import FinishReason
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

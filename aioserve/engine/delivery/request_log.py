@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from aioserve.background_writer import BackgroundWriter, Gaps
-from aioserve.output_file import begin_log
 from aioserve.request import Request, RequestStatus
+from aioserve.support.files import begin_log
+from aioserve.support.logs import BackgroundWriter, Gaps
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from aioserve.engine.samples import SampleState
 from aioserve.errors import ConfigError
 from aioserve.multimodal import MultimodalPrompt
 from aioserve.outputs import FinishReason
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

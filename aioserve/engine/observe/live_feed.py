@@ -33,7 +33,7 @@ from aioserve.errors import EngineDeadError, RequestError
 from aioserve.operations.command import Seen
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.scheduler.registry import OptionField, describe_options, describe_policies
-from aioserve.version import __version__
+from aioserve.support.version import __version__
 
 FRAME_SECONDS = 1 / 15  # as often as an eye can follow
 QUIET_SECONDS = 1.0  # between two frames while nothing happens

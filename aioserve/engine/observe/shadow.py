@@ -13,8 +13,7 @@ from typing import Protocol
 import msgspec
 
 from aioserve.outputs import FinishReason, ModelRunnerOutput
-from aioserve.request import Request, RequestStatus
-from aioserve.row_values import ROW_VALUES, invented
+from aioserve.request import ROW_VALUES, Request, RequestStatus, invented
 from aioserve.scheduler import (
     BaseScheduler,
     OnlineStepTime,

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from aioserve.background_writer import wait_streams_written
+from aioserve.support.logs import wait_streams_written
 
 # A log line is written within this many seconds, or its caller goes on without it: the thread
 # that hangs may hold the lock of the log.

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from aioserve.arguments import Parser, count, mapping, natural, positive
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_json, add_output, add_slo, add_time_scale, wants_json
 from aioserve.lab.bench.exchange import Exchange, Load, Target
@@ -33,7 +32,8 @@ from aioserve.lab.workloads.synthetic import (
     generate,
 )
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest
-from aioserve.output_file import write
+from aioserve.support.arguments import Parser, count, mapping, natural, positive
+from aioserve.support.files import write
 
 Document = dict[str, Any]
 

@@ -8,7 +8,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from aioserve.arguments import TakesArguments, count, positive
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output, add_settings, add_slo, add_time_scale
 from aioserve.lab.simulation.parallel import choose_num_jobs
@@ -17,6 +16,7 @@ from aioserve.lab.terminal import progress
 from aioserve.lab.workloads.predictions import parse_prediction
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import DEFAULT_MAX_TOKENS, ReplyLimit, Workload
+from aioserve.support.arguments import TakesArguments, count, positive
 
 CONFIG_HELP = "YAML file of settings, the name of a shipped one, or a policy: its name or file.py"
 DEFAULT_SEEDS = 5

@@ -17,8 +17,8 @@ from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_info import ModelInfo
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
-from aioserve.shipped import config_names
-from aioserve.zoo import is_zoo_name
+from aioserve.support.files import config_names
+from aioserve.support.plugins import is_zoo_name
 
 # They change which clients are served and where, and what is noted, not how requests are scheduled.
 IGNORED_SECTIONS = ("server", "shadow")

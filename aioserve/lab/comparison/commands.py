@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from aioserve.arguments import Parser
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output
@@ -33,8 +32,9 @@ from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
-from aioserve.output_file import write
 from aioserve.routing import available_routers
+from aioserve.support.arguments import Parser
+from aioserve.support.files import write
 
 
 def run_compare(words: Sequence[str]) -> int:

@@ -24,7 +24,7 @@ from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import DURATIONS
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest
-from aioserve.nearest import did_you_mean
+from aioserve.support.nearest import did_you_mean
 
 DEFAULT_TTFT = 1.0  # seconds; what the paper takes for readers of chats
 

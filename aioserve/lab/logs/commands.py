@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from aioserve.arguments import Parser
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import Divergence, replay
 from aioserve.errors import ConfigError
@@ -19,6 +18,7 @@ from aioserve.lab.arguments import add_json, add_output, add_settings, wants_jso
 from aioserve.lab.logs.perfetto import write_trace
 from aioserve.lab.logs.what_if import WhatIf, what_if
 from aioserve.lab.terminal import legend
+from aioserve.support.arguments import Parser
 
 # Of these the relative difference between reality and simulation says how far to trust the rest.
 CHECKED = ("TTFT p50 ms", "gap p50 ms", "e2e p50 ms", "tokens/s")

@@ -28,8 +28,7 @@ from aioserve.lab.calibration import fit_step_time
 from aioserve.lab.simulation.run import VirtualClockEventLoop, raised_not_logged
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
-from aioserve.request import Request, RequestStatus
-from aioserve.row_values import ROW_VALUES, invented
+from aioserve.request import ROW_VALUES, Request, RequestStatus, invented
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel

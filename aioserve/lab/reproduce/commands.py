@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from aioserve.arguments import Parser, count, positive
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output
 from aioserve.lab.calibration import write_profile
@@ -19,7 +18,8 @@ from aioserve.lab.reproduce.claims.registry import CLAIMS
 from aioserve.lab.reproduce.vtc import predict
 from aioserve.lab.reproduce.vtc_words import as_document, draw, render, summary, tabulate
 from aioserve.lab.terminal import paint, progress
-from aioserve.output_file import write
+from aioserve.support.arguments import Parser, count, positive
+from aioserve.support.files import write
 
 #: Where the outcomes of the artifact are in a checkout of this repository.
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "published" / "vtc"

@@ -9,7 +9,6 @@ from functools import partial
 
 import msgspec
 
-from aioserve.arguments import Parser
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
@@ -46,7 +45,8 @@ from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
-from aioserve.output_file import write
+from aioserve.support.arguments import Parser
+from aioserve.support.files import write
 
 #: By the verdict on the held-out part: what is said of the gain.
 HOLDS = {

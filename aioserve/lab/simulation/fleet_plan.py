@@ -21,8 +21,7 @@ from aioserve.lab.simulation.fleet_changes import (
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload
 from aioserve.routing import check_roles, load_router
-from aioserve.shipped import find_fleet
-from aioserve.yaml_file import read_struct
+from aioserve.support.files import find_fleet, read_struct
 
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]

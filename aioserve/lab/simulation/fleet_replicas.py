@@ -14,9 +14,9 @@ import msgspec
 from aioserve.lab.simulation.outcome import RunOutcome, extra_stop_ids
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
 from aioserve.lab.workloads.workload import Workload, build_images, build_prompt
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec
 from aioserve.routing import Assignment, ReplicaReport, RoutedRequest
-from aioserve.sampling_params import SamplingParams
 
 
 class Sent:

@@ -42,8 +42,8 @@ from aioserve.lab.workloads.workload import (
     text_tokens,
 )
 from aioserve.model_info import ModelInfo
+from aioserve.params import SamplingParams
 from aioserve.runner.simulation.simulated import SimulatedRunner
-from aioserve.sampling_params import SamplingParams
 from aioserve.step_loop import failure_log
 
 _Ts = TypeVarTuple("_Ts")

@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
-from aioserve.hints import PREDICTED_OUTPUT_TOKENS
 from aioserve.lab.workloads.workload import Workload
+from aioserve.request import PREDICTED_OUTPUT_TOKENS
 
 Spread = Annotated[float, Meta(ge=0)]
 Chance = Annotated[float, Meta(ge=0, le=1)]

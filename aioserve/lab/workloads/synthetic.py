@@ -18,14 +18,13 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError, RequestError
-from aioserve.hints import PREDICTED_OUTPUT_TOKENS, Hints, check_hints
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.predictions import AnyPrediction, Prediction, with_predictions
 from aioserve.lab.workloads.traces import SUFFIXES, read_trace
 from aioserve.lab.workloads.workload import Piece, ReplyLimit, Workload, WorkloadRequest, text_name
-from aioserve.shipped import find_workload
-from aioserve.yaml_file import read_struct
+from aioserve.request import PREDICTED_OUTPUT_TOKENS, Hints, check_hints
+from aioserve.support.files import find_workload, read_struct
 
 Positive = Annotated[float, Meta(gt=0)]
 

@@ -18,10 +18,9 @@ import msgspec
 import numpy as np
 
 from aioserve.errors import ConfigError
-from aioserve.hints import PROGRAM, SESSION, Hints
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.incidents import Incidents
-from aioserve.request import EncoderInput
+from aioserve.request import PROGRAM, SESSION, EncoderInput, Hints
 
 #: Tokens that clients allow where neither the command nor the workload says it. A guess: what
 #: clients of chat services commonly ask for, and more than most replies have.

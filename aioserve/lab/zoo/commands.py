@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from aioserve.arguments import Parser, count
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.candidates import Candidate
@@ -34,7 +33,8 @@ from aioserve.lab.zoo.standing import (
     stale,
     write_results,
 )
-from aioserve.output_file import write
+from aioserve.support.arguments import Parser, count
+from aioserve.support.files import write
 
 # The command `zoo`: standard workloads for a policy, and where it stands among all that ship.
 # Arguments in, words and files out.

@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.hints import PREDICTED_OUTPUT_TOKENS, PROGRAM, SESSION
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.request import Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
+from aioserve.request import PREDICTED_OUTPUT_TOKENS, PROGRAM, SESSION, Request, RequestSpec
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput, load_policy
 
 REFERENCE = "chunked_prefill"

@@ -28,8 +28,8 @@ from aioserve.lab.zoo.standing import (
     meaning,
 )
 from aioserve.scheduler.registry import OptionField, read_options
-from aioserve.shipped import find_workload
-from aioserve.zoo import zoo_entry_points
+from aioserve.support.files import find_workload
+from aioserve.support.plugins import zoo_entry_points
 
 LABELS = ("Paper", "Aim", "Says", "Simplified", "Cost", "Needs")
 #: Of the paragraph `Paper`: a year, and a venue or a number of arXiv.

@@ -42,8 +42,8 @@ from aioserve.lab.workloads.workload import Workload
 from aioserve.lab.zoo.cost import Cost
 from aioserve.runner.profile import load_profile
 from aioserve.scheduler import available_policies, load_policy
-from aioserve.shipped import config_names
-from aioserve.version import __version__
+from aioserve.support.files import config_names
+from aioserve.support.version import __version__
 
 # The standard of the zoo: six workloads, their seeds, and the machine that they are simulated on.
 # Frozen under a version and a digest, so that numbers of two papers can be compared: what changes

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 
 #: Added to the last token of a bad word. Not -inf: what is masked must stay behind it, and where
 #: nothing else is left, it is said.

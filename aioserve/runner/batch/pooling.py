@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.outputs import Vector
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.batch_part import BatchPart
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput

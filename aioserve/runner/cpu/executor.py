@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
-from aioserve.row_values import ROW_VALUES
+from aioserve.request import ROW_VALUES
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.batch.grammar_rows import Masks
 from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioserve.row_values import ENTROPY, find_function
+from aioserve.request import ENTROPY, find_function
 from aioserve.runner.attention.backend import StepInputs
 
 logger = logging.getLogger(__name__)

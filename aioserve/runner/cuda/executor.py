@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
-from aioserve.progress import stage
+from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
 from aioserve.runner.batch.prompt_logprobs import PromptRows, WantedLogprobs
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
@@ -42,8 +42,8 @@ from aioserve.runner.lora.adapter_rows import AdapterRows
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.drafter import Drafter
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.support.progress import stage
 
 if TYPE_CHECKING:
     from aioserve.runner.tensor_parallel.group import Ranks

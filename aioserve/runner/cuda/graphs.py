@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aioserve.progress import stage
 from aioserve.runner.attention.backend import LayerAttention
+from aioserve.support.progress import stage
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import stored_parameters
+from aioserve.params import MAX_LOGPROBS
 from aioserve.runner.attention.backend import (
     AttentionCall,
     AttentionOptions,
@@ -61,7 +62,6 @@ from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSou
 from aioserve.runner.spec_decode.drafts import find_draft
 from aioserve.runner.spec_decode.model_drafter import Forward
 from aioserve.runner.tensor_parallel.group import Ranks
-from aioserve.sampling_params import MAX_LOGPROBS
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from aioserve.errors import RunnerDeadError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
-from aioserve.progress import interruptible
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.support.progress import interruptible
 
 if TYPE_CHECKING:
     from aioserve.kv_connector import KVConnectorWorker

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
+from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
 from aioserve.runner.batch.grammar_rows import Masks
 from aioserve.runner.batch.logits_edits import BAD, LogitsEdits, has_penalties
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS
@@ -21,7 +22,6 @@ from aioserve.runner.cuda.device import Device, StagingRing
 from aioserve.runner.cuda.draw import DrawColumns
 from aioserve.runner.cuda.plan import Sections, StepPlan
 from aioserve.runner.unsound import NOT_FINITE
-from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
 from aioserve.scheduler.output import NewRequestData
 
 Draw = Callable[[Tensor, DrawColumns], Tensor]

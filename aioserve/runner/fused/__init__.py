@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.quantized import attached, stands_in, unpacked, unpacked_in_turn
-from aioserve.progress import stage
 from aioserve.runner.attention.backend import (
     AttentionCall,
     KVCacheSpec,
@@ -39,6 +38,7 @@ from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.support.progress import stage
 
 if TYPE_CHECKING:  # it brings `transformers`, which takes seconds
     from aioserve.runner.attention.bridge import AttentionProbe

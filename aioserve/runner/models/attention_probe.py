@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from aioserve.errors import one_line
 from aioserve.model_info import ModelInfo
-from aioserve.progress import counted
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
     AttentionProbe,
@@ -23,6 +22,7 @@ from aioserve.runner.attention.bridge import (
     UnsupportedModelError,
     serving,
 )
+from aioserve.support.progress import counted
 
 #: More than one token, so that a model that builds masks of its own shows them.
 PROBE_TOKENS = 4

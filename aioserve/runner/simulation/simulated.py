@@ -15,8 +15,8 @@ from aioserve.config import EngineConfig, SimulatorConfig
 from aioserve.kv_cache import Ahead, WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
-from aioserve.pooling_params import PoolingParams
-from aioserve.row_values import ROW_VALUES, invented
+from aioserve.params import PoolingParams
+from aioserve.request import ROW_VALUES, invented
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.kv_pool import window_spec

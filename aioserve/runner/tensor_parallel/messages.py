@@ -13,9 +13,8 @@ import numpy as np
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig
 from aioserve.kv_cache import Ahead, StatePool, StateSlots, WindowBlocks, WindowPool
 from aioserve.multimodal.families import GRID, TURN
-from aioserve.request import EncoderInput
-from aioserve.row_values import ROW_VALUES
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
+from aioserve.request import ROW_VALUES, EncoderInput
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 

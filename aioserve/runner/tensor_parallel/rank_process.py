@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aioserve.errors import RunnerDeadError
-from aioserve.log_format import set_up_logging
 from aioserve.model_info import ModelInfo
-from aioserve.progress import show_no_bars
 from aioserve.runner.tensor_parallel.messages import Answer, Message, Start, decode
 from aioserve.runner.tensor_parallel.processes import FirstRank, in_a_line
+from aioserve.support.logs import set_up_logging
+from aioserve.support.progress import show_no_bars
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
-from aioserve.yaml_file import read_struct
+from aioserve.support.files import read_struct
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
-from aioserve.sampling_defaults import SamplingDefaults
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingDefaults, SamplingParams, StructuredOutputs
 from aioserve.server.protocol import Empty, Int, RequestPart, SamplingRequest, Usage
-from aioserve.structured_outputs import StructuredOutputs
 
 # Requests
 

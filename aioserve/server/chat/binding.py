@@ -13,10 +13,9 @@ from aioserve.engine import Conversation
 from aioserve.errors import UNREADABLE, RequestError
 from aioserve.formats import Function, json_rule
 from aioserve.grammar_schema import for_grammar, place_of
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.tool_use import ToolUse
-from aioserve.structured_outputs import StructuredOutputs
 
 _ANY_OBJECT = {"type": "object"}
 

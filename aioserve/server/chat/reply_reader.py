@@ -13,7 +13,6 @@ from msgspec import UNSET
 from aioserve.errors import UNREADABLE
 from aioserve.formats import Arguments, Call, Content, Event, Reasoning, ReplyParser, joined
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.reasoning_tokens import ReasoningTokens
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.held_calls import HeldCalls
 from aioserve.server.chat.malformed_calls import MalformedCalls
@@ -27,7 +26,7 @@ from aioserve.server.chat.protocol import (
 )
 from aioserve.server.chat.thinking import reasoning_counter
 from aioserve.server.chat.tool_use import ToolUse
-from aioserve.token_bytes import TokenBytes
+from aioserve.support.tokens import ReasoningTokens, TokenBytes
 
 
 class ReplyReader:

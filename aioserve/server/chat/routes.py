@@ -12,8 +12,7 @@ from aiohttp import web
 
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
-from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioserve.params import MAX_LOGPROBS, NO_DEFAULTS, SamplingDefaults, SamplingParams
 from aioserve.server.chat.binding import bind_off_loop, blame, leaves_room_for_reasoning
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest

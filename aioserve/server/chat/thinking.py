@@ -10,13 +10,11 @@ from aiohttp import web
 from msgspec import UNSET
 
 from aioserve.errors import RequestError
-from aioserve.reasoning_tokens import ReasoningTokens
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams, ThinkingBudget
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.keys import CHAT_FORMAT, ENGINE
 from aioserve.server.protocol import CompletionTokensDetails, Usage
-from aioserve.thinking_budget import ThinkingBudget
-from aioserve.token_bytes import TokenBytes
+from aioserve.support.tokens import ReasoningTokens, TokenBytes
 
 UNLIMITED = -1
 

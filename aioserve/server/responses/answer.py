@@ -13,7 +13,7 @@ from aiohttp import web
 
 from aioserve.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from aioserve.server.access.gate import owner_of
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.thinking import tell_reasoning

@@ -8,11 +8,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from aioserve.errors import RequestError
-from aioserve.sampling_defaults import SamplingDefaults
-from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioserve.params import MAX_LOGPROBS, SamplingDefaults, SamplingParams, StructuredOutputs
 from aioserve.server.chat.tool_structs import FunctionDefinition
 from aioserve.server.protocol import Empty, Int, RequestPart, SamplingRequest
-from aioserve.structured_outputs import StructuredOutputs
 
 
 class InputPart(RequestPart, kw_only=True, omit_defaults=True):

@@ -21,7 +21,7 @@ from aioserve.errors import (
     RequestTimeoutError,
 )
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioserve.params import MAX_LOGPROBS, SamplingParams
 from aioserve.server.access.accounts import Claim
 from aioserve.server.access.gate import entered, num_at_once, owner_of
 from aioserve.server.generation import run_all

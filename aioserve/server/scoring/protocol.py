@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aioserve.errors import RequestError
-from aioserve.hints import Hints
+from aioserve.request import Hints
 from aioserve.server.protocol import (
     SHARED_REQUEST_FIELDS,
     Int,

@@ -6,7 +6,7 @@ Knows prompts, sessions and hints. Knows no replica.
 import random
 from collections.abc import Iterator
 
-from aioserve.hints import Hints
+from aioserve.request import Hints
 from aioserve.routing import RoutedRequest
 
 BLOCK_SIZE = 16

@@ -23,9 +23,9 @@ from aioserve.lab.calibration import (
 from aioserve.lab.simulation.run import VirtualClockEventLoop, simulated
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
 from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.runner.simulation.simulated import SimulatedRunner
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.output import StepFeatures
 from tests.seeing_models import make_seeing_model

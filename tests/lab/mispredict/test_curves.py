@@ -10,7 +10,6 @@ import pytest
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.hints import PREDICTED_OUTPUT_TOKENS
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import Apart
 from aioserve.lab.comparison.measures import parse_measure
@@ -27,6 +26,7 @@ from aioserve.lab.mispredict import (
     render_page,
 )
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.request import PREDICTED_OUTPUT_TOKENS
 from tests.lab.simulation.test_run import EXACT
 
 E2E = parse_measure("e2e:mean")

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from aioserve.config import SchedulerConfig
 from aioserve.lab.reproduce.vtc import PromptRoundsScheduler
+from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import PeakMemory
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract

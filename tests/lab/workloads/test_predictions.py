@@ -11,7 +11,6 @@ import pytest
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.hints import PREDICTED_OUTPUT_TOKENS
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.predictions import (
     AnyPrediction,
@@ -25,6 +24,7 @@ from aioserve.lab.workloads.predictions import (
 )
 from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.request import PREDICTED_OUTPUT_TOKENS
 from tests.lab.simulation.test_run import EXACT
 
 SHORTEST_PREDICTED = '''

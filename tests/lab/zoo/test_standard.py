@@ -22,7 +22,7 @@ from aioserve.lab.zoo.standing import (
     standard_digest,
 )
 from aioserve.scheduler import BaseScheduler, load_policy
-from aioserve.shipped import find_workload, workload_names
+from aioserve.support.files import find_workload, workload_names
 from tests.policy_names import SHIPPED, ZOO
 
 STEP_TOKENS = int(dict(SETTINGS)[BUDGET])

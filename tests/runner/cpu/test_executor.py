@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu import kv_memory
-from aioserve.sampling_params import SamplingParams
 from tests.models import MODEL_KINDS, VOCAB_SIZE
 from tests.runner.cpu.resident import is_resident
 from tests.runner.driver import BLOCK_SIZE, Driver, Generate, MakeDriver, random_prompt

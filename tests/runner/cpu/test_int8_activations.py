@@ -21,13 +21,13 @@ from aioserve.config import (
 from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError
 from aioserve.model_info import ModelInfo
+from aioserve.params import SamplingParams
 from aioserve.runner.cpu import int8_activations
 from aioserve.runner.cpu.blocks import BlockLinear
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_models
 from aioserve.runner.cuda.load import load_on_cuda
 from aioserve.runner.spec_decode.drafts import find_draft
-from aioserve.sampling_params import SamplingParams
 from tests.gguf_models import write_gguf
 from tests.int8_activations import int8_products
 from tests.models import VOCAB_SIZE, make_model

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from aioserve.outputs import Vector
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams
 from aioserve.runner.loader import named_dtype
 from tests.greedy import GreedyReference
 from tests.models import MODEL_KINDS

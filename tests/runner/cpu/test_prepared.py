@@ -15,9 +15,9 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
+from aioserve.params import SamplingParams
 from aioserve.runner.cpu import machine, models, prepared
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.sampling_params import SamplingParams
 from tests.adapters import make_adapter
 from tests.gguf_models import write_gguf
 from tests.models import make_model

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aioserve.outputs import TokenLogprobs
+from aioserve.params import SamplingParams
 from aioserve.runner.batch import prompt_logprobs
 from aioserve.runner.loader import named_dtype
-from aioserve.sampling_params import SamplingParams
 from tests.models import MODEL_KINDS, VOCAB_SIZE
 from tests.runner.driver import Driver
 from tests.variants import DTYPES

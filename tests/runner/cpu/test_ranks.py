@@ -23,7 +23,7 @@ from aioserve.errors import ConfigError, RequestFailedError, RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.directory import Directory
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.sampler import SampledTokens, sample
@@ -31,7 +31,6 @@ from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.tensor_parallel.group import Ranks, SharedError
 from aioserve.runner.tensor_parallel.messages import Sampled, Step, decode, encode
 from aioserve.runner.tensor_parallel.plan import check_model, check_settings
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 from tests.models import VOCAB_SIZE, make_model
 from tests.processes import COMPUTING_SECONDS

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.pooling_params import PoolingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.batch import rescue
 from aioserve.runner.batch.lost_rows import SHARED
 from aioserve.runner.batch.rescue import NO_MEMORY
 from aioserve.runner.cpu.executor import StepExecutor
-from aioserve.sampling_params import SamplingParams
 from tests.models import VOCAB_SIZE
 from tests.runner.driver import BLOCK_SIZE, Driver, MakeDriver, random_prompt
 

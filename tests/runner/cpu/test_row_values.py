@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aioserve.errors import ConfigError
-from aioserve.row_values import find_function
+from aioserve.request import find_function
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.row_values import RowValueStep
 

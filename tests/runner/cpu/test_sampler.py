@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from aioserve.outputs import TokenLogprobs
+from aioserve.params import SamplingParams
 from aioserve.runner import noise
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cpu import sampler
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData
 
 VOCAB = 300

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from aioserve import progress
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_info import ModelInfo
+from aioserve.params import SamplingParams
 from aioserve.runner.cpu.runner import ThreadedRunner
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.support import progress
 from tests import processes
 from tests.models import make_model
 from tests.runner.driver import NUM_BLOCKS, make_config

@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from aioserve.params import SamplingParams
 from aioserve.runner import noise
 from aioserve.runner.attention import StepInputs
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.driver import Driver
 

@@ -26,6 +26,7 @@ from aioserve.errors import (
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import RequestOutput
+from aioserve.params import SamplingParams, StructuredOutputs, ThinkingBudget
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda import draw
@@ -38,10 +39,7 @@ from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.loader import load_model
 from aioserve.runner.spec_decode.draft_length import DraftLength
 from aioserve.runner.spec_decode.ngram import ngram_drafter
-from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.structured_outputs import StructuredOutputs
-from aioserve.thinking_budget import ThinkingBudget
 from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.cuda.fake_device import FakeDevice, TooEarlyError

@@ -18,7 +18,7 @@ from aioserve.engine import Conversation
 from aioserve.formats import SHIPPED, Reply, SaidCall, load_format
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 from aioserve.server.chat.binding import bind
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.tool_structs import FunctionDefinition

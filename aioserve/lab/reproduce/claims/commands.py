@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from aioserve.arguments import Parser, count
 from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.claims.claim import Claim, Finding, verdict_of
 from aioserve.lab.reproduce.claims.page import make_page, render
 from aioserve.lab.reproduce.claims.registry import CLAIMS
 from aioserve.lab.terminal import paint, progress
-from aioserve.output_file import write
+from aioserve.support.arguments import Parser, count
+from aioserve.support.files import write
 
 ALL = "all"
 

@@ -7,12 +7,12 @@ import numpy as np
 
 from aioserve.config import EngineConfig
 from aioserve.errors import InvariantError
-from aioserve.hints import PREDICTED_OUTPUT_TOKENS
 from aioserve.lab.reproduce.claims.claim import Claim, Finding
 from aioserve.lab.reproduce.claims.optimum import Job, total_latency
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.request import PREDICTED_OUTPUT_TOKENS
 
 NUM_CASES = 10  # small ones, for each seed and each way to arrive
 ROUND = {"step_base_ms": 1000.0}  # a round of the model takes a second

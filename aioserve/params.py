@@ -1,16 +1,107 @@
-"""What a caller may ask of the sampler, and the ranges that make sense.
+"""What a caller may ask of the sampler, of an embedding and of the text of a reply.
 
-Knows nothing about models: token ids are checked against a vocabulary at the engine's door.
+Sampling parameters and the ranges that make sense, structured outputs, a bound on reasoning
+tokens, and how a model recommends to sample its replies: the values of fields that a request
+leaves open.
 """
 
 import sys
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from aioserve.errors import RequestError
-from aioserve.structured_outputs import StructuredOutputs
-from aioserve.thinking_budget import ThinkingBudget
+from aioserve.errors import ConfigError, RequestError
+
+MAX_FORCED_TOKENS = 512
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A bound on reasoning tokens: after `max_tokens` of them the end mark is forced, token by
+    token, and the reply goes on as if the model had written it.
+
+    Tokens of the marks are not counted; tokens of a text before the end mark in `forced` are.
+    Raises `RequestError` that names the field.
+    """
+
+    max_tokens: int  # reasoning tokens; 0: the reply begins with the end mark
+    start: str  # the text with which reasoning begins, as "<think>"
+    end: str  # the text with which it ends, as "</think>"
+    is_implied: bool = False  # a reply begins inside of reasoning, though no text says so
+    is_repeated: bool = False  # reasoning may begin again, and anywhere: all of it counts
+    forced: str = ""  # the text that is forced, with `end` in it; empty: `end` alone
+    forced_token_ids: tuple[int, ...] = ()  # filled in by the engine
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise RequestError(
+                f"thinking_budget must be at least 0 tokens, got {self.max_tokens}",
+                param="thinking_budget",
+            )
+        if not self.end or self.end not in self.text:
+            raise RequestError(
+                f"thinking_budget.forced must hold the end mark {self.end!r}, got {self.forced!r}",
+                param="thinking_budget",
+            )
+
+    @property
+    def text(self) -> str:
+        """The text that is forced when the budget is spent."""
+        return self.forced or self.end
+
+
+# What the text of a reply must look like: a schema, a pattern, a choice or a grammar. As it is
+# asked for, and what cannot be meant. Knows nothing about tokens; `grammars` does.
+
+
+WAYS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+class StructuredOutputs(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    repr_omit_defaults=True,
+    weakref=True,
+):
+    """One way to say it, in the words of vLLM. Raises `RequestError` for none or several.
+
+    Whether it can be compiled is known at the engine's door.
+    """
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    json_object: bool | None = None  # any JSON object
+    regex: str | None = None  # all of the text, in the syntax of Rust's `regex`
+    choice: tuple[str, ...] | None = None  # one of these texts
+    grammar: str | None = None  # Lark as llguidance has it, or the GBNF (EBNF) of llama.cpp
+    #: Free text; what follows a trigger is bound by a schema: {"structures": [...], "triggers": []}
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None  # in JSON: between its parts
+
+    def __post_init__(self) -> None:
+        given = [name for name in WAYS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs takes one of {', '.join(WAYS)}, got "
+                f"{' and '.join(given) or 'none'}",
+                param="structured_outputs",
+            )
+        if self.choice is not None and not self.choice:
+            raise RequestError(
+                "structured_outputs.choice must hold at least one text",
+                param="structured_outputs.choice",
+            )
+
+    @property
+    def way(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in WAYS if getattr(self, name) not in (None, False))
+
+
+# What a caller may ask of the sampler, and the ranges that make sense. Knows nothing about models:
+# token ids are checked against a vocabulary at the engine's door.
+
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_N = 128
@@ -190,3 +281,97 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+
+# What a caller may ask of an embedding: which hidden states, and what becomes of their vector.
+# Knows nothing about models: what one pools by default, and whether its vectors may be cut, is
+# known at the engine's door.
+
+
+Pooling = Literal["mean", "last"]
+
+#: By field, of numbers.
+POOLING_RANGES: dict[str, Range] = {
+    "dimensions": Range("at least 1", ge=1),
+    "truncate_prompt_tokens": Range("-1 (the model's limit) or at least 1", ge=-1, other_than=0),
+}
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one prompt becomes a vector. Raises `RequestError` that names the field.
+
+    States are those after the model's last norm. The vector is cut to `dimensions` first, then
+    normalized.
+    """
+
+    pooling: Pooling | None = None  # of all tokens, or the last one's; None: as the model was saved
+    normalize: bool = True  # to length 1
+    dimensions: int | None = None  # only of models that were trained to be cut (Matryoshka)
+    truncate_prompt_tokens: int | None = None  # tokens kept, the last ones; -1: the model's limit
+
+    def __post_init__(self) -> None:
+        if self.pooling not in (None, "mean", "last"):
+            raise RequestError(f"pooling must be mean or last, got {self.pooling!r}", "pooling")
+        for name, numbers in POOLING_RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not numbers.holds(value):
+                raise RequestError(f"{name} must be {numbers.words}, got {value}", param=name)
+
+
+# How a model recommends to sample its replies: the values of fields that a request leaves open.
+# What a request states always wins. Knows ranges; knows no files and no models.
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Recommended values, by the names of `SamplingParams`; None where nothing is recommended."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def fill(self, given: Mapping[str, Any], *, max_tokens: int | None = None) -> SamplingParams:
+        """Parameters of a request that states `given`, by the names of `SamplingParams`.
+
+        `max_tokens` is the limit of a request for which neither the request nor the model has one.
+        Raises `RequestError` for what the request states.
+        """
+        recommended = self.recommended
+        if max_tokens is not None:
+            recommended.setdefault("max_tokens", max_tokens)
+        # No recommendation contradicts the request: neither its least length, nor a prompt that is
+        # cut to leave room for as many tokens as it asks for.
+        limit = recommended.get("max_tokens", 0)
+        if given.get("truncate_prompt_tokens") == -1 or given.get("min_tokens", 0) > limit:
+            recommended.pop("max_tokens", None)
+        return SamplingParams(**recommended | dict(given))
+
+    @property
+    def recommended(self) -> dict[str, Any]:
+        """The values that there are, by name."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:g}" for name, value in self.recommended.items())
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
+def read_defaults(stated: Mapping[str, Any], where: str) -> SamplingDefaults:
+    """The recommendation in `stated`, by the names of `SamplingParams`; None values are ignored.
+
+    Raises `ConfigError` that names `where` and the value that makes no sense.
+    """
+    try:
+        defaults = msgspec.convert(stated, SamplingDefaults)
+        defaults.fill({})
+    except (msgspec.ValidationError, RequestError) as error:
+        raise ConfigError(
+            f"{where} recommends sampling that makes no sense: {error}; "
+            "model.generation_config none ignores it"
+        ) from error
+    return defaults

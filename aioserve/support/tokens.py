@@ -1,11 +1,74 @@
-"""Which tokens of a reply are reasoning: counted token by token, between marks in their text.
+"""What single tokens stand for: their bytes, whatever the tokenizer, and which are reasoning.
 
-Agrees with the reasoning parser of `formats`, which reads the same reply as text. Knows tokens by
-their bytes; knows nothing about budgets.
+GPT-2's alphabet is that by which byte-level vocabularies spell bytes. Tokens of reasoning are
+counted one by one, between marks in their text.
 """
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's table of printable stand-ins for the 256 bytes, inverted."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_OF_CHAR = _alphabet()
+
+
+def spelled_bytes(token: str) -> bytes | None:
+    """The bytes that a token of a byte-level vocabulary spells; None if it is not spelled so."""
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return None
+
+
+# The bytes that a single token stands for, whatever kind of tokenizer has it. Knows byte-level
+# vocabularies and the byte tokens of SentencePiece. Knows nothing about texts of several tokens:
+# `engine.delivery` decodes those.
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenBytes(dict[int, bytes]):
+    """By token id: its bytes, special tokens with their text. Filled as asked."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is one of `transformers`."""
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        return self.note(token_id, str(self._tokenizer.decode([token_id])))
+
+    def note(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that decodes to `text`."""
+        found = self[token_id] = self._bytes(token_id, text)
+        return found
+
+    def _bytes(self, token_id: int, text: str) -> bytes:
+        if REPLACEMENT not in text:
+            return text.encode()
+        # A piece of a character: only the vocabulary knows which bytes it stands for.
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        spelled = spelled_bytes(token)
+        return text.encode() if spelled is None else spelled
+
+
+# Which tokens of a reply are reasoning: counted token by token, between marks in their text. Agrees
+# with the reasoning parser of `formats`, which reads the same reply as text. Knows tokens by their
+# bytes; knows nothing about budgets.
+
 
 #: Tokens at the end of a prompt that may hold the start mark: no mark of a template is longer.
 PROMPT_END_TOKENS = 16

@@ -15,7 +15,7 @@ from aioserve.errors import (
     RequestError,
 )
 from aioserve.outputs import RequestOutput
-from aioserve.sampling_params import SamplingParams
+from aioserve.params import SamplingParams
 
 P = TypeVar("P")
 

@@ -1,12 +1,12 @@
-"""What a process of a server does before all else, with what it inherits from its parent.
+"""What a process does before all else: what it inherits from its parent, and what Python lacks.
 
-A parent may have closed descriptors, blocked or ignored signals. Knows the system. Imports nothing
-that takes time.
+Imports nothing heavy, so that a signal in the first moments of a server is heard.
 """
 
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
 # Seconds that the log has to be written when a server is interrupted before it listens.
@@ -63,8 +63,33 @@ def ignore_sigterm() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     # Not imported here: the import may be what was interrupted.
-    writer = sys.modules.get("aioserve.background_writer")
+    writer = sys.modules.get("aioserve.support.logs")
     wait = getattr(writer, "wait_streams_written", None)
     if wait is not None:
         wait(LAST_LINES_SECONDS)
     os._exit(0)
+
+
+# Says which package a Python lacks, and the line that brings it. Imports the standard library
+# alone: it speaks where nothing else can be imported.
+
+
+CLONE = Path(__file__).parents[2]
+
+
+def way_out(error: ModuleNotFoundError) -> str:
+    """One line for an import that failed: the package, the Python that lacks it, what to type.
+
+    Raises `error` itself if a module of aioserve is missing: that is no package to install.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "aioserve"):
+        raise error
+    lacks = f"{sys.executable} lacks the package {package!r}"
+    if not (CLONE / "Makefile").is_file():
+        return f"{lacks}: {sys.executable} -m pip install aioserve brings it"
+    python = CLONE / ".venv" / "bin" / "python"
+    if Path(sys.prefix) == CLONE / ".venv":
+        return f"{lacks}: make install, in {CLONE}, brings it"
+    make = "" if python.exists() else f"make install, in {CLONE}, then "
+    return f"{lacks}: {make}{python} -m aioserve has all that it needs"

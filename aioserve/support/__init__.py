@@ -1,0 +1,1 @@
+"""Helpers that no single room owns: names, files, logs, progress, the command line."""
