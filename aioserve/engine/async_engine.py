@@ -39,6 +39,10 @@ class AsyncEngine(OperatedEngine):
             print(output.text, end="")
     """
 
+    # Here, since `__del__` reads them of an engine whose settings were refused, too.
+    _watchdog: Watchdog | None = None  # between start and shutdown, in real time
+    _home: tuple[asyncio.AbstractEventLoop, int] | None = None  # the loop, and its thread
+
     def __init__(
         self,
         config: EngineConfig | None = None,
@@ -54,9 +58,7 @@ class AsyncEngine(OperatedEngine):
         self._runner = runner
         self._on_kv_event = on_kv_event
         self._is_real_time = False  # known after start
-        self._watchdog: Watchdog | None = None  # between start and shutdown, in real time
         self._hang: RunnerDeadError | None = None  # a step that counts as dead
-        self._home: tuple[asyncio.AbstractEventLoop, int] | None = None  # the loop, and its thread
         self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._ending = asyncio.Lock()  # held by the `shutdown` that gives everything back
         self._num_clients = 0  # besides those of this process
