@@ -5,10 +5,11 @@ Holds for servers that run the prompts of a round as one step of their own, whil
 """
 
 import csv
+import gzip
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -46,13 +47,16 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def read_outcomes(path: str | Path, *, extra_prompt_tokens: int = 0) -> list[Outcome]:
     """The requests of a file in order of arrival, their prompts `extra_prompt_tokens` longer than
-    the file says (what a server puts around a prompt). Raises `ConfigError` with file and line.
+    the file says (what a server puts around a prompt). A file whose name ends in `.gz` is unpacked.
+    Raises `ConfigError` with file and line.
     """
+    unpack: Any = gzip.open if Path(path).suffix == ".gz" else open
     try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+        with unpack(path, "rt", encoding="utf-8-sig", newline="") as file:
             return _read(str(path), csv.DictReader(file), extra_prompt_tokens)
-    except OSError as error:
-        raise ConfigError(f"cannot read outcomes {path}: {error.strerror}") from error
+    except (OSError, EOFError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read outcomes {path}: {why}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"outcomes {path} is not UTF-8 text: {error}") from error
 

@@ -188,10 +188,12 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def read_logs(folder: Path) -> dict[str, list[Outcome]]:
-    """The outcomes in a folder by file name without `.csv`, as `overload.fcfs`."""
+    """The outcomes in a folder by file name without `.csv` or `.csv.gz`, as `overload.fcfs`."""
     found = {
-        path.name.removesuffix(".csv"): read_outcomes(path, extra_prompt_tokens=EXTRA_PROMPT_TOKENS)
-        for path in sorted(folder.glob("*.csv"))
+        path.name.removesuffix(".gz").removesuffix(".csv"): read_outcomes(
+            path, extra_prompt_tokens=EXTRA_PROMPT_TOKENS
+        )
+        for path in sorted([*folder.glob("*.csv"), *folder.glob("*.csv.gz")])
     }
     if not any(name.endswith(".fcfs") for name in found):
         raise ConfigError(f"{folder} has no file NAME.fcfs.csv of outcomes")
