@@ -92,6 +92,7 @@ class Look(NamedTuple):
     descriptors: int
     tasks: int
     blocks: float
+    threads: int
 
 
 class Server:
@@ -139,7 +140,10 @@ class Server:
                 break
         self.check(not any(counts), f"still held after {PATIENCE:.0f} s of quiet: {counts}")
         at, resident = time.perf_counter() - since, seen.memory_info().rss / 2**20
-        return Look(at, resident, told["traced_kib"], descriptors, told["tasks"], counts[-1])
+        threads = seen.num_threads()
+        return Look(
+            at, resident, told["traced_kib"], descriptors, told["tasks"], counts[-1], threads
+        )
 
     def check(self, is_right: bool, what: str) -> None:
         """Notes what is wrong, and goes on."""
@@ -498,6 +502,7 @@ def judge(looks: list[Look], server: Server, seconds: float) -> dict[str, tuple[
             f"{traced:+.0f} KiB of {warm[0].traced_kib:,.0f}",
         ),
         "no descriptor more": (descriptors <= 0, f"{descriptors:+.0f}, {spread('descriptors')}"),
+        "no thread more": (grown("threads") <= 0, f"{grown('threads'):+.0f}, {spread('threads')}"),
         "no task more": (tasks <= 0, f"{tasks:+.0f}, {spread('tasks')}"),
         "no KV block is held": (blocks == 0, f"{blocks:g} at most"),
     }

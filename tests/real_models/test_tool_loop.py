@@ -36,19 +36,19 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def loop(url: str, wire: str, choice: Choice, *, is_streamed: bool) -> list[Reply]:
-    """Three questions, each with a call, its result and an answer."""
+def loop(url: str, wire: str, choice: Choice, *, is_streamed: bool) -> list[list[Reply]]:
+    """For each of three questions the reply, and if it has a call, the answer to its result."""
     dialogue = DIALOGUES[wire](url, "qwen")
-    replies = []
+    turns = []
     for question, tool, _, result in TURNS:
         dialogue.tell(question)
-        called = dialogue.ask(choice, tool, is_streamed=is_streamed)
-        replies.append(called)
-        for call in called.calls:
+        replies = [dialogue.ask(choice, tool, is_streamed=is_streamed)]
+        for call in replies[0].calls:
             dialogue.give(call, result)
-        if called.calls:
+        if replies[0].calls:
             replies.append(dialogue.ask("none", tool, is_streamed=is_streamed))
-    return replies
+        turns.append(replies)
+    return turns
 
 
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
@@ -56,9 +56,15 @@ def loop(url: str, wire: str, choice: Choice, *, is_streamed: bool) -> list[Repl
 def test_three_turns_call_tools_and_a_stream_says_what_a_whole_reply_does(
     url: str, wire: str, choice: Choice
 ) -> None:
+    """By itself the model calls in the first two; in the third it makes a result up."""
     whole = loop(url, wire, choice, is_streamed=False)
-    assert len(whole) == 2 * len(TURNS), "a turn has no call"
-    for called, answer, (_, tool, arguments, _) in zip(whole[::2], whole[1::2], TURNS, strict=True):
+    num_calls = sum(len(replies) == 2 for replies in whole)
+    assert num_calls >= (2 if choice == "auto" else 3)
+    for replies, (_, tool, arguments, _) in zip(whole, TURNS, strict=True):
+        if len(replies) == 1:
+            assert replies[0].text
+            continue
+        called, answer = replies
         call: Call = called.calls[0]
         jsonschema.validate(call.arguments, TOOLS[call.name])
         assert (call.name, call.arguments) == (tool, arguments)
@@ -66,4 +72,6 @@ def test_three_turns_call_tools_and_a_stream_says_what_a_whole_reply_does(
         assert answer.text
         assert not answer.calls
     streamed = loop(url, wire, choice, is_streamed=True)
-    assert [reply.without_ids() for reply in streamed] == [reply.without_ids() for reply in whole]
+    assert [[reply.without_ids() for reply in replies] for replies in streamed] == [
+        [reply.without_ids() for reply in replies] for replies in whole
+    ]
