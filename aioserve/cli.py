@@ -17,9 +17,8 @@ from typing import Any
 
 import msgspec
 
-from aioserve.config import COMMON_SETTINGS, EngineConfig, iter_settings
+from aioserve.config import COMMON_SETTINGS, EMBEDDED_MODEL, EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, SettingError
-from aioserve.model_source.downloads import fetch_if_missing
 from aioserve.support.arguments import (
     EXIT_ENGINE_DEAD,
     EXIT_FAILED,
@@ -95,7 +94,10 @@ def _dispatch(words: Sequence[str]) -> int:
     given = build_parser().parse_args(rest if first in COMMANDS else words)
     config = load_config(given)
     set_up_logging(config.server.log_level, config.server.log_format)
-    fetch_if_missing(config.model.model)  # while Ctrl-C and SIGTERM still end the process at once
+    if config.model.model != EMBEDDED_MODEL:
+        from aioserve.model_source.downloads import fetch_if_missing
+
+        fetch_if_missing(config.model.model)  # while Ctrl-C and SIGTERM still end the process
     try:
         run(command(config, lambda: load_config(given)))
     finally:

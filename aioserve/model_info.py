@@ -13,8 +13,7 @@ import msgspec
 
 from aioserve.config import EMBEDDED_MODEL, ModelConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.model_source import Directory, GgufFile, ModelSource
-from aioserve.model_source.downloads import DOWNLOADS, downloaded
+from aioserve.model_source import ModelSource
 from aioserve.model_source.source import check_file
 from aioserve.params import NO_DEFAULTS, SamplingDefaults
 from aioserve.support.progress import download_bars
@@ -69,9 +68,11 @@ class ModelInfo:
         if self.config.generation_config == "none":
             return NO_DEFAULTS
         stated, name = self.source.stated_sampling, self.config.model
-        if stated == NO_DEFAULTS and name in DOWNLOADS and not Path(name).exists():
-            return DOWNLOADS[name].sampling
-        return stated
+        if stated != NO_DEFAULTS or name == EMBEDDED_MODEL or Path(name).exists():
+            return stated
+        from aioserve.model_source.downloads import DOWNLOADS
+
+        return DOWNLOADS[name].sampling if name in DOWNLOADS else stated
 
     @property
     def stated_pooling(self) -> str | None:
@@ -170,11 +171,11 @@ def find_model(config: ModelConfig) -> ModelSource:
     if config.model == EMBEDDED_MODEL:
         _check_no_revision(config, "shipped with aioserve")
         path = Path(__file__).parent / "embedded"
-    elif config.model in DOWNLOADS and not path.exists():
-        _check_no_revision(config, "fetched by its name")
-        path = downloaded(config.model)
     elif path.exists():
-        _check_no_revision(config, (Directory if path.is_dir() else GgufFile).kind)
+        kind = "a local directory" if path.is_dir() else "a local file"
+        _check_no_revision(config, kind)
+    elif (fetched := _fetched_by_name(config)) is not None:
+        path = fetched
     elif config.model.count("/") <= 1 and not config.model.startswith((".", "/", "~")):
         if path.suffix == ".gguf":
             raise ConfigError(f"no file {config.model}")
@@ -188,12 +189,16 @@ def find_model(config: ModelConfig) -> ModelSource:
                 f"model.quantization is {config.quantization!r}, but {path} is a GGUF file, whose "
                 "weights are served in the types that it has"
             )
+        from aioserve.model_source import GgufFile
+
         return GgufFile(path, trust_remote_code=config.trust_remote_code)
     check_file(path / "config.json")
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         meant = f"; a GGUF file is named itself: {files[0]}" if files else ""
         raise ConfigError(f"no config.json in model directory {path}{meant}")
+    from aioserve.model_source import Directory
+
     directory = Directory(path, trust_remote_code=config.trust_remote_code)
     if config.quantization is not None and directory.quantization_config:
         raise ConfigError(
@@ -201,6 +206,16 @@ def find_model(config: ModelConfig) -> ModelSource:
             f"bits already ({directory.quantization_config.get('quant_method')})"
         )
     return directory
+
+
+def _fetched_by_name(config: ModelConfig) -> Path | None:
+    """The file of a model that the command `fetch` knows; None for any other name."""
+    from aioserve.model_source.downloads import DOWNLOADS, downloaded
+
+    if config.model not in DOWNLOADS:
+        return None
+    _check_no_revision(config, "fetched by its name")
+    return downloaded(config.model)
 
 
 def _check_no_revision(config: ModelConfig, where: str) -> None:

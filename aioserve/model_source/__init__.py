@@ -4,8 +4,21 @@ A module for each format behind the same face, and one that fetches models by na
 settings beyond what reading needs, and nothing of requests.
 """
 
-from aioserve.model_source.directory import Directory
-from aioserve.model_source.gguf_file import GgufFile
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from aioserve.model_source.source import ModelSource
 
+if TYPE_CHECKING:
+    from aioserve.model_source.directory import Directory
+    from aioserve.model_source.gguf_file import GgufFile
+
+_HOMES = {"Directory": "directory", "GgufFile": "gguf_file"}  # loaded when a model is such
+
 __all__ = ["Directory", "GgufFile", "ModelSource"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

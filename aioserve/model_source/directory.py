@@ -3,6 +3,7 @@
 Reads itself what is JSON and leaves the rest to `transformers`.
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -10,19 +11,18 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from aioserve.errors import ConfigError, one_line
-from aioserve.model_source.checkpoint import Stored, find_weights, kinds_of
-from aioserve.model_source.lazy_tensors import LazyReads
-from aioserve.model_source.quantized_names import ModuleNames
-from aioserve.model_source.sentence_pooling import stated_pooling
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
 from aioserve.model_source.stated_values import check_config
-from aioserve.model_source.tokenizer_growth import check_growth
 from aioserve.params import SamplingDefaults, read_defaults
+
+if TYPE_CHECKING:
+    from aioserve.model_source.checkpoint import Stored
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ _FOLDERS = ("1_Pooling", "additional_chat_templates")
 class Directory(ModelSource):
     """A model in a local directory, as `save_pretrained` of transformers writes it."""
 
-    kind = "a local directory"
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
         super().__init__(path, trust_remote_code=trust_remote_code)
@@ -107,7 +106,7 @@ class Directory(ModelSource):
     @cached_property
     def stated_pooling(self) -> str | None:
         """What sentence-transformers has written beside the model."""
-        return stated_pooling(self.path)
+        return read_pooling(self.path)
 
     def read_config(self) -> Any:
         from transformers import AutoConfig
@@ -159,8 +158,7 @@ class Directory(ModelSource):
     def num_bytes(
         self, itemsize: int, *, keeps_blocks: bool = False, rounding: Rounding | None = None
     ) -> float:
-        from aioserve.model_source.quantized import bytes_in_memory
-        from aioserve.model_source.quantized_modules import keeps_numbers
+        from aioserve.model_source.quantized import bytes_in_memory, keeps_numbers
 
         def rounded(name: str, shape: tuple[int, ...]) -> str | None:
             if rounding is None or len(shape) != 2 or shape[1] % _group(rounding.inner):
@@ -213,13 +211,15 @@ class Directory(ModelSource):
 
     def stored_kinds(self, outline: Any) -> dict[str, str]:
         with ExitStack() as files:
+            from aioserve.model_source.checkpoint import kinds_of
+
             return kinds_of(self._find_weights(files)[0], outline)
 
     @contextmanager
     def open_weights(self) -> Iterator[dict[str, Callable[[], Any]]]:
         import torch
 
-        def read(weight: Stored) -> Any:
+        def read(weight: "Stored") -> Any:
             found = weight.read()
             return found if isinstance(found, torch.Tensor) else found.dequantize(torch.float32)
 
@@ -286,8 +286,13 @@ class Directory(ModelSource):
         from torch import nn
         from transformers import AutoModelForCausalLM
 
-        from aioserve.model_source.quantized import QuantizedWeight, attach, quantize, stand_in
-        from aioserve.model_source.quantized_modules import keeps_numbers
+        from aioserve.model_source.quantized import (
+            QuantizedWeight,
+            attach,
+            keeps_numbers,
+            quantize,
+            stand_in,
+        )
 
         config = self.read_config()
         for part in (config, config.get_text_config(decoder=True)):
@@ -313,7 +318,7 @@ class Directory(ModelSource):
             kept[tensor.data_ptr()] = (name, weight, tensor)
             return tensor
 
-        def read(name: str, stored: Stored) -> Any:
+        def read(name: str, stored: "Stored") -> Any:
             try:
                 weight = stored.read()
             except ConfigError as error:
@@ -375,12 +380,14 @@ class Directory(ModelSource):
             )
         return module, report
 
-    def _find_weights(self, files: ExitStack) -> tuple[dict[str, Stored], dict[str, Any]]:
+    def _find_weights(self, files: ExitStack) -> tuple[dict[str, "Stored"], dict[str, Any]]:
         """Quantized weights, and other tensors, by name; open until `files` are closed."""
         tensors = dict(self._tensors(files))
         if not self.quantization_config:
             return {}, tensors
         try:
+            from aioserve.model_source.checkpoint import find_weights
+
             return find_weights(self.quantization_config, tensors)
         except ConfigError as error:
             raise ConfigError(f"cannot load the model in {self.path}: {one_line(error)}") from None
@@ -416,3 +423,178 @@ def _group(kind: str) -> int:
     from aioserve.model_source.quantized import format_of
 
     return format_of(kind).inputs
+
+
+# How a model of embeddings pools, as sentence-transformers has written it beside the weights. Reads
+# two files of a model directory. Judges nothing.
+
+
+# How sentence-transformers calls what is served, and its modules that are.
+_POOLINGS = {"mean_tokens": "mean", "lasttoken": "last"}
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+class _Module(msgspec.Struct):
+    """What is read of an entry of modules.json."""
+
+    type: str
+
+
+def read_pooling(directory: Path) -> str | None:
+    """What the directory states: `mean`, `last` or a name that is not served, and the modules
+    behind it that are not; None if it states nothing.
+    """
+    path = directory / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return None
+    config = read_json(path, dict[str, Any])
+    modes = [
+        name.removeprefix("pooling_mode_")
+        for name, value in config.items()
+        if name.startswith("pooling_mode_") and value is True
+    ]
+    stated = config.get("pooling_mode") or " and ".join(modes)  # of newer versions, of older
+    pooling = _POOLINGS.get(str(stated), str(stated))
+    modules = directory / "modules.json"
+    kinds = [m.type for m in read_json(modules, list[_Module])] if modules.is_file() else []
+    more = [kind for kind in (k.rpartition(".")[2] for k in kinds) if kind not in _MODULES]
+    return ", then ".join([pooling, *more])
+
+
+# Refuses a tokenizer whose steps make a text so much longer that a request would never end.
+# `tokenizer.json` may replace texts by longer ones, one step after another: thirty that double a
+# letter make a gigabyte of it, in one call that nothing can end. Knows the steps of `tokenizers`
+# that prompts go through before they are cut into tokens, and replies after. Knows no vocabulary.
+
+
+#: How many characters a tokenizer may make of one. Unicode's normal forms make 18 at most.
+MAX_GROWTH = 64
+_SAMPLE = 256  # characters of each text that is tried: what stands before it or behind is no growth
+# What may stand for much text in a pattern of a step, beside the letters that are in it.
+_USUAL = (" ", "\n", "a", "A", "1", ".", "\u2581")
+
+_EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+
+
+class _Stated(msgspec.Struct):
+    """What is read of a tokenizer.json."""
+
+    normalizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+
+
+def check_growth(path: Path) -> None:
+    """Raises `ConfigError` if the steps of this tokenizer.json make more than `MAX_GROWTH`
+    characters of one. What cannot be read is left to the library, which says why.
+    """
+    try:
+        stated = msgspec.json.decode(path.read_bytes(), type=_Stated)
+    except (OSError, msgspec.DecodeError):
+        return
+    for kind, given in (("normalizer", stated.normalizer), ("decoder", stated.decoder)):
+        steps = list(_steps(given))
+        texts = sorted({text for step in steps for text in _texts(step)})
+        if not texts:
+            continue  # only a text of its own can make a step repeat itself
+        try:
+            made = [_applied(kind, step) for step in steps]
+        except Exception:  # whatever the library raises; it is raised again by who loads it
+            return
+        for text in {*texts, *"".join(texts), *_USUAL}:
+            _check(path, kind, made, text)
+
+
+def _check(path: Path, kind: str, steps: list[Callable[[str], str]], text: str) -> None:
+    made = text * -(-_SAMPLE // len(text))
+    most = MAX_GROWTH * len(made)
+    for number, step in enumerate(steps, start=1):
+        made = step(made)
+        if len(made) > most:
+            raise ConfigError(
+                f"the {kind} of {path} makes more than {MAX_GROWTH} characters of one by its step "
+                f"{number}, as of {text[:20]!r}: a request could take for ever"
+            )
+
+
+def _steps(given: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """One after another, out of all sequences."""
+    if given is None:
+        return
+    if given.get("type") != "Sequence":
+        yield given
+        return
+    for step in given.get("normalizers") or given.get("decoders") or ():
+        yield from _steps(step)
+
+
+def _texts(step: dict[str, Any]) -> Iterator[str]:
+    """What a step looks for, and what it writes."""
+    pattern = step.get("pattern")
+    found = [*pattern.values()] if isinstance(pattern, dict) else []
+    for text in (*found, step.get("content"), step.get("prepend")):
+        if isinstance(text, str) and text:
+            yield text
+
+
+def _applied(kind: str, step: dict[str, Any]) -> Callable[[str], str]:
+    from tokenizers import Tokenizer
+
+    whole = Tokenizer.from_str(json.dumps({**_EMPTY, kind: step}))
+    if kind == "normalizer":
+        return lambda text: str(whole.normalizer.normalize_str(text))
+    return lambda text: str(whole.decoder.decode([text]))
+
+
+# Weights that `transformers` takes for slices of a file, and that are read when it loads each.
+# Knows what a read raised: `transformers` makes a page of it.
+
+
+class LazyReads:
+    """Makes what `transformers` takes for a slice of a file, and reads by calling us."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None  # `transformers` makes a page of it
+        self._lock = Lock()  # it reads on several threads
+
+    def __call__(self, read: Callable[[str, Any], Any], name: str, what: Any) -> "_LazyTensor":
+        return _LazyTensor(self, read, name, what)
+
+
+class _LazyTensor:
+    def __init__(self, lazy: LazyReads, read: Callable[[str, Any], Any], name: str, what: Any):
+        self._lazy, self._read, self._name, self._what = lazy, read, name, what
+
+    def __getitem__(self, _: Any) -> Any:
+        with self._lazy._lock:
+            try:
+                return self._read(self._name, self._what)
+            except Exception as error:
+                self._lazy.error = self._lazy.error or error
+                raise
+
+
+# The names that tensors of files have in a module of `transformers`, which renames and joins some.
+# Knows what `transformers` declares of a model; reads no tensor.
+
+
+class ModuleNames:
+    """The names of parameters of one module, by those in files."""
+
+    def __init__(self, module: Any) -> None:
+        """`module` may be an outline without numbers."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        transforms = get_model_conversion_mapping(module)
+        self._joining = [one for one in transforms if isinstance(one, WeightConverter)]
+        self._renaming = [one for one in transforms if not isinstance(one, WeightConverter)]
+        self._prefix, self._known = module.base_model_prefix, module.state_dict()
+
+    def find(self, name: str) -> str | None:
+        """The parameter that the tensor `name` of a file is; None where it becomes another."""
+        from transformers.core_model_loading import rename_source_key
+
+        found, joined = rename_source_key(
+            name, self._renaming, self._joining, self._prefix, self._known
+        )
+        return found if joined is None else None

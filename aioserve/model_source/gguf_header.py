@@ -1,16 +1,17 @@
-"""What the head of a GGUF file says: metadata, and where which tensor lies.
+"""The head of a GGUF file: its metadata, and where which tensor lies, in one file or in several.
 
-Reads bytes, in order, and checks every length before it is used. Knows no architecture, unpacks no
-weights, and skips the words of the vocabulary, which `transformers` reads.
+Reads bytes, in order, and checks every length before it is used. Knows no architecture, and skips
+the words of the vocabulary, which `transformers` reads.
 """
 
 import math
 import mmap
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, one_line
 
 # Value types of the format, by number, as `struct` writes them; the others are:
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
@@ -150,3 +151,83 @@ class _Reader:
                 f"{self._path} is cut short or damaged: it has {self._size:,} bytes, and its "
                 f"header asks for {at + size:,} or more"
             )
+
+
+# A GGUF model in several files, as llama-gguf-split writes them: NAME-00001-of-00003.gguf. The
+# first has the metadata of the model, each a part of its tensors.
+
+
+_NUMBERS = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+def read_parts(path: Path, header: Header) -> Header:
+    """The header of the whole model whose first file is `path`. Raises `ConfigError` that names a
+    file which is not the first, or is missing.
+    """
+    count = header.metadata.get("split.count", 1)
+    if count <= 1:
+        return header
+    number = header.metadata.get("split.no", 0)
+    if not (named := _NUMBERS.search(path.name)):
+        raise ConfigError(
+            f"{path} is part {number + 1} of {count} and not named so: its name has to end with "
+            f"-{number + 1:05}-of-{count:05}.gguf, for the others to be found"
+        )
+    base = path.name[: named.start()]
+    files = [path.with_name(f"{base}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    if number != 0:
+        raise ConfigError(f"{path} is part {number + 1} of {count}: name the first, {files[0]}")
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise ConfigError(f"{path} is part 1 of {count}, and beside it is no {missing[0]}")
+    tensors = list(header.tensors)
+    for index, file in enumerate(files[1:], start=1):
+        part = read_header(file)
+        stated = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if stated != (index, count):
+            raise ConfigError(
+                f"{file} says that it is part {stated[0]} of {stated[1]}, counted from 0; expected "
+                f"is part {index} of {count}"
+            )
+        tensors += part.tensors
+    total = header.metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise ConfigError(f"{path} and its parts hold {len(tensors)} of {total} tensors")
+    return header._replace(tensors=tuple(tensors))
+
+
+# Tensors of a GGUF file: their bytes, and the numbers that these mean.
+
+
+_PIECE = 1 << 20  # weights that are unpacked at a time
+
+
+def read_bytes(tensor: Tensor) -> Any:
+    """Its bytes, a numpy array."""
+    import numpy as np
+
+    return np.fromfile(tensor.path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+
+
+def unpack(tensor: Tensor) -> Any:
+    """The weights of a tensor as float32, a numpy array of its shape. Raises `ConfigError` for a
+    type that cannot be unpacked.
+    """
+    import numpy as np
+    from gguf import GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType(tensor.type_id)
+    row_bytes = tensor.num_bytes * tensor.shape[-1] // tensor.num_elements
+    rows = read_bytes(tensor).reshape(-1, row_bytes)
+    weights = np.empty((len(rows), tensor.shape[-1]), dtype=np.float32)
+    step = max(1, _PIECE // tensor.shape[-1])  # `dequantize` takes several times what it returns
+    try:
+        for start in range(0, len(rows), step):
+            piece = slice(start, start + step)
+            weights[piece] = dequantize(rows[piece], kind)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"{tensor.path}: tensor {tensor.name} is {kind.name}, which cannot be unpacked: "
+            f"{one_line(error)}"
+        ) from None
+    return weights.reshape(tensor.shape)

@@ -36,7 +36,6 @@ class Rounding(NamedTuple):
 class ModelSource(ABC):
     """One model at `path`. All of it raises `ConfigError` in one line that names a bad file."""
 
-    kind: ClassVar[str]  # in words: "a local directory"
     packs_embedding: ClassVar[bool] = False  # whether what it keeps in blocks includes that
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:

@@ -16,11 +16,18 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.gguf_architectures import ARCHITECTURES
-from aioserve.model_source.gguf_config import Facts, read_fields
-from aioserve.model_source.gguf_header import read_header
-from aioserve.model_source.gguf_metadata import WITHOUT_EFFECT, Metadata
-from aioserve.model_source.gguf_rope import DIVISORS, LONG, OF_STRETCHES, SHORT, RopeTensors
-from aioserve.model_source.gguf_tensors import unpack
+from aioserve.model_source.gguf_config import (
+    DIVISORS,
+    LONG,
+    OF_STRETCHES,
+    SHORT,
+    WITHOUT_EFFECT,
+    Facts,
+    Metadata,
+    RopeTensors,
+    read_fields,
+)
+from aioserve.model_source.gguf_header import read_header, unpack
 from tests.gguf_written import WRITTEN, Written, make_written
 from tests.slow import mostly_slow
 

@@ -22,7 +22,6 @@ from aioserve.errors import (
     RunnerDeadError,
     UnknownModelError,
 )
-from aioserve.model_source.adapter import read_adapter
 from aioserve.runner.interface import RunnerInterface
 
 logger = logging.getLogger(__name__)
@@ -255,6 +254,8 @@ class Adapters:
 
     async def _read(self, adapter: _Adapter) -> None:
         """Into memory, and into the runner's. Gives its place back if that fails."""
+        from aioserve.model_source.adapter import read_adapter
+
         try:
             async with self._disk:
                 self._check_open()

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aioserve.model_source.quantized import QuantizedWeight
-from aioserve.model_source.quantized_modules import quantized_experts
+from aioserve.model_source.quantized import QuantizedWeight, quantized_experts
 from aioserve.runner.fused.ops import ExpertActivation, ExpertWeights, Router
 from aioserve.runner.fused.structure import NotFusedError, expect, find_activation
 

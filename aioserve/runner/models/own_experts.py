@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aioserve.model_source.quantized import unpacked
-from aioserve.model_source.quantized_modules import quantized_experts, weights_of_experts
+from aioserve.model_source.quantized import quantized_experts, unpacked, weights_of_experts
 from aioserve.runner.fused import NotFusedError
 from aioserve.runner.fused.experts import between, gated_experts
 from aioserve.runner.fused.ops import Linear, Mixture, Ops, Routes

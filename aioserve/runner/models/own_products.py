@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.quantized import attached, stands_in, unpack_all
-from aioserve.model_source.quantized_modules import quantized_experts
+from aioserve.model_source.quantized import attached, quantized_experts, stands_in, unpack_all
 from aioserve.runner.fused import Place
 from aioserve.runner.fused.decoder import LOGITS_DTYPE
 from aioserve.runner.fused.ops import Embedding, Linear, Mixture, Ops, PlainLinear, WideLinear

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.model_source.quantized_modules import (
+from aioserve.model_source.quantized import (
     has_quantized_layers,
     quantize_experts,
     quantize_linears,

@@ -7,7 +7,7 @@ import torch
 
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized_modules import quantize_experts, quantize_linears
+from aioserve.model_source.quantized import quantize_experts, quantize_linears
 from aioserve.model_source.source import Rounding
 from aioserve.multimodal.families import family_of
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION

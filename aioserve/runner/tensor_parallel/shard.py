@@ -16,10 +16,10 @@ from aioserve.model_source.quantized import (
     attached,
     check_whole_groups,
     format_of,
+    quantized_experts,
     stand_in,
     stored_experts,
 )
-from aioserve.model_source.quantized_modules import quantized_experts
 from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.runner.tensor_parallel.plan import EXPERTS, plan_of, vectors_of
 

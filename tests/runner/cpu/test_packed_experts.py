@@ -11,8 +11,12 @@ import torch
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized import FORMATS, stored_experts, unpacked_in_turn
-from aioserve.model_source.quantized_modules import quantized_experts
+from aioserve.model_source.quantized import (
+    FORMATS,
+    quantized_experts,
+    stored_experts,
+    unpacked_in_turn,
+)
 from aioserve.runner.cpu.blocks import BlockLinear
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
