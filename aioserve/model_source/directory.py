@@ -55,7 +55,6 @@ _FOLDERS = ("1_Pooling", "additional_chat_templates")
 class Directory(ModelSource):
     """A model in a local directory, as `save_pretrained` of transformers writes it."""
 
-
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
         super().__init__(path, trust_remote_code=trust_remote_code)
         for folder in (path, *(path / name for name in _FOLDERS)):
