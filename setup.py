@@ -27,7 +27,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx512_bf16"] = [*FLAGS["avx512_vnni"], "-mavx512bf16"]
     FLAGS["amx_bf16"] = [*FLAGS["avx512_bf16"], *("-mamx-tile", "-mamx-bf16")]
 
-# A library of other sources is not loaded: aioserve/kernels/sources.py makes the same digest.
+# A library of other sources is not loaded: aioserve/kernels/library.py makes the same digest.
 DIGEST = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]")))
 ).hexdigest()

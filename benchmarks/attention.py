@@ -25,8 +25,7 @@ import torch
 
 from aioserve.kernels import Kernels, usable_variants
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
-from aioserve.runner.cpu.attention import AttentionBackend, TorchPagedAttention
-from aioserve.runner.cpu.compiled_attention import CompiledAttention
+from aioserve.runner.cpu.attention import AttentionBackend, CompiledAttention, TorchPagedAttention
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 9, 3, 64, 16
 CACHE_BYTES = 200 << 20  # of all layers: more than the last level of cache

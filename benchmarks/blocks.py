@@ -20,9 +20,7 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels, usable_variants
 from aioserve.model_source.quantized import quantize
-from aioserve.runner.cpu.blocks import BlockLinear
-from aioserve.runner.cpu.linear import pack_linear
-from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.products import BlockLinear, PanelLinear, pack_linear
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # (outputs, inputs) of a layer
 LAYERS = 6

@@ -13,7 +13,7 @@ from functools import partial
 
 from steps import Case, StepBench
 
-from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.fused.decoder import FusedDecoder
 
 Function = tuple[str, int, str]  # file ("~" for C code), line, name

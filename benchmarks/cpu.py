@@ -25,8 +25,8 @@ from aioserve.config import ModelConfig
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.compute_type import CPU_TYPES
 from aioserve.runner.cpu.fused import CpuPlace
+from aioserve.runner.cpu.memory import CPU_TYPES
 from aioserve.runner.loader import named_dtype, num_weight_bytes
 
 PARTS = ("floors", "steps", "breakdown", "engine")

@@ -28,7 +28,7 @@ from aioserve.config import CacheConfig, ModelConfig
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.products import PanelLinear
 from aioserve.runner.fused import FusedModel
 
 PROMPT_TOKENS = 64

@@ -22,7 +22,7 @@ from torch import Tensor
 from aioserve.config import ModelConfig
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.products import PanelLinear
 
 DTYPE = torch.bfloat16
 ROWS = [64, 256, 512, 2048, 4096]  # fewer would read from memory in a model, not here

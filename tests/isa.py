@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aioserve.kernels import usable_variants
-from aioserve.kernels.cpu import extension
-from aioserve.kernels.library import VARIANTS
+from aioserve.kernels.library import VARIANTS, extension
 from tests.variants import DTYPES
 
 ROOT = Path(__file__).parents[1]

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.kernels.cpu import cpu_flags
 from aioserve.kernels.library import (
     ENVIRONMENT_VARIABLE,
     VARIANTS,
     KernelsUnavailableError,
     choose_variant,
+    cpu_flags,
     open_library,
     usable_variants,
 )

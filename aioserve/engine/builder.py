@@ -324,6 +324,6 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
         from aioserve.runner.cpu.sharded_runner import ShardedRunner
 
         return ShardedRunner(config, model_info)
-    from aioserve.runner.cpu.sleeper import SleepingRunner
+    from aioserve.runner.cpu.runner import SleepingRunner
 
     return SleepingRunner(config, model_info)

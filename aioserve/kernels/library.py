@@ -1,17 +1,92 @@
 """Finds and loads the compiled kernels: one shared library per instruction set.
 
-Knows files, what they need and OpenMP runtimes; knows nothing about what the kernels compute.
+What this CPU can do is asked of the CPU itself, not of /proc/cpuinfo: where a process is emulated,
+that is about the machine around it. After a `git pull` a library may be older than the sources
+beside it, which is told.
 """
 
 import ctypes
+import functools
+import hashlib
+import itertools
 import os
 import re
 from pathlib import Path
 from threading import get_native_id
 
 from aioserve.errors import ConfigError
-from aioserve.kernels.cpu import cpu_flags, extension
-from aioserve.kernels.sources import StaleLibraryError, open_compiled
+
+
+def extension(name: str) -> Path:
+    """The path of a compiled file of this package, if it was built."""
+    return Path(__file__).with_name(f"_{name}.so")
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets that this CPU and its operating system offer, of those that matter here.
+
+    Spelled as in /proc/cpuinfo, which is asked where nothing was compiled.
+    """
+    try:
+        library = ctypes.CDLL(str(extension("cpu")))
+    except OSError:
+        return _flags_of_the_machine()
+    feature = library.cpu_feature
+    feature.argtypes, feature.restype = (ctypes.c_int64,), ctypes.c_char_p
+    names = itertools.takewhile(lambda name: name is not None, map(feature, itertools.count()))
+    return frozenset(name.decode() for name in names if name)
+
+
+def _flags_of_the_machine() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
+
+
+# Whether a compiled library is of the sources beside it: after a `git pull` it may be older. An
+# older one would compute wrong numbers where the calls have changed. Knows files and digests.
+
+
+#: What the kernels are compiled from; there in a checkout, and not where a wheel is installed.
+SOURCES = Path(__file__).with_name("src")
+
+
+class StaleLibraryError(Exception):
+    """The library was compiled from other sources than those beside it."""
+
+
+def open_compiled(path: Path) -> ctypes.CDLL:
+    """Load a library. Raises `OSError`, or `StaleLibraryError`: it says how to compile it again."""
+    library = ctypes.CDLL(str(path))
+    if SOURCES.is_dir() and _digest_in(library) != _digest():
+        raise StaleLibraryError(
+            f"{path.name} was compiled from other sources than those in {SOURCES}: "
+            "compile them again (make, or pip install -e .)"
+        )
+    return library
+
+
+def _digest() -> str:
+    """Of all sources, in hexadecimal: setup.py compiles the same into each library."""
+    texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+def _digest_in(library: ctypes.CDLL) -> str:
+    """Empty for a library from before there was one."""
+    try:
+        return (ctypes.c_char * 64).in_dll(library, "sources_digest").value.decode()
+    except ValueError:
+        return ""
+
+
+# Finds and loads the compiled kernels: one shared library per instruction set. Knows files, what
+# they need and OpenMP runtimes; knows nothing about what the kernels compute.
+
 
 ENVIRONMENT_VARIABLE = "AIOSERVE_KERNELS"  # off, or a variant: for tests and reports of bugs
 

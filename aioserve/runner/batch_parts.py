@@ -4,18 +4,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioserve.kv_cache import WindowSpec
-from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.runner.batch.adapter_rows import AdapterRows
 from aioserve.runner.batch.grammar_rows import GrammarRows
-from aioserve.runner.batch.pooling import PooledRows
-from aioserve.runner.batch.prompt_logprobs import PromptRows
+from aioserve.runner.batch.input_batch import BatchPart
+from aioserve.runner.batch.prompt_rows import PooledRows, PromptRows
 from aioserve.runner.batch.sampling_columns import SamplingColumns
-from aioserve.runner.batch.state_rows import StateRows
+from aioserve.runner.batch.state_rows import StateRows, WindowRows
 from aioserve.runner.batch.thinking_rows import ThinkingRows
-from aioserve.runner.batch.window_rows import WindowRows
-from aioserve.runner.lora.adapter_rows import AdapterRows
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.draft_rows import DraftRows
-from aioserve.runner.spec_decode.drafter import Drafter
+from aioserve.runner.spec_decode.drafter import Drafter, DraftRows
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler

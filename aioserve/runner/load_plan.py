@@ -23,8 +23,7 @@ from aioserve.runner.spec_decode.ngram import ngram_drafter
 
 if TYPE_CHECKING:  # `draft_source` brings `transformers`
     from aioserve.grammars import GrammarCompiler
-    from aioserve.runner.spec_decode.draft_source import Draft
-    from aioserve.runner.spec_decode.model_drafter import DraftRunner
+    from aioserve.runner.spec_decode.model_drafter import Draft, DraftRunner
     from aioserve.runner.tensor_parallel.group import Ranks
 
 #: Choices of `cache.kv_cache_dtype` besides "auto": the side that serves each, and the type.

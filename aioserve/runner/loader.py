@@ -1,13 +1,15 @@
 """Makes of a model on disk one that can be served, by the fastest tier that can, or says why none.
 
-Knows `transformers`; knows nothing about file formats, blocks, batches or requests.
+Before it, what loading asks: a model of `transformers` in two halves (its head is asked by way of
+the model's own code, as only that knows what becomes of its logits), which weights are quantized,
+and whether weights are numbers.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,16 @@ from transformers.utils import logging as hf_logging
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.source import NoAttentionInterfaceError
+from aioserve.model_source.quantized import (
+    attached,
+    has_quantized_layers,
+    quantize_experts,
+    quantize_linears,
+    told_of_weights,
+)
+from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
 from aioserve.multimodal.families import family_of
+from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
@@ -30,16 +40,16 @@ from aioserve.runner.attention.bridge import (
     serving,
 )
 from aioserve.runner.fused import NotFusedError, Place, fuse
-from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.models.attention_probe import (
     PROBE_TOKENS,
+    TappedLayers,
     probe_attention,
     probe_inputs,
     takes,
+    tap_layers,
     use_default_attention,
 )
-from aioserve.runner.models.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.models.hooked_adapters import HookedAdapters
 from aioserve.runner.models.long_rope import set_long_factors
 from aioserve.runner.models.own_products import (
@@ -49,21 +59,163 @@ from aioserve.runner.models.own_products import (
     use_own_products,
     widen_head,
 )
-from aioserve.runner.models.quantized_load import QuantizedLoad, check_kernels, rounding_of
 from aioserve.runner.models.row_by_row import RowByRowModel
 from aioserve.runner.models.stateful_layers import StatefulLayers
-from aioserve.runner.models.tapped_layers import TappedLayers, tap_layers
-from aioserve.runner.models.weights_check import warn_of_unsound
 from aioserve.runner.multimodal.image_encoder import ImageEncoder
-from aioserve.runner.multimodal.load_parts import load_parts
-from aioserve.runner.multimodal.vision_language import TextPart
+from aioserve.runner.multimodal.vision_language import TextPart, load_parts
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import together
-from aioserve.runner.tensor_parallel.groups import check_groups
-from aioserve.runner.tensor_parallel.shard import shard
+from aioserve.runner.tensor_parallel.shard import check_groups, shard
 from aioserve.support.progress import as_stage
 
+
+class BodyAndHead:
+    """`body` then `logits` is the whole model, if `find_body_and_head` says so."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._body: nn.Module = module.base_model  # type: ignore[assignment]
+        self._output_type: Any = None  # of the body
+
+    def hidden(self, **inputs: Tensor) -> Tensor:
+        """Hidden states [T, hidden] after the last norm, for inputs [1, T]."""
+        output = self._body(**inputs, use_cache=False)
+        self._output_type = type(output)
+        states: Tensor = output.last_hidden_state[0]
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of rows of such states."""
+        output = self._output_type(last_hidden_state=hidden[None])
+        nothing = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        self._body.forward = lambda *args, **kwargs: output
+        try:
+            logits: Tensor = self._module(
+                input_ids=nothing, position_ids=nothing, use_cache=False
+            ).logits[0]
+        finally:
+            del self._body.forward
+        return logits
+
+
+@torch.inference_mode()
+def find_body_and_head(module: nn.Module, **inputs: Tensor) -> BodyAndHead | None:
+    """The two parts of `module`, shown on `inputs` [1, T]; None if it does not consist of them."""
+    try:
+        parts = BodyAndHead(module)
+        with serving(AttentionProbe()):
+            expected = module(**inputs, use_cache=False).logits[0]
+        with serving(AttentionProbe()):
+            hidden = parts.hidden(**inputs)
+        found = parts.logits(hidden)  # calls for attention get no answer: there must be none
+    except Exception:  # code of any kind of model
+        return None
+    return parts if torch.allclose(found, expected, equal_nan=True) else None
+
+
+# Which weights are quantized as a model is loaded, and whether that is how they are multiplied.
+# Knows settings, formats and modules; knows nothing about files or kernels.
+
+
 logger = logging.getLogger(__name__)
+
+
+def rounding_of(config: ModelConfig) -> Rounding | None:
+    """The rounding that `model.quantization` asks for: one scale for a group of inputs."""
+    if config.quantization is None:
+        return None
+    group = config.quantization_group_size
+    outer = "Q8_0" if group == 32 else f"int8/{group}"
+    if config.quantization == "int8":
+        return Rounding(outer, outer)
+    return Rounding("Q4_0" if group == 32 else f"int4/{group}", outer)
+
+
+def check_kernels(config: ModelConfig, *, keeps_blocks: bool) -> None:
+    """Raise `ConfigError` where weights are to be quantized, and nothing multiplies with such."""
+    if config.quantization is not None and not keeps_blocks:
+        raise ConfigError(
+            f"model.quantization is {config.quantization!r}, which needs the compiled kernels of a "
+            "CPU and model.fused"
+        )
+
+
+class QuantizedLoad(NamedTuple):
+    """What is quantized of a module that was loaded, before it is made a model that is served."""
+
+    kinds: str  # of formats, in words
+    num_bytes: int
+    has_layers: bool
+
+    @classmethod
+    def of(cls, module: Any, rounding: Rounding | None) -> "QuantizedLoad":
+        """Of a causal language model; what its source could not quantize weight by weight, as
+        `transformers` puts it together of several ones, is quantized first.
+        """
+        if rounding is not None:
+            quantize_linears(module, rounding)
+            quantize_experts(module, rounding.inner)
+        return cls(*told_of_weights(module), has_quantized_layers(module))
+
+    def check(self, model: ServedModel, config: ModelConfig) -> None:
+        """Say of `model`, which the module became, how its weights are multiplied. Raises
+        `ConfigError` if layers were to be quantized and are not multiplied so.
+        """
+        if config.quantization is not None and not (self.has_layers and model.is_stored):
+            raise ConfigError(
+                f"model.quantization is {config.quantization!r}, but the compiled kernels do not "
+                f"multiply with quantized layers of {model.name}: leave it out"
+            )
+        if self.kinds:
+            logger.info(
+                "%s: %.0f MB of weights, %s, %s",
+                model.name,
+                self.num_bytes / 1e6,
+                self.kinds,
+                "multiplied as they are stored"
+                if model.is_stored
+                else f"unpacked to {config.dtype}",
+            )
+
+
+# Looks for numbers among weights that are none, and says in which tensors they are. One pass over
+# the weights: 8 ms for the 135M parameters of SmolLM2 in bfloat16, of 0.8 s that it takes to load
+# them. Knows parameters; knows nothing about files.
+
+
+NUM_NAMED = 3  # tensors in the log line
+
+
+@torch.inference_mode()
+def warn_of_unsound(module: nn.Module) -> list[str]:
+    """Names of the parameters of `module` that hold NaN or infinity; the log is told of them."""
+    parameters = dict(module.named_parameters())
+    found = [name for name, parameter in parameters.items() if not _is_sound(parameter)]
+    if found:
+        named = ", ".join(found[:NUM_NAMED]) + (", ..." if len(found) > NUM_NAMED else "")
+        logger.warning(
+            "%d of the %d weights of %s hold NaN or infinity: %s. Requests that meet them fail; "
+            "the files of the model may be damaged",
+            len(found),
+            len(parameters),
+            type(module).__name__,
+            named,
+        )
+    return found
+
+
+def _is_sound(parameter: Tensor) -> bool:
+    """Whether all of its numbers are finite; quantized weights are not looked at."""
+    if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel():
+        return True
+    if parameter.itemsize < 2 or attached(parameter) is not None:
+        return True
+    least, most = torch.aminmax(parameter)  # NaN if there is any
+    return bool(least.isfinite() & most.isfinite())
+
+
+# Makes of a model on disk one that can be served, by the fastest tier that can, or says why none.
+# Knows `transformers`; knows nothing about file formats, blocks, batches or requests.
 
 
 class AnyModel(ServedModel, Halves):

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from aioserve.runner.adapters import AdapterSites, TokenAdapters
 from aioserve.runner.attention.backend import (
     AttentionCall,
     KVCacheSpec,
     LayerAttention,
     ModelInputs,
 )
-from aioserve.runner.lora.adapter_sites import AdapterSites
-from aioserve.runner.low_rank import TokenAdapters
 
 if TYPE_CHECKING:  # these bring `transformers`, which takes seconds
     from aioserve.runner.models.stateful_layers import StatefulLayers

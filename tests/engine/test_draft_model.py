@@ -23,8 +23,7 @@ from aioserve.outputs import RequestOutput
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.input_batch import InputBatch
 from aioserve.runner.cpu import drafts, load
-from aioserve.runner.cpu.attention import AttentionBackend
-from aioserve.runner.cpu.compiled_attention import create_attention_backend
+from aioserve.runner.cpu.attention import AttentionBackend, create_attention_backend
 from aioserve.runner.cpu.drafts import CpuDraftRunner
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength

@@ -27,7 +27,7 @@ from aioserve.config import (
 )
 from aioserve.errors import ConfigError
 from aioserve.model_source.adapter import read_adapter
-from aioserve.runner import noise
+from aioserve.runner.batch import sampling_columns
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import ALL_LINEAR, make_adapter, merge
 from tests.models import VOCAB_SIZE, make_model
@@ -146,16 +146,18 @@ def check_close(a: list[dict[str, dict[int, float]]], b: list[Any], tolerance: f
 
 @torch.inference_mode()
 def test_triton_draws_what_the_cpu_draws() -> None:
-    from aioserve.runner.cuda import draw, triton_kernels
+    from aioserve.runner.cuda import sampler, triton_kernels
 
     rng = np.random.default_rng(0)
     keys = torch.from_numpy(rng.integers(-(1 << 31), 1 << 31, (2, 64)).astype(np.int32))
     words = keys.numpy().view(np.uint32).T
-    expected = noise.uniform(noise.hash_tokens(words, np.arange(152_000, dtype=np.uint32)))
+    expected = sampling_columns.uniform(
+        sampling_columns.hash_tokens(words, np.arange(152_000, dtype=np.uint32))
+    )
     assert (triton_kernels.uniforms(keys.cuda(), 152_000).cpu().numpy() == expected).all()
 
     logits = torch.randn(64, 152_000) * 3
-    columns = draw.DrawColumns(
+    columns = sampler.DrawColumns(
         temperature=torch.tensor([0, 0.7, 1, 2] * 16),
         top_k=torch.tensor([0, 0, 40, 0, 1, 0, 100, 3] * 8, dtype=torch.int32),
         top_p=torch.tensor([1, 0.9, 1, 0.5] * 16),
@@ -163,9 +165,9 @@ def test_triton_draws_what_the_cpu_draws() -> None:
         keys=keys,
         is_limited=True,
     )
-    on_card = draw.DrawColumns(*(c.cuda() for c in columns[:-1]), is_limited=True)
+    on_card = sampler.DrawColumns(*(c.cuda() for c in columns[:-1]), is_limited=True)
     found = triton_kernels.draw(logits.cuda(), on_card).cpu()
-    same = (found == draw.draw(logits, columns)).float().mean().item()
+    same = (found == sampler.draw(logits, columns)).float().mean().item()
     assert same > 0.98  # log and exp may differ in the last bit, which rarely decides
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.kernels.library import open_library
 from aioserve.model_source.quantized import FORMATS, Codes, QuantizedWeight
-from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
-from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.products import BlockEmbedding, BlockLinear, PanelLinear
 from tests.blocks import random_weight
 
 if not usable_variants():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.kernels import usable_variants
-from aioserve.kernels.cpu import extension
+from aioserve.kernels.library import extension
 from tests import processes
 from tests.slow import mostly_slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.kernels import KernelsUnavailableError, library, sources, usable_variants
+from aioserve.kernels import KernelsUnavailableError, library, usable_variants
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)
@@ -60,14 +60,14 @@ def test_kernels_of_other_sources_than_those_beside_them_are_not_called(
 ) -> None:
     variant = usable_variants()[0]
     changed = tmp_path / "src"
-    shutil.copytree(sources.SOURCES, changed)
-    monkeypatch.setattr(sources, "SOURCES", changed)
+    shutil.copytree(library.SOURCES, changed)
+    monkeypatch.setattr(library, "SOURCES", changed)
     assert library.open_library(variant)
     with (changed / "attention.h").open("a") as source:
         source.write("// another line\n")
     with pytest.raises(KernelsUnavailableError, match=f"_{variant}.so was compiled from other"):
         library.open_library(variant)
-    monkeypatch.setattr(sources, "SOURCES", tmp_path / "of a wheel")
+    monkeypatch.setattr(library, "SOURCES", tmp_path / "of a wheel")
     assert library.open_library(variant)
 
 

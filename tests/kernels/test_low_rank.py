@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, usable_variants
+from aioserve.runner.adapters import Piece
 from aioserve.runner.cpu.low_rank import CompiledProduct, CompiledTable
-from aioserve.runner.low_rank import Piece
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)

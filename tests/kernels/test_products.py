@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.products import PanelLinear
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)

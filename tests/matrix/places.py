@@ -25,9 +25,15 @@ from aioserve.runner.cpu.runner import ThreadedRunner
 from aioserve.runner.cpu.sharded_runner import ShardedRunner
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.tensor_parallel.messages import Answer, Message, Start, decode, encode
 from aioserve.runner.tensor_parallel.plan import check_model
-from aioserve.runner.tensor_parallel.processes import memory_file
+from aioserve.runner.tensor_parallel.processes import (
+    Answer,
+    Message,
+    Start,
+    decode,
+    encode,
+    memory_file,
+)
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_device_runner
 from tests.workers.joined import connected

@@ -11,7 +11,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.multimodal.families import family_of
 from aioserve.multimodal.prompt import ImageProcessor
 from aioserve.runner.cpu.encoder_attention import use_kernels
-from aioserve.runner.multimodal.load_parts import load_parts
+from aioserve.runner.multimodal.vision_language import load_parts
 from tests.multimodal.pictures import picture
 from tests.multimodal.test_vision_language import cut_layers
 from tests.seeing_models import make_seeing_model

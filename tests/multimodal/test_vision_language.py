@@ -26,7 +26,7 @@ from aioserve.multimodal.families import FAMILIES
 from aioserve.multimodal.prompt import ImageProcessor
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
-from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.multimodal.encoding_pieces import EncodingPieces
 from aioserve.runner.multimodal.image_encoder import ImageEncoder
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput

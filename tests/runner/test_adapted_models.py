@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from aioserve.errors import ConfigError
 from aioserve.model_source.adapter import read_adapter
 from aioserve.params import PoolingParams, SamplingParams
+from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.fused.decoder import FusedDecoder
 from aioserve.runner.loader import named_dtype
-from aioserve.runner.low_rank import TokenAdapters
 from aioserve.scheduler.output import NewRequestData
 from tests.adapters import ALL_LINEAR, ATTENTION, make_adapter, merge
 from tests.greedy import GreedyReference

@@ -21,7 +21,7 @@ from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, Speculati
 from aioserve.errors import ConfigError
 from aioserve.runner.cuda import flashinfer_attention
 from aioserve.runner.cuda import load as cuda_load
-from aioserve.runner.cuda.graphs import capture_sizes
+from aioserve.runner.cuda.executor import capture_sizes
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from aioserve.runner.spec_decode.head_drafter import HeadDrafter

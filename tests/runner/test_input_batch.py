@@ -9,8 +9,7 @@ import pytest
 
 from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.batch.batch_part import BatchPart
-from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.batch.input_batch import BatchPart, InputBatch
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 BLOCK_SIZE = 4

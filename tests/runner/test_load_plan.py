@@ -8,7 +8,7 @@ import torch
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
-from aioserve.runner.cpu.compute_type import CPU_TYPES
+from aioserve.runner.cpu.memory import CPU_TYPES
 from aioserve.runner.cuda.load import CUDA_TYPES
 from aioserve.runner.load_plan import SideTypes
 

@@ -15,8 +15,7 @@ import pytest
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import RunnerDeadError
 from aioserve.runner.tensor_parallel import processes
-from aioserve.runner.tensor_parallel.messages import Sampled
-from aioserve.runner.tensor_parallel.processes import OtherRanks
+from aioserve.runner.tensor_parallel.processes import OtherRanks, Sampled
 from tests.processes import COMPUTING_SECONDS, PATIENCE, until
 
 FAKE = "tests.runner.fake_rank"

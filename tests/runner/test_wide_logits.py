@@ -13,13 +13,12 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
-from aioserve.runner.cpu.blocks import BlockLinear
+from aioserve.runner.adapters import Piece, TorchProduct
 from aioserve.runner.cpu.low_rank import CompiledProduct
 from aioserve.runner.cpu.models import load_model_on_cpu
-from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.products import BlockLinear, PanelLinear
 from aioserve.runner.fused import FusedModel
 from aioserve.runner.fused.ops import WideLinear
-from aioserve.runner.low_rank import Piece, TorchProduct
 from aioserve.runner.served_model import ServedModel
 from tests.blocks import random_weight
 from tests.models import make_model

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from aioserve.errors import GrammarLimitError, first_line
 from aioserve.runner.attention.backend import IntArray
-from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.runner.batch.input_batch import BatchPart
 from aioserve.runner.batch.mask_lanes import (
     LAST_SECONDS,
     MAX_ROW_BYTES,
@@ -33,7 +33,7 @@ from aioserve.runner.batch.mask_lanes import (
     timed,
     wait_for,
 )
-from aioserve.runner.unsound import step_failed
+from aioserve.runner.interface import step_failed
 from aioserve.scheduler.output import NewRequestData
 
 if TYPE_CHECKING:

@@ -1,15 +1,16 @@
 """The persistent batch: what the runner remembers of each request between steps.
 
-Rows of numpy arrays; a step brings only what changed. Knows tokens, blocks and counts; what else is
-kept of a row, its `BatchPart`s know. Knows nothing about models, and nothing about scheduling
-beyond `SchedulerOutput`.
+First the seam between it and a feature that keeps something of its rows: `batch_parts` registers
+the parts; `InputBatch` calls them and knows none of them by name. While `rows` of a part is empty,
+a step calls nothing of it. Then requests that were given up, then the batch.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,135 @@ import numpy.typing as npt
 from aioserve.errors import GrammarLimitError
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.batch.batch_part import BatchPart
-from aioserve.runner.batch.lost_rows import LostRows
-from aioserve.runner.unsound import step_failed
+from aioserve.runner.interface import step_failed
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+T = TypeVar("T")
+
+
+class BatchPart(ABC, Generic[T]):
+    """What one feature keeps of the rows whose requests ask for it.
+
+    A method that raises in `set` fails the request alone; one that raises in `prepare` fails the
+    step, which may be prepared again. `append` does not raise: a row that cannot go on is noted in
+    `errors`.
+    """
+
+    #: The key under which `prepare` leaves a result in `StepInputs.parts`, if it has one.
+    name = ""
+    #: The field of `NewRequestData` by which a request asks for the part, with dots between names;
+    #: "" if each request has it. `set` is called where the field is neither None nor empty.
+    asked_by = ""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, T] = {}
+        self.errors: dict[int, str] = {}  # by row, why its request cannot go on
+
+    @abstractmethod
+    def set(self, row: int, request: NewRequestData) -> None:
+        """A request that asks for the part enters the row, which is added to `rows` if there is
+        anything to do for it.
+        """
+
+    def drop(self, row: int, *, is_finished: bool = False) -> None:
+        """The request leaves a row of `rows`; `is_finished`: it has all the tokens that it will."""
+        del is_finished
+        self.rows.pop(row, None)
+        self.errors.pop(row, None)
+
+    def extend(self, row: int, block_ids: Sequence[int]) -> None:
+        """A row gets more blocks of the KV cache, and overwrites what they held."""
+
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        """The inputs of a step with what this part adds to them. A step may be prepared again."""
+        del step
+        return inputs
+
+    def append(
+        self, rows: IntArray, token_ids: list[list[int]], drafts: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Note the tokens that are kept of each of `rows`, some of which had `drafts`."""
+
+    def may_cut(self, row: int) -> bool:
+        """Whether the tokens of a row in a step can be computed a part at a time."""
+        del row
+        return True
+
+    def close(self) -> None:
+        """Give back what the part holds besides memory. Idempotent."""
+
+
+# Requests that a runner has given up, and what they have left unwritten. A step may be on its way
+# that was planned before the scheduler heard of it: such a request gets no place in it, nor does
+# one that shares blocks with it. Knows ids and blocks; free of torch.
+
+
+#: Of a request that shares blocks with one that was given up before it had written them.
+SHARED = "the step that served this request failed: it reads what a failed request was to compute"
+
+
+class LostRows(dict[str, set[int]]):
+    """The blocks that a given-up request was to write and has not, by request. While it is empty,
+    no method need be called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why: dict[str, str] = {}  # by request, until it has ended or comes anew
+
+    def add(self, request_id: str, why: str, block_ids: Iterable[int]) -> None:
+        """A request is given up, which was to write `block_ids`."""
+        self.why[request_id] = why
+        self.setdefault(request_id, set()).update(block_ids)
+
+    def come_anew(self, request_ids: Iterable[str]) -> None:
+        """The scheduler sends requests of these ids as new ones. Their old blocks are unwritten."""
+        for request_id in request_ids:
+            self.why.pop(request_id, None)
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """The scheduler says that these have ended: it plans no step any more that reads what they
+        have not written.
+        """
+        for request_id in request_ids:
+            self.why.pop(request_id, None)
+            self.pop(request_id, None)
+
+    def left_out(self, cached: CachedRequestData) -> CachedRequestData:
+        """Without those that were given up; blocks that these get now stay unwritten as well."""
+        kept = [
+            (request_id, num_computed)
+            for request_id, num_computed in zip(
+                cached.req_ids, cached.num_computed_tokens, strict=True
+            )
+            if request_id not in self.why
+        ]
+        for request_id, block_ids in cached.new_block_ids.items():
+            if request_id in self.why:
+                self.setdefault(request_id, set()).update(block_ids)
+        return CachedRequestData(
+            [request_id for request_id, _ in kept],
+            [num_computed for _, num_computed in kept],
+            {key: own for key, own in cached.new_block_ids.items() if key not in self.why},
+        )
+
+    def are_unwritten(self, block_ids: Collection[int]) -> bool:
+        """Whether a request was to write one of them, and has not."""
+        return any(not own.isdisjoint(block_ids) for own in self.values())
+
+    def note_written(self, block_ids: Collection[int]) -> None:
+        """Note that these blocks have been written from their beginning."""
+        for request_id, own in list(self.items()):
+            own.difference_update(block_ids)
+            if not own and request_id not in self.why:
+                del self[request_id]
+
+
+# The persistent batch: what the runner remembers of each request between steps. Rows of numpy
+# arrays; a step brings only what changed. Knows tokens, blocks and counts; what else is kept of a
+# row, its `BatchPart`s know. Knows nothing about models, and nothing about scheduling beyond
+# `SchedulerOutput`.
+
 
 logger = logging.getLogger(__name__)
 

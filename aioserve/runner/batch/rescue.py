@@ -17,9 +17,8 @@ import torch
 
 from aioserve.errors import RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.batch.input_batch import InputBatch
-from aioserve.runner.batch.lost_rows import SHARED
-from aioserve.runner.unsound import step_failed
+from aioserve.runner.batch.input_batch import SHARED, InputBatch
+from aioserve.runner.interface import step_failed
 from aioserve.scheduler.output import CachedRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)

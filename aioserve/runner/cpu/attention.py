@@ -1,10 +1,11 @@
-"""Paged attention on the CPU: the seam, and the fallback in plain torch operations.
+"""Paged attention on the CPU: in plain torch, by compiled kernels, or whole rows for a model.
 
-The fallback has one code path for decodes and prompt chunks: the queries of a step are cut into
-items of at most `QUERY_BLOCK` tokens of one row; items of like shape form a group; a group gathers
-its KV blocks once per layer and is two batched products. Knows nothing about requests or models.
+`AttentionBackend` is what all have in common; `create_attention_backend` chooses. Begins with K
+and V as int8: codes of a token and head, and behind them their scale. Knows nothing about
+requests.
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,17 +15,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
 from aioserve.runner.attention.backend import (
+    SCALE_BYTES,
     AttentionOptions,
     IntArray,
     KVCacheSpec,
     LayerAttention,
+    Row,
+    RowStates,
     StepInputs,
     WindowLayers,
+    ends_seen,
 )
-from aioserve.runner.attention.image_ends import ends_seen
-from aioserve.runner.cpu.int8_cache import decode_rows, encode_rows
 from aioserve.runner.cpu.kv_memory import KVMemory
+from aioserve.scheduler.output import SchedulerOutput
+
+
+def encode_rows(states: Tensor) -> Tensor:
+    """[..., D] in float32 -> [..., D + 4] int8: codes, and the bytes of the scale of all of them.
+
+    As the kernels do it, to the bit (`store_row_of_codes` in C).
+    """
+    most = states.abs().amax(dim=-1, keepdim=True).clamp(max=3.39e38)  # 127 * scale is finite
+    most[most < 1e-30] = math.inf  # too small for an inverse: zeros
+    largest = torch.tensor(127.0)  # `127 / most` would be 127 * (1 / most), rounded twice
+    codes = torch.round(states * (largest / most)).to(torch.int8)
+    scales = torch.where(most.isinf(), 0.0, most / largest)
+    return torch.cat([codes, scales.view(torch.int8)], dim=-1)
+
+
+def decode_rows(rows: Tensor) -> Tensor:
+    """The numbers that `encode_rows` was given, rounded."""
+    codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous()
+    return codes.float() * scales.view(torch.float32)
+
+
+# Paged attention on the CPU: the seam, and the fallback in plain torch operations. The fallback has
+# one code path for decodes and prompt chunks: the queries of a step are cut into items of at most
+# `QUERY_BLOCK` tokens of one row; items of like shape form a group; a group gathers its KV blocks
+# once per layer and is two batched products. Knows nothing about requests or models.
+
 
 # Not `scaled_dot_product_attention`: on one core it took 7 times as long for 48 decodes at 512
 # tokens and, in bfloat16, 3 times as long for a chunk of 128 at 2,048.
@@ -301,3 +332,201 @@ def _softmax_with_sinks(scores: Tensor, sink: Tensor) -> Tensor:
     weights = torch.exp(scores - highest)
     total = weights.sum(dim=-1, keepdim=True) + torch.exp(sink - highest)
     return weights / total
+
+
+# What a step needs of the memory of the KV caches: the blocks that it writes to are there before.
+# Knows blocks, and what a step says of them.
+
+
+class StepMemory:
+    """The memory of one backend. Used on the thread that computes."""
+
+    def __init__(self, backend: AttentionBackend, block_size: int) -> None:
+        self._memory, self._windows = backend.memory, backend.window_memory
+        self._block_size = block_size
+        self._memory.commit(0)  # a first step finds its blocks in memory, too
+        if self._windows is not None:
+            self._windows.commit(0)
+
+    def commit(self, inputs: StepInputs, step: SchedulerOutput) -> None:
+        """Have in memory what the step writes, and soon what was given with it. Raises
+        `MemoryError`.
+        """
+        num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
+        self._memory.commit(num_written, soon=step.highest_new_block + 1)
+        if inputs.windows is not None and self._windows is not None:
+            num_written = int(inputs.windows.slot_mapping.max()) // self._block_size + 1
+            self._windows.commit(num_written)
+
+    def release(self) -> None:
+        """Give back the memory of the KV cache while no request has blocks: steps take it again."""
+        self._memory.release()
+        if self._windows is not None:
+            self._windows.release()
+
+
+# Paged attention by the compiled kernels, one call per layer; and the choice of a backend. Knows
+# which shapes the kernels serve; knows nothing about requests or models.
+
+
+MAX_HEAD_DIM = 256  # beyond, a thread's buffers would outgrow the second-level cache
+
+
+class Tables(NamedTuple):
+    """The places of K and V of a step: slots to write, and blocks to read."""
+
+    slots: Tensor  # int64 [T]
+    blocks: Tensor  # int32 [R, W]
+
+    @classmethod
+    def of(cls, step: StepInputs) -> "Tables":
+        """The tables of a step, in memory that numpy and torch share."""
+        blocks = np.ascontiguousarray(step.block_table)
+        return cls(torch.from_numpy(step.slot_mapping), torch.from_numpy(blocks))
+
+
+class CompiledAttention(AttentionBackend):
+    """One call of the kernels stores and one attends, whatever a step holds."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        spec: KVCacheSpec,
+        num_kv_blocks: int,
+        block_size: int,
+        windows: WindowLayers | None = None,
+    ) -> None:
+        super().__init__(spec, num_kv_blocks, block_size, windows)
+        self._kernels = kernels
+        self._value_dims = [layer.value_head_dim for layer in spec.layers]
+
+    @staticmethod
+    def why_not(spec: KVCacheSpec) -> str | None:
+        """The part of `spec` that the kernels do not serve; None if they serve it all."""
+        if spec.dtype not in Kernels.dtypes | {torch.int8}:
+            return f"{spec.dtype} is not served"
+        for layer in spec.layers:
+            for dim in (layer.key_head_dim, layer.value_head_dim):
+                if dim % 16 or dim > MAX_HEAD_DIM:
+                    return f"heads of {dim} are not served, only multiples of 16 to {MAX_HEAD_DIM}"
+        return None
+
+    def prepare(self, step: StepInputs) -> None:
+        self.tables = self.window_tables = Tables.of(step)
+        if step.windows is not None:
+            self.window_tables = Tables.of(step.windows)
+        self._image_ends = step.image_ends
+        self.query_start_loc = torch.from_numpy(step.query_start_loc)
+        self.seq_lens = torch.from_numpy(step.seq_lens)
+
+    def forward(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        slots = self.tables_of(layer).slots
+        self._kernels.store_kv(_dense(key), slots, self.key_caches[layer])
+        self._kernels.store_kv(_dense(value), slots, self.value_caches[layer])
+        return self.attend(layer, _dense(query), options)
+
+    def tables_of(self, layer: int) -> "Tables":
+        """The tables of the step for this layer: its window's, if it has one."""
+        return self.window_tables if layer in self.window_layers else self.tables
+
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        """`forward` once K and V of all T tokens are in the cache, where `rope_store` puts them.
+
+        The numbers of a head of `query` are contiguous, its tokens and heads need not be.
+        """
+        key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
+        ends = self._image_ends and self._image_ends.within(options.sliding_window)
+        out = query.new_empty(query.shape[0], query.shape[1], self._value_dims[layer])
+        self._kernels.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            self.tables_of(layer).blocks,
+            self.query_start_loc,
+            self.seq_lens,
+            out,
+            scaling=options.scaling,
+            sliding_window=options.sliding_window,
+            chunk=options.chunk,
+            softcap=options.softcap,
+            sinks=None if options.sinks is None else options.sinks.float(),
+            ends=None if ends is None else torch.from_numpy(ends),
+        )
+        return out
+
+
+def create_attention_backend(
+    spec: KVCacheSpec, num_kv_blocks: int, block_size: int, windows: WindowLayers | None = None
+) -> AttentionBackend:
+    """Allocate the KV cache behind the fastest backend that this machine can run.
+
+    Its `description` says which that is, and why not a faster one.
+    """
+    try:
+        kernels = load_kernels()
+        obstacle = CompiledAttention.why_not(spec)
+    except KernelsUnavailableError as error:
+        obstacle = str(error)
+    if obstacle is None:
+        backend: AttentionBackend = CompiledAttention(
+            kernels, spec, num_kv_blocks, block_size, windows
+        )
+        backend.description = f"compiled kernels, {kernels.variant}"
+    else:
+        backend = TorchPagedAttention(spec, num_kv_blocks, block_size, windows)
+        backend.description = f"plain torch, without the compiled kernels: {obstacle}"
+    return backend
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The kernels want the numbers of a head side by side; tokens and heads may lie anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# Whole rows out of the paged cache, for models that compute attention themselves. Gathers a row's K
+# and V once per layer. Knows blocks and slots; knows nothing about models.
+
+
+class PagedRows(AttentionBackend, RowStates):
+    """A token's numbers lie side by side, whatever heads they are of: one head per layer."""
+
+    description = "its own"
+
+    def __init__(self, spec: KVCacheSpec, num_kv_blocks: int, block_size: int) -> None:
+        super().__init__(spec, num_kv_blocks, block_size)
+        self._block_size = block_size
+
+    def prepare(self, step: StepInputs) -> None:
+        bounds, lengths = step.query_start_loc.tolist(), step.seq_lens.tolist()
+        self._rows = [Row(*row) for row in zip(bounds[:-1], bounds[1:], lengths, strict=True)]
+        self._new_slots = torch.from_numpy(step.slot_mapping)
+        self._block_table = torch.from_numpy(step.block_table).long()
+        self._slots: tuple[int, Tensor] = (-1, self._new_slots)  # of all tokens of one row
+
+    @property
+    def rows(self) -> list[Row]:
+        return self._rows
+
+    def extend(self, layer: int, row: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        new = self._new_slots[self._rows[row].begin : self._rows[row].end]
+        found = []
+        for cache, states in ((self.key_caches[layer], key), (self.value_caches[layer], value)):
+            flat = cache.view(-1, cache.shape[-1])
+            flat.index_copy_(0, new, states.to(cache.dtype))
+            found.append(flat.index_select(0, self._slots_of(row)))
+        return found[0], found[1]
+
+    def forward(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        raise AssertionError("a model that reads rows computes attention itself")
+
+    def _slots_of(self, row: int) -> Tensor:
+        """The slots of a row for all its layers, as rows are computed one after another."""
+        if self._slots[0] != row:
+            position = torch.arange(self._rows[row].seq_len)
+            block = self._block_table[row, position // self._block_size]
+            self._slots = (row, block * self._block_size + position % self._block_size)
+        return self._slots[1]

@@ -4,36 +4,41 @@ Used on one thread. Knows nothing about requests that are not in its batch, abou
 a model is loaded.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
+from aioserve.config import CacheConfig, EngineConfig
+from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.request import ROW_VALUES
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.batch.adapter_rows import AdapterRows, LoadedAdapters
 from aioserve.runner.batch.grammar_rows import Masks
 from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
-from aioserve.runner.batch.pooling import PooledRows
-from aioserve.runner.batch.prompt_logprobs import PromptRows
+from aioserve.runner.batch.prompt_rows import PooledRows, PromptRows
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.batch_parts import BatchParts
-from aioserve.runner.cpu.attention import AttentionBackend
-from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.each_row import sample_each
+from aioserve.runner.cpu.asked_results import Looked, RowValueStep, forward_and_look
+from aioserve.runner.cpu.attention import AttentionBackend, StepMemory
 from aioserve.runner.cpu.host_copies import HostCopies
-from aioserve.runner.cpu.prompts import Looked, forward_and_look
-from aioserve.runner.cpu.row_values import RowValueStep
-from aioserve.runner.cpu.sampler import SampledTokens
-from aioserve.runner.cpu.step_memory import StepMemory
+from aioserve.runner.cpu.machine import ComputeThreads, give_back_freed_memory
+from aioserve.runner.cpu.sampler import SampledTokens, sample_each
 from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import failed_requests
 from aioserve.runner.load_plan import LoadPlan
-from aioserve.runner.lora.adapter_rows import AdapterRows, LoadedAdapters
-from aioserve.runner.spec_decode.draft_rows import DraftRows
-from aioserve.runner.unsound import failed_requests
+from aioserve.runner.spec_decode.drafter import DraftRows
 from aioserve.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.runner.adapters import Adapter
+    from aioserve.runner.host_blocks import HostBlocks, SharedSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +226,93 @@ class StepExecutor:
         names = "_model", "_encoder", "_backend", "_batch", "parts", "memory", "copies", "adapters"
         for name in names:
             self.__dict__.pop(name, None)
+
+
+# A model on the thread that computes, which gives back its memory for a while, or its weights. So
+# does every rank of a model with its share. Knows that the scheduler counts on as many blocks and
+# slots as there were.
+
+
+#: Loads a model, or a rank's share of it.
+Make = Callable[[EngineConfig, ModelInfo], StepExecutor]
+
+
+class ResidentModel:
+    """Without weights it has no `executor`. No step is handed over then."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, make: Make) -> None:
+        """Loads it by `make`, which raises `ConfigError`."""
+        self._config, self.info, self._make = config, info, make
+        self.executor: StepExecutor | None = make(config, info)
+        self._made_cache = config.cache
+        # What outlives an executor: it is of the model's sizes, and of none of its weights.
+        self.adapters: dict[str, Adapter] = {}
+        self.host_blocks: HostBlocks | None = None
+
+    def make_host_blocks(self, num_bytes: int, shared: "SharedSlots | None" = None) -> "HostBlocks":
+        """Make room for KV blocks in host memory, of at most `num_bytes` of all ranks, which share
+        it. Raises `ConfigError`.
+        """
+        assert self.executor is not None, "awake"
+        self.host_blocks = blocks = self.executor.copies.make(num_bytes, shared)
+        return blocks
+
+    def load(self, info: ModelInfo, cache: CacheConfig) -> None:
+        """Load the model of `info` with a KV cache of the sizes of `cache`, then free the one that
+        is there. Raises `ConfigError`; nothing has changed then.
+        """
+        made = self._make(
+            msgspec.structs.replace(self._config, model=info.config, cache=cache), info
+        )
+        self.free()
+        for adapter_id, adapter in self.adapters.items():
+            made.adapters.load(adapter_id, adapter)
+        if self.host_blocks is not None:
+            made.copies.take(self.host_blocks)
+        self.executor, self.info = made, info
+        give_back_freed_memory()
+
+    @property
+    def geometry(self) -> CacheConfig:
+        """The settings of the cache with the sizes that they have come to."""
+        if (executor := self.executor) is not None:
+            info = executor.info
+            self._made_cache = msgspec.structs.replace(
+                self._config.cache,
+                kv_cache_gib=None,
+                num_kv_blocks=info.num_kv_blocks,
+                num_state_slots=info.num_state_slots,
+                num_window_blocks=None if info.windows is None else info.windows.num_blocks,
+            )
+        return self._made_cache
+
+    def free(self, *, weights: bool = True) -> None:
+        """Give back the memory of the KV cache, and by default of the weights. Idempotent."""
+        if self.executor is None:
+            return
+        if not weights:
+            self.executor.release_kv()
+            return
+        self._made_cache = self.geometry
+        self.adapters = dict(self.executor.adapters.loaded)
+        self.executor.close()
+        self.executor = None
+        _collect()
+        give_back_freed_memory()
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        """Forget an adapter, also while the weights are gone."""
+        self.adapters.pop(adapter_id, None)
+        if self.executor is not None:
+            self.executor.adapters.unload(adapter_id)
+
+
+def _collect() -> None:
+    """Free the modules of a model, which know each other; of a process that has `gc.freeze` done
+    since they were made as well.
+    """
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()

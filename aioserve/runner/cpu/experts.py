@@ -13,8 +13,7 @@ from torch import Tensor
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import ACTIVATIONS, ExpertsStruct, PackedWeight
 from aioserve.model_source.quantized import QuantizedWeight
-from aioserve.runner.cpu.blocks import BlockLinear
-from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.products import BlockLinear, PanelLinear
 from aioserve.runner.fused.ops import (
     ExpertActivation,
     Experts,

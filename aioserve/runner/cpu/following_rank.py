@@ -14,15 +14,15 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RequestFailedError
 from aioserve.model_info import ModelInfo, read_same_model
 from aioserve.model_source.adapter import read_adapter
-from aioserve.runner.cpu.executor import StepExecutor
+from aioserve.runner.adapters import Adapter
+from aioserve.runner.cpu.executor import ResidentModel, StepExecutor
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.cpu.resident import ResidentModel
 from aioserve.runner.cpu.sampler import SampledTokens
 from aioserve.runner.host_blocks import SharedSlots
-from aioserve.runner.low_rank import Adapter
 from aioserve.runner.tensor_parallel.group import SharedError
-from aioserve.runner.tensor_parallel.messages import (
+from aioserve.runner.tensor_parallel.processes import (
     DropAdapter,
+    FirstRank,
     Free,
     Load,
     MakeHostBlocks,
@@ -34,7 +34,6 @@ from aioserve.runner.tensor_parallel.messages import (
     UseAdapter,
     decode,
 )
-from aioserve.runner.tensor_parallel.processes import FirstRank
 from aioserve.runner.tensor_parallel.rank_process import meet
 
 

@@ -12,14 +12,13 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner.cpu.blocks import BlockLinear
 from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
-from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.cpu.fused import WholeDecoder
+from aioserve.runner.cpu.products import BlockLinear
 from aioserve.runner.fused import FusedModel
-from aioserve.runner.fused.decoder import GatedMLP
+from aioserve.runner.fused.decoder import GatedMLP, own_experts, own_product
 from aioserve.runner.fused.ops import Mixture
-from aioserve.runner.fused.shares import own_experts, own_product
-from aioserve.runner.models.own_experts import EachExpert
+from aioserve.runner.models.own_products import EachExpert
 from aioserve.runner.served_model import ServedModel
 
 _SETTING = "model.activations is 'int8', which"

@@ -1,8 +1,9 @@
 """The memory of the KV caches: address space at once, pages shortly before they are needed.
 
-Knows layers, blocks and pages. Knows nothing about requests, or about what is stored.
+In pages of 2 MiB where the system has them (Linux alone): fewer addresses to look up.
 """
 
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -22,7 +23,24 @@ from torch import Tensor
 
 from aioserve.errors import ConfigError
 from aioserve.runner.attention.backend import KVCacheSpec
-from aioserve.runner.cpu.huge_pages import map_memory
+
+
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Zeros that take address space alone until they are written to. Raises `OSError`,
+    `OverflowError`.
+
+    With such pages, attention to long contexts, whose rows lie all over, took 0.86 to 0.94 of the
+    time.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+# The memory of the KV caches: address space at once, pages shortly before they are needed. Knows
+# layers, blocks and pages. Knows nothing about requests, or about what is stored.
+
 
 logger = logging.getLogger(__name__)
 

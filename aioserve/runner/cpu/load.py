@@ -18,23 +18,19 @@ from aioserve.kernels import KernelsUnavailableError, compute_thread_ids
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.attention import AttentionBackend
-from aioserve.runner.cpu.compiled_attention import create_attention_backend
-from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.compute_type import CPU_TYPES
+from aioserve.runner.cpu.attention import AttentionBackend, PagedRows, create_attention_backend
+from aioserve.runner.cpu.beside_blocks import with_states, with_windows
 from aioserve.runner.cpu.drafts import CpuDraftRunner
 from aioserve.runner.cpu.executor import StepExecutor
-from aioserve.runner.cpu.memory import MIB, check_memory, choose_num_kv_blocks
+from aioserve.runner.cpu.machine import ComputeThreads
+from aioserve.runner.cpu.memory import CPU_TYPES, MIB, check_memory, choose_num_kv_blocks
 from aioserve.runner.cpu.prepared import PreparedModel
-from aioserve.runner.cpu.rows import PagedRows
-from aioserve.runner.cpu.states import with_states
-from aioserve.runner.cpu.windows import with_windows
 from aioserve.runner.load_plan import LoadPlan, plan_load
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
 
 if TYPE_CHECKING:
-    from aioserve.runner.spec_decode.draft_source import Draft
+    from aioserve.runner.spec_decode.model_drafter import Draft
 
 logger = logging.getLogger(__name__)
 

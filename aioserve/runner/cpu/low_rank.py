@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import AdapterStruct, LowRankPiece, LowRankStruct
-from aioserve.runner.low_rank import Adapter, LowRankProduct, LowRankTable, Piece, Place
+from aioserve.runner.adapters import Adapter, LowRankProduct, LowRankTable, Piece, Place
 
 _MULTIPLE = 16  # inputs
 

@@ -1,14 +1,16 @@
 """How this machine's memory is shared out: how many KV blocks to allocate, and whether they fit.
 
-Knows settings and sizes, no tensors.
+And in which types a model computes here. Knows settings and sizes, no tensors.
 """
 
 from typing import Any
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.runner.cpu import machine
 from aioserve.runner.kv_pool import max_useful_blocks
+from aioserve.runner.load_plan import SideTypes
 
 DEFAULT_MEMORY_SHARE = 0.25  # of what is free once the weights are loaded
 DEFAULT_MEMORY_LIMIT = 4 << 30  # bytes
@@ -118,3 +120,17 @@ def memory_for_requests(config: EngineConfig) -> int:
     if config.cache.kv_cache_gib is not None:
         return int(config.cache.kv_cache_gib * GIB)
     return min(int(machine.available_memory() * DEFAULT_MEMORY_SHARE), DEFAULT_MEMORY_LIMIT)
+
+
+# The types in which a model computes on this CPU, and in which its K and V are kept.
+
+
+def _is_bfloat16_fast() -> bool:
+    """Whether a model that our kernels serve computes fast in bfloat16."""
+    try:
+        return machine.has_native_bf16() or load_kernels().is_fast
+    except KernelsUnavailableError:
+        return False
+
+
+CPU_TYPES = SideTypes("int8", "float32", _is_bfloat16_fast)

@@ -13,18 +13,17 @@ from aioserve.config import EngineConfig, ModelConfig
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.compute_type import CPU_TYPES
 from aioserve.runner.cpu.encoder_attention import use_kernels
 from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.int8_activations import check_activations, quantize_activations
-from aioserve.runner.cpu.linear import pack_linear
-from aioserve.runner.cpu.memory import check_memory, expected_bytes_per_token
+from aioserve.runner.cpu.memory import CPU_TYPES, check_memory, expected_bytes_per_token
+from aioserve.runner.cpu.products import pack_linear
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.multimodal.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
 from aioserve.runner.spec_decode.drafts import find_draft, load_draft
+from aioserve.runner.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
 from aioserve.runner.tensor_parallel.group import Ranks, together
 from aioserve.runner.tensor_parallel.plan import shares_heads
 

@@ -26,14 +26,12 @@ from torch import Tensor
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.kernels import Kernels, load_kernels
-from aioserve.kernels.cpu import cpu_flags, extension
+from aioserve.kernels.library import cpu_flags, extension
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec
-from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear, Blocks
-from aioserve.runner.cpu.fused import CompiledOps, CpuPlace
-from aioserve.runner.cpu.huge_pages import map_memory
-from aioserve.runner.cpu.panels import PanelLinear, Panels
-from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.cpu.fused import CompiledOps, CpuPlace, WholeDecoder
+from aioserve.runner.cpu.kv_memory import map_memory
+from aioserve.runner.cpu.products import BlockEmbedding, BlockLinear, Blocks, PanelLinear, Panels
 from aioserve.runner.fused import FusedModel, ModelFacts
 from aioserve.runner.fused.decoder import DecoderLayer, GatedMLP
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Linear, PlainEmbedding, RMSNorm

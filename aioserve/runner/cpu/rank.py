@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 
 from aioserve.model_info import ModelInfo
-from aioserve.runner.tensor_parallel.messages import Message, Start
-from aioserve.runner.tensor_parallel.processes import FirstRank
+from aioserve.runner.tensor_parallel.processes import FirstRank, Message, Start
 from aioserve.runner.tensor_parallel.rank_process import run_rank
 
 

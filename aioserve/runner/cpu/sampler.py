@@ -1,9 +1,10 @@
-"""Chooses one token per row of logits, doing only what the rows ask for.
+"""Chooses one token per row of logits, doing only what the rows ask for; tells its logprob.
 
-Knows numbers and columns; knows nothing about requests, batches or models. The same seed,
-position and logits give the same token whatever else is in the batch.
+If something raises, rows are sampled one after another, and a row that raises fails alone. Knows
+numbers; knows nothing about requests.
 """
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,12 +13,36 @@ import torch
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
-from aioserve.runner import noise
 from aioserve.runner.attention.backend import IntArray
+from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.grammar_rows import Masks
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
-from aioserve.runner.cpu.logprobs import token_logprobs
-from aioserve.runner.unsound import why_unsound
+from aioserve.runner.interface import step_failed, why_unsound
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: IntArray, num_logprobs: list[int]
+) -> list[TokenLogprobs]:
+    """How likely each of `token_ids` [N] is by its row of `logits` [N, V], with alternatives."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    sampled = logprobs.gather(1, torch.from_numpy(token_ids)[:, None])
+    ranks = (logprobs > sampled).sum(dim=1) + 1
+    values, ids = logprobs.topk(min(max(num_logprobs), logits.shape[1]))
+    columns = zip(
+        sampled[:, 0].tolist(),
+        ranks.tolist(),
+        ids.tolist(),
+        values.tolist(),
+        num_logprobs,
+        strict=True,
+    )
+    return [TokenLogprobs(own, rank, i[:n], v[:n]) for own, rank, i, v, n in columns]
+
+
+# Chooses one token per row of logits, doing only what the rows ask for. Knows numbers and columns;
+# knows nothing about requests, batches or models. The same seed, position and logits give the same
+# token whatever else is in the batch.
+
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -112,7 +137,7 @@ def _choose_randomly(logits: Tensor, inputs: SamplingInputs) -> IntArray:
     # the most likely token becomes 0, so that no temperature, however small, can overflow
     logits = logits - logits.amax(dim=-1, keepdim=True)
     logits /= torch.from_numpy(inputs.temperature)[:, None]
-    keys = noise.row_keys(inputs.seeds, inputs.num_tokens)
+    keys = sampling_columns.row_keys(inputs.seeds, inputs.num_tokens)
     with np.errstate(divide="ignore"):
         floor = torch.from_numpy(np.log(inputs.min_p))  # min-p as a bound on logits
     token_ids = np.empty(len(keys), dtype=np.int64)
@@ -125,7 +150,7 @@ def _choose_randomly(logits: Tensor, inputs: SamplingInputs) -> IntArray:
 
 
 def _draw_from_all(
-    logits: Tensor, keys: noise.Words, floor: Tensor, inputs: SamplingInputs
+    logits: Tensor, keys: sampling_columns.Words, floor: Tensor, inputs: SamplingInputs
 ) -> IntArray:
     """Draw from the whole vocabulary."""
     logits = logits.masked_fill_(logits < floor[:, None], float("-inf"))
@@ -141,7 +166,7 @@ def _draw_from_all(
 
 
 def _draw_from_most_likely(
-    logits: Tensor, keys: noise.Words, floor: Tensor, inputs: SamplingInputs
+    logits: Tensor, keys: sampling_columns.Words, floor: Tensor, inputs: SamplingInputs
 ) -> IntArray:
     """Draw from the tokens that top-k and top-p leave.
 
@@ -183,7 +208,51 @@ def _lowest_kept(values: Tensor, logits: Tensor, inputs: SamplingInputs) -> Tens
     return values.gather(1, (kept.sum(dim=1, keepdim=True) - 1).clamp(min=0))[:, 0]  # one at least
 
 
-def _gumbel(keys: noise.Words, token_ids: noise.Words) -> Tensor:
+def _gumbel(keys: sampling_columns.Words, token_ids: sampling_columns.Words) -> Tensor:
     """Noise [N, V] that makes argmax(logits + noise) a draw from softmax(logits) (Gumbel-max)."""
-    uniform = torch.from_numpy(noise.uniform(noise.hash_tokens(keys, token_ids)))
+    uniform = torch.from_numpy(
+        sampling_columns.uniform(sampling_columns.hash_tokens(keys, token_ids))
+    )
     return uniform.log_().neg_().log_().neg_()
+
+
+# Sampling that goes on when something raises: row after row, and a row that raises fails alone.
+# Knows rows of logits; knows nothing about how a token is chosen.
+
+
+logger = logging.getLogger(__name__)
+
+
+def sample_each(logits: Tensor, inputs: SamplingInputs, masks: Masks | None) -> SampledTokens:
+    """Sample rows at once, as `sample`, or one by one if that raises: a row fails for which it
+    does.
+    """
+    try:
+        return sample(logits, inputs, masks)
+    except Exception:
+        logger.exception("a token could not be chosen: the rows of the step are sampled apart")
+    token_ids = np.zeros(len(logits), dtype=np.int64)
+    logprobs: dict[int, TokenLogprobs] = {}
+    failed: dict[int, str] = {}
+    for row in range(len(logits)):
+        try:
+            found = sample(*_row(row, logits, inputs, masks))
+        except Exception as error:
+            failed[row] = step_failed(error)
+            continue
+        token_ids[row] = found.token_ids[0]
+        if found.logprobs:
+            logprobs[row] = found.logprobs[0]
+        if found.failed:
+            failed[row] = found.failed[0]
+    return SampledTokens(token_ids, logprobs, failed)
+
+
+def _row(
+    row: int, logits: Tensor, inputs: SamplingInputs, masks: Masks | None
+) -> tuple[Tensor, SamplingInputs, Masks | None]:
+    """One of them as the only one of a step."""
+    own = inputs.take(np.array([row]))
+    if row in inputs.edits:
+        own.edits[0] = inputs.edits[row]
+    return logits[row : row + 1], own, None if masks is None else masks.of(row)

@@ -13,8 +13,9 @@ from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.cpu.sleeper import SleepingRunner
-from aioserve.runner.tensor_parallel.messages import (
+from aioserve.runner.cpu.runner import SleepingRunner
+from aioserve.runner.tensor_parallel.plan import check_model, check_settings
+from aioserve.runner.tensor_parallel.processes import (
     DropAdapter,
     Free,
     Load,
@@ -25,7 +26,6 @@ from aioserve.runner.tensor_parallel.messages import (
     Step,
     UseAdapter,
 )
-from aioserve.runner.tensor_parallel.plan import check_model, check_settings
 from aioserve.runner.tensor_parallel.watch import FirstRankRunner
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
+    from aioserve.runner.adapters import Adapter
     from aioserve.runner.batch.grammar_rows import Masks
     from aioserve.runner.batch.sampling_columns import SamplingInputs
     from aioserve.runner.cpu.executor import StepExecutor
     from aioserve.runner.cpu.sampler import SampledTokens
-    from aioserve.runner.low_rank import Adapter
 
 
 T = TypeVar("T")
@@ -161,7 +161,7 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
     def _choose(
         self, logits: "Tensor", inputs: "SamplingInputs", masks: "Masks | None"
     ) -> "SampledTokens":
-        from aioserve.runner.cpu.each_row import sample_each
+        from aioserve.runner.cpu.sampler import sample_each
 
         self._is_sampled = True
         try:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.adapter import AdapterFiles
+from aioserve.runner.adapters import Adapter, AdapterOwners, AdapterSites, TokenAdapters
+from aioserve.runner.batch.adapter_rows import AdapterRows, LoadedAdapters
 from aioserve.runner.cuda.device import Device
 from aioserve.runner.cuda.sampler import DeviceSampler
-from aioserve.runner.lora.adapter_rows import AdapterRows, LoadedAdapters
-from aioserve.runner.lora.adapter_sites import AdapterSites
-from aioserve.runner.low_rank import Adapter, AdapterOwners, TokenAdapters
 
 MIB = 1 << 20
 

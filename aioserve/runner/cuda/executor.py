@@ -1,14 +1,16 @@
 """One step after another on a device: plan, stage, launch; and, later, read.
 
-`launch` needs no result of an earlier step: the tokens that it lacks are on the device. Only where
-a drafter guesses tokens, each step is read before the next is launched. Knows nothing about threads
-or event loops.
+Before the executor, in the order of a step: the batch, in which a token that was sampled and not
+read is a marker; graphs of decode steps; steps on their way. Knows nothing about threads or event
+loops.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,28 +20,29 @@ from torch import Tensor
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.params import SamplingParams
-from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
-from aioserve.runner.batch.prompt_logprobs import PromptRows, WantedLogprobs
+from aioserve.runner.adapters import AdapterOwners, TokenAdapters
+from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.batch.adapter_rows import AdapterRows
+from aioserve.runner.batch.grammar_rows import Standing
+from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.batch.prompt_rows import PromptRows, WantedLogprobs
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda.adapters import DeviceAdapters, stage_adapters
 from aioserve.runner.cuda.attention import DeviceAttention
-from aioserve.runner.cuda.batch import OverlappedBatch
-from aioserve.runner.cuda.device import Device, HostBuffer, StagingRing
-from aioserve.runner.cuda.graphs import DecodeGraphs
+from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
 from aioserve.runner.cuda.host_blocks import Copied, DeviceBlocks
-from aioserve.runner.cuda.launched_step import (
-    Asked,
-    LaunchedParts,
-    LaunchedStep,
-    make_output,
-)
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
-from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
-from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan, read_result
+from aioserve.runner.cuda.sampler import (
+    DeviceMasks,
+    DeviceSampler,
+    PromptPlan,
+    SamplePlan,
+    plan_prompts,
+    read_result,
+)
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.lora.adapter_rows import AdapterRows
-from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
+from aioserve.runner.interface import failed_requests
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.drafter import Drafter
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -47,6 +50,155 @@ from aioserve.support.progress import stage
 
 if TYPE_CHECKING:
     from aioserve.runner.tensor_parallel.group import Ranks
+
+
+class OverlappedBatch(InputBatch):
+    """An `InputBatch` whose sampled tokens stay on the device."""
+
+    def append_unknown(self, inputs: StepInputs) -> None:
+        """Count the tokens that the step of `inputs` samples; each is the marker -1 - row.
+
+        A row samples nothing more until its marker was computed, so the marker always means the
+        last token of its row. It is never replaced: a request that comes back after a preemption
+        brings all its tokens.
+        """
+        rows, position = inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling]
+        self._token_ids[rows, position] = (-1 - rows).astype(np.int32)
+        self._num_tokens[rows] = position + 1
+
+
+# Forward passes of decode steps, captured once per padded size and replayed. At small batches a
+# step is bound by the launches of its hundreds of kernels; a replay is one launch. Knows sizes and
+# arrays; what a capture is, the device says.
+
+
+logger = logging.getLogger(__name__)
+
+Prepare = Callable[[int], LayerAttention]  # fills the arena with that number of rows
+Forward = Callable[[int, LayerAttention], Tensor]  # logits [B, V] of the first B tokens of it
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def capture_sizes(max_num_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, then by 8 to 64, then by 16 to 256, as far as a step may have rows; ascending."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)]
+    fitting = [size for size in sizes if size < max_num_rows]
+    return (*fitting, min(max_num_rows, 256))
+
+
+class DecodeGraphs:
+    """Decode steps as CUDA graphs: one capture per padded number of rows, replayed in steps."""
+
+    def __init__(self) -> None:
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._logits: Tensor | None = None  # one for all sizes: only one is replayed at a time
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ascending; none if nothing is captured."""
+        return tuple(sorted(self._replays))
+
+    def capture(
+        self,
+        sizes: Iterable[int],
+        prepare: Prepare,
+        forward: Forward,
+        capture: Capture,
+    ) -> None:
+        """Capture `forward` for each size, on what `prepare` has filled the arena with.
+
+        Largest first: smaller ones then live in the memory of larger ones. What cannot be
+        captured runs without graphs, and a log line says why.
+        """
+
+        def work(size: int, attention: LayerAttention) -> None:
+            logits = forward(size, attention)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            self._logits[:size] = logits
+
+        for size in stage(sorted(sizes, reverse=True), "Capturing CUDA graphs", "size"):
+            try:
+                self._replays[size] = capture(partial(work, size, prepare(size)))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a model does that cannot be recorded
+                logger.warning("decode steps run without CUDA graphs: %s", error)
+                self._replays.clear()
+                return
+
+    def replay(self, size: int) -> Tensor:
+        """Logits [size, V]; valid until the next replay."""
+        self._replays[size]()
+        assert self._logits is not None
+        return self._logits[:size]
+
+
+# Steps on their way to and from a device, and what comes of them when their results are read. Knows
+# plans and host memory; launches nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Parts of the inputs of a step that most steps do not have."""
+
+    prompts: PromptPlan | None
+    adapters: Sequence[TokenAdapters]  # of the T, of the S, of the pieces of `prompts`; or none
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way; `result` may be read after `event`."""
+
+    plan: StepPlan
+    sampling: SamplePlan
+    event: Event
+    result: HostBuffer
+    began: float
+    standing: list[Standing]  # of its sampled rows that have a grammar
+    failed: dict[str, str]
+    prompts: PromptPlan | None
+    prompt_words: HostBuffer | None  # of `prompts`
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedParts:
+    """What was launched of a step: all of it, or parts of it one after another."""
+
+    step: SchedulerOutput
+    parts: list[LaunchedStep]
+    lost: dict[str, str]  # requests that are in none of the parts, and why
+    copied: Copied | None  # what a KV connector has it copy
+
+
+def make_output(
+    step: LaunchedStep,
+    kept: list[list[int]],
+    failed: dict[int, str],
+    logprobs: dict[int, TokenLogprobs],
+    of_prompts: dict[str, list[TokenLogprobs]],
+    guesses: dict[str, list[int]],
+) -> ModelRunnerOutput:
+    """The output of a step that was read. `kept`: by row. `failed` and `logprobs`: by place among
+    the S, of which a row's first were kept.
+    """
+    req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
+    for row, why in failed_requests(failed, rows, kept).items():
+        step.failed.setdefault(req_ids[row], why)
+    kept = [[] if req_id in step.failed else own for req_id, own in zip(req_ids, kept, strict=True)]
+    by_request: dict[str, list[TokenLogprobs]] = {}
+    for place, entry in logprobs.items():
+        entries = by_request.setdefault(req_ids[rows[place]], [])
+        if len(entries) < len(kept[rows[place]]):
+            entries.append(entry)
+    return ModelRunnerOutput(req_ids, kept, by_request, guesses, step.failed, of_prompts)
+
+
+# One step after another on a device: plan, stage, launch; and, later, read. `launch` needs no
+# result of an earlier step: the tokens that it lacks are on the device. Only where a drafter
+# guesses tokens, each step is read before the next is launched. Knows nothing about threads or
+# event loops.
+
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
 

@@ -20,9 +20,9 @@ class TritonOps(TorchOps):
     """Norms, gates and rotary embeddings, each as one Triton kernel; products are torch's."""
 
     def __init__(self) -> None:
-        from aioserve.runner.cuda import triton_ops
+        from aioserve.runner.cuda import triton_kernels
 
-        self._kernels = triton_ops
+        self._kernels = triton_kernels
 
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
         assert isinstance(attention, DeviceStep)

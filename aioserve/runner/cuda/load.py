@@ -1,12 +1,11 @@
-"""From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded, what is captured.
+"""From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded and captured.
 
-Runs on the thread that launches. The choices are made, and told, here; how a step is done is
-known elsewhere.
+Begins with how a card's memory is shared out: arithmetic that asks no device, all sizes in bytes.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,7 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
 )
 from aioserve.runner.batch.grammar_rows import MAX_GUESSES
-from aioserve.runner.batch.prompt_logprobs import largest_piece
-from aioserve.runner.cuda import draw
+from aioserve.runner.batch.prompt_rows import largest_piece
 from aioserve.runner.cuda.attention import (
     DeviceAttention,
     DeviceStep,
@@ -38,30 +36,109 @@ from aioserve.runner.cuda.attention import (
 from aioserve.runner.cuda.cuda_device import CudaDevice
 from aioserve.runner.cuda.device import CardMemory, Device
 from aioserve.runner.cuda.drafts import DeviceDraftRunner
-from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.executor import StepExecutor, capture_sizes
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention, why_not, workspace_bytes
 from aioserve.runner.cuda.fused import CudaPlace
-from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.cuda.host_blocks import device_bytes
-from aioserve.runner.cuda.memory import (
-    GIB,
-    GRAPH_RESERVE,
-    MemoryPlan,
-    check_weights_fit,
-    plan_memory,
-)
 from aioserve.runner.cuda.plan import Layout, Limits
-from aioserve.runner.cuda.sampler import DeviceSampler, Draw, write_logprobs
+from aioserve.runner.cuda.sampler import DeviceSampler, Draw, DrawColumns, draw, write_logprobs
 from aioserve.runner.fused import Place
 from aioserve.runner.fused.ops import PlainLinear
+from aioserve.runner.kv_pool import max_useful_blocks
 from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import load_model, num_weight_bytes
 from aioserve.runner.models.architecture import has_states
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
 from aioserve.runner.spec_decode.drafts import find_draft
-from aioserve.runner.spec_decode.model_drafter import Forward
+from aioserve.runner.spec_decode.model_drafter import Draft, DraftPlace, DraftSource, Forward
 from aioserve.runner.tensor_parallel.group import Ranks
+
+GIB = 1 << 30
+GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said beside what they took
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory budget of a device is divided, in bytes: weights, KV pages and the rest."""
+
+    budget: int
+    weights: int
+    activations: int  # of the largest step, workspaces included
+    graphs: int  # a reserve; what they take is only known when the pool is there
+    num_pages: int
+    page_bytes: int
+    adapters: int = 0  # those that are loaded at start; others take what is left
+
+    @property
+    def total(self) -> int:
+        """All bytes that the plan gives out, the dummy page included."""
+        pool = (self.num_pages + 1) * self.page_bytes
+        return self.weights + self.activations + self.graphs + self.adapters + pool
+
+    def describe(self, page_size: int, max_model_len: int) -> str:
+        """One line with every number."""
+        num_tokens = self.num_pages * page_size
+        return (
+            f"device memory: {self.budget / GIB:.2f} GiB to use; weights {self.weights / GIB:.2f}, "
+            f"activations {self.activations / GIB:.2f}, CUDA graphs {self.graphs / GIB:.2f}, "
+            f"{f'adapters {self.adapters / GIB:.2f}, ' if self.adapters else ''}"
+            f"KV pool {self.num_pages * self.page_bytes / GIB:.2f}: {num_tokens} tokens, "
+            f"{num_tokens / max_model_len:.1f} requests of {max_model_len}"
+        )
+
+
+def check_weights_fit(card: CardMemory, config: EngineConfig, weights: int) -> None:
+    """Refuse, before loading, a model that cannot fit. Raises `ConfigError` with the numbers."""
+    utilization = config.runner.gpu_memory_utilization
+    budget = card.budget(utilization)
+    if weights >= budget:
+        raise ConfigError(
+            f"the weights need {weights / GIB:.2f} GiB; {card.name} has {card.free / GIB:.2f} of "
+            f"{card.total / GIB:.2f} GiB free, of which gpu_memory_utilization={utilization} "
+            f"leaves {max(budget, 0) / GIB:.2f}: take a smaller model or dtype, or a freer card"
+        )
+
+
+def plan_memory(
+    card: CardMemory,
+    config: EngineConfig,
+    *,
+    weights: int,
+    activations: int,
+    graphs: int,
+    page_bytes: int,
+    max_model_len: int,
+    adapters: int = 0,
+) -> MemoryPlan:
+    """Give the KV pool what the others leave. Raises `ConfigError` that names what to turn.
+
+    Never more than `max_useful_blocks`, unless set.
+    """
+    cache = config.cache
+    budget = card.budget(config.runner.gpu_memory_utilization)
+    left = budget - weights - activations - graphs - adapters
+    num_pages = left // page_bytes - 1  # the dummy page
+    wanted = cache.num_kv_blocks
+    if wanted is None and cache.kv_cache_gib is not None:
+        wanted = int(cache.kv_cache_gib * GIB) // page_bytes
+    if num_pages < max(wanted or 1, 1):
+        of_adapters = f", adapters {adapters / GIB:.2f}" if adapters else ""
+        raise ConfigError(
+            f"the KV pool needs {max(wanted or 1, 1)} blocks of {page_bytes} bytes, "
+            f"{max(num_pages, 0)} fit: of {budget / GIB:.2f} GiB, weights take "
+            f"{weights / GIB:.2f}, activations {activations / GIB:.2f} and CUDA graphs "
+            f"{graphs / GIB:.2f}{of_adapters} (raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens, kv_cache_gib or num_kv_blocks, or set enforce_eager)"
+        )
+    if wanted is None:
+        wanted = min(num_pages, max_useful_blocks(config, max_model_len))
+    return MemoryPlan(budget, weights, activations, graphs, wanted, page_bytes, adapters)
+
+
+# From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded, what is captured.
+# Runs on the thread that launches. The choices are made, and told, here; how a step is done is
+# known elsewhere.
+
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +444,7 @@ def run_pass(
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
     logits = forward(ModelInputs(tokens, tokens, tokens, rows), NoAttention(spec, place))
     ones = torch.ones(len(rows), device=place)
-    columns = draw.DrawColumns(
+    columns = DrawColumns(
         temperature=ones,
         top_k=ones.int(),
         top_p=ones * 0.9,
@@ -382,10 +459,10 @@ def run_pass(
 def choose_draw(device: Device) -> Draw:
     """By Triton where there is a card and Triton."""
     if device.torch_device.type != "cuda":
-        return draw.draw
+        return draw
     if find_spec("triton") is None:
         logger.warning("Triton is not installed: plain torch draws tokens, which is slower")
-        return draw.draw
+        return draw
     from aioserve.runner.cuda import triton_kernels
 
     return triton_kernels.draw

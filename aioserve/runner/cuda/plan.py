@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from aioserve.runner import noise
 from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns, SamplingInputs
 
 Words = npt.NDArray[np.int32]
@@ -260,5 +260,5 @@ def _write_sampling(out: Sections[Words], sampling: SamplingInputs) -> None:
     out.top_p[:size] = sampling.top_p.view(np.int32)
     with np.errstate(divide="ignore"):
         out.min_p_floor[:size] = np.log(sampling.min_p).view(np.int32)
-    keys = noise.row_keys(sampling.seeds, sampling.num_tokens).view(np.int32)
+    keys = sampling_columns.row_keys(sampling.seeds, sampling.num_tokens).view(np.int32)
     out.keys[: 2 * size] = keys.T.reshape(-1)

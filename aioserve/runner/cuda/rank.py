@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioserve.model_info import ModelInfo
-from aioserve.runner.tensor_parallel.messages import Message, Start, Step
-from aioserve.runner.tensor_parallel.processes import FirstRank
+from aioserve.runner.tensor_parallel.processes import FirstRank, Message, Start, Step
 from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
 
 if TYPE_CHECKING:
-    from aioserve.runner.cuda.executor import StepExecutor
-    from aioserve.runner.cuda.launched_step import LaunchedParts
+    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
 
 
 def follow(executor: "StepExecutor") -> Callable[[Message], None]:

@@ -26,8 +26,7 @@ from aioserve.support.progress import interruptible
 if TYPE_CHECKING:
     from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
-    from aioserve.runner.cuda.executor import StepExecutor
-    from aioserve.runner.cuda.launched_step import LaunchedParts
+    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
 
 logger = logging.getLogger(__name__)
 

@@ -1,31 +1,94 @@
 """Chooses the tokens of a step on the device, penalties and logprobs included.
 
-The host says beforehand what the rows ask for; nothing is read back before the step's one copy.
-The operations and their order are those of `runner.cpu.sampler`.
+Begins with the draw in plain torch, the definition that Triton kernels are tested against, in
+which no branch depends on what is in a tensor. Ends with how likely the tokens of prompts are.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
+from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.batch.grammar_rows import Masks
-from aioserve.runner.batch.logits_edits import BAD, LogitsEdits, has_penalties
-from aioserve.runner.batch.sampling_columns import NO_LOGPROBS
+from aioserve.runner.batch.prompt_rows import WantedLogprobs
+from aioserve.runner.batch.sampling_columns import BAD, NO_LOGPROBS, LogitsEdits, has_penalties
 from aioserve.runner.cuda.device import Device, StagingRing
-from aioserve.runner.cuda.draw import DrawColumns
-from aioserve.runner.cuda.plan import Sections, StepPlan
-from aioserve.runner.unsound import NOT_FINITE
+from aioserve.runner.cuda.plan import Sections, StepPlan, Words
+from aioserve.runner.interface import NOT_FINITE
+from aioserve.runner.served_model import Halves
 from aioserve.scheduler.output import NewRequestData
 
+_WORD = 0xFFFFFFFF
+
+
+class DrawColumns(NamedTuple):
+    """How each of the S rows is drawn; on the device."""
+
+    temperature: Tensor  # float32, 0 = greedy
+    top_k: Tensor  # int32, 0 = all
+    top_p: Tensor  # float32
+    min_p_floor: Tensor  # float32, log(min_p)
+    keys: Tensor  # int32 [2, S], contiguous, bits of `noise.row_keys`
+    is_limited: bool  # whether any row has top-k or top-p
+
+
+def draw(logits: Tensor, columns: DrawColumns) -> Tensor:
+    """Token ids int64 [S] from `logits` [S, V] of any floating type, as `cpu.sampler.sample`."""
+    heat = columns.temperature[:, None]
+    scaled = logits.float() - logits.amax(dim=-1, keepdim=True).float()
+    scaled = scaled / torch.where(heat > 0, heat, 1.0)
+    floor = columns.min_p_floor
+    if columns.is_limited:
+        floor = torch.maximum(floor, lowest_kept(scaled, columns.top_k, columns.top_p))
+    uniform = uniforms(columns.keys, logits.shape[1])
+    score = scaled + uniform.log_().neg_().log_().neg_()
+    score = score.masked_fill_(scaled < floor[:, None], float("-inf"))
+    return torch.where(heat > 0, score, scaled).argmax(dim=-1)
+
+
+def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest of `scaled` [S, V] that top-k, then top-p keep; equals are kept together."""
+    size = scaled.shape[1]
+    values = scaled.sort(dim=-1, descending=True).values
+    last = torch.where(top_k > 0, top_k, size).clamp(max=size).long() - 1
+    weights = values.double().exp() * (values >= values.gather(1, last[:, None]))
+    mass = weights.cumsum(dim=1)
+    target = torch.where(top_p < 1, top_p.double() * mass[:, -1], float("inf"))
+    # what comes before a token that is kept lacks mass
+    kept = (weights > 0) & (mass - weights < target[:, None])
+    return values.gather(1, (kept.sum(dim=1, keepdim=True) - 1).clamp(min=0))[:, 0]  # one at least
+
+
+def uniforms(keys: Tensor, size: int) -> Tensor:
+    """`noise.uniform(noise.hash_tokens(keys, [0, size)))`, float32 [S, size]."""
+    key0, key1 = (keys.long() & _WORD).unsqueeze(2)
+    token_ids = torch.arange(size, device=keys.device)
+    words = _mix(_mix((token_ids + key0) & _WORD) ^ key1)
+    return ((words >> 9).float() + 0.5) * 2**-23
+
+
+def _mix(words: Tensor) -> Tensor:
+    """`noise.mix` on 32-bit words in int64, whose products only need their low bits."""
+    words = words ^ (words >> 16)
+    words = (words * 0x7FEB352D) & _WORD
+    words = words ^ (words >> 15)
+    words = (words * 0x846CA68B) & _WORD
+    return words ^ (words >> 16)
+
+
+# Chooses the tokens of a step on the device, penalties and logprobs included. The host says
+# beforehand what the rows ask for; nothing is read back before the step's one copy. The operations
+# and their order are those of `runner.cpu.sampler`.
+
+
 Draw = Callable[[Tensor, DrawColumns], Tensor]
-Words = npt.NDArray[np.int32]
 
 _IN_PROMPT = 1 << 24  # in `DeviceSampler._seen`; below: how often a token is in the output
 _NUM_RECENT = MAX_BAD_WORD_TOKENS - 1  # tokens of a bad word before its last
@@ -380,3 +443,62 @@ def _penalty_columns(num_rows: int, params: dict[int, SamplingParams]) -> Words:
     for place, p in params.items():
         columns[:, place] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
     return columns.reshape(-1).view(np.int32)
+
+
+# How likely the tokens of prompts are, on a device: staged with a step, read after it. Knows a
+# model and numbers; knows nothing about requests.
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What one step is asked about prompts, at N of its T tokens."""
+
+    wanted: WantedLogprobs
+    places: Words  # N, of the T
+    rows: Tensor  # `places` on the device
+    token_ids: Tensor  # N, int32 on the device
+    width: int  # alternatives, of the rows that want most
+    vocab_size: int
+    found: Tensor  # int32 on the device: the answer
+
+    @property
+    def pieces(self) -> list[slice]:
+        """The N in pieces that are looked at one after another."""
+        return self.wanted.pieces(self.vocab_size)
+
+    def look(self, model: Halves, states: Tensor, adapters: Sequence[TokenAdapters] = ()) -> None:
+        """Fill `found` from the hidden states [N, hidden]; on the device. `adapters`: of each of
+        the `pieces`, if any row has one.
+        """
+        for number, piece in enumerate(self.pieces):
+            token_ids, out = self.token_ids[piece].long(), self.found[self._begin(piece.start) :]
+            logits = model.logits(states[piece], adapters[number] if adapters else None)
+            write_logprobs(logits, token_ids, self.width, out)
+
+    def read(self, words: Words) -> dict[str, list[TokenLogprobs]]:
+        """Of prompts that are complete, from a copy of `found`; to be called in order of steps."""
+        found: list[TokenLogprobs] = []
+        for piece in self.pieces:
+            own = words[self._begin(piece.start) : self._begin(piece.stop)]
+            found += read_logprobs(own, self.wanted.num_logprobs[piece], self.width)
+        return self.wanted.keep(found)
+
+    def _begin(self, number: int) -> int:
+        return number * (2 + 2 * self.width)
+
+
+def plan_prompts(
+    wanted: WantedLogprobs | None, plan: StepPlan, sampler: DeviceSampler
+) -> PromptPlan | None:
+    """Stage what is wanted of the step of `plan`; None if nothing is."""
+    if wanted is None:
+        return None
+    place_of = np.empty(len(plan.tokens), dtype=np.int32)
+    place_of[plan.tokens] = np.arange(len(plan.tokens))
+    places = place_of[wanted.places]
+    staged = sampler.stage({"rows": places, "token_ids": wanted.token_ids.astype(np.int32)})
+    width = min(max(wanted.num_logprobs, default=0), sampler.vocab_size)
+    found = staged["rows"].new_empty(max(1, len(wanted.places) * (2 + 2 * width)))
+    return PromptPlan(
+        wanted, places, staged["rows"], staged["token_ids"], width, sampler.vocab_size, found
+    )

@@ -13,20 +13,19 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.cuda.runner import OverlappedRunner
-from aioserve.runner.tensor_parallel.messages import Step
 from aioserve.runner.tensor_parallel.plan import (
     EXPERTS,
     check_model,
     check_settings,
     plan_in_config,
 )
+from aioserve.runner.tensor_parallel.processes import Step
 from aioserve.runner.tensor_parallel.watch import FirstRankRunner
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.model_source.adapter import AdapterFiles
-    from aioserve.runner.cuda.executor import StepExecutor
-    from aioserve.runner.cuda.launched_step import LaunchedParts
+    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
     from aioserve.runner.tensor_parallel.group import Ranks
 
 #: Loads the first rank's share.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.quantized import attached, stands_in, unpacked, unpacked_in_turn
+from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import (
     AttentionCall,
     KVCacheSpec,
@@ -21,21 +22,27 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
 )
 from aioserve.runner.fused.adapters import fused_sites
-from aioserve.runner.fused.decoder import LOGITS_DTYPE, DecoderLayer, FusedDecoder, GatedMLP
-from aioserve.runner.fused.experts import ExpertParts
+from aioserve.runner.fused.decoder import (
+    LOGITS_DTYPE,
+    AllReduceExperts,
+    AllReduceLinear,
+    DecoderLayer,
+    FusedDecoder,
+    GatedMLP,
+    GatherToRank0,
+    Place,
+)
 from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, PlainEmbedding
-from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import (
     DecoderParts,
+    ExpertParts,
     GatedParts,
     LayerParts,
     MRoPERows,
+    NotFusedError,
     find_parts,
 )
-from aioserve.runner.fused.shares import AllReduceExperts, AllReduceLinear, GatherToRank0
-from aioserve.runner.fused.structure import NotFusedError
-from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.support.progress import stage

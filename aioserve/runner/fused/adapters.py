@@ -7,9 +7,16 @@ import re
 
 import torch
 
-from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, GatedMLP, LayerProduct
-from aioserve.runner.fused.shares import GatherToRank0, own_product
-from aioserve.runner.lora.adapter_sites import AdapterSites, Site
+from aioserve.runner.adapters import AdapterSites, Site
+from aioserve.runner.fused.decoder import (
+    HEAD,
+    DecoderLayer,
+    FusedDecoder,
+    GatedMLP,
+    GatherToRank0,
+    LayerProduct,
+    own_product,
+)
 from aioserve.runner.tensor_parallel.group import Ranks
 
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj")

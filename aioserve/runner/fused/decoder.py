@@ -1,16 +1,26 @@
 """The forward pass of a Llama-like decoder: a loop over layers of fused weights.
 
-Few operations and fewer allocations: on a small model the calls cost as much as the arithmetic.
-Knows nothing about `transformers`, blocks or requests.
+Before it, products of which this rank has a share; behind it, the place where a model computes.
+Knows the seams of `ops`; knows nothing about requests.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from types import MethodType
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.adapters import TokenAdapters
+from aioserve.runner.attention.backend import (
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+    RowStates,
+    StepInputs,
+)
 from aioserve.runner.fused.ops import (
     Activation,
     AttentionLayer,
@@ -19,10 +29,80 @@ from aioserve.runner.fused.ops import (
     Linear,
     Ops,
     RMSNorm,
+    Routes,
+    TorchOps,
 )
-from aioserve.runner.fused.shares import with_added
-from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Taps
+from aioserve.runner.tensor_parallel.group import Ranks
+
+
+class AllReduceLinear:
+    """A product with a share of the inputs: the sums of all ranks are added up."""
+
+    def __init__(self, own: Linear, ranks: Ranks) -> None:
+        self.own, self.ranks = own, ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.join(self.own(x))
+
+    def join(self, own: Tensor) -> Tensor:
+        """The sum of what the product gives on each rank."""
+        self.ranks.add_up(own)
+        return own
+
+
+class GatherToRank0:
+    """A product with a share of the `width` outputs: the first rank gets all, the others zeros."""
+
+    def __init__(self, own: Linear, ranks: Ranks, width: int) -> None:
+        self.own, self.ranks, self.width = own, ranks, width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.join(self.own(x))
+
+    def join(self, own: Tensor) -> Tensor:
+        """All outputs, on the first rank, of the `own` ones that the product gives on each."""
+        return self.ranks.join_at_first(own, self.width)
+
+
+class AllReduceExperts(Experts):
+    """A layer of experts with a share of the numbers inside each: sums are added up."""
+
+    def __init__(self, own: Experts, ranks: Ranks) -> None:
+        self.own, self.ranks = own, ranks
+
+    def route(self, x: Tensor) -> Routes:
+        return self.own.route(x)
+
+    def mix(self, x: Tensor, routes: Routes) -> Tensor:
+        out = self.own.mix(x, routes)
+        self.ranks.add_up(out)
+        return out
+
+
+def own_experts(experts: object) -> object:
+    """The layer of experts that this rank computes, if `experts` is one."""
+    return experts.own if isinstance(experts, AllReduceExperts) else experts
+
+
+def with_added(linear: Linear, x: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+    """`linear(x)`, where `add` adds something to what this rank has of it, before the parts of all
+    ranks are put together.
+    """
+    out = own_product(linear)(x)
+    add(out)
+    return linear.join(out) if isinstance(linear, AllReduceLinear | GatherToRank0) else out
+
+
+def own_product(linear: Linear) -> Linear:
+    """The product that this rank multiplies with."""
+    return linear.own if isinstance(linear, AllReduceLinear | GatherToRank0) else linear
+
+
+# The forward pass of a Llama-like decoder: a loop over layers of fused weights. Few operations and
+# fewer allocations: on a small model the calls cost as much as the arithmetic. Knows nothing about
+# `transformers`, blocks or requests.
+
 
 #: What adapters know the products by: a layer's by its number and name, and the head's.
 HEAD = "head"
@@ -169,3 +249,58 @@ class FusedDecoder:
         if adapters is None:
             return self.head(hidden)
         return with_added(self.head, hidden, lambda out: adapters.add(HEAD, hidden, out))
+
+
+# Where a model computes, as far as fusing it has to know: its device, operations, attention.
+# `cpu.fused` has one and `cuda.fused` the other. Knows nothing about model classes.
+
+
+class Place(ABC):
+    """A kind of machine that runs fused decoders: it makes operations, caches and decoders."""
+
+    device: torch.device
+    ranks: Ranks | None = None  # the processes with the rest of the weights; None: all are here
+    multiplies_blocks = False  # whether quantized weights are served as they are stored
+
+    def available_memory(self) -> int | None:
+        """Bytes that weights could take yet, as far as that is known."""
+        return None
+
+    @abstractmethod
+    def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
+        """The fastest operations here, for rows of these sizes and the attention of `spec`."""
+
+    def create_products(self) -> Ops:
+        """The fastest products here, of operations whose others are not asked for."""
+        return TorchOps()
+
+    @abstractmethod
+    def begin_alone(
+        self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs
+    ) -> tuple[ModelInputs, LayerAttention]:
+        """One step on a KV cache of its own, made for it."""
+
+    def own_forward(
+        self, module: nn.Module, known: Callable[[], Tensor | None]
+    ) -> Callable[..., Any]:
+        """The forward pass of a layer with states, of whose pieces these are `known`, by the steps
+        that are fastest here.
+        """
+        return MethodType(type(module).forward, module)
+
+    def create_row_states(
+        self, spec: KVCacheSpec, num_blocks: int, block_size: int
+    ) -> RowStates | None:
+        """A KV cache for models that read whole rows of it; None if there is none here."""
+        return None
+
+    def create_whole_decoder(
+        self,
+        embedding: Embedding,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        ops: Ops,
+    ) -> FusedDecoder | None:
+        """A decoder that does the same in one call; None if there is none here for these layers."""
+        return None

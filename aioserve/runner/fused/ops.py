@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.model_source.quantized import QuantizedWeight
+from aioserve.runner.adapters import LowRankProduct, LowRankTable, Piece, TorchProduct, TorchTable
 from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, ModelInputs
-from aioserve.runner.low_rank import LowRankProduct, LowRankTable, Piece, TorchProduct, TorchTable
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]

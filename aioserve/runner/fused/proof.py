@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.runner.attention import StepInputs
-from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder, GatedMLP
-from aioserve.runner.fused.experts import ExpertParts
+from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder, GatedMLP, Place
 from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, RMSNorm, Routes
-from aioserve.runner.fused.place import Place
-from aioserve.runner.fused.recognize import DecoderParts
-from aioserve.runner.fused.structure import NotFusedError
+from aioserve.runner.fused.recognize import DecoderParts, ExpertParts, NotFusedError
 from aioserve.runner.served_model import ServedModel
 
 _LENGTHS = (21, 1, 9)  # tokens of the rows: a chunk, a decode, a shorter chunk

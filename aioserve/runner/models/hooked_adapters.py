@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aioserve.runner.lora.adapter_sites import AdapterSites, Site
-from aioserve.runner.low_rank import TokenAdapters
+from aioserve.runner.adapters import AdapterSites, Site, TokenAdapters
 from aioserve.runner.models.stateful_layers import StatefulLayers
 from aioserve.runner.tensor_parallel.shard import share_of
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from aioserve.errors import one_line
+from aioserve.runner.adapters import AdapterSites
 from aioserve.runner.attention.backend import (
     KVCacheSpec,
     LayerAttention,
@@ -24,8 +25,7 @@ from aioserve.runner.attention.backend import (
     StepInputs,
 )
 from aioserve.runner.attention.bridge import UnsupportedModelError
-from aioserve.runner.fused.place import Place
-from aioserve.runner.lora.adapter_sites import AdapterSites
+from aioserve.runner.fused.decoder import Place
 from aioserve.runner.served_model import ServedModel
 
 # The steps that are compared with passes over whole prompts: tokens of each of two rows.

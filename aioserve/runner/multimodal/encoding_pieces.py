@@ -1,21 +1,134 @@
 """Images that are encoded over several steps: some of the encoder's work in each.
 
-A layer is cut as well: its products and its attention are places to stop. Knows where the layers of
-an encoder are, and how far each image has come. Knows no steps.
+What a layer costs by the size of an image is an estimate of products and attention alone, from
+names in configurations of `transformers`. The encoder runs as a call that pauses, on a thread of
+its own.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aioserve.runner.multimodal.layer_costs import LayerCosts
-from aioserve.runner.multimodal.paused_call import PausedCall
+
+class LayerCosts:
+    """The costs of the layers of one image encoder."""
+
+    def __init__(self, layers: Sequence[nn.Module], vision_config: Any) -> None:
+        """`vision_config` says which layers have windows, if any have."""
+        self._products = [
+            sum(part.weight.numel() for part in layer.modules() if type(part) is nn.Linear)
+            for layer in layers
+        ]
+        whole = getattr(vision_config, "fullatt_block_indexes", None)
+        self._is_whole = [whole is None or number in whole for number in range(len(layers))]
+        self._window = 0  # tokens of a window
+        if whole is not None:
+            self._window = (vision_config.window_size // vision_config.patch_size) ** 2
+
+    def of(self, hidden: Tensor) -> list[float]:
+        """Multiplications of each layer, whose input is [length, hidden] or [n, length, hidden]."""
+        length, width = hidden.shape[-2:]
+        num_rows = hidden.numel() // width
+        costs = []
+        for products, is_whole in zip(self._products, self._is_whole, strict=True):
+            seen = length if is_whole else min(length, self._window)
+            costs.append(float(num_rows * (products + 2 * seen * width)))
+        return costs
+
+
+# A call that runs in pieces: on a thread of its own, and only while another thread waits for it. So
+# code of any kind can be stopped half-way, at places that call `pause`, and go on later. No two of
+# the threads ever run at the same time. Knows nothing about what is called.
+
+
+T = TypeVar("T")
+
+
+class _DroppedError(BaseException):
+    """Ends the thread of a call that is not wanted any more."""
+
+
+class PausedCall(Generic[T]):
+    """To be ended by `finish` or by `drop`, as its thread waits until then."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        """`call` has not begun yet. It may call `pause` of this object."""
+        self._call = call
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._passed = 0.0  # of its work, at its last pause
+        self._until: float | None = 0.0  # behind how much work it stops
+        self._has_ended = self._is_dropped = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="aioserve-encoder", daemon=True)
+        self._thread.start()
+
+    def advance(self, work: float) -> None:
+        """Let it run until it has come to a pause behind that much of its work, or has ended; not
+        at all if it has come that far.
+        """
+        if not self._has_ended and self._passed < work:
+            self._until = work
+            self._resume()
+
+    def finish(self) -> T:
+        """Let it run to its end and return what it returns. Raises what it raises."""
+        if not self._has_ended:
+            self._until = None
+            self._resume()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def drop(self) -> None:
+        """End it where it is."""
+        if not self._has_ended:
+            self._is_dropped = True
+            self._resume()
+        self._thread.join()
+
+    def pause(self, work: float = 1.0) -> None:
+        """Called by the call itself, or by what it calls: a place to stop, behind `work` since the
+        last one. On another thread it does nothing.
+        """
+        if threading.current_thread() is not self._thread:
+            return
+        self._passed += work
+        if self._until is not None and self._passed >= self._until:
+            self._back.release()
+            self._wait()
+
+    def _resume(self) -> None:
+        self._go.release()
+        self._back.acquire()
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        if self._is_dropped:
+            raise _DroppedError
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+            self._result = self._call()
+        except BaseException as error:  # told to the caller of `finish`
+            self._error = error
+        finally:
+            self._has_ended = True
+            self._back.release()
+
+
+# Images that are encoded over several steps: some of the encoder's work in each. A layer is cut as
+# well: its products and its attention are places to stop. Knows where the layers of an encoder are,
+# and how far each image has come. Knows no steps.
+
 
 # Between two places to stop: some 20 ms of one thread, and no fewer rows. Guesses.
 MULTIPLICATIONS, LEAST_ROWS = 1 << 32, 64

@@ -1,20 +1,22 @@
 """Drafters guess what comes next: the seam between the persistent batch and ways of guessing.
 
-Knows rows and token ids. Knows nothing about how guesses are verified.
+Then the part of the batch that guesses: by a drafter, or where a grammar leaves no choice. Knows
+rows and token ids. Knows nothing about how guesses are verified.
 """
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from aioserve.runner.attention.backend import StepInputs
+from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.grammar_rows import GrammarRows
-from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.batch.input_batch import BatchPart, InputBatch
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.spec_decode.draft_length import DraftLength
-from aioserve.scheduler.output import NewRequestData
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 
 class Texts(NamedTuple):
@@ -59,3 +61,100 @@ class Drafter(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Give back what it holds, if that is anything. Idempotent."""
+
+
+# The part of the batch that guesses tokens: by a drafter, or where a grammar leaves no choice.
+# Knows which guesses are whose; knows nothing about how a drafter makes them.
+
+
+logger = logging.getLogger(__name__)
+
+
+class DraftRows(BatchPart[bool]):
+    """The rows that a drafter is told of, if there is one; by row, whether it is ever to guess."""
+
+    name = "draft_lengths"
+
+    def __init__(
+        self, drafter: Drafter | None, sampling: SamplingColumns, grammars: GrammarRows
+    ) -> None:
+        super().__init__()
+        self.drafter, self._sampling, self._grammars = drafter, sampling, grammars
+        self._guessed: set[int] = set()  # rows whose drafts are the drafter's
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that are guessed for a row; 0 without a drafter."""
+        return 0 if self.drafter is None else self.drafter.length.max_tokens
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        if self.drafter is not None:
+            self.rows[row] = request.pooling_params is None
+            self.drafter.set(row, request)
+
+    def drop(self, row: int, *, is_finished: bool = False) -> None:
+        super().drop(row)
+        self._guessed.discard(row)
+        if self.drafter is not None:
+            self.drafter.drop(row, is_finished=is_finished)
+
+    def extend(self, row: int, block_ids: Sequence[int]) -> None:
+        if self.drafter is not None:
+            self.drafter.take_blocks(block_ids)
+
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        if asked := step.draft_lengths:
+            rows = zip(inputs.req_ids, inputs.rows.tolist(), strict=True)
+            inputs.parts[self.name] = {row: asked[own] for own, row in rows if own in asked}
+        return inputs
+
+    def append(
+        self, rows: IntArray, token_ids: list[list[int]], drafts: Mapping[int, Sequence[int]]
+    ) -> None:
+        if self.drafter is None:
+            return
+        for row, own in zip(rows.tolist(), token_ids, strict=True):
+            if own:
+                self.drafter.append(row, own)
+            if row in self._guessed:
+                self._guessed.remove(row)
+                if row in drafts:  # the policy may have sent none of them
+                    self.drafter.length.verified(row, len(drafts[row]), len(own) - 1)
+
+    def guesses(self, inputs: StepInputs, batch: InputBatch) -> dict[str, list[int]]:
+        """What comes next of the requests of a step, where their grammars leave no choice, or where
+        the drafter has a guess.
+        """
+        found: dict[int, list[int]] = {}
+        waiting, sampled = [], set(inputs.sampling.tolist())
+        others = []  # rows that ask in a later step
+        for index, row in enumerate(inputs.rows.tolist()):
+            if self._sampling.counts_tokens(row) or not self.rows.get(row, True):
+                continue  # penalties count every token before the next: drafts would come too early
+            if index not in sampled or self._grammars.is_slow(row):
+                others.append(row)
+            elif token_ids := self._grammars.guesses(row):
+                found[row] = token_ids
+                others.append(row)
+            else:
+                waiting.append(row)
+        if self.drafter is not None:
+            texts = Texts(batch, self._grammars, self._sampling)
+            self.drafter.length.asked = inputs.parts.get(self.name, {})
+            try:
+                guesses = self.drafter.guesses(waiting, others, inputs, texts)
+            except Exception:  # what follows is computed without
+                logger.exception("no tokens could be guessed")
+                self._grammars.come_back()
+                guesses = {}
+            self._guessed.update(guesses)
+            found |= guesses
+        return {
+            req_id: found[row]
+            for req_id, row in zip(inputs.req_ids, inputs.rows.tolist(), strict=True)
+            if row in found
+        }
+
+    def close(self) -> None:
+        if self.drafter is not None:
+            self.drafter.close()

@@ -10,11 +10,14 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.model_info import ModelInfo
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.draft_checkpoint import DraftCheckpoint
-from aioserve.runner.spec_decode.draft_source import Draft, DraftPlace, DraftSource
-from aioserve.runner.spec_decode.eagle import is_eagle
-from aioserve.runner.spec_decode.eagle_source import EagleSource
-from aioserve.runner.spec_decode.mtp_source import MtpSource
+from aioserve.runner.spec_decode.eagle import EagleSource, is_eagle
+from aioserve.runner.spec_decode.model_drafter import (
+    Draft,
+    DraftCheckpoint,
+    DraftPlace,
+    DraftSource,
+)
+from aioserve.runner.spec_decode.mtp import MtpSource
 from aioserve.runner.tensor_parallel.group import Ranks
 
 

@@ -5,6 +5,7 @@ larger model; `midlayer` sees it beside the next token; `lm_head` knows some of 
 which `d2t` translates. Knows weights and attention; knows nothing about requests.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from aioserve.errors import ConfigError, one_line
+from aioserve.model_info import ModelInfo
 from aioserve.model_source.source import read_json
 from aioserve.runner.attention.backend import (
     AttentionCall,
@@ -26,7 +28,11 @@ from aioserve.runner.attention.backend import (
     LayerSpec,
 )
 from aioserve.runner.fused.ops import Linear
-from aioserve.runner.spec_decode.draft_head import DraftHead
+from aioserve.runner.models.long_rope import with_factors_chosen
+from aioserve.runner.served_model import ServedModel, Taps
+from aioserve.runner.spec_decode.head_drafter import DraftHead, draft_of_head
+from aioserve.runner.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
+from aioserve.runner.tensor_parallel.group import Ranks
 
 NUM_TAPS = 3
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -224,3 +230,51 @@ def read_eagle(
         if targets.min() < 0 or targets.max() >= vocab_size:
             raise refuse("d2t leaves the vocabulary")
     return config, weights
+
+
+# The directory of an EAGLE-3 head: how the head is loaded for the model that it is made for. Knows
+# files and which layers the head looks at; knows nothing about steps.
+
+
+logger = logging.getLogger(__name__)
+
+
+class EagleSource(DraftSource):
+    """One layer that continues from what three layers of the served model thought."""
+
+    def __init__(self, info: ModelInfo, target_info: ModelInfo) -> None:
+        super().__init__(info)
+        self.num_states = NUM_TAPS * target_info.hidden_size
+        self._num_layers = int(target_info.hf_config.num_hidden_layers)
+        self._layers = tapped_layers(info.source.known_config, self._num_layers)
+        self._taps: Taps | None = None
+
+    def meet(self, target: ServedModel, ranks: Ranks) -> None:
+        # A model that is not fused is run for it, and that takes all ranks.
+        if self._num_layers > max(self._layers):
+            self._taps = target.tap(self._layers)
+
+    def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
+        path, num_layers, layers = self.info.source.path, self._num_layers, self._layers
+        if len(layers) != NUM_TAPS or not all(0 <= layer < num_layers for layer in layers):
+            raise ConfigError(
+                f"the EAGLE-3 head {path} looks at layers {layers}: three of the {num_layers} of "
+                f"{target.name} are needed"
+            )
+        config, weights = read_eagle(path, target_info.hidden_size, target_info.vocab_size)
+        taps = self._taps or target.tap(layers)
+        if taps is None or target.embedding is None:
+            raise ConfigError(
+                f"{target.name} does not tell what enters its layers, which an EAGLE-3 head needs"
+            )
+        head = EagleHead(
+            with_factors_chosen(config, target_info.max_model_len),
+            weights,
+            target.embedding,
+            target.kv_cache_spec.dtype,
+            target_info.vocab_size,
+            place.device,
+            place.linear,
+        )
+        logger.info("drafts by an EAGLE-3 head, %.1fM parameters", head.num_parameters / 1e6)
+        return draft_of_head(self.info, head, taps, target)

@@ -1,10 +1,10 @@
 """Guesses by an EAGLE-3 head or an MTP layer, from states of the model that it is for.
 
-What the head reads at a place is the token there and the state of the token before, so its K and V
-of a place lie in the slot of the place before. States of all tokens are kept, for rows that catch
-up. Knows rows and slots; the rest is `ModelDrafter`'s.
+Begins with what such heads have in common. Knows tensors and attention; knows nothing about
+requests.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,13 +13,50 @@ import torch
 from torch import Tensor
 
 from aioserve.model_info import ModelInfo
-from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    IntArray,
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+    StepInputs,
+)
 from aioserve.runner.served_model import ServedModel, Taps
-from aioserve.runner.spec_decode.draft_head import DraftHead
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
-from aioserve.runner.spec_decode.draft_source import Draft
 from aioserve.runner.spec_decode.drafter import Texts
-from aioserve.runner.spec_decode.model_drafter import DraftRunner, Forward, ModelDrafter
+from aioserve.runner.spec_decode.model_drafter import Draft, DraftRunner, Forward, ModelDrafter
+
+
+class DraftHead(ABC):
+    """A few layers that go on from what the served model thought of its tokens."""
+
+    kv_cache_spec: KVCacheSpec
+    attention_calls: tuple[AttentionCall, ...]
+    device: torch.device
+    num_parameters: int
+    state_size: int  # numbers that it reads of the served model for each token
+
+    @abstractmethod
+    def combine(self, states: Tensor) -> Tensor:
+        """One state [T, hidden] of what the served model gave, [T, `state_size`]."""
+
+    @abstractmethod
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention
+    ) -> Tensor:
+        """The states [T, hidden] that continue `states` [T, hidden] with `token_ids` [T], each the
+        one after its state's own. `attention` is that of the step, on the cache of this head.
+        """
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [N, V] of any of those states."""
+
+
+# Guesses by an EAGLE-3 head or an MTP layer, from states of the model that it is for. What the head
+# reads at a place is the token there and the state of the token before, so its K and V of a place
+# lie in the slot of the place before. States of all tokens are kept, for rows that catch up. Knows
+# rows and slots; the rest is `ModelDrafter`'s.
 
 
 class HeadDrafter(ModelDrafter):

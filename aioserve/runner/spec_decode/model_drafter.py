@@ -6,24 +6,42 @@ with the same random numbers. Knows rows and blocks; its passes are computed by 
 Knows nothing about what becomes of guesses.
 """
 
+import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    IntArray,
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+    StepInputs,
+)
 from aioserve.runner.batch.grammar_rows import Masks
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
+from aioserve.runner.fused.ops import Linear
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.spec_decode.draft_length import ModelDraftLength
 from aioserve.runner.spec_decode.drafter import Drafter, Texts
 from aioserve.scheduler.output import NewRequestData
+
+if TYPE_CHECKING:
+    from aioserve.runner.tensor_parallel.group import Ranks
+
 
 #: Logits [S, V] of the S rows that sample, as `ServedModel.forward` gives them.
 Forward = Callable[[ModelInputs, LayerAttention], Tensor]
@@ -251,3 +269,129 @@ class _Span(NamedTuple):
     row: int
     begin: int
     end: int
+
+
+# What makes drafts beside a served model: as it lies on disk, and once it is loaded. The seam
+# between settings and ways of drafting with a model. Knows sizes; knows nothing about steps.
+
+
+class Draft(NamedTuple):
+    """A drafter that is loaded; its KV cache is not made yet."""
+
+    info: ModelInfo
+    target: ServedModel  # the served model, as it is to be run while this drafts for it
+    kv_cache_spec: KVCacheSpec
+    attention_calls: tuple[AttentionCall, ...]
+    state_bytes: int  # for each token of the served model, besides K and V
+    forward: Forward  # a pass of the draft model: to see what it takes
+    make: Callable[..., ModelDrafter]
+
+    def make_drafter(self, config: EngineConfig, runner: DraftRunner) -> ModelDrafter:
+        """`runner` has a KV cache for `kv_cache_spec`."""
+        return self.make(
+            runner,
+            ModelDraftLength(config.speculation.num_speculative_tokens),
+            block_size=config.cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            max_step_tokens=config.scheduler.step_budget(self.info.max_model_len),
+        )
+
+
+class DraftPlace(NamedTuple):
+    """The side on which a drafter is loaded: how models and products get there."""
+
+    load: Callable[[ModelInfo], ServedModel]
+    linear: Callable[[Tensor], Linear]  # the product with a weight
+    device: torch.device
+
+
+class DraftSource(ABC):
+    """What will make drafts, found on disk before weights are read."""
+
+    has_files = True  # whether its weights lie apart from those of the served model
+    num_states = 0  # numbers of the served model's states that are kept for each of its tokens
+
+    def __init__(self, info: ModelInfo) -> None:
+        """`info`: the model in whose directory it lies."""
+        self.info, self.config = info, info.config
+
+    @property
+    def hf_config(self) -> Any:
+        """The configuration of the layers that draft."""
+        return self.info.hf_config
+
+    def meet(self, target: ServedModel, ranks: "Ranks") -> None:  # noqa: B027 - most need nothing
+        """On all ranks, before the first one, which drafts, loads what it does so with: get what
+        that needs of the others.
+        """
+
+    def follow(self, target: ServedModel) -> ServedModel:
+        """The served model as the ranks run it that do not draft."""
+        return target
+
+    @abstractmethod
+    def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
+        """Read its weights. Raises `ConfigError` if it does not fit `target`."""
+
+
+# A smaller model that makes drafts: whether its vocabulary fits, and how it is loaded. Knows
+# tokenizers and settings; knows nothing about steps.
+
+
+logger = logging.getLogger(__name__)
+
+
+class DraftCheckpoint(DraftSource):
+    """A whole model of its own."""
+
+    def __init__(self, info: ModelInfo, target_info: ModelInfo) -> None:
+        """Raises `ConfigError` if texts mean other tokens to it."""
+        super().__init__(info)
+        if (why_not := _difference(target_info, info)) is not None:
+            raise ConfigError(
+                f"speculation.draft_model {info.config.model} has another vocabulary than "
+                f"{target_info.config.model}: {why_not}"
+            )
+
+    def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
+        model = place.load(self.info)
+        if model.reads_rows or model.states is not None:
+            why = "" if model.states is None else ", whose layers have states"
+            raise ConfigError(f"{model.name}{why}, cannot make drafts: take another draft model")
+        logger.info("drafts by %s, %.1fM parameters", model.name, model.num_parameters / 1e6)
+        make = partial(DraftModel, model, self.info.vocab_size, target_info.vocab_size)
+        spec, calls = model.kv_cache_spec, model.attention_calls
+        return Draft(self.info, target, spec, calls, 0, model.forward, make)
+
+
+def _difference(info: ModelInfo, draft: ModelInfo) -> str | None:
+    """Why texts mean other tokens to `draft`; None if they do not. One may have more tokens than
+    the other as long as neither tokenizer knows these: models are padded to round sizes.
+    """
+    is_padded = draft.vocab_size != info.vocab_size
+    sizes = f"{draft.vocab_size:,} tokens, not {info.vocab_size:,}"
+    if info.config.skip_tokenizer_init:
+        return f"{sizes}, and without a tokenizer it is unknown which" if is_padded else None
+    ours = info.tokenizer.get_vocab()
+    try:
+        theirs = draft.tokenizer.get_vocab()
+    except ConfigError:
+        if is_padded:
+            return sizes
+        raise
+    if ours != theirs:
+        token = min(ours.items() ^ theirs.items())[0]
+        place = f"{token!r} is {theirs.get(token)} in it, and {ours.get(token)} here"
+        return f"{sizes}; {place}" if is_padded else place
+    if is_padded and max(ours.values()) >= min(draft.vocab_size, info.vocab_size):
+        return sizes
+    if _merges(info.tokenizer) != _merges(draft.tokenizer):
+        return "its tokenizer joins other pieces"
+    return None
+
+
+def _merges(tokenizer: Any) -> object:
+    """Which tokens a tokenizer makes of two, in their order, as far as it does so."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return None if backend is None else json.loads(backend.to_str())["model"].get("merges")

@@ -8,6 +8,7 @@ attention; knows nothing about requests.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,15 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.runner.attention.backend import LayerAttention
+from aioserve.model_info import ModelInfo
+from aioserve.runner.adapters import TokenAdapters
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
     AttentionProbe,
     PagedAttentionHandler,
     serving,
 )
-from aioserve.runner.spec_decode.draft_head import DraftHead
+from aioserve.runner.loader import quiet_transformers
+from aioserve.runner.models.long_rope import with_factors_chosen
+from aioserve.runner.served_model import Halves, ServedModel, Taps
+from aioserve.runner.spec_decode.head_drafter import DraftHead, draft_of_head
+from aioserve.runner.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
+from aioserve.runner.tensor_parallel.group import Ranks
 
 _PROBE_TOKENS = 4
 _TINY = 8  # tokens of the embedding and head that the layer's module has and does not use
@@ -176,3 +185,156 @@ def _like(norm: nn.Module, weight: Tensor) -> nn.Module:
     own = copy.deepcopy(norm)
     own.weight = nn.Parameter(weight, requires_grad=False)
     return own
+
+
+# A served model that tells the hidden states of all its tokens, for an MTP layer. Any model in two
+# halves can be told so. Knows the halves of models; knows nothing about drafts.
+
+
+class TellingModel(ServedModel, Halves):
+    """The same model: `taps` are told what its head is given, for all tokens of each step."""
+
+    def __init__(self, model: ServedModel, halves: Halves, taps: Taps) -> None:
+        """`halves` are the two parts of `model`, between which `taps` are told."""
+        self._halves, self.taps = halves, taps
+        self.name, self.num_parameters = model.name, model.num_parameters
+        self.kv_cache_spec, self.attention_calls = model.kv_cache_spec, model.attention_calls
+        self.is_compiled, self.reads_rows = model.is_compiled, model.reads_rows
+        self.states, self.embedding = model.states, model.embedding
+        self.adapter_sites, self.image_encoder = model.adapter_sites, model.image_encoder
+
+    def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        return self.logits(self.hidden(inputs, attention), inputs.logits_adapters)
+
+    @property
+    def halves(self) -> Halves:
+        return self
+
+    def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        every = torch.arange(len(inputs.input_ids), device=inputs.input_ids.device)
+        whole = inputs._replace(logits_rows=every, logits_adapters=inputs.adapters)
+        states = self._halves.hidden(whole, attention)
+        self.taps.keep(inputs.slots, states[None])
+        return states[inputs.logits_rows]
+
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        return self._halves.logits(hidden, adapters)
+
+
+# The head of a model that ranks share by tokens, put together on the first one, which drafts. Each
+# rank has it laid out in its own way; what it gives for unit vectors is the weight, to the bit.
+
+
+_PIECE = 256  # columns of the weight at a time
+_TOLERANCE = 1e-2  # of logits that the weight gives, as a share of their size: roundings
+
+
+def whole_head(halves: Halves, dtype: torch.dtype, hidden_size: int, ranks: Ranks) -> Tensor | None:
+    """The weight [V, hidden] on the first rank, in `dtype`; None on the others, and if the head of
+    `halves` does anything but multiply with it. To be called by all ranks.
+    """
+    columns = []
+    for begin in range(0, hidden_size, _PIECE):
+        unit = torch.eye(hidden_size, dtype=dtype)[begin : begin + _PIECE]
+        logits = halves.logits(unit)
+        if ranks.is_first:
+            columns.append(logits.to(dtype))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, hidden_size, generator=generator).to(dtype)
+    expected = halves.logits(rows)
+    if not ranks.is_first:
+        return None
+    weight = torch.cat(columns).T.contiguous()
+    error = (rows.float() @ weight.float().T - expected).norm()
+    return weight if error <= _TOLERANCE * expected.norm() else None
+
+
+# The MTP layer of a served model: found in the model's own checkpoint, and loaded beside it. Knows
+# names of weights and settings; what the layer computes is known to `mtp`.
+
+
+logger = logging.getLogger(__name__)
+
+
+class MtpSource(DraftSource):
+    """The first MTP layer of a checkpoint; of several the others are not read."""
+
+    has_files = False  # they are those of the model
+
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        """Raises `ConfigError` if there is no such layer."""
+        super().__init__(info)
+        self.num_states = info.hidden_size
+        num_layers = info.hf_config.num_hidden_layers
+        with info.source.open_weights() as weights:
+            found = [(layout, layout.weights(weights, num_layers)) for layout in LAYOUTS]
+        self._layout, self._names = next(
+            ((layout, names) for layout, names in found if names), (LAYOUTS[0], {})
+        )
+        if not self._names:
+            names = " or ".join(
+                layout.prefix.format(n=num_layers) + layout.projection for layout in LAYOUTS
+            )
+            raise ConfigError(
+                f"speculation.speculative_method is {config.speculation.speculative_method}, but "
+                f"{info.source.path} has no MTP layer (no {names}): take ngram, or a draft model"
+            )
+        if type(info.hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(
+                f"{info.source.path} has an MTP layer of a family that is not in transformers: "
+                "take ngram, or a draft model"
+            )
+        self._hf_config = one_layer_config(with_factors_chosen(info.hf_config, info.max_model_len))
+        self._head: Tensor | None = None  # of several ranks, which share it by tokens: all of it
+
+    @property
+    def hf_config(self) -> object:
+        return self._hf_config
+
+    @torch.inference_mode()
+    def meet(self, target: ServedModel, ranks: Ranks) -> None:
+        if not ranks.least(target.halves is not None):
+            return  # told when it is loaded
+        assert target.halves is not None, "so all ranks say"
+        head = whole_head(target.halves, target.kv_cache_spec.dtype, self.num_states, ranks)
+        with ranks.together():
+            if ranks.is_first and head is None:
+                raise ConfigError(f"the head of {target.name} does more than multiply, and ranks "
+                                  "share it: leave speculation.speculative_method out")  # fmt: skip
+        self._head = head
+
+    def follow(self, target: ServedModel) -> ServedModel:
+        assert target.halves is not None, "the first rank has them"
+        return TellingModel(target, target.halves, Taps(()))
+
+    @torch.inference_mode()
+    def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
+        halves, embedding = target.halves, target.embedding
+        if halves is None or embedding is None:
+            raise ConfigError(
+                f"{target.name}, does not tell of its hidden states, which an MTP layer needs: "
+                "leave speculation.speculative_method out, or take ngram"
+            )
+        layout, path = self._layout, self.info.source.path
+        if len(self._names.keys() & layout) < 3:
+            raise ConfigError(f"the MTP layer in {path} lacks one of its norms")
+        with self.info.source.open_weights() as stored, quiet_transformers():
+            weights = {own: stored[name]() for own, name in self._names.items()}
+            dtype = target.kv_cache_spec.dtype
+            parts = {name: weights.pop(name).to(place.device, dtype) for name in layout[1:4]}
+            size = target_info.hidden_size
+            for name, part in parts.items():
+                shape = [size, 2 * size] if name == layout.projection else [size]
+                if list(part.shape) != shape:
+                    raise ConfigError(
+                        f"the MTP layer in {path} has a {name} of {list(part.shape)}, not {shape}"
+                    )
+            try:
+                body = load_body(self._hf_config, weights, dtype).to(place.device)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
+        telling = TellingModel(target, halves, Taps(()))
+        logits = halves.logits if self._head is None else place.linear(self._head)
+        head = MtpHead(body, layout, parts, embedding, logits)
+        logger.info("drafts by its MTP layer, %.1fM parameters", head.num_parameters / 1e6)
+        return draft_of_head(self.info, head, telling.taps, telling)

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 
 from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo
-from aioserve.runner.tensor_parallel.messages import Answer, Message, Start, decode
-from aioserve.runner.tensor_parallel.processes import FirstRank, in_a_line
+from aioserve.runner.tensor_parallel.processes import (
+    Answer,
+    FirstRank,
+    Message,
+    Start,
+    decode,
+    in_a_line,
+)
 from aioserve.support.logs import set_up_logging
 from aioserve.support.progress import show_no_bars
 

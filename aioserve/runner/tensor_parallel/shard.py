@@ -1,15 +1,19 @@
 """Leaves a module of `transformers` the weights of one rank; for the rest it asks the others.
 
-Knows linear layers and what plans call them; knows nothing about attention or steps.
+Begins with whether groups of quantized weights can be shared out: told from the headers of files
+and an outline of the model, before any weight is read.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import (
     QuantizedWeight,
     attach,
@@ -22,6 +26,37 @@ from aioserve.model_source.quantized import (
 )
 from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.runner.tensor_parallel.plan import EXPERTS, plan_of, vectors_of
+
+_BY_INPUTS = ("rowwise", "rowwise_split_input", EXPERTS)
+
+
+def check_groups(info: ModelInfo, num_ranks: int) -> None:
+    """Raise `ConfigError` that names a layer of whose inputs a rank would get a part of a group, in
+    files of quantized weights.
+    """
+    config: Any = copy.deepcopy(info.whole_config)
+    for part in (config, config.get_text_config(decoder=True)):
+        vars(part).pop("quantization_config", None)  # `transformers` would want its readers
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=info.config.trust_remote_code
+        )
+    kinds = info.source.stored_kinds(outline)
+    for name, style in plan_of(outline).items():
+        if style not in _BY_INPUTS:
+            continue
+        own = "down_proj" if style == EXPERTS else "weight"
+        kind = kinds.get(f"{name}.{own}")
+        if kind is None:
+            continue
+        part = outline.get_submodule(name)
+        is_transposed = style == EXPERTS and getattr(part, "is_transposed", False)
+        count = getattr(part, own).shape[-2 if is_transposed else -1]
+        check_whole_groups(name, kind, count, slice(0, count // num_ranks))
+
+
+# Leaves a module of `transformers` the weights of one rank; for the rest it asks the others. Knows
+# linear layers and what plans call them; knows nothing about attention or steps.
 
 
 class Share(NamedTuple):

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.unsound import NOT_FINITE
+from aioserve.runner.interface import NOT_FINITE, RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.testing.faults.fault import SLOW_SECONDS, Faults, planted
 

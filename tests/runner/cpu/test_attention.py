@@ -14,11 +14,9 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
-from aioserve.runner.attention.backend import IntArray
-from aioserve.runner.attention.image_ends import ImageEnds
+from aioserve.runner.attention.backend import ImageEnds, IntArray
 from aioserve.runner.cpu import attention
-from aioserve.runner.cpu.attention import TorchPagedAttention
-from aioserve.runner.cpu.compiled_attention import CompiledAttention
+from aioserve.runner.cpu.attention import CompiledAttention, TorchPagedAttention
 from aioserve.runner.loader import named_dtype
 from tests.variants import DTYPE, EVERY_VARIANT
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from aioserve.kernels import compute_thread_ids
-from aioserve.runner.cpu import compute_threads
-from aioserve.runner.cpu.compute_threads import (
+from aioserve.runner.cpu import machine as this_machine
+from aioserve.runner.cpu.machine import (
     ENOUGH,
     MAX_PAUSE,
     MIN_PAUSE,
@@ -239,7 +239,7 @@ def test_openmp_names_the_threads_that_compute() -> None:
 
 
 def test_two_threads_on_one_core_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_threads, "ENOUGH", 0.05)
+    monkeypatch.setattr(this_machine, "ENOUGH", 0.05)
     core = min(os.sched_getaffinity(0))
     numbers = torch.rand(1 << 20)
 

@@ -16,9 +16,9 @@ from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import load, machine, models
-from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.compute_type import CPU_TYPES
 from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.machine import ComputeThreads
+from aioserve.runner.cpu.memory import CPU_TYPES
 from aioserve.runner.cpu.models import load_model_on_cpu
 from tests.models import make_model
 from tests.runner.cpu.resident import resident_bytes

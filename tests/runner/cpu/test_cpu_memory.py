@@ -7,8 +7,8 @@ import pytest
 from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.beside_blocks import choose_num_state_slots
 from aioserve.runner.cpu.memory import choose_num_kv_blocks
-from aioserve.runner.cpu.states import choose_num_state_slots
 
 
 @pytest.mark.parametrize(("caches_prefixes", "expected"), [(True, 4 * 7 + 7), (False, 4 * 7)])

@@ -13,7 +13,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from aioserve.kernels import usable_variants
-from aioserve.runner.cpu.gated_norms import with_own_norms
+from aioserve.runner.cpu.state_steps import with_own_norms
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)

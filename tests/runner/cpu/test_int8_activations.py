@@ -23,9 +23,9 @@ from aioserve.kernels import KernelsUnavailableError
 from aioserve.model_info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.cpu import int8_activations
-from aioserve.runner.cpu.blocks import BlockLinear
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_models
+from aioserve.runner.cpu.products import BlockLinear
 from aioserve.runner.cuda.load import load_on_cuda
 from aioserve.runner.spec_decode.drafts import find_draft
 from tests.gguf_models import write_gguf

@@ -22,9 +22,8 @@ from aioserve.kernels import Kernels, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
-from aioserve.runner.attention.image_ends import ImageEnds
-from aioserve.runner.cpu.attention import AttentionBackend, TorchPagedAttention
-from aioserve.runner.cpu.compiled_attention import CompiledAttention
+from aioserve.runner.attention.backend import ImageEnds
+from aioserve.runner.cpu.attention import AttentionBackend, CompiledAttention, TorchPagedAttention
 from aioserve.runner.cpu.load import load_on_cpu
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.driver import Driver, make_config

@@ -2,7 +2,7 @@
 
 import torch
 
-from aioserve.runner.cpu.logits_memory import PATIENCE, LogitsMemory
+from aioserve.runner.cpu.products import PATIENCE, LogitsMemory
 
 
 def test_memory_is_used_again_when_no_tensor_shows_it_any_more() -> None:

@@ -17,9 +17,9 @@ from aioserve.model_source.quantized import (
     stored_experts,
     unpacked_in_turn,
 )
-from aioserve.runner.cpu.blocks import BlockLinear
+from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.models import load_model_on_cpu
-from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.cpu.products import BlockLinear
 from tests.gguf_models import write_gguf
 from tests.gguf_written import WRITTEN, make_written
 from tests.greedy import GreedyReference

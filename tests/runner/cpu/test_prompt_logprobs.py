@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.params import SamplingParams
-from aioserve.runner.batch import prompt_logprobs
+from aioserve.runner.batch import prompt_rows
 from aioserve.runner.loader import named_dtype
 from tests.models import MODEL_KINDS, VOCAB_SIZE
 from tests.runner.driver import Driver
@@ -89,7 +89,7 @@ def test_pieces_neighbours_and_preemptions_change_nothing(
         quiet.add(name, prompt)
     for _ in range(5):
         quiet.step()
-    monkeypatch.setattr(prompt_logprobs, "PIECE_ELEMENTS", 3 * VOCAB_SIZE)
+    monkeypatch.setattr(prompt_rows, "PIECE_ELEMENTS", 3 * VOCAB_SIZE)
     driver, chance = make_driver("llama", dtype="float32"), random.Random(1)
     for name, prompt in prompts.items():
         driver.add(name, prompt, ASKING if name != "d" else quiet.sequences["d"].params)

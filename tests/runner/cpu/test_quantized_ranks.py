@@ -20,7 +20,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.model_source import Directory, GgufFile
 from aioserve.model_source.quantized import FORMATS
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.tensor_parallel.groups import check_groups
+from aioserve.runner.tensor_parallel.shard import check_groups
 from tests.gguf_models import write_gguf
 from tests.gguf_written import WRITTEN, make_written
 from tests.kit import greedy, small_config, tokens_of

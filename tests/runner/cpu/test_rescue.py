@@ -11,7 +11,7 @@ from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.batch import rescue
-from aioserve.runner.batch.lost_rows import SHARED
+from aioserve.runner.batch.input_batch import SHARED
 from aioserve.runner.batch.rescue import NO_MEMORY
 from aioserve.runner.cpu.executor import StepExecutor
 from tests.models import VOCAB_SIZE

@@ -12,7 +12,7 @@ from torch import Tensor
 from aioserve.errors import ConfigError
 from aioserve.request import find_function
 from aioserve.runner.attention.backend import StepInputs
-from aioserve.runner.cpu.row_values import RowValueStep
+from aioserve.runner.cpu.asked_results import RowValueStep
 
 HERE = __name__
 

@@ -11,7 +11,7 @@ import torch
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.params import SamplingParams
-from aioserve.runner import noise
+from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cpu import sampler
 from aioserve.scheduler.output import NewRequestData
@@ -296,17 +296,21 @@ def test_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
 
 
 def test_noise_of_neighbouring_seeds_and_positions_is_uncorrelated() -> None:
-    seeds = np.array([noise.seed_words(seed) for seed in (5, 5, 6, 5 + 2**32)], dtype=np.uint32)
-    keys = noise.row_keys(seeds, np.array([9, 10, 9, 9]))
-    uniform = noise.uniform(noise.hash_tokens(keys, np.arange(50_000, dtype=np.uint32)))
+    seeds = np.array(
+        [sampling_columns.seed_words(seed) for seed in (5, 5, 6, 5 + 2**32)], dtype=np.uint32
+    )
+    keys = sampling_columns.row_keys(seeds, np.array([9, 10, 9, 9]))
+    uniform = sampling_columns.uniform(
+        sampling_columns.hash_tokens(keys, np.arange(50_000, dtype=np.uint32))
+    )
     assert ((uniform > 0) & (uniform < 1)).all()
     assert abs(uniform.mean(axis=1) - 0.5).max() < 0.01
     assert np.abs(np.corrcoef(uniform) - np.eye(4)).max() < 0.02
 
 
 def test_noise_bits_never_change() -> None:
-    keys = noise.row_keys(np.array([[1, 2]], dtype=np.uint32), np.array([3]))
-    words = noise.hash_tokens(keys, np.array([0, 1, 50_000], dtype=np.uint32))
+    keys = sampling_columns.row_keys(np.array([[1, 2]], dtype=np.uint32), np.array([3]))
+    words = sampling_columns.hash_tokens(keys, np.array([0, 1, 50_000], dtype=np.uint32))
     assert words.tolist() == GOLDEN_WORDS
 
 

@@ -6,8 +6,8 @@ import torch
 from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from aioserve.kv_cache import WindowSpec
 from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
+from aioserve.runner.cpu.beside_blocks import make_window_spec
 from aioserve.runner.cpu.memory import GIB, choose_num_kv_blocks
-from aioserve.runner.cpu.windows import make_window_spec
 from aioserve.runner.kv_pool import TYPICAL_TOKENS
 
 #: As gpt-oss has them: 24 layers, of which every other one sees 128 tokens.

@@ -7,8 +7,7 @@ import torch
 
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cuda.rank import follow
-from aioserve.runner.tensor_parallel.messages import Message, Start
-from aioserve.runner.tensor_parallel.processes import FirstRank
+from aioserve.runner.tensor_parallel.processes import FirstRank, Message, Start
 from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_rank

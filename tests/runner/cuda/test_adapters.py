@@ -22,7 +22,7 @@ from aioserve.config import (
 from aioserve.errors import ConfigError
 from aioserve.model_source.adapter import read_adapter
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.cuda.graphs import DecodeGraphs
+from aioserve.runner.cuda.executor import DecodeGraphs
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from tests.adapters import ALL_LINEAR, make_adapter, merge
 from tests.greedy import GreedyReference

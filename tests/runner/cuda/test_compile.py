@@ -14,7 +14,7 @@ def compile_all(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from aioserve.runner.cuda import triton_kernels, triton_ops
+    from aioserve.runner.cuda import triton_kernels
 
     types = {
         "size num_rows num_heads num_kv_heads": "i32",
@@ -41,12 +41,12 @@ def compile_all(capability: int) -> None:
         build(triton_kernels._limit_kernel, {"BLOCK": 4096}, logits=kind)
         for flag in (True, False):
             rows = dict.fromkeys(("x", "residual", "weight", "out"), kind)
-            build(triton_ops._norm_kernel, {"HAS_RESIDUAL": flag, "BLOCK": 4096}, **rows)
-            build(triton_ops._gate_kernel, {"IS_SILU": flag, "BLOCK": 1024}, x=kind, out=kind)
+            build(triton_kernels._norm_kernel, {"HAS_RESIDUAL": flag, "BLOCK": 4096}, **rows)
+            build(triton_kernels._gate_kernel, {"IS_SILU": flag, "BLOCK": 1024}, x=kind, out=kind)
             sizes = {"HALF": 64, "HALF_BLOCK": 64, "HEADS": 8, "HAS_NORMS": flag}
             rows = dict.fromkeys(("qkv", "query_norm", "key_norm"), kind)
             for cache in (kind, "*fp8e4nv") if capability >= 89 else (kind,):
-                build(triton_ops._rope_store_kernel, sizes, keys=cache, values=cache, **rows)
+                build(triton_kernels._rope_store_kernel, sizes, keys=cache, values=cache, **rows)
     build(triton_kernels._uniform_kernel, {"BLOCK": 4096}, out="*fp32")
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioserve.runner import noise
+from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.cpu.sampler import sample
-from aioserve.runner.cuda import draw as portable
-from aioserve.runner.cuda.draw import DrawColumns
+from aioserve.runner.cuda import sampler
+from aioserve.runner.cuda.sampler import DrawColumns
 
 INTERPRETER = {**os.environ, "TRITON_INTERPRET": "1"}
 
@@ -41,7 +41,7 @@ def random_columns(seed: int, num_rows: int) -> SamplingInputs:
 
 
 def on_device(inputs: SamplingInputs) -> DrawColumns:
-    keys = noise.row_keys(inputs.seeds, inputs.num_tokens).view(np.int32)
+    keys = sampling_columns.row_keys(inputs.seeds, inputs.num_tokens).view(np.int32)
     with np.errstate(divide="ignore"):
         floor = np.log(inputs.min_p)
     return DrawColumns(
@@ -65,7 +65,9 @@ def random_logits(seed: int, num_rows: int, size: int, dtype: torch.dtype) -> Te
 def check_noise(uniforms: Callable[[Tensor, int], Tensor]) -> None:
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 1 << 32, (50, 2), dtype=np.uint32)
-    expected = noise.uniform(noise.hash_tokens(keys, np.arange(5000, dtype=np.uint32)))
+    expected = sampling_columns.uniform(
+        sampling_columns.hash_tokens(keys, np.arange(5000, dtype=np.uint32))
+    )
     found = uniforms(torch.from_numpy(np.ascontiguousarray(keys.T).view(np.int32)), 5000).numpy()
     assert (found.view(np.uint32) == expected.view(np.uint32)).all()
 
@@ -83,11 +85,11 @@ def check_tokens(draw: Callable[[Tensor, DrawColumns], Tensor], num_seeds: int) 
 
 
 def test_noise_in_torch_is_that_of_numpy_bit_for_bit() -> None:
-    check_noise(portable.uniforms)
+    check_noise(sampler.uniforms)
 
 
 def test_draws_in_torch_are_those_of_the_cpu_sampler() -> None:
-    check_tokens(portable.draw, num_seeds=20)
+    check_tokens(sampler.draw, num_seeds=20)
 
 
 def test_greedy_rows_alone_and_unlimited_rows_alone_are_the_cpu_samplers_too() -> None:
@@ -98,7 +100,7 @@ def test_greedy_rows_alone_and_unlimited_rows_alone_are_the_cpu_samplers_too() -
         logits = random_logits(1, 8, 300, torch.float32)
         columns = on_device(inputs)
         assert not columns.is_limited
-        assert portable.draw(logits, columns).tolist() == sample(logits, inputs).token_ids.tolist()
+        assert sampler.draw(logits, columns).tolist() == sample(logits, inputs).token_ids.tolist()
 
 
 @pytest.mark.slow

@@ -24,10 +24,9 @@ from aioserve.runner.attention.backend import (
 )
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cuda import load as loading
-from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.executor import StepExecutor, capture_sizes
 from aioserve.runner.cuda.flashinfer_attention import why_not
 from aioserve.runner.cuda.fused import CudaPlace
-from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.loader import load_model
 from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.cuda.fake_device import FakeDevice

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from aioserve.params import SamplingParams
-from aioserve.runner import noise
 from aioserve.runner.attention import StepInputs
+from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns
-from aioserve.runner.cuda.batch import OverlappedBatch
+from aioserve.runner.cuda.executor import OverlappedBatch
 from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
 from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.driver import Driver
@@ -176,8 +176,8 @@ def check(traffic: Traffic, output: SchedulerOutput, inputs: StepInputs, plan: S
         assert host.top_k[place] == params.top_k
         assert host.top_p[place : place + 1].view(np.float32) == np.float32(params.top_p)
         assert host.min_p_floor[place : place + 1].view(np.float32) == -np.inf
-        seeds = np.array([noise.seed_words(params.seed or 0)], dtype=np.uint32)
-        keys = noise.row_keys(seeds, np.array([sequence.num_computed]))
+        seeds = np.array([sampling_columns.seed_words(params.seed or 0)], dtype=np.uint32)
+        keys = sampling_columns.row_keys(seeds, np.array([sequence.num_computed]))
         words = host.keys[: 2 * count].view(np.uint32).reshape(2, count)[:, place]
         assert words.tolist() == keys[0].tolist()
 

@@ -29,7 +29,7 @@ from aioserve.outputs import RequestOutput
 from aioserve.params import SamplingParams, StructuredOutputs, ThinkingBudget
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.batch_parts import BatchParts
-from aioserve.runner.cuda import draw
+from aioserve.runner.cuda import sampler
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace
@@ -105,7 +105,9 @@ def make_runner(
             device,
             loaded,
             attention,
-            DeviceSampler(device, limits.num_rows, limits.num_samples, info.vocab_size, draw.draw),
+            DeviceSampler(
+                device, limits.num_rows, limits.num_samples, info.vocab_size, sampler.draw
+            ),
             layout,
             torch.zeros(layout.size, dtype=torch.int32),
             BatchParts(

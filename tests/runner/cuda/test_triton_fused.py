@@ -17,7 +17,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu.models import load_model_on_cpu
-from aioserve.runner.cuda import draw
+from aioserve.runner.cuda import sampler
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace, TritonOps
@@ -55,7 +55,7 @@ class OneByOne:
             device,
             model,
             TorchDeviceAttention(model.kv_cache_spec, limits, device.torch_device),
-            DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, draw.draw),
+            DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, sampler.draw),
             layout,
             torch.zeros(layout.size, dtype=torch.int32),
             BatchParts(model, limits.num_rows, 127, limits.page_size, VOCAB_SIZE),
@@ -98,13 +98,13 @@ def check_bfloat16_and_fp8() -> None:
     The interpreter cuts where the hardware rounds: up to one unit in the last place, which is
     2^-7 of a bfloat16 and 2^-3 of an fp8. What is added and normed may be two of them off.
     """
-    from aioserve.runner.cuda import triton_ops as ops
+    from aioserve.runner.cuda import triton_kernels
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 96, generator=generator).bfloat16()
     residual, weight = torch.randn(5, 96).bfloat16(), torch.rand(96).bfloat16()
     out, summed = torch.empty_like(x), residual + x
-    ops.add_rms_norm(x, residual, weight, 1e-6, out)
+    triton_kernels.add_rms_norm(x, residual, weight, 1e-6, out)
     torch.testing.assert_close(residual, summed, rtol=2**-7, atol=0)
     expected = F.rms_norm(residual.float(), (96,), weight.float(), 1e-6).bfloat16()
     torch.testing.assert_close(out, expected, rtol=2**-6, atol=0)
@@ -115,7 +115,7 @@ def check_bfloat16_and_fp8() -> None:
     angles = torch.cat([torch.ones(1, 8), torch.zeros(1, 8)], dim=1)  # turn nothing
     before = qkv.clone()
     slots, positions = torch.tensor([4, 0, 8]), torch.zeros(3, dtype=torch.int64)
-    ops.rope_store(qkv, angles, positions, slots, keys, values, 2, None, 0.0)
+    triton_kernels.rope_store(qkv, angles, positions, slots, keys, values, 2, None, 0.0)
     stored = before.nan_to_num(0, 0, 0).clamp(-448, 448)
     assert (stored.abs() == 448).sum() > 5
     for cache, part in ((keys, stored[:, 32:48]), (values, stored[:, 48:])):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aioserve.runner.adapters import AdapterSites, TokenAdapters
 from aioserve.runner.attention.backend import (
     AttentionCall,
     AttentionOptions,
@@ -14,14 +15,12 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
 )
 from aioserve.runner.batch_parts import BatchParts
-from aioserve.runner.cuda import draw
+from aioserve.runner.cuda import sampler
 from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler
-from aioserve.runner.lora.adapter_sites import AdapterSites
-from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Halves, ServedModel
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
@@ -106,7 +105,7 @@ def make_executor(
         device,
         model,
         attention,
-        DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, draw.draw),
+        DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, sampler.draw),
         layout,
         arena,
         BatchParts(model, limits.num_rows, max_model_len, limits.page_size, VOCAB_SIZE),

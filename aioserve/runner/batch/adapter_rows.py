@@ -7,10 +7,9 @@ nothing about models or files.
 import numpy as np
 
 from aioserve.model_source.adapter import AdapterFiles
+from aioserve.runner.adapters import Adapter, AdapterOwners, AdapterSites
 from aioserve.runner.attention.backend import StepInputs
-from aioserve.runner.batch.batch_part import BatchPart
-from aioserve.runner.lora.adapter_sites import AdapterSites
-from aioserve.runner.low_rank import Adapter, AdapterOwners
+from aioserve.runner.batch.input_batch import BatchPart
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 
