@@ -11,6 +11,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Compiling all of what is installed takes a minute; Python compiles what is imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
+# What is pinned is installed as it was pinned: by its hash (requirements/lock.py).
+PINNED := --require-hashes -r
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -147,11 +149,12 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 .venv/packages: requirements/runtime.txt | .venv/bin/python
 	@$(BIN)/python requirements/install_torch.py
 	@echo "the rest of requirements/runtime.txt: 50 MB"
-	@$(PIP) -r requirements/runtime.txt
+	@$(PIP) $(PINNED) requirements/runtime.txt
 	@touch $@
 
 .venv/kernels: pyproject.toml $(KERNELS) | .venv/bin/python
 	@echo "aioserve itself, compiling its kernels"
+	@$(BIN)/python -m pip --disable-pip-version-check uninstall -q -y aioserve 2>/dev/null || true  # its name before 0.3
 	@$(PIP) --no-deps -e .
 	@[ "$$(uname)" != Linux ] || [ -e aioserve/kernels/_baseline.so ] || \
 		echo "The kernels were not compiled: plain torch does their work, slower. Is there a C" \
@@ -160,7 +163,7 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 
 .venv/test-packages: requirements/test.txt .venv/packages
 	@echo "requirements/test.txt: 230 MB; a model, which the tests fetch themselves: 98 MB"
-	@$(PIP) -r requirements/test.txt
+	@$(PIP) $(PINNED) requirements/test.txt
 	@touch $@
 
 .venv/test: .venv/test-packages .venv/runtime
@@ -168,24 +171,24 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 
 .venv/dist: requirements/ray.txt .venv/test
 	@echo "requirements/ray.txt: 90 MB"
-	@$(PIP) -r requirements/ray.txt
+	@$(PIP) $(PINNED) requirements/ray.txt
 	@touch $@
 
 .venv/deploy: requirements/deploy.txt .venv/test
 	@echo "requirements/deploy.txt: 25 MB"
-	@$(PIP) -r requirements/deploy.txt
+	@$(PIP) $(PINNED) requirements/deploy.txt
 	@touch $@
 
 .venv/clients/done: requirements/clients.txt .venv/test
 	@echo "requirements/clients.txt: 180 MB"
 	@$(BIN)/python -m venv .venv/clients
-	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q -r requirements/clients.txt
+	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q $(PINNED) requirements/clients.txt
 	@touch $@
 
 .venv/libraries/done: requirements/libraries.txt .venv/test
 	@echo "requirements/libraries.txt: 50 MB"
 	@$(BIN)/python -m venv .venv/libraries
-	@.venv/libraries/bin/python -m pip --disable-pip-version-check install -q -r requirements/libraries.txt
+	@.venv/libraries/bin/python -m pip --disable-pip-version-check install -q $(PINNED) requirements/libraries.txt
 	@touch $@
 
 # Where there is no npm, it is asked for again the next time.
@@ -207,15 +210,15 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 
 .venv/audit/done: requirements/audit.txt | .venv/bin/python
 	@$(BIN)/python -m venv .venv/audit
-	@.venv/audit/bin/python -m pip --disable-pip-version-check install -q -r requirements/audit.txt
+	@.venv/audit/bin/python -m pip --disable-pip-version-check install -q $(PINNED) requirements/audit.txt
 	@touch $@
 
 .venv/docs/done: requirements/docs.txt | .venv/bin/python
 	@echo "requirements/docs.txt: 30 MB"
 	@$(BIN)/python -m venv .venv/docs
-	@.venv/docs/bin/python -m pip --disable-pip-version-check install -q -r requirements/docs.txt
+	@.venv/docs/bin/python -m pip --disable-pip-version-check install -q $(PINNED) requirements/docs.txt
 	@touch $@
 
 .venv/build: requirements/build.txt .venv/runtime
-	@$(PIP) -r requirements/build.txt
+	@$(PIP) $(PINNED) requirements/build.txt
 	@touch $@

@@ -228,7 +228,7 @@ def wheel(hour: Hour) -> str:
     empty = hour.folder / "empty"
     hour.run(sys.executable, "-m", "venv", empty)
     torch = next(
-        line
+        line.split()[0]
         for line in (hour.clone / "requirements/runtime.txt").read_text().splitlines()
         if line.startswith("torch==")
     )

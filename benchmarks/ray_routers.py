@@ -4,7 +4,7 @@
 
 A real local Ray with two replicas, simulated runners with a card's step times, and clients of this
 process that come when the trace says. One router after the other: ours, Ray's power of two choices,
-and Ray's own prefix router. The last line is JSON. Needs `pip install "aioserve[ray]"`.
+and Ray's own prefix router. The last line is JSON. Needs `pip install 'ray[serve]'`.
 """
 
 import argparse

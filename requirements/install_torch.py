@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from http.client import HTTPException
@@ -89,6 +90,15 @@ def answers(index: str, timeout: float) -> bool:
     return found.is_set()
 
 
+def hashed() -> str:
+    """The pin of torch with the hashes of all builds that are known."""
+    files = ("runtime.txt", "torch_cpu.txt")
+    text = "".join(Path(__file__).with_name(name).read_text() for name in files)
+    pins = re.findall(r"^torch==\S+ \\\n((?:    --hash=.*\n)+)", text, re.M)
+    hashes = re.findall(r"--hash=\S+", "".join(pins))
+    return f"torch=={PINNED} " + " ".join(hashes) + "\n"
+
+
 def install(index: str | None) -> int:
     """Run pip, with its bar if somebody looks; returns its exit code."""
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
@@ -98,7 +108,15 @@ def install(index: str | None) -> int:
         command += ["--index-url", index, "--no-deps"]
     if not sys.stdout.isatty():
         command.append("-q")
-    code = subprocess.run([*command, f"torch=={PINNED}"], check=False).returncode
+    code = 0
+    if index is None:  # by its hash; of builds from another index not all are known
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as pin:
+            pin.write(hashed())
+            pin.flush()
+            by_hash = ["--no-deps", "--require-hashes", "-r", pin.name]
+            code = subprocess.run([*command, *by_hash], check=False).returncode
+    # What torch asks for besides: of the CUDA build NVIDIA's libraries, pinned by torch.
+    code = code or subprocess.run([*command, f"torch=={PINNED}"], check=False).returncode
     if code and index is None:
         running = ".".join(map(str, sys.version_info[:2]))
         print(

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from aioserve.errors import ConfigError
 from aioserve.support.arguments import Parser
 
-INSTALL_LINE = "pip install 'aioserve[completion]'"
+INSTALL_LINE = "pip install argcomplete"
 
 # argcomplete's: set by a shell that wants completions and no run; which word is the program.
 ASKED = "_ARGCOMPLETE"

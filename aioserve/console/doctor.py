@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -57,7 +57,7 @@ def ok(name: str, text: str) -> Finding:
     return Finding(name=name, state="ok", text=text)
 
 
-OURSELVES = "aioserve"
+OURSELVES = "aioserve-engine"  # the distribution; what is imported is `aioserve`
 
 #: What the extras of pyproject.toml bring, but for what our own tests need.
 EXTRAS = {
@@ -107,7 +107,7 @@ def _extra(name: str, has_card: bool) -> Finding:
         name=title,
         state="missing" if name == "gpu" and has_card else "note",
         text=f"for {purpose}: {'; '.join(need.complaint for need in wrong)}",
-        remedy=f"pip install '{OURSELVES}[{name}]'",
+        remedy=_line(need.wanted for need in wrong),
     )
 
 
@@ -158,8 +158,12 @@ def _requirements(distribution: str, extra: str) -> Iterator["Requirement"]:
 
 
 def _missing(name: str, text: str, wanted: Sequence[str]) -> Finding:
-    quoted = " ".join(f"'{one}'" for one in wanted)
-    return Finding(name=name, state="missing", text=text, remedy=f"pip install {quoted}")
+    return Finding(name=name, state="missing", text=text, remedy=_line(wanted))
+
+
+def _line(wanted: Iterable[str]) -> str:
+    """The command that installs these, by the names of the packages themselves."""
+    return "pip install " + " ".join(f"'{one}'" for one in wanted)
 
 
 GIB = 2**30

@@ -29,7 +29,7 @@ from aioserve.model_source.gguf_weights import Filling, fill
 from aioserve.model_source.source import ModelSource, Rounding, not_loaded
 from aioserve.params import SamplingDefaults, read_defaults
 
-INSTALL_LINE = "pip install 'aioserve[gguf]'"
+INSTALL_LINE = "pip install gguf"
 
 _EMBEDDING = "token_embd.weight"
 # Ends of text, of a turn, and of a message to a tool.

@@ -256,7 +256,7 @@ class Marks:
         return found
 
 
-MISSING_PILLOW = "images need Pillow, which is not installed: pip install 'aioserve[images]'"
+MISSING_PILLOW = "images need Pillow, which is not installed: pip install pillow num2words"
 
 
 class ImageProcessor:

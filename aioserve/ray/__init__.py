@@ -20,7 +20,7 @@ def build_app(config: dict[str, Any]) -> "Application":
     try:
         import ray.serve  # noqa: F401 - is it there?
     except ImportError as error:
-        raise ConfigError(f'Ray Serve is missing ({error}): pip install "aioserve[ray]"') from error
+        raise ConfigError(f"Ray Serve is missing ({error}): pip install 'ray[serve]'") from error
     from aioserve.ray.app import make_app
 
     return make_app(config)

@@ -75,6 +75,13 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 CLONE = Path(__file__).parents[2]
+#: Distributions whose names are not those of their modules.
+DISTRIBUTIONS = {
+    "zmq": "pyzmq",
+    "yaml": "pyyaml",
+    "PIL": "pillow",
+    "prometheus_client": "prometheus-client",
+}
 
 
 def way_out(error: ModuleNotFoundError) -> str:
@@ -87,7 +94,8 @@ def way_out(error: ModuleNotFoundError) -> str:
         raise error
     lacks = f"{sys.executable} lacks the package {package!r}"
     if not (CLONE / "Makefile").is_file():
-        return f"{lacks}: {sys.executable} -m pip install aioserve brings it"
+        wanted = DISTRIBUTIONS.get(package, package)
+        return f"{lacks}: {sys.executable} -m pip install {wanted}"
     python = CLONE / ".venv" / "bin" / "python"
     if Path(sys.prefix) == CLONE / ".venv":
         return f"{lacks}: make install, in {CLONE}, brings it"

@@ -16,7 +16,7 @@ try:
     import pytest
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "the contract of scheduler policies needs pytest: pip install aioserve[test]"
+        "the contract of scheduler policies needs pytest: pip install pytest hypothesis"
     ) from error
 
 from aioserve.scheduler import SchedulerInterface

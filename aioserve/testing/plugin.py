@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     for each in asked:
         if importlib.util.find_spec("hypothesis") is None:
-            raise pytest.UsageError(f"{each.option} needs hypothesis: pip install aioserve[test]")
+            raise pytest.UsageError(f"{each.option} needs hypothesis: pip install hypothesis")
         config.stash[each.given] = _load(config, each)
     config.stash[BROKEN] = set()
     if config.args_source is not pytest.Config.ArgsSource.ARGS:

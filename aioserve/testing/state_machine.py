@@ -20,7 +20,7 @@ try:
     )
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"the contract of scheduler policies needs {error.name}: pip install aioserve[test]"
+        f"the contract of scheduler policies needs {error.name}: pip install pytest hypothesis"
     ) from error
 
 from aioserve.errors import ConfigError

@@ -86,9 +86,10 @@ def test_kernels_that_are_not_wanted_are_no_fault(
 def install(folder: Path, name: str, version: str, *needs: str) -> None:
     """A distribution that consists of its metadata."""
     lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {need}" for need in needs)]
-    (folder / f"{name}-{version}.dist-info").mkdir()
+    information = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    information.mkdir()
     metadata = "\n".join(["Metadata-Version: 2.1", *lines, ""])
-    (folder / f"{name}-{version}.dist-info/METADATA").write_text(metadata)
+    (information / "METADATA").write_text(metadata)
 
 
 def test_an_environment_that_has_what_is_needed_is_well() -> None:
@@ -100,7 +101,7 @@ def test_an_environment_that_has_what_is_needed_is_well() -> None:
 def test_packages_that_are_missing_or_of_a_wrong_version_come_with_the_line_that_brings_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, "aioserve", "9.0", "msgspec>=99", "no-such-thing<3,>=2", "middle")
+    install(tmp_path, "aioserve-engine", "9.0", "msgspec>=99", "no-such-thing<3,>=2", "middle")
     install(tmp_path, "middle", "1.0", "nor-this; python_version>'3'", "not-me; extra == 'x'")
     monkeypatch.syspath_prepend(str(tmp_path))
     first, *_ = look_at_packages(has_card=False)
@@ -116,7 +117,7 @@ def test_an_extra_is_a_note_and_missing_where_a_card_wants_it(
     has_card: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extras = [f"no-such-{name}; extra == '{name}'" for name in EXTRAS if name != "gguf"]
-    install(tmp_path, "aioserve", "9.0", "deep[sea]; extra == 'gguf'", *extras)
+    install(tmp_path, "aioserve-engine", "9.0", "deep[sea]; extra == 'gguf'", *extras)
     install(tmp_path, "deep", "1", "msgspec; extra == 'sea'", "no-such-wreck; extra == 'wreck'")
     monkeypatch.syspath_prepend(str(tmp_path))
     _, *found = look_at_packages(has_card)
@@ -124,7 +125,7 @@ def test_an_extra_is_a_note_and_missing_where_a_card_wants_it(
     assert by_name["extra gguf"].state == "ok"
     assert by_name["extra ray"].state == "note"
     assert by_name["extra gpu"].state == ("missing" if has_card else "note")
-    assert by_name["extra gpu"].remedy == "pip install 'aioserve[gpu]'"
+    assert by_name["extra gpu"].remedy == "pip install 'no-such-gpu'"
 
 
 def test_every_extra_but_that_of_our_tests_is_known() -> None:

@@ -35,7 +35,7 @@ from tests.server.serving import SIMULATED
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
-    pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
+    pytest.importorskip("ray", reason="pip install 'ray[serve]'")
     from aioserve.ray import call as ray_call
     from aioserve.ray import fleet as ray_fleet
     from aioserve.ray import front as ray_front

@@ -22,7 +22,7 @@ from tests.seeing_models import make_seeing_model, picture
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
-    pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
+    pytest.importorskip("ray", reason="pip install 'ray[serve]'")
     from aioserve.kv_connector import BlockDirectory
     from aioserve.ray.door import IngressClient
     from aioserve.ray.front import RayFront

@@ -21,7 +21,7 @@ from tests.processes import COMPUTING_SECONDS
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
-    ray = pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
+    ray = pytest.importorskip("ray", reason="pip install 'ray[serve]'")
     from ray import serve
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]

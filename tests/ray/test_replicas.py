@@ -26,7 +26,7 @@ from tests.seeing_models import make_seeing_model, picture
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
-    ray = pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
+    ray = pytest.importorskip("ray", reason="pip install 'ray[serve]'")
     from ray import serve
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]

@@ -455,7 +455,7 @@ async def test_without_pillow_the_text_is_served_and_an_image_names_what_to_inst
     async with seeing() as server:
         assert ids_of(await look(server))
         answer = await ask(server, "chat", url_of(0))
-        assert "pip install 'aioserve[images]'" in names(answer, "chat", 0)
+        assert "pip install pillow num2words" in names(answer, "chat", 0)
 
 
 async def test_images_of_requests_are_bounded_in_memory_and_let_go_at_their_end(seeing):

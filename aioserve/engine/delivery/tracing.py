@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-INSTALL_LINE = "pip install 'aioserve[otel]'"
+INSTALL_LINE = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 
 _PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 

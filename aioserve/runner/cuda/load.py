@@ -143,7 +143,7 @@ def plan_memory(
 logger = logging.getLogger(__name__)
 
 CUDA_TYPES = SideTypes("fp8", "float16", lambda: torch.cuda.get_device_capability()[0] >= 8)
-INSTALL_LINE = "pip install 'aioserve[gpu]'"
+INSTALL_LINE = "pip install flashinfer-python accelerate"
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ try:
     import pytest
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "the contract of autoscalers needs pytest: pip install aioserve[test]"
+        "the contract of autoscalers needs pytest: pip install pytest hypothesis"
     ) from error
 
 from aioserve.routing import AutoscalerInterface

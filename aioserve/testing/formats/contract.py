@@ -19,7 +19,7 @@ try:
     from hypothesis import strategies as st
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"the contract of reply formats needs {error.name}: pip install aioserve[test]"
+        f"the contract of reply formats needs {error.name}: pip install pytest hypothesis"
     ) from error
 
 from aioserve.formats import (

@@ -15,7 +15,7 @@ try:
     import pytest
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "the contract of routers needs pytest: pip install aioserve[test]"
+        "the contract of routers needs pytest: pip install pytest hypothesis"
     ) from error
 
 from aioserve.routing import BaseRouter

@@ -148,7 +148,7 @@ def test_a_missing_flashinfer_names_the_line_that_installs_it(
     monkeypatch.setattr(loading, "why_not", lambda *_: None)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     build(settings(model_path("llama")), FakeDevice())
-    assert "pip install 'aioserve[gpu]'" in caplog.text
+    assert "pip install flashinfer-python accelerate" in caplog.text
 
 
 def test_with_flashinfer_decodes_are_captured_unless_that_is_switched_off(

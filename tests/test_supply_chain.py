@@ -1,0 +1,46 @@
+"""What is installed is what was pinned, and no line of ours leads to a stranger's package."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from aioserve.support.process import way_out
+
+ROOT = Path(__file__).parents[1]
+REQUIREMENTS = sorted((ROOT / "requirements").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: path.name)
+def test_every_pin_has_hashes(path: Path) -> None:
+    """So that pip refuses a file that was exchanged under the same version."""
+    lines = path.read_text().splitlines()
+    pins = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z0-9]", line)]
+    assert pins
+    for i in pins:
+        assert re.match(r"[\w.-]+(\[[a-z,]+\])?==\S+ ", lines[i]), lines[i]
+        assert lines[i + 1].strip().startswith("--hash=sha256:"), lines[i]
+
+
+def test_no_line_installs_the_package_of_another_project() -> None:
+    """The name `aioserve` on the package index belongs to somebody else's web framework."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.splitlines()
+    wrong = re.compile(r"pip install [^\n`]*\baioserve(?!-engine)(\[|\s|$|['\"])|\baioserve\[[a-z]")
+    found = [
+        f"{name}: {match[0]}"
+        for name in tracked
+        if Path(name).suffix in {".py", ".md", ".yaml", ".ipynb", ".toml", ""}
+        and name not in ("CHANGELOG.md", "tests/test_supply_chain.py")
+        and (ROOT / name).is_file()
+        for match in wrong.finditer((ROOT / name).read_text(errors="replace"))
+    ]
+    assert found == []
+
+
+def test_a_missing_package_is_named_by_what_pip_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioserve.support.process.CLONE", Path("/nowhere"))
+    assert way_out(ModuleNotFoundError(name="zmq.asyncio")).endswith("-m pip install pyzmq")
+    assert way_out(ModuleNotFoundError(name="msgspec")).endswith("-m pip install msgspec")
