@@ -333,7 +333,7 @@ def _no_kernels(why: str) -> Finding:
         )
     if platform.system() != "Linux":
         return Finding(name="kernels", state="note", text=f"none: {why}; plain torch, slower")
-    build = "make -B install in a clone, else pip install --force-reinstall --no-deps aioserve"
+    build = "make -B install in a clone, else a wheel that `make wheel` has made"
     has_compiler = any(map(shutil.which, _COMPILERS))
     return Finding(
         name="kernels",
