@@ -35,8 +35,7 @@ from typing import Any
 import aiohttp
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.engine.observe.feed_observer import FeedObserver
-from aioserve.engine.observe.live_feed import AWAY_SECONDS, LiveFeed
+from aioserve.engine.live_feed import AWAY_SECONDS, FeedObserver, LiveFeed
 from aioserve.operations import ShowSteps
 
 ROOT = Path(__file__).parents[1]

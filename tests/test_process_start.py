@@ -47,7 +47,7 @@ def test_a_template_has_its_limit_of_time_where_the_parent_has_blocked_signals()
     code = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-from aioserve.engine.admission.template_renderer import TemplateRenderer, TemplateTooSlowError
+from aioserve.engine.template_renderer import TemplateRenderer, TemplateTooSlowError
 renderer = TemplateRenderer(seconds=0.2)
 loops = "{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2
 try:

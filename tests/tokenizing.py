@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aioserve.engine.admission.input_processor import InputProcessor
+from aioserve.engine.input_processor import InputProcessor
 
 
 def hold_tokenizing(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:

@@ -18,10 +18,9 @@ from aioserve.config import EngineConfig
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.clock import is_real
 from aioserve.engine.core import EngineCore, EngineLoop
-from aioserve.engine.observe.watchdog import Watchdog
 from aioserve.engine.operated_engine import OperatedEngine
-from aioserve.engine.samples import Origin, Samples, SampleState
-from aioserve.engine.stream import RequestStream
+from aioserve.engine.stream import Origin, RequestStream, Samples, SampleState
+from aioserve.engine.watchdog import Watchdog
 from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
 from aioserve.kv_cache import KVEvent
 from aioserve.request import Request, RequestSpec, RequestStatus

@@ -1,7 +1,7 @@
 """Builds an engine from its settings: runner, KV cache, scheduler, observers, processors.
 
-Knows every constructor, and in which order the parts need each other. Knows no request and no task;
-the caller owns the parts.
+Knows every constructor, and in which order the parts need each other. Knows no request and no
+task; the caller owns the parts.
 """
 
 import asyncio
@@ -15,28 +15,29 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.decision_log.writer import LogWriter
-from aioserve.engine.admission.admission import Admission, QueueShares
-from aioserve.engine.admission.image_memory import ImageMemory
-from aioserve.engine.admission.input_processor import InputProcessor
-from aioserve.engine.admission.pooling_validator import PoolingValidator
+from aioserve.engine.adapters import Adapters
+from aioserve.engine.admission import Admission, ImageMemory, QueueShares
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
-from aioserve.engine.control.adapters import Adapters
-from aioserve.engine.control.row_values import check_row_values
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
-from aioserve.engine.delivery.output_processor import OutputProcessor
-from aioserve.engine.delivery.output_router import OutputRouter
-from aioserve.engine.delivery.request_log import RequestLog
-from aioserve.engine.delivery.tracing import Tracing, check_installed, make_exporter
+from aioserve.engine.input_processor import InputProcessor, PoolingValidator
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
 from aioserve.engine.kv_connector import HeldBack, check_connector, make_connector
-from aioserve.engine.observe.kv_events import KVEventRelay
-from aioserve.engine.observe.live_shadow import ShadowBuilder, ShadowTurns, shadow_settings
-from aioserve.engine.observe.metrics import EngineMetrics
-from aioserve.engine.observe.timeline import Timelines
-from aioserve.engine.samples import Claims
+from aioserve.engine.kv_events import KVEventRelay
+from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.output_processor import OutputProcessor, OutputRouter
+from aioserve.engine.request_log import (
+    RequestLog,
+    Timelines,
+    Tracing,
+    check_installed,
+    make_exporter,
+)
+from aioserve.engine.shadow import ShadowBuilder, ShadowTurns, shadow_settings
+from aioserve.engine.stream import Claims
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
 from aioserve.model_info import ModelInfo
+from aioserve.request import ENTROPY, check_names, find_function
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
@@ -292,7 +293,7 @@ def _check_chat_template(model_info: ModelInfo) -> None:
         return
     if model_info.config.skip_tokenizer_init:
         raise ConfigError("chat_template has no effect: skip_tokenizer_init is set")
-    from aioserve.engine.admission.template_process import syntax_error
+    from aioserve.engine.template_process import syntax_error
 
     if (what := syntax_error(source)) is not None:
         raise ConfigError(f"model.chat_template: {model_info.config.chat_template}, {what}")
@@ -327,3 +328,21 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.cpu.runner import SleepingRunner
 
     return SleepingRunner(config, model_info)
+
+
+# Whether this engine's runner has the row values that a policy wants: asked before it plans.
+
+
+def check_row_values(policy: type[SchedulerInterface], info: RunnerInfo) -> None:
+    """Raises `ConfigError` if the policy wants row values that are not to be had."""
+    if not issubclass(policy, BaseScheduler) or not policy.wants_row_values:
+        return
+    names = check_names(policy.wants_row_values, policy.__name__)
+    if not info.gives_row_values:
+        raise ConfigError(
+            f"policy {policy.__name__} wants row values ({', '.join(names)}), which this engine's "
+            "runner does not compute; on a CPU it would (--device cpu)"
+        )
+    for name in names:
+        if name != ENTROPY:
+            find_function(name)

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from aioserve.config import CacheConfig, EngineConfig
 from aioserve.engine.core import OutputSink
-from aioserve.engine.samples import SampleState
+from aioserve.engine.stream import SampleState
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.kv_connector import (

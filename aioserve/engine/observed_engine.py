@@ -11,13 +11,13 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.builder import EngineParts
-from aioserve.engine.client_base import EngineClientBase
-from aioserve.engine.control.control import Control
-from aioserve.engine.control.policy_trials import PolicyTrials
-from aioserve.engine.observe.live_feed import LiveFeed
-from aioserve.engine.observe.loop_monitor import LoopMonitor, StateLog
-from aioserve.engine.observe.metrics import EngineMetrics
+from aioserve.engine.client import EngineClientBase
+from aioserve.engine.control import Control
+from aioserve.engine.live_feed import LiveFeed
+from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.policy_trials import PolicyTrials
 from aioserve.engine.snapshot import EngineSnapshot, take_snapshot
+from aioserve.engine.watchdog import LoopMonitor, StateLog
 from aioserve.model_info import ModelInfo
 from aioserve.operations.command import Counted, Health, Seen, State
 from aioserve.outputs import SchedulerStats
@@ -199,11 +199,9 @@ class ObservedEngine(EngineClientBase[EngineParts]):
                 info["policy"] = options_as_labels(FALLBACK_POLICY, policy, {})
             else:
                 info["policy"] = options_as_labels(settings.policy, policy, settings.options)
-            if (shadow := self.metrics.shadow.shadow) is not None:
-                name, given = self.config.shadow.shadow_policy, self.config.shadow.shadow_options
-                info["shadow_policy"] = options_as_labels(
-                    name or "", shadow.scheduler.policy, given
-                )
+            name, given = self.config.shadow.shadow_policy, self.config.shadow.shadow_options
+            if name is not None and (shadow := self.metrics.shadow.shadow) is not None:
+                info["shadow_policy"] = options_as_labels(name, shadow.scheduler.policy, given)
         return info
 
     def _get_wait_reasons(self) -> Counter[WaitReason]:

@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.builder import EngineBuilder, EngineParts
-from aioserve.engine.control.adapters import Adapters
-from aioserve.engine.control.control import Control
-from aioserve.engine.control.row_values import check_row_values
+from aioserve.engine.adapters import Adapters
+from aioserve.engine.builder import EngineBuilder, EngineParts, check_row_values
+from aioserve.engine.control import Control
 from aioserve.engine.observed_engine import ObservedEngine
 from aioserve.errors import EngineDeadError
 from aioserve.operations.command import Answer, Arrivals, EngineCommand, Running

@@ -23,7 +23,7 @@ from aioserve.multimodal.families import Family
 from aioserve.request import EncoderInput
 
 if TYPE_CHECKING:
-    from aioserve.engine.admission.chat_template import Conversation
+    from aioserve.engine.prompt import Conversation
 
 
 MIN_FPS, MAX_FPS = 0.001, 1000.0  # frames per second of a video

@@ -163,7 +163,7 @@ def count_dropped_lines() -> Counted:
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a watcher of the scheduler gets, as `engine.observe.frames` has it, in JSON."""
+    """What a watcher of the scheduler gets, as `engine.live_feed` has it, in JSON."""
 
     number: int  # of the last frame: to be asked for what comes after it
     frames: list[bytes]

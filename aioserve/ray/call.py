@@ -14,8 +14,7 @@ import ray.exceptions
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from aioserve.engine.clock import Clock
-from aioserve.engine.samples import Samples
-from aioserve.engine.stream import RequestStream
+from aioserve.engine.stream import RequestStream, Samples
 from aioserve.errors import (
     AioserveError,
     EngineDeadError,

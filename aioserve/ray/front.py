@@ -13,13 +13,10 @@ import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from aioserve.config import EngineConfig
-from aioserve.engine.admission.input_processor import InputProcessor
-from aioserve.engine.admission.pooling_validator import PoolingValidator
-from aioserve.engine.client import KnownAdapters
-from aioserve.engine.client_base import EngineClientBase
+from aioserve.engine.client import EngineClientBase, KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
-from aioserve.engine.samples import Claims, Samples
-from aioserve.engine.stream import RequestStream
+from aioserve.engine.input_processor import InputProcessor, PoolingValidator
+from aioserve.engine.stream import Claims, RequestStream, Samples
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.model_info import ModelInfo

@@ -18,7 +18,7 @@ from ray import serve
 
 from aioserve.config import EngineConfig, Section
 from aioserve.engine import AsyncEngine, Prompt
-from aioserve.engine.observe.stacks import LOG_SECONDS, log_within
+from aioserve.engine.watchdog import LOG_SECONDS, log_within
 from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.outputs import RequestOutput
 from aioserve.params import PoolingParams, SamplingParams

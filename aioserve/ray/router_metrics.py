@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from aioserve.engine.observe.histogram import LATENCY_BUCKETS, Histogram
+from aioserve.engine.metric_families import LATENCY_BUCKETS, Histogram
 from aioserve.operations.command import Counted
 
 #: What became of a question to the router: a replica; a refusal; a wait; an error of the router,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from aioserve.engine.observe.stacks import (
+from aioserve.engine.watchdog import (
     LOG_SECONDS,
     frame_of,
     log_within,

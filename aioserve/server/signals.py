@@ -5,7 +5,7 @@ import logging
 import signal
 from collections.abc import Callable
 
-from aioserve.engine.observe.stacks import LOG_SECONDS, log_within
+from aioserve.engine.watchdog import LOG_SECONDS, log_within
 from aioserve.errors import AioserveError
 from aioserve.server.last_resort import ENDING_SIGNALS, LastResort
 from aioserve.support.arguments import EXIT_ENGINE_DEAD

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aioserve.engine.samples import Origin
+from aioserve.engine.stream import Origin
 from aioserve.errors import ConfigError
 from aioserve.request import RequestSpec
 from aioserve.support.version import __version__

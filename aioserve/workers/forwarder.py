@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from aioserve.engine import AsyncEngine
-from aioserve.engine.samples import Samples, SampleState, wants_only_end
+from aioserve.engine.stream import Samples, SampleState, wants_only_end
 from aioserve.errors import AioserveError, EngineDeadError
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec

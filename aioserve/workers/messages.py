@@ -12,8 +12,8 @@ import msgspec
 
 from aioserve import errors
 from aioserve.config import EngineConfig
-from aioserve.engine.observe.histogram import Histogram
-from aioserve.engine.samples import Origin
+from aioserve.engine.metric_families import Histogram
+from aioserve.engine.stream import Origin
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.model_source.adapter import NoAdapterError
 from aioserve.operations import EngineCommand, SetLogLevel

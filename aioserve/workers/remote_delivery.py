@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import msgspec
 
 from aioserve.engine.clock import Clock
-from aioserve.engine.delivery.output_processor import OutputProcessor
-from aioserve.engine.samples import SampleState
+from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.stream import SampleState
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.workers.messages import Stopped, ToWorker
 

@@ -13,15 +13,13 @@ import msgspec
 import zmq
 
 from aioserve.engine import RequestStream
-from aioserve.engine.admission.input_processor import InputProcessor
-from aioserve.engine.admission.pooling_validator import PoolingValidator
-from aioserve.engine.client import KnownAdapters
-from aioserve.engine.client_base import EngineClientBase
+from aioserve.engine.client import EngineClientBase, KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
-from aioserve.engine.delivery.output_processor import OutputProcessor
-from aioserve.engine.observe.histogram import Histogram
-from aioserve.engine.observe.loop_monitor import LoopMonitor
-from aioserve.engine.samples import Claims, Samples
+from aioserve.engine.input_processor import InputProcessor, PoolingValidator
+from aioserve.engine.metric_families import Histogram
+from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.stream import Claims, Samples
+from aioserve.engine.watchdog import LoopMonitor
 from aioserve.errors import EngineDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, SetLogLevel

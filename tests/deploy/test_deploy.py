@@ -16,7 +16,7 @@ import yaml
 
 from aioserve.cli import build_parser, load_config
 from aioserve.config import EngineConfig, ServerConfig
-from aioserve.engine.observe.lock_guard import GRACE_SECONDS
+from aioserve.engine.watchdog import GRACE_SECONDS
 from aioserve.server.access.keyring import ENVIRONMENT
 from aioserve.server.routes import ROUTES
 from aioserve.support.arguments import EXIT_USAGE

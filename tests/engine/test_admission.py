@@ -13,13 +13,14 @@ from tokenizers import AddedToken, Tokenizer
 import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine.admission.chat_template import ChatTemplate, Conversation
-from aioserve.engine.admission.input_processor import (
+from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.input_processor import (
     INLINE_CHARACTERS,
     SHORT_MESSAGES,
     InputProcessor,
 )
-from aioserve.engine.observe.histogram import RATE_SECONDS, RecentRate
+from aioserve.engine.metric_families import RATE_SECONDS, RecentRate
+from aioserve.engine.prompt import Conversation
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.lab import VirtualClockEventLoop
 from tests.processes import PATIENCE

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
 
 import aioserve
-from aioserve.engine.delivery.byte_level import (
+from aioserve.engine.detokenizer import (
     ByteLevelDetokenizer,
     TokenPieces,
     prove_token_pieces,

@@ -8,8 +8,9 @@ import psutil
 import pytest
 
 from aioserve.config import ModelConfig
-from aioserve.engine.admission.chat_template import ChatTemplate, Conversation
-from aioserve.engine.admission.template_renderer import TemplateTooSlowError
+from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.prompt import Conversation
+from aioserve.engine.template_renderer import TemplateTooSlowError
 from aioserve.errors import RequestError, TemplateStalledError
 from aioserve.model_info import ModelInfo
 from tests.processes import PATIENCE

@@ -9,8 +9,8 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import ModelConfig, RunnerConfig
 from aioserve.engine import Conversation
-from aioserve.engine.admission.chat_template import ChatTemplate
-from aioserve.engine.admission.content_text import ContentText, unmarked
+from aioserve.engine.chat_template import ChatTemplate, ContentText
+from aioserve.engine.prompt import unmarked
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from tests.added_tokens import FAMILIES, Family, family_model

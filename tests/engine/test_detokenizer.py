@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import aioserve
-from aioserve.engine.delivery.detokenizer import (
+from aioserve.engine.detokenizer import (
     WINDOW_TOKENS,
     Detokenizer,
     DetokenizerChoice,

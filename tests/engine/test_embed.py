@@ -22,8 +22,8 @@ from aioserve.config import (
 )
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
-from aioserve.engine.admission.pooling_validator import PoolingValidator
-from aioserve.engine.observe.shadow import LAG_SECONDS
+from aioserve.engine.input_processor import PoolingValidator
+from aioserve.engine.shadow import LAG_SECONDS
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,

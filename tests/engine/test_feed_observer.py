@@ -11,11 +11,9 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.decision_log.delegate import DelegatingScheduler
-from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.engine.core import EngineCore, EngineLoop
-from aioserve.engine.observe.feed_observer import FeedObserver
-from aioserve.engine.observe.frames import Ended, Events
-from aioserve.engine.observe.shown_id import shown_id
+from aioserve.engine.live_feed import Ended, Events, FeedObserver, shown_id
+from aioserve.engine.prompt import Encoded
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import EncoderInput, RequestStatus

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from aioserve.engine.admission.image_memory import ImageMemory
+from aioserve.engine.admission import ImageMemory
 from aioserve.errors import EngineOverloadedError
 from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput, RequestSpec

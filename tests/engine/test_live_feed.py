@@ -11,10 +11,9 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine.observe import feed_observer as onlooker
-from aioserve.engine.observe import live_feed as gallery
-from aioserve.engine.observe.live_feed import AWAY_SECONDS, NUM_KEPT
-from aioserve.engine.observe.shown_id import shown_id
+from aioserve.engine import live_feed as gallery
+from aioserve.engine import live_feed as onlooker
+from aioserve.engine.live_feed import AWAY_SECONDS, NUM_KEPT, shown_id
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.operations import ShowSteps

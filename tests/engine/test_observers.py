@@ -11,14 +11,12 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine import kv_connector
-from aioserve.engine.delivery import output_processor
-from aioserve.engine.delivery.output_router import OutputRouter
+from aioserve.engine import kv_connector, output_processor
 from aioserve.engine.kv_connector import HeldBack
-from aioserve.engine.observe.feed_observer import FeedObserver
-from aioserve.engine.observe.live_shadow import ShadowTurns
-from aioserve.engine.observe.metrics import EngineMetrics
-from aioserve.engine.observe.shadow import Shadow
+from aioserve.engine.live_feed import FeedObserver
+from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.output_processor import OutputRouter
+from aioserve.engine.shadow import Shadow, ShadowTurns
 from aioserve.errors import RequestFailedError
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.operations import ShowSteps

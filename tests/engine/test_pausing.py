@@ -9,8 +9,8 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine.observe.feed_observer import FeedObserver
-from aioserve.engine.observe.timeline import Timelines
+from aioserve.engine.live_feed import FeedObserver
+from aioserve.engine.request_log import Timelines
 from aioserve.testing import SchedulerHarness
 from tests.engine.pausing_policy import PausesAtEveryTurn
 from tests.kit import greedy, stats_of

@@ -15,7 +15,7 @@ from aioserve import AsyncEngine, EngineConfig, EngineSnapshot, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
-from aioserve.engine.control.policy_trials import ENOUGH_REQUESTS
+from aioserve.engine.policy_trials import ENOUGH_REQUESTS
 from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestError
 from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK

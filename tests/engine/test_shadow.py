@@ -13,8 +13,8 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine.admission.multimodal_prompts import Encoded
-from aioserve.engine.observe.histogram import Histogram
+from aioserve.engine.metric_families import Histogram
+from aioserve.engine.prompt import Encoded
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.request import EncoderInput, Request
@@ -26,7 +26,7 @@ def _a_stopwatch_that_no_machine_delays(monkeypatch: pytest.MonkeyPatch) -> None
     """What the shadow costs is told by how often it looks: 20 us each time."""
     ticks = itertools.count()
     stopwatch = SimpleNamespace(perf_counter=lambda: 20e-6 * next(ticks))
-    monkeypatch.setattr("aioserve.engine.observe.shadow.time", stopwatch)
+    monkeypatch.setattr("aioserve.engine.shadow.time", stopwatch)
 
 
 async def serve_many(engine: AsyncEngine) -> list[list[int]]:

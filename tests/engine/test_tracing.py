@@ -10,8 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from aioserve import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
-from aioserve.engine.delivery.tracing import Tracing
-from aioserve.engine.observe.timeline import Timelines
+from aioserve.engine.request_log import Timelines, Tracing
 from aioserve.errors import ConfigError
 from tests.engine.pausing_policy import PausesAtEveryTurn
 from tests.server.serving import SIMULATED

@@ -20,8 +20,8 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ServerConfig
-from aioserve.engine.observe import watchdog
-from aioserve.engine.observe.stacks import is_debugged
+from aioserve.engine import watchdog
+from aioserve.engine.watchdog import is_debugged
 from aioserve.errors import EngineDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
@@ -189,7 +189,7 @@ asyncio.run(main())
 # What a process without timers of the C library has instead.
 WITHOUT_TIMERS = """
 import ctypes, time
-from aioserve.engine.observe.lock_guard import GRACE_SECONDS, LockGuard
+from aioserve.engine.watchdog import GRACE_SECONDS, LockGuard
 
 closed = LockGuard(0.1 - GRACE_SECONDS, has_timers=False)
 closed.close()

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from aioserve.step_loop import failure_log
+from aioserve import step_loop
 
 NAME = "injected"
 
@@ -21,7 +21,7 @@ def injected(record_property) -> Counter[str]:
 @pytest.fixture(autouse=True)
 def all_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults come faster here than a log should tell of them."""
-    monkeypatch.setattr(failure_log, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(step_loop, "LOG_SECONDS", 0.0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -12,10 +12,9 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, EngineConfig, EngineSnapshot
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
-from aioserve.engine.admission.input_processor import InputProcessor
-from aioserve.engine.admission.sampling_validator import SamplingValidator
-from aioserve.engine.delivery.output_processor import OutputProcessor
-from aioserve.engine.delivery.request_log import RequestLog
+from aioserve.engine.input_processor import InputProcessor, SamplingValidator
+from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.request_log import RequestLog
 from aioserve.errors import EngineDeadError
 from aioserve.runner.simulation.simulated_kv import SimulatedDirectory
 from aioserve.server.app import listening

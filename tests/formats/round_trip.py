@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from aioserve.engine import Conversation
-from aioserve.engine.admission.chat_template import ChatTemplate
+from aioserve.engine.chat_template import ChatTemplate
 from aioserve.errors import RequestError
 from aioserve.formats import (
     Arguments,

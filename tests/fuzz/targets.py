@@ -29,8 +29,9 @@ from aioserve.config import (
 )
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.engine import AsyncEngine
-from aioserve.engine.admission.chat_template import ChatTemplate, Conversation
-from aioserve.engine.admission.template_process import syntax_error
+from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.prompt import Conversation
+from aioserve.engine.template_process import syntax_error
 from aioserve.errors import ConfigError, RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kv_connector import BlockDirectory

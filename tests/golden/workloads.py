@@ -20,7 +20,7 @@ from aioserve.config import (
     RunnerConfig,
     SchedulerConfig,
 )
-from aioserve.engine.admission.multimodal_prompts import Encoded
+from aioserve.engine.prompt import Encoded
 from aioserve.errors import AioserveError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo

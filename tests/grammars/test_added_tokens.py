@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aioserve.config import ModelConfig
-from aioserve.engine.delivery.detokenizer import DetokenizerChoice
+from aioserve.engine.detokenizer import DetokenizerChoice
 from aioserve.grammars import GrammarCompiler
 from aioserve.grammars.tokenizer import SeenTokenizer
 from aioserve.model_info import ModelInfo

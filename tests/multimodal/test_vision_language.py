@@ -18,7 +18,7 @@ from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, PoolingParams,
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
-from aioserve.engine.admission.multimodal_prompts import Encoded
+from aioserve.engine.prompt import Encoded
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.decoding import EncodedImage

@@ -17,7 +17,7 @@ from aioserve.config import (
     ServerConfig,
     ShadowConfig,
 )
-from aioserve.engine.observe.shown_id import shown_id
+from aioserve.engine.live_feed import shown_id
 from tests.server.serving import running
 
 CONFIG = EngineConfig(

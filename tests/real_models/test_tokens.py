@@ -16,7 +16,7 @@ from aioserve.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from aioserve.engine.delivery.detokenizer import DetokenizerChoice
+from aioserve.engine.detokenizer import DetokenizerChoice
 from aioserve.model_info import ModelInfo
 from tests.kit import stats_of, tokens_of
 from tests.real_models.conftest import Model

@@ -7,7 +7,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.engine.admission.multimodal_prompts import Encoded
+from aioserve.engine.prompt import Encoded
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.request import EncoderInput
 from aioserve.runner.simulation import simulated

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aioserve.engine.admission import template_renderer
+from aioserve.engine import template_renderer
 from aioserve.runner.interface import RunnerInterface
 from tests.server.serving import SIMULATED, Server, running
 

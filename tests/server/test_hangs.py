@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from aioserve.engine.observe.lock_guard import GRACE_SECONDS
+from aioserve.engine.watchdog import GRACE_SECONDS
 from tests.processes import JSON, PATIENCE, serving, started
 from tests.slow import mostly_slow
 

@@ -14,7 +14,7 @@ import yarl
 from aioserve.support.logs import JsonFormatter
 from tests.processes import PATIENCE, started
 
-LINES = "aioserve.engine.delivery.request_lines"
+LINES = "aioserve.engine.request_log"
 SECRET = "the fox is in the henhouse"
 
 

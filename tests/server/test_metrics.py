@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import aioserve
 from aioserve.engine import AsyncEngine
-from aioserve.engine.observe import loop_monitor as pulses
-from aioserve.engine.observe.histogram import Histogram, RecentWorst
-from aioserve.engine.observe.vllm_names import VLLM_NAMES
+from aioserve.engine import watchdog as pulses
+from aioserve.engine.metric_families import Histogram, RecentWorst
+from aioserve.engine.metrics import VLLM_NAMES
 from aioserve.params import SamplingParams
 from tests.processes import PATIENCE
 from tests.server.serving import SIMULATED
@@ -185,7 +185,7 @@ async def test_while_it_is_busy_the_log_says_how_it_stands(monkeypatch, caplog):
     monkeypatch.setattr(pulses, "STATE_SECONDS", 0.002)
     caplog.set_level(logging.INFO)
     async with AsyncEngine(SIMULATED) as engine:
-        assert not [r for r in caplog.records if r.name == "aioserve.engine.observe.loop_monitor"]
+        assert not [r for r in caplog.records if r.name == "aioserve.engine.watchdog"]
         params = SamplingParams(max_tokens=500, ignore_eos=True)
         async for _ in engine.generate([5] * 100, params):
             if [r for r in caplog.records if "1 running, 0 waiting" in r.getMessage()]:

@@ -19,8 +19,7 @@ import torch
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
-from aioserve.engine.delivery.byte_level import ByteLevelDetokenizer
-from aioserve.engine.delivery.detokenizer import DetokenizerChoice
+from aioserve.engine.detokenizer import ByteLevelDetokenizer, DetokenizerChoice
 from aioserve.errors import AioserveError
 from aioserve.model_source.downloads import fetch
 from tests.processes import COMPUTING_SECONDS

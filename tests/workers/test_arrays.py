@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import zmq
 
-from aioserve.engine.samples import Origin
+from aioserve.engine.stream import Origin
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.request import EncoderInput, RequestSpec
 from aioserve.workers.line import Line

@@ -11,7 +11,7 @@ import pytest
 
 import aioserve
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine.delivery.output_processor import OutputProcessor
+from aioserve.engine.output_processor import OutputProcessor
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,

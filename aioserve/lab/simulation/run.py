@@ -18,11 +18,12 @@ from typing import Any, TypeVarTuple, Unpack
 
 import msgspec
 
+from aioserve import step_loop as failure_log
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
-from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
+from aioserve.engine.prompt import Encoded
 from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestFailedError
 from aioserve.lab.simulation.outcome import (
     ObservedRunner,
@@ -44,7 +45,6 @@ from aioserve.lab.workloads.workload import (
 from aioserve.model_info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.simulation.simulated import SimulatedRunner
-from aioserve.step_loop import failure_log
 
 _Ts = TypeVarTuple("_Ts")
 

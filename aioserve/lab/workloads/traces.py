@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from aioserve.engine.delivery.request_log import Count, RequestLogLine
+from aioserve.engine.request_log import Count, RequestLogLine
 from aioserve.errors import UNREADABLE, ConfigError, one_line
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from aioserve.engine.observe.histogram import RecentRate
+from aioserve.engine.metric_families import RecentRate
 from aioserve.errors import ForbiddenError, KeyLimitError
 from aioserve.server.access.keyring import Rights
 

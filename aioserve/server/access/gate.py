@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from aioserve.engine.admission.chat_template import Conversation
+from aioserve.engine.prompt import Conversation
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
 from aioserve.server.access.accounts import ONE, Claim, Leave
 from aioserve.server.access.hosts import is_near

@@ -12,8 +12,8 @@ import msgspec
 
 from aioserve.config import ServerConfig
 from aioserve.engine import AsyncEngine, Conversation
-from aioserve.engine.admission.chat_template import ChatTemplate
-from aioserve.engine.delivery.byte_level import special_token_ids
+from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.detokenizer import special_token_ids
 from aioserve.errors import RequestError
 from aioserve.formats import (
     ANY,

@@ -1,4 +1,4 @@
-// Written by tests/server/page/frame_types.py, of aioserve/engine/observe/frames.py.
+// Written by tests/server/page/frame_types.py, of aioserve/engine/live_feed.py.
 
 export type OptionField = [
   name: string,

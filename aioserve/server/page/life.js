@@ -9,7 +9,7 @@
  * chunks: [Life, number][], decode: number, lives: Life[], running: number, waiting: number,
  * used: number, preempted: number, admitted: (Life | undefined)[], encoded: number }} Step */
 
-// The rows of frames, by their fields: aioserve/engine/observe/frames.py.
+// The rows of frames, by their fields: aioserve/engine/live_feed.py.
 
 /** @param {import("./frames.js").Came} row */
 export const asCame = ([number, id, user, priority, prompt, max, arrival]) =>

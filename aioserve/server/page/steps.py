@@ -6,7 +6,7 @@ socket's buffer and no more. Knows nothing about what is in a frame.
 
 from aiohttp import web
 
-from aioserve.engine.observe.frames import Frame, Snapshot
+from aioserve.engine.live_feed import Frame, Snapshot
 from aioserve.errors import AioserveError, EngineDeadError, RequestError
 from aioserve.operations import ShowSteps
 from aioserve.server.errors import to_wire

@@ -26,19 +26,9 @@ WAY = (
     *("server/middleware.py", "server/access/gate.py", "server/body.py"),
     *("server/completions.py", "server/chat/routes.py", "server/generation.py"),
     *("server/running.py", "server/collected.py", "server/sse.py"),
-    *(
-        "engine/client_base.py",
-        "engine/admission/input_processor.py",
-        "engine/admission/admission.py",
-    ),
-    *("engine/async_engine.py", "engine/stream.py", "engine/delivery/output_processor.py"),
-    *(
-        "engine/delivery/output_router.py",
-        "engine/core.py",
-        "step_loop/loop.py",
-        "step_loop/observers.py",
-    ),
-    *("engine/observe/metrics.py", "engine/delivery/request_lines.py"),
+    *("engine/client.py", "engine/input_processor.py", "engine/admission.py"),
+    *("engine/async_engine.py", "engine/stream.py", "engine/output_processor.py"),
+    *("engine/core.py", "step_loop.py", "engine/metrics.py", "engine/request_log.py"),
 )
 
 

@@ -394,7 +394,7 @@ async def test_a_model_that_writes_no_known_calls_is_offered_no_tools(say):
 
 
 async def test_a_template_that_never_ends_is_a_400_and_others_go_on(say, monkeypatch):
-    monkeypatch.setattr("aioserve.engine.admission.template_renderer.TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr("aioserve.engine.template_renderer.TEMPLATE_SECONDS", 0.2)
     endless = "{% if messages[0].content == 'x' %}{% for i in range(99999) %}"
     endless += "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ '<|user|>' }}"
     async with say("Hi", template=endless) as server:

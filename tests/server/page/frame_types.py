@@ -1,4 +1,4 @@
-"""The types of `aioserve.engine.observe.frames` as TypeScript, which the page is checked by.
+"""The types of `aioserve.engine.live_feed` as TypeScript, which the page is checked by.
 
 `python -m tests.server.page.frame_types` writes them anew.
 """
@@ -9,14 +9,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from aioserve.engine.observe import frames
+from aioserve.engine import live_feed
 from aioserve.server.page.files import FOLDER
 
 PATH = Path(FOLDER) / "frames.d.ts"
 
 _PLAIN = {int: "number", float: "number", str: "string", bool: "boolean", type(None): "null"}
 _WORDS = {"default: any": "standard: any"}  # a word of JavaScript names no place
-_HEAD = "// Written by tests/server/page/frame_types.py, of aioserve/engine/observe/frames.py.\n"
+_HEAD = "// Written by tests/server/page/frame_types.py, of aioserve/engine/live_feed.py.\n"
 
 
 def type_of(hint: Any) -> str:
@@ -51,7 +51,7 @@ def declaration(struct: type[msgspec.Struct]) -> str:
 
 
 def declarations() -> str:
-    structs = [each for each in vars(frames).values() if issubclass_of_struct(each)]
+    structs = [each for each in vars(live_feed).values() if issubclass_of_struct(each)]
     return "\n".join([_HEAD, *map(declaration, structs)])
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from aioserve.engine import AsyncEngine
-from aioserve.engine.observe.shown_id import shown_id
+from aioserve.engine.live_feed import shown_id
 from aioserve.server.access.hosts import is_loopback
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind

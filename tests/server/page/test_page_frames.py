@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from aioserve.engine.observe.frames import (
+from aioserve.engine.live_feed import (
     About,
     Back,
     Came,
@@ -22,7 +22,7 @@ from aioserve.request import WaitReason
 from aioserve.server.page.files import FOLDER
 from tests.server.page import frame_types
 
-#: What the page calls a field that has another name in `engine.observe.frames`.
+#: What the page calls a field that has another name in `engine.live_feed`.
 SHORTER = {
     "id": {"shown_id", "step_id"},
     "step": {"step_id"},

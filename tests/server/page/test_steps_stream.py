@@ -6,7 +6,7 @@ import socket
 
 import aiohttp
 
-from aioserve.engine.observe.shown_id import shown_id
+from aioserve.engine.live_feed import shown_id
 from tests.processes import PATIENCE
 from tests.server.conformity import check_answer
 
@@ -73,7 +73,7 @@ async def test_head_does_not_wait_for_an_end(server):
 
 
 async def test_one_that_sleeps_loses_frames_and_wakes_to_a_snapshot(server, monkeypatch):
-    monkeypatch.setattr("aioserve.engine.observe.live_feed.FRAME_SECONDS", 0.002)
+    monkeypatch.setattr("aioserve.engine.live_feed.FRAME_SECONDS", 0.002)
     server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of those accepted, too
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -4,77 +4,29 @@ Knows prompts and templates; how either is prepared is known to `aioserve.multim
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import msgspec
-
-from aioserve.engine.admission.chat_template import ChatTemplate, Conversation, Messages
-from aioserve.engine.admission.content_text import ContentText
-from aioserve.engine.admission.prompt_limit import PromptLimit
+from aioserve.engine.chat_template import ChatTemplate, ContentText
+from aioserve.engine.prompt import (
+    NO_IMAGES,
+    NO_VIDEOS,
+    NOT_READ,
+    Conversation,
+    Encoded,
+    Messages,
+    PromptLimit,
+    ReadMedia,
+)
 from aioserve.errors import ConfigError, RequestError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal import MultimodalPrompt
 from aioserve.multimodal.families import Family, family_of
 from aioserve.multimodal.prompt import ImageProcessor, Marks
 from aioserve.multimodal.videos import VideoProcessor
-from aioserve.request import EncoderInput
 from aioserve.runner.info import RunnerInfo
 
 logger = logging.getLogger(__name__)
-
-NO_IMAGES = "this model reads no images, it is one for text"
-NO_VIDEOS = "this model reads no videos"
-NOT_READ = (
-    "this engine reads no images, though its model does: they are served on a CPU, and from "
-    "unquantized files"
-)
-
-
-class Encoded(NamedTuple):
-    """A prompt as the scheduler takes it."""
-
-    token_ids: list[int]
-    encoder_inputs: Sequence[EncoderInput] = ()
-    names: Sequence[str] = ()  # of the image or video that each of them is of, as `images[i]`
-
-    def check_arrays(self, names: Sequence[str]) -> None:
-        """Raises `RequestError` for an encoder input without all arrays of these names."""
-        for i, item in enumerate(self.encoder_inputs):
-            if missing := [name for name in names if name not in (item.arrays or {})]:
-                raise RequestError(
-                    f"encoder_inputs[{i}] comes without {', '.join(missing)}, which the encoder of "
-                    "this model reads",
-                    param=f"encoder_inputs[{i}]",
-                )
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """What is said of an encoder input inside the block is said of its image or video."""
-        try:
-            yield
-        except RequestError as error:
-            for i, name in enumerate(self.names):
-                if error.param == f"encoder_inputs[{i}]":
-                    error.args = (str(error).replace(error.param, name),)
-                    error.param = name
-                    break
-            raise
-
-
-class ReadMedia(msgspec.Struct, frozen=True):
-    """What prompts of a model may hold besides text, and how a text mentions it."""
-
-    refuses_images: str  # why; empty: images are read
-    refuses_videos: str
-    image_placeholder: str = ""
-    video_placeholder: str = ""
-
-    @classmethod
-    def none(cls, why: str) -> "ReadMedia":
-        """Of a model, or an engine, that reads neither images nor videos: `why` says so."""
-        return cls(why, why)
 
 
 class MultimodalProcessor:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from aioserve.config import EngineConfig
 from aioserve.decision_log.delegate import chain, innermost
 from aioserve.decision_log.recorder import RecordingScheduler
-from aioserve.engine.control.adapters import Adapters
+from aioserve.engine.adapters import Adapters
 from aioserve.engine.core import EngineCore
 from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, InvariantError
 from aioserve.operations.command import Arrivals, Running, State

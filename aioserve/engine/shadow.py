@@ -4,21 +4,30 @@ Observes the live step loop and changes nothing there. The shadow has block ids 
 tensors; its steps take the time that a model learned from the live ones predicts.
 """
 
+import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
+from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.engine.clock import Clock
+from aioserve.engine.kv_cache import make_kv_cache
+from aioserve.engine.metric_families import Histogram, scheduler_metrics
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import ROW_VALUES, Request, RequestStatus, invented
-from aioserve.scheduler import (
-    BaseScheduler,
-    OnlineStepTime,
-    SchedulerOutput,
-)
+from aioserve.runner.info import RunnerInfo
+from aioserve.scheduler import BaseScheduler, OnlineStepTime, SchedulerOutput, load_policy
+from aioserve.scheduler.blame import blamed
 from aioserve.step_loop import StepLoop, StepObserver
 
 logger = logging.getLogger(__name__)
@@ -258,3 +267,164 @@ class ShadowFeed(StepObserver):
             # A reply that came to its end has its length; the rest left early.
             if request is not None and reason not in WHOLE_REPLIES:
                 self._shadow.note(now, request, left=True)
+
+
+# What the shadow policy would have done, as Prometheus metrics. Counts what a shadow tells it;
+# knows nothing about how that follows the live requests.
+
+
+class ShadowMetrics(Collector):
+    """What the shadow policy would have done. Compare with the metrics of the same names without
+    `shadow`; those count from the arrival to the delivery, these to the end of the step.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.begin(None)
+        registry.register(self)
+
+    def begin(self, shadow: Shadow | None) -> None:
+        """Count for another one from now on, from nothing; None: there is none."""
+        self.shadow = shadow
+        self.time_to_first_token = Histogram()
+        self.inter_token_latency = Histogram()
+        self.request_latency = Histogram()
+
+    def on_first_token(self, seconds: float) -> None:
+        self.time_to_first_token.observe(seconds)
+
+    def on_gap(self, seconds: float) -> None:
+        self.inter_token_latency.observe(seconds)
+
+    def on_finished(self, seconds: float) -> None:
+        self.request_latency.observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for every scrape."""
+        if self.shadow is None:
+            return
+        for name, histogram in (
+            ("time_to_first_token", self.time_to_first_token),
+            ("inter_token_latency", self.inter_token_latency),
+            ("request_latency", self.request_latency),
+        ):
+            yield histogram.family(f"aioserve_shadow_{name}_seconds", "Under the shadow policy")
+        stats = self.shadow.stats
+        yield CounterMetricFamily(
+            "aioserve_shadow_cost_seconds", "Event loop time it took", stats.cost_seconds
+        )
+        yield CounterMetricFamily(
+            "aioserve_shadow_resets", "Times it was too far behind and began anew", stats.num_resets
+        )
+        yield GaugeMetricFamily(
+            "aioserve_shadow_failed", "1 if its policy raised and it is off", stats.is_failed
+        )
+        yield from scheduler_metrics(self.shadow.scheduler.make_stats(), "aioserve_shadow")
+
+
+# The shadow of a live engine: made from settings, switched, and given its turns beside live steps.
+# Knows settings, policies and the event loop. Knows nothing of what a shadow does with its time.
+
+
+# How often a shadow that is behind gets a slice of an engine that is idle. A guess.
+TICK_SECONDS = 0.02
+
+
+class ShadowTurns(ShadowFeed):
+    """Feeds a shadow, and lets it advance: at the end of each turn of the live engine, and from a
+    timer while it has work left.
+    """
+
+    def __init__(self, shadow: Shadow, clock: Callable[[], float]) -> None:
+        """`clock` is the live scheduler's, in seconds."""
+        super().__init__(shadow)
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def on_turn_end(self, now: float) -> None:
+        if self._is_closed:
+            return
+        self._shadow.advance(now)
+        if self._timer is None and self._shadow.has_work:
+            self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._on_timer)
+
+    def close(self) -> None:
+        """Stop the turns of the shadow policy."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.on_turn_end(self._clock())
+
+
+class ShadowBuilder:
+    """Makes the shadow that settings ask for, and has it follow the live step loop."""
+
+    def __init__(
+        self, config: EngineConfig, model_info: ModelInfo, clock: Clock, metrics: ShadowMetrics
+    ) -> None:
+        """`clock` is the live scheduler's. Raises `ConfigError` for a policy that cannot work."""
+        self._model_info, self._clock, self._metrics = model_info, clock, metrics
+        self._load(config)
+
+    def follow(
+        self,
+        loop: StepLoop[Any],
+        config: EngineConfig,
+        info: RunnerInfo,
+        max_model_len: int,
+        before: ShadowTurns | None = None,
+    ) -> ShadowTurns | None:
+        """Have the shadow of `config`, or none, observe `loop` in the place of `before`. Raises
+        `ConfigError` or `PolicyError` before anything has changed. The shadow is not told of the
+        requests that are there.
+        """
+        shadow = self._make(config, info, max_model_len)
+        if before is not None:
+            before.close()
+            loop.observers.unsubscribe(before)
+        self._metrics.begin(shadow)
+        if shadow is None:
+            return None
+        turns = ShadowTurns(shadow, self._clock)
+        loop.observers.subscribe(turns)
+        return turns
+
+    def _load(self, config: EngineConfig) -> type[BaseScheduler] | None:
+        """Raises `ConfigError` if the policy cannot work."""
+        settings = shadow_settings(config)
+        if settings is None:
+            return None
+        policy = load_policy(settings.policy)
+        if not issubclass(policy, BaseScheduler):
+            raise ConfigError(f"shadow policy {settings.policy!r} must derive from BaseScheduler")
+        policy.parse_options(settings.options)
+        policy.check_limits(settings, self._model_info.max_model_len)
+        return policy
+
+    def _make(self, config: EngineConfig, info: RunnerInfo, max_model_len: int) -> Shadow | None:
+        policy, settings = self._load(config), shadow_settings(config)
+        if policy is None or settings is None:
+            return None
+
+        def make_scheduler(clock: Clock) -> BaseScheduler:
+            kv_cache = make_kv_cache(config.cache, info)
+            with blamed(policy, "__init__()"):
+                return policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
+
+        return Shadow(make_scheduler, self._metrics, max_share=config.shadow.shadow_max_share)
+
+
+def shadow_settings(config: EngineConfig) -> SchedulerConfig | None:
+    """The live scheduler's settings with the shadow's policy; None without a shadow."""
+    shadow = config.shadow
+    if shadow.shadow_policy is None:
+        return None
+    return msgspec.structs.replace(
+        config.scheduler,
+        policy=shadow.shadow_policy,
+        options=shadow.shadow_options,
+        decision_log=None,
+    )

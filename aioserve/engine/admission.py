@@ -1,8 +1,10 @@
 """Requests that are not in the queue yet: tokenized, compiled, waiting for their adapter.
 
-They wait as those in the queue do, and count as that. Knows how many there are; knows no order.
+They wait as those in the queue do, and count as that, and so do the bytes of their images. Knows
+how many there are; knows no order.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,15 +12,43 @@ from contextlib import contextmanager
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.admission.image_memory import ImageMemory
-from aioserve.engine.admission.input_processor import InputProcessor
+from aioserve.engine.adapters import Adapters
 from aioserve.engine.clock import Clock
-from aioserve.engine.control.adapters import Adapters
 from aioserve.engine.core import EngineCore
-from aioserve.engine.observe.metrics import EngineMetrics
-from aioserve.engine.samples import Samples
+from aioserve.engine.input_processor import InputProcessor
+from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.stream import Samples
 from aioserve.errors import EngineOverloadedError, KeyLimitError
 from aioserve.request import Request, RequestSpec, RequestStatus
+
+
+class ImageMemory:
+    """Memory limit for the prepared images of one engine."""
+
+    def __init__(self, limit: float) -> None:
+        """`limit`: most memory for prepared images, in GiB."""
+        self._limit = limit
+        self.num_bytes = 0
+
+    def hold(self, spec: RequestSpec) -> None:
+        """Count the images of a request, once for all its samples. Raises `EngineOverloadedError`
+        if they would be too much beside those that are there; alone, any are taken.
+        """
+        arrays = [array for item in spec.encoder_inputs for array in (item.arrays or {}).values()]
+        num_bytes = sum(array.nbytes for array in arrays)
+        if arrays and self.num_bytes and self.num_bytes + num_bytes > self._limit * 2**30:
+            raise EngineOverloadedError(
+                f"prepared images of requests take {self.num_bytes / 2**20:.0f} MiB; "
+                f"{num_bytes / 2**20:.0f} MiB more would be over image_memory_gib "
+                f"({self._limit:g})"
+            )
+        self.num_bytes += num_bytes
+        for array in arrays:
+            weakref.finalize(array, self._release, array.nbytes).atexit = False
+
+    def _release(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
 
 # A client that is refused hears when to come again: not at once, and not so late that the server
 # idles when its load was a peak. Guesses.

@@ -5,24 +5,30 @@ increments. Knows nothing about HTTP.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from aioserve.engine.kv_connector import KVConnectorMetrics
-from aioserve.engine.observe.adapter_metrics import AdapterMetrics
-from aioserve.engine.observe.histogram import LENGTH_BUCKETS, Histogram, RecentRate, family_by
-from aioserve.engine.observe.scheduler_metrics import scheduler_metrics
-from aioserve.engine.observe.shadow_metrics import ShadowMetrics
-from aioserve.engine.observe.vllm_names import aliases
-from aioserve.engine.samples import SampleState
+from aioserve.engine.adapters import AdapterMetrics
+from aioserve.engine.metric_families import (
+    LENGTH_BUCKETS,
+    Histogram,
+    RecentRate,
+    family_by,
+    scheduler_metrics,
+)
+from aioserve.engine.stream import SampleState
 from aioserve.operations.command import Counted, State, count_dropped_lines
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
+
+if TYPE_CHECKING:
+    from aioserve.engine.kv_connector import KVConnectorMetrics
+    from aioserve.engine.shadow import ShadowMetrics
 
 
 class Latencies:
@@ -84,9 +90,7 @@ class EngineMetrics(Collector):
         self._get_state = get_state
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self.shadow = ShadowMetrics(self._registry)
         self.adapters = AdapterMetrics(self._registry)
-        self.kv_connector = KVConnectorMetrics(self._registry)
         #: By process, in seconds: how late its event loop was recently. Set before a scrape.
         self.loop_lags: dict[str, float] = {}
         #: What the server has to tell besides; set by it.
@@ -113,6 +117,20 @@ class EngineMetrics(Collector):
         self.output_lengths = Histogram(LENGTH_BUCKETS)
         self.prompt_token_rate = RecentRate()  # as requests get their first tokens
         self.latencies: Latencies | None = None  # while a page looks
+
+    @cached_property
+    def shadow(self) -> "ShadowMetrics":
+        """What the shadow policy would have done; registered when it is asked for."""
+        from aioserve.engine.shadow import ShadowMetrics
+
+        return ShadowMetrics(self._registry)
+
+    @cached_property
+    def kv_connector(self) -> "KVConnectorMetrics":
+        """What the KV connector does; registered when it is asked for."""
+        from aioserve.engine.kv_connector import KVConnectorMetrics
+
+        return KVConnectorMetrics(self._registry)
 
     def on_accepted(self, spec: RequestSpec) -> None:
         """A request is in the queue, with all its samples."""
@@ -281,3 +299,67 @@ class EngineMetrics(Collector):
         for reason in WaitReason:
             gauge.add_metric([reason.value], counts[reason])
         return gauge
+
+
+# vLLM's names for what is measured here as well: dashboards that were made for it work. Only where
+# the meaning is the same; the table is that of docs/operations.md.
+
+
+#: vLLM's names of a metric family by our name of it, all without their prefix.
+VLLM_NAMES: Mapping[str, tuple[str, ...]] = {
+    "num_requests_running": ("num_requests_running",),
+    "num_requests_waiting": ("num_requests_waiting",),
+    # The second is its older name, which pickers of gateways ask for.
+    "kv_cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "prefix_cache_queried_tokens": ("prefix_cache_queries",),
+    "prefix_cache_hit_tokens": ("prefix_cache_hits",),
+    "preemptions": ("num_preemptions",),
+    "prompt_tokens": ("prompt_tokens",),
+    "generation_tokens": ("generation_tokens",),
+    "requests_finished": ("request_success",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_generation_tokens": ("request_generation_tokens",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    # The second is its older name.
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "request_latency_seconds": ("e2e_request_latency_seconds",),
+    "request_queue_time_seconds": ("request_queue_time_seconds",),
+    "request_prefill_time_seconds": ("request_prefill_time_seconds",),
+    "request_decode_time_seconds": ("request_decode_time_seconds",),
+    "request_inference_time_seconds": ("request_inference_time_seconds",),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+}
+
+#: Labels that they call otherwise.
+VLLM_LABELS = {"reason": "finished_reason"}
+
+
+def aliases(metrics: Iterable[Metric], labels_of_model: Mapping[str, str]) -> Iterator[Metric]:
+    """Those that have a name of theirs, under it, with their labels: the model's name as clients
+    know it, and the number of the engine, of which there is one.
+    """
+    model = labels_of_model.get("model", "")
+    for metric in metrics:
+        if metric.name == "aioserve_kv_cache_blocks":
+            yield _cache_config(labels_of_model["block_size"], int(metric.samples[0].value))
+        for name in VLLM_NAMES.get(metric.name.removeprefix("aioserve_"), ()):
+            alias = Metric(f"vllm:{name}", metric.documentation, metric.type)
+            for sample in metric.samples:
+                labels = {VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()}
+                alias.add_sample(
+                    alias.name + sample.name.removeprefix(metric.name),
+                    {"model_name": model, "engine": "0", **labels},
+                    sample.value,
+                )
+            yield alias
+
+
+def _cache_config(block_size: str, num_blocks: int) -> Metric:
+    """What pickers of gateways read the size of the KV cache from, as labels of a gauge that is 1;
+    they call blocks of any device so.
+    """
+    labels = {"block_size": block_size, "num_gpu_blocks": str(num_blocks), "engine": "0"}
+    found = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, as it is", labels=[*labels])
+    found.add_metric([*labels.values()], 1)
+    return found

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aioserve.engine.admission import template_process
-from aioserve.engine.admission.template_process import HEAD, NAMES, REFUSAL, RENDER, TEXT, TOO_LONG
+from aioserve.engine import template_process
+from aioserve.engine.template_process import HEAD, NAMES, REFUSAL, RENDER, TEXT, TOO_LONG
 from aioserve.errors import RequestError, TemplateStalledError
 
 T = TypeVar("T")

@@ -1,35 +1,29 @@
-"""Turns tokens into text for the readers, and finds stop strings in it.
+"""From a step's outputs to what each reader gets: text, streams, and the lines of logs.
 
-One loop over a step's outputs; it runs while the next step computes. Knows no scheduler: ids of
-requests that a stop string has ended are returned to the caller.
+Knows what a reader is told when a step or a policy fails. Knows no settings and no scheduler.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 
-from aioserve.engine.delivery.byte_level import ByteLevelDetokenizer
-from aioserve.engine.delivery.detokenizer import (
+from aioserve.engine.detokenizer import (
+    ByteLevelDetokenizer,
     Detokenizer,
     DetokenizerChoice,
     MakeDetokenizer,
     StopStringMatcher,
 )
-from aioserve.engine.delivery.request_lines import log_request
-from aioserve.engine.delivery.request_log import RequestLog
-from aioserve.engine.delivery.tracing import Tracing
-from aioserve.engine.observe.metrics import RequestCounts
-from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
-from aioserve.engine.stream import RequestStream
-from aioserve.errors import RequestFailedError, RequestRejectedError
-from aioserve.outputs import (
-    EngineCoreOutput,
-    FinishReason,
-    NewTokens,
-    RequestOutput,
-    RequestTimes,
-)
+from aioserve.engine.metrics import RequestCounts
+from aioserve.engine.request_log import RequestLog, Tracing, log_request
+from aioserve.engine.stream import Claims, RequestStream, Samples, SampleState, wants_only_end
+from aioserve.errors import GrammarLimitError, PolicyError, RequestFailedError, RequestRejectedError
+from aioserve.outputs import EngineCoreOutput, FinishReason, NewTokens, RequestOutput, RequestTimes
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
 from aioserve.step_loop import FAULTS, FailureLog, StepObserver
+
+# Turns tokens into text for the readers, and finds stop strings in it. One loop over a step's
+# outputs; it runs while the next step computes. Knows no scheduler: ids of requests that a stop
+# string has ended are returned to the caller.
 
 
 class RequestState(SampleState):
@@ -363,3 +357,49 @@ def _log_if_read_here(
 ) -> None:
     if state.is_read_here:
         log_request(state, num_tokens, reason, now)
+
+
+class OutputRouter:
+    """Called by the engine task while the next step computes."""
+
+    def __init__(
+        self,
+        output_processor: OutputProcessor,
+        clock: Callable[[], float],
+    ) -> None:
+        self._output_processor = output_processor
+        self._clock = clock
+        self._failures = FailureLog(clock)
+        #: By client that is another process: sends off what was delivered for it.
+        self.send_off: dict[int, Callable[[], None]] = {}
+
+    def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
+        """Hand a step's outputs to the readers of one client; returns the ids that a stop string
+        has ended.
+        """
+        stopped = self._output_processor.process_outputs(outputs, self._clock())
+        if (send_off := self.send_off.get(client_index)) is not None:
+            try:
+                send_off()
+            except FAULTS as error:  # of that client alone: its connection ends
+                self._failures.log(f"sending outputs to client {client_index}", error)
+        return stopped
+
+    def expire(self, request_ids: list[str]) -> None:
+        """End the outputs of requests whose deadline has passed."""
+        self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())
+
+    def fail(self, request_ids: list[str] | None, cause: BaseException) -> None:
+        """These requests, of all if None, lost their step or policy, or were rejected: those that
+        have ended by that are told so. An id may be another request's by now.
+        """
+        # An error of ours says what it should. Any other may quote anything: clients get its type,
+        # the log and Python callers (as __cause__) get it all.
+        error: BaseException = cause
+        if not isinstance(cause, RequestRejectedError):
+            is_ours = isinstance(cause, (PolicyError, RequestFailedError))
+            words = f"the step that served this request failed ({type(cause).__name__})"
+            error = GrammarLimitError.of(str(cause) if is_ours else words)
+            error.__cause__ = cause
+        ended = self._output_processor.ended_among(request_ids)
+        self._output_processor.fail_requests(ended, error, self._clock())

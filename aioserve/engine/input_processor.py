@@ -1,27 +1,41 @@
-"""From what a caller sends to checked token ids: chat template, tokenizer, lengths, ranges.
+"""From what a caller sends to checked token ids and complete parameters.
 
-Everything that can be wrong with a request is refused here. Knows nothing about scheduling.
+Everything that can be wrong with a request is refused here: its text, tokens and length, its
+sampling parameters, its thinking budget, what it wants pooled. Knows nothing about scheduling.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from aioserve.engine.admission.chat_template import Conversation, Messages
-from aioserve.engine.admission.content_text import MARK, unmarked
-from aioserve.engine.admission.multimodal_prompts import Encoded, MultimodalProcessor, ReadMedia
-from aioserve.engine.admission.prompt_limit import PromptLimit
-from aioserve.engine.admission.sampling_validator import NO_TOKENIZER, SamplingValidator
-from aioserve.errors import RequestError
+from aioserve.engine.multimodal_prompts import MultimodalProcessor
+from aioserve.engine.prompt import (
+    MARK,
+    Conversation,
+    Encoded,
+    Messages,
+    PromptLimit,
+    ReadMedia,
+    unmarked,
+)
+from aioserve.engine.stream import RequestStream
+from aioserve.errors import (
+    RequestAbortedError,
+    RequestError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal import MultimodalPrompt
 from aioserve.multimodal.families import family_of
-from aioserve.params import PoolingParams, SamplingParams
+from aioserve.outputs import EmbeddingOutput, FinishReason
+from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_FORCED_TOKENS, PoolingParams, SamplingParams
 from aioserve.runner.info import RunnerInfo
 
 R = TypeVar("R")
@@ -289,3 +303,201 @@ class InputProcessor:
                 f"{name}[{i}] must be a token id from 0 to {self._vocab_size - 1}, got {ids[i]!r}",
                 param=name,
             ) from None
+
+
+# Sampling parameters at the engine's door: what vocabulary, tokenizer and runner allow. Knows token
+# ids, and words as the tokenizer spells them. Knows nothing about prompts.
+
+
+NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
+
+
+class SamplingValidator:
+    """Completes parameters, or raises `RequestError`."""
+
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        seed: int,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
+        *,
+        runner_info: RunnerInfo,
+    ) -> None:
+        """`encode` gives the token ids of a word, where there is a tokenizer, and `decode` its
+        text. `seed` is where the seeds of requests without one come from.
+        """
+        self._runner_info = runner_info
+        self._encode, self._decode = encode, decode
+        self._has_tokenizer = not model_info.config.skip_tokenizer_init
+        self._vocab_size = model_info.vocab_size
+        self._eos_token_ids = frozenset(model_info.eos_token_ids)
+        self._random = random.Random(seed)
+
+    def complete(self, params: SamplingParams) -> SamplingParams:
+        """Check token ids against the vocabulary, look bad words up in it, and give a request that
+        draws a seed of its own. Raises `RequestError`.
+        """
+        if params.detokenize and not self._has_tokenizer:
+            raise RequestError(f"{NO_TOKENIZER}: set detokenize=False", param="detokenize")
+        if params.prompt_logprobs is not None and not self._runner_info.supports_prompt_logprobs:
+            raise RequestError(
+                "prompt_logprobs cannot be served: this engine's runner, or this model, does not "
+                "give the logits of prompts",
+                param="prompt_logprobs",
+            )
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            self._check_known(name, getattr(params, name) or ())
+        for token_ids in params.bad_words_ids:
+            self._check_known("bad_words_ids", token_ids)
+        if params.bad_words:
+            bad = tuple(dict.fromkeys([*params.bad_words_ids, *self._spell(params.bad_words)]))
+            params = msgspec.structs.replace(params, bad_words_ids=bad, bad_words=())
+        if params.thinking_budget is not None and self._has_tokenizer:
+            params = spell_budget(params, self._encode, self._decode)
+        if params.min_tokens and params.allowed_token_ids:
+            ending = set(params.stop_token_ids)
+            if not params.ignore_eos:
+                ending |= self._eos_token_ids
+            if ending.issuperset(params.allowed_token_ids):
+                raise RequestError(
+                    "allowed_token_ids holds nothing but stop tokens, and min_tokens "
+                    f"({params.min_tokens}) forbids them: nothing is left",
+                    param="allowed_token_ids",
+                )
+        if params.seed is None and not params.is_greedy:
+            return msgspec.structs.replace(params, seed=self._random.getrandbits(62))
+        return params
+
+    def _check_known(self, name: str, token_ids: Collection[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            unknown = next(i for i in token_ids if not 0 <= i < self._vocab_size)
+            raise RequestError(
+                f"{name} names token {unknown}, but the vocabulary has {self._vocab_size} tokens",
+                param=name,
+            )
+
+    def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """How each of `words` may be said: after something else, and after a space."""
+        if not self._has_tokenizer:
+            raise RequestError(f"{NO_TOKENIZER}: give bad_words_ids", param="bad_words")
+        spelled = []
+        for word in words:
+            for text in (word, f" {word.lstrip()}"):
+                token_ids = tuple(self._encode(text))
+                if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                    raise RequestError(
+                        f"bad_words must have at most {MAX_BAD_WORD_TOKENS} tokens each, {text!r} "
+                        f"has {len(token_ids)}",
+                        param="bad_words",
+                    )
+                self._check_known("bad_words", token_ids)
+                if token_ids:
+                    spelled.append(token_ids)
+        return spelled
+
+
+# Thinking budgets at the engine's door: the end mark as the tokens that will be forced. Knows a
+# tokenizer's words. Knows nothing about when a budget is spent.
+
+
+def spell_budget(
+    params: SamplingParams,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+) -> SamplingParams:
+    """`params` with the tokens of the mark that ends reasoning. Raises `RequestError` if they are
+    none, too many, or not allowed.
+    """
+    budget = params.thinking_budget
+    assert budget is not None, "it is given"
+    token_ids = encode(budget.text)
+    if budget.end not in decode(token_ids):
+        _refuse(f"the tokenizer of this model cannot spell {budget.text!r}")
+    if len(token_ids) > MAX_FORCED_TOKENS:
+        _refuse(
+            f"the text that ends reasoning must have at most {MAX_FORCED_TOKENS} tokens, it has "
+            f"{len(token_ids)}"
+        )
+    _check_allowed(token_ids, params.allowed_token_ids)
+    budget = msgspec.structs.replace(budget, forced_token_ids=tuple(token_ids))
+    return msgspec.structs.replace(params, thinking_budget=budget)
+
+
+def _check_allowed(token_ids: Collection[int], allowed: Collection[int]) -> None:
+    if allowed and (missing := set(token_ids).difference(allowed)):
+        _refuse(
+            "allowed_token_ids must hold the tokens that end reasoning; they lack "
+            + ", ".join(map(str, sorted(missing)))
+        )
+
+
+def _refuse(why: str) -> None:
+    raise RequestError(f"thinking_budget cannot be held: {why}", param="thinking_budget")
+
+
+# Embeddings at the engine's door and at its exit: what may be asked, what a stream amounts to.
+# Knows what a model says of its vectors. Knows nothing about states, steps or HTTP.
+
+
+#: What stands for sampling parameters where a prompt is pooled.
+NOTHING_SAMPLED = SamplingParams(max_tokens=1, detokenize=False, output_kind="final_only")
+
+
+class PoolingValidator:
+    """Completes parameters, or raises `RequestError`."""
+
+    def __init__(self, model_info: ModelInfo, runner_info: RunnerInfo) -> None:
+        """Raises `ConfigError` for a damaged file."""
+        self._model_info = model_info
+        self.can_pool = can_pool = runner_info.supports_pooling
+        self._stated = (model_info.stated_pooling or "last") if can_pool else None
+
+    def complete(self, params: PoolingParams) -> PoolingParams:
+        """Fill in how the model pools."""
+        if not self.can_pool:
+            raise RequestError("this engine's runner gives no hidden states to make embeddings of")
+        if params.dimensions is not None:
+            self._check_dimensions(params.dimensions)
+        if params.pooling is not None:
+            return params
+        if self._stated not in ("mean", "last"):
+            raise RequestError(
+                f"the model was saved to pool by {self._stated}, which is not served: give "
+                "pooling (mean or last)",
+                param="pooling",
+            )
+        return msgspec.structs.replace(params, pooling=self._stated)
+
+    def _check_dimensions(self, dimensions: int) -> None:
+        """Only a model that was trained so has vectors whose beginnings mean something."""
+        allowed = self._model_info.matryoshka_dimensions
+        if not allowed:
+            raise RequestError(
+                "dimensions cannot be chosen: the model was not trained so that its vectors can be "
+                "cut (matryoshka_dimensions or is_matryoshka in its configuration)",
+                param="dimensions",
+            )
+        if dimensions not in allowed:
+            known = f"1 to {allowed[-1]}" if isinstance(allowed, range) else str(list(allowed))
+            raise RequestError(
+                f"dimensions must be one of {known}, got {dimensions}", param="dimensions"
+            )
+
+
+async def read_embedding(stream: RequestStream) -> EmbeddingOutput:
+    """What a stream of a request that is pooled amounts to. Raises where there is no vector."""
+    async with stream:
+        [output] = [output async for output in stream]
+    if output.finish_reason is FinishReason.TIMEOUT:
+        raise RequestTimeoutError(f"request {stream.request_id} has timed out")
+    if output.finish_reason is FinishReason.ABORT:
+        raise RequestAbortedError(f"request {stream.request_id} was aborted")
+    if output.embedding is None:
+        raise RequestFailedError("the runner computed the prompt and gave no vector of it")
+    return EmbeddingOutput(
+        request_id=stream.request_id,
+        embedding=output.embedding,
+        num_prompt_tokens=output.num_prompt_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+    )

@@ -1,19 +1,25 @@
-"""The adapters that can be asked for by name: which are in memory, and how many requests use them.
+"""LoRA adapters by name: which are in memory, how many requests use them, and their metrics.
 
-The least recently used goes when another needs its place, but none that a request has. Knows names,
-paths and counts; knows nothing about weights, tokens or HTTP.
+The least recently used goes when another needs its place, but none that a request has. Knows
+names, paths and counts; knows nothing about weights, tokens or HTTP.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
 from aioserve.config import EngineConfig
-from aioserve.engine.observe.adapter_metrics import AdapterMetrics, Places
-from aioserve.engine.samples import Samples
+from aioserve.engine.stream import Samples
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -23,6 +29,60 @@ from aioserve.errors import (
     UnknownModelError,
 )
 from aioserve.runner.interface import RunnerInterface
+
+#: Names of adapters in memory, names of those that requests wait for, and places for adapters.
+Places = tuple[list[str], list[str], int]
+
+
+class AdapterMetrics(Collector):
+    """Since the start. Nothing is counted until there was an adapter; which there are, pickers of
+    gateways look for from the start on.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests: Counter[str] = Counter()  # by name
+        self.num_loads = 0
+        self.num_evictions = 0
+        self.num_resident = 0
+        self.get_places: Callable[[], Places] | None = None  # set by what loads adapters
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for every scrape."""
+        if self.get_places is not None:
+            yield _lora_info(*self.get_places())
+        if not self.num_loads:
+            return
+        requests = CounterMetricFamily(
+            "aioserve_requests_by_adapter", "Requests that had an adapter", labels=["adapter"]
+        )
+        for name, count in self.requests.items():
+            requests.add_metric([name], count)
+        yield requests
+        yield GaugeMetricFamily(
+            "aioserve_adapters_resident", "Adapters in memory", self.num_resident
+        )
+        yield CounterMetricFamily(
+            "aioserve_adapter_loads", "Times an adapter was read into memory", self.num_loads
+        )
+        yield CounterMetricFamily(
+            "aioserve_adapter_evictions", "Times one gave its place to another", self.num_evictions
+        )
+
+
+def _lora_info(loaded: list[str], awaited: list[str], most: int) -> Metric:
+    """As the model-server protocol of the inference gateway has it, under vLLM's name: all is in
+    labels, and the value is the time, by which the newest is found.
+    """
+    labels = {
+        "max_lora": str(most),
+        "running_lora_adapters": ",".join(loaded),
+        "waiting_lora_adapters": ",".join(awaited),
+    }
+    found = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters", labels=[*labels])
+    found.add_metric([*labels.values()], time.time())
+    return found
+
 
 logger = logging.getLogger(__name__)
 

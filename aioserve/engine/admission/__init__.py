@@ -1,1 +1,0 @@
-"""From a prompt to a request that the scheduler has: limits, templates, tokens, grammars."""

@@ -1,1 +1,0 @@
-"""What operators change in an engine that serves: its state, its adapters, its policy."""

@@ -1,1 +1,0 @@
-"""From a step's outputs to what each reader gets: text, streams, the lines of logs."""

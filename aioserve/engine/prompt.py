@@ -1,0 +1,168 @@
+"""Prompts as callers write them and as the scheduler takes them: conversations, token ids, limits.
+
+Plain data, which checks itself. Knows no tokenizer, no template and no processor of images.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from aioserve.errors import RequestError
+from aioserve.params import PoolingParams, SamplingParams
+from aioserve.request import EncoderInput
+
+# Stands inside of what would be a control: no text of a client holds it, nor does a template.
+MARK = "\ue0fe\uf8fe\ue0fe"
+
+
+def unmarked(text: str) -> str:
+    """A text without its marks."""
+    return text.replace(MARK, "")
+
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+# What every template is given, or what `transformers` takes with it.
+_OWN_NAMES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "messages",
+    "tokenize",
+    "tools",
+}
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """Messages as templates know them, and the tools that the model is told of.
+
+    Messages hold "role" and "content"; those of an assistant may hold "tool_calls", each a
+    {"id", "type", "function": {"name", "arguments"}} whose arguments are a mapping. Raises
+    `RequestError` for what cannot go together.
+    """
+
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool | None = None  # None: unless the last message goes on
+    continue_final_message: bool = False  # the reply goes on with it, as if it had begun so
+    template_kwargs: Mapping[str, Any] = {}  # what else the template looks at, by name
+    # Hints, which a template may look at.
+    reasoning_effort: str | None = None  # "none", or how much, in the template's words
+    verbosity: str | None = None  # how long a reply is to be, in the template's words
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message and add_generation_prompt exclude each other: one goes "
+                    "on with the last message, one begins the next",
+                    param="continue_final_message",
+                )
+            if not self.messages or not isinstance(self.messages[-1].get("content"), str):
+                raise RequestError(
+                    "continue_final_message needs a last message with text",
+                    param="continue_final_message",
+                )
+        for name in self.template_kwargs:
+            if name in _OWN_NAMES:
+                raise RequestError(
+                    f"chat_template_kwargs must not hold {name!r}: the request has a field for it, "
+                    "or the server has the say",
+                    param=f"chat_template_kwargs.{name}",
+                )
+
+
+NO_IMAGES = "this model reads no images, it is one for text"
+
+
+NO_VIDEOS = "this model reads no videos"
+
+
+NOT_READ = (
+    "this engine reads no images, though its model does: they are served on a CPU, and from "
+    "unquantized files"
+)
+
+
+class Encoded(NamedTuple):
+    """A prompt as the scheduler takes it."""
+
+    token_ids: list[int]
+    encoder_inputs: Sequence[EncoderInput] = ()
+    names: Sequence[str] = ()  # of the image or video that each of them is of, as `images[i]`
+
+    def check_arrays(self, names: Sequence[str]) -> None:
+        """Raises `RequestError` for an encoder input without all arrays of these names."""
+        for i, item in enumerate(self.encoder_inputs):
+            if missing := [name for name in names if name not in (item.arrays or {})]:
+                raise RequestError(
+                    f"encoder_inputs[{i}] comes without {', '.join(missing)}, which the encoder of "
+                    "this model reads",
+                    param=f"encoder_inputs[{i}]",
+                )
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """What is said of an encoder input inside the block is said of its image or video."""
+        try:
+            yield
+        except RequestError as error:
+            for i, name in enumerate(self.names):
+                if error.param == f"encoder_inputs[{i}]":
+                    error.args = (str(error).replace(error.param, name),)
+                    error.param = name
+                    break
+            raise
+
+
+class ReadMedia(msgspec.Struct, frozen=True):
+    """What prompts of a model may hold besides text, and how a text mentions it."""
+
+    refuses_images: str  # why; empty: images are read
+    refuses_videos: str
+    image_placeholder: str = ""
+    video_placeholder: str = ""
+
+    @classmethod
+    def none(cls, why: str) -> "ReadMedia":
+        """Of a model, or an engine, that reads neither images nor videos: `why` says so."""
+        return cls(why, why)
+
+
+class PromptLimit(NamedTuple):
+    """What the model has for one prompt."""
+
+    limit: int  # the most tokens that it may have
+    in_words: str
+    keep: int | None = None  # tokens of the end that are kept; None: all
+
+    @classmethod
+    def of(cls, params: SamplingParams | PoolingParams, max_model_len: int) -> "PromptLimit":
+        """What `params` leave to the prompt. One that is pooled may fill the model."""
+        keep = params.truncate_prompt_tokens
+        if isinstance(params, PoolingParams):
+            keep = max_model_len if keep == -1 else keep
+            return cls(max_model_len, str(max_model_len), keep)
+        if keep == -1:
+            keep = max(1, max_model_len - (params.max_tokens or 1))
+        return cls(max_model_len - 1, f"{max_model_len} for prompt and output together", keep)
+
+    def kept(self, num_tokens: int) -> int:
+        """How many tokens are kept of a prompt of this length."""
+        return num_tokens if self.keep is None else min(num_tokens, self.keep)
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """The tokens that are kept of a prompt."""
+        return token_ids if self.keep is None else token_ids[-self.keep :]
+
+    def check(self, num_tokens: int, qualifier: str = "") -> None:
+        """Raises `RequestError` for more than `limit`."""
+        if num_tokens > self.limit:
+            raise RequestError(
+                f"the prompt has {qualifier}{num_tokens} tokens, but the model's limit is "
+                f"{self.in_words}",
+                param="prompt",
+            )

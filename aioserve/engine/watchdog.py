@@ -1,0 +1,443 @@
+"""Notices from a thread of its own that the event loop, or a step of the runner, hangs.
+
+It says where in the log, and in the end declares the engine dead. Counts its own looks, not time:
+a process that was stopped as a whole (SIGSTOP, a frozen container, a laptop asleep) has not hung.
+A look needs the interpreter's lock, which a loop of Python code gives up every few milliseconds. A
+C function that keeps the lock for ever stops the watchdog too; then `LockGuard` ends the process.
+`LoopMonitor` measures on the loop itself by how much it is late.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from aioserve.config import ServerConfig
+from aioserve.engine.metric_families import RecentWorst
+from aioserve.engine.metrics import EngineMetrics
+from aioserve.outputs import SchedulerStats
+from aioserve.scheduler.blame import find_running_line
+from aioserve.support.logs import wait_streams_written
+
+logger = logging.getLogger(__name__)
+
+MAX_TICK_SECONDS = 1.0
+TICKS_PER_BOUND = 4  # so often the shortest bound is looked at before it has passed
+
+
+class _Hang:
+    """For how long one thing has stood still."""
+
+    def __init__(self, tick: float, said_after: float, dead_after: float | None) -> None:
+        """All in seconds; `dead_after` None: it never counts as dead."""
+        self._tick, self._said_after, self._dead_after = tick, said_after, dead_after
+        self._num_ticks = 0
+        self.was_said = self.was_dead = False
+
+    @property
+    def seconds(self) -> float:
+        return self._num_ticks * self._tick
+
+    def moves(self) -> bool:
+        """It has moved; returns whether the log said that it hangs."""
+        was_said = self.was_said
+        self._num_ticks, self.was_said, self.was_dead = 0, False, False
+        return was_said
+
+    def stands(self) -> tuple[bool, bool]:
+        """It has not moved since the last look; returns whether that is to be said now, and whether
+        it counts as dead from now on.
+        """
+        self._num_ticks += 1
+        is_dead = self._dead_after is not None and self.seconds >= self._dead_after
+        says = (is_dead or self.seconds >= self._said_after) and not self.was_said
+        dies = is_dead and not self.was_dead
+        self.was_said, self.was_dead = self.was_said or says, self.was_dead or dies
+        return says, dies
+
+
+class Watchdog:
+    """Of one engine on one loop; for real time only."""
+
+    def __init__(
+        self,
+        settings: ServerConfig,
+        get_policy: Callable[[], type],
+        get_step: Callable[[], float | None],
+        has_requests: Callable[[], bool],
+        on_dead_step: Callable[[str], None],
+    ) -> None:
+        """`get_step` names the oldest step in flight, by when it began; None: there is none.
+        `on_dead_step` is called on the loop with what has happened, in words. To be made on the
+        thread of the running loop.
+        """
+        bounds = (settings.hung_loop_seconds, settings.hung_step_seconds)
+        ends = (settings.dead_loop_seconds, settings.dead_step_seconds)
+        shortest = min(bound for bound in (*bounds, *ends) if bound is not None)
+        self._tick = min(shortest / TICKS_PER_BOUND, MAX_TICK_SECONDS)
+        self._loop_hang, self._step_hang = (
+            _Hang(self._tick, said, dead) for said, dead in zip(bounds, ends, strict=True)
+        )
+        self._get_policy, self._get_step, self._has_requests = get_policy, get_step, has_requests
+        self._on_dead_step = on_dead_step
+        # Called on the watchdog's thread, with what has happened, when the loop counts as dead: no
+        # task can run any more. None: the loop is the caller's, and only the log says it, while
+        # there are requests.
+        self._on_dead_loop: Callable[[str], None] | None = None
+        self._dead_loop_seconds = settings.dead_loop_seconds
+        self._guard: LockGuard | None = None  # of the watchdog's thread
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._has_turned = True
+        self._step: float | None = None
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="aioserve-watchdog", daemon=True)
+        self._thread.start()
+
+    def end_process_with_loop(self, end: Callable[[str], None]) -> None:
+        """From now on call `end`, on the watchdog's thread and with what has happened, when the
+        loop counts as dead; and end the process, should no Python code run for that long.
+        """
+        self._on_dead_loop = end
+
+    def close(self) -> None:
+        """End the thread that watches. Idempotent."""
+        self._is_closed.set()
+
+    def _turn(self) -> None:
+        self._has_turned = True
+
+    # What follows runs on the watchdog's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed.wait(self._tick):
+                try:
+                    self._renew_guard()
+                    self._look()
+                except RuntimeError:  # the loop is closed: nothing is left to watch over
+                    return
+                except Exception as error:  # a watchdog that has died would be silent
+                    logger.exception("the watchdog failed to look", exc_info=error)
+        finally:
+            if self._guard is not None:
+                self._guard.close()
+
+    def _renew_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.renew()
+        elif self._on_dead_loop is not None and self._dead_loop_seconds is not None:
+            self._guard = LockGuard(self._dead_loop_seconds)
+
+    def _look(self) -> None:
+        if self._has_turned:
+            if self._loop_hang.moves():
+                logger.warning("the event loop turns again")
+            self._has_turned = False
+            self._loop.call_soon_threadsafe(self._turn)
+            self._look_at_step()
+        elif self._on_dead_loop is not None or self._has_requests():
+            self._look_at_loop()
+
+    def _look_at_loop(self) -> None:
+        frame = frame_of(self._loop_thread)
+        if is_debugged(frame):
+            self._loop_hang.moves()
+            return
+        says, dies = self._loop_hang.stands()
+        if not (says or dies):
+            return
+        line = None if frame is None else find_running_line(frame, self._get_policy())
+        where = ""
+        if line is not None:
+            name = self._get_policy().__name__
+            where = f": policy {name} is at {Path(line.filename)}:{line.lineno}, in {line.name}()"
+        what = f"the event loop has not turned for {self._loop_hang.seconds:.0f} s{where}"
+        if says:
+            log_within(LOG_SECONDS, logger.error, "%s; its stack:\n%s", what, told(frame))
+        if dies and self._on_dead_loop is not None:
+            self._on_dead_loop(what)
+
+    def _look_at_step(self) -> None:
+        """Only while the loop turns: else its result has not been taken."""
+        step = self._get_step()
+        if step is None or step != self._step:
+            self._step = step
+            if self._step_hang.moves():
+                logger.warning("the step that hung has come back")
+            return
+        says, dies = self._step_hang.stands()
+        if not (says or dies):
+            return
+        what = f"a step has not come back from the runner for {self._step_hang.seconds:.0f} s"
+        if says:
+            log_within(
+                *(LOG_SECONDS, logger.error, "%s; what computes it:\n%s", what),
+                stacks_of_runners(),
+            )
+        if dies:
+            self._loop.call_soon_threadsafe(self._on_dead_step, what)
+
+
+# A timer that beats while there are requests: how late the loop is, and the state for the log. None
+# runs while there are no requests: an idle engine costs nothing. Knows what to call; not why.
+
+
+BEAT_SECONDS = 0.1
+STATE_SECONDS = 10.0  # between two lines
+
+
+class LoopMonitor:
+    """Of one process, on its loop; for real time only."""
+
+    def __init__(
+        self,
+        is_busy: Callable[[], bool],
+        on_delay: Callable[[float], None],
+        on_state: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """`on_delay` is told at each beat by how many seconds it is late, `on_state` how many
+        seconds have passed since it was called last, or since the work began.
+        """
+        self._is_busy = is_busy
+        self._on_delay = on_delay
+        #: The worst delay of the last minute, in seconds.
+        self.worst = RecentWorst()
+        self._on_state = on_state
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._since = 0.0
+
+    def start(self) -> None:
+        """There is work. Does nothing if that was known."""
+        if self._timer is None:
+            self._since = time.monotonic()
+            self._set()
+
+    def stop(self) -> None:
+        """Stop the timer if it runs. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set(self) -> None:
+        self._due = time.monotonic() + BEAT_SECONDS
+        self._timer = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._beat)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        delay = max(now - self._due, 0.0)
+        self.worst.observe(delay)
+        self._on_delay(delay)
+        if now - self._since >= STATE_SECONDS:
+            self._on_state(now - self._since)
+            self._since = now
+        self._timer = None
+        if self._is_busy():
+            self._set()
+
+
+class StateLog:
+    """The line that says how things stand."""
+
+    def __init__(
+        self, get_stats: Callable[[], SchedulerStats | None], metrics: EngineMetrics
+    ) -> None:
+        self._get_stats = get_stats
+        self._metrics = metrics
+        self._last = (0, 0)  # tokens of prompts and outputs that were told
+
+    def write(self, seconds: float) -> None:
+        """Log the state of the engine, and tokens per second over the last `seconds`."""
+        stats = self._get_stats()
+        if stats is None:
+            return
+        now = (self._metrics.num_prompt_tokens, self._metrics.num_generation_tokens)
+        prompt, output = (count - before for count, before in zip(now, self._last, strict=True))
+        self._last = now
+        logger.info(
+            "%d running, %d waiting; %.0f prompt and %.0f output tokens/s; KV cache %.0f%% in use, "
+            "%.0f%% of prompt tokens were cached; %d preemptions",
+            stats.num_running_reqs,
+            stats.num_waiting_reqs,
+            prompt / seconds,
+            output / seconds,
+            100 * stats.kv_cache_usage,
+            100 * stats.prefix_hit_rate,
+            stats.num_preemptions,
+        )
+
+
+# What the threads of this process are doing now: stacks, read from another thread. Knows frames and
+# names of threads; knows nothing about engines.
+
+
+# A log line is written within this many seconds, or its caller goes on without it: the thread
+# that hangs may hold the lock of the log.
+LOG_SECONDS = 1.0
+
+#: Modules that stand on the stack of a thread which a debugger holds.
+DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
+
+#: What the threads of runners are called, up to a number.
+RUNNER_THREADS = ("aioserve-runner", "aioserve-launch", "aioserve-read")
+
+
+def frame_of(thread_id: int) -> FrameType | None:
+    """The innermost frame of a running thread; None if the thread has ended."""
+    return sys._current_frames().get(thread_id)
+
+
+def told(frame: FrameType | None) -> str:
+    """A stack as Python prints it, the innermost frame last."""
+    return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "  (ended)"
+
+
+def stacks_of_runners() -> str:
+    """The stacks of the threads that compute steps, each below the name of its thread."""
+    stacks = [
+        f"thread {thread.name}:\n{told(frame_of(thread.ident))}"
+        for thread in threading.enumerate()
+        if thread.name.startswith(RUNNER_THREADS) and thread.ident is not None
+    ]
+    return "\n".join(stacks) or "no thread of this process computes steps"
+
+
+def is_debugged(frame: FrameType | None) -> bool:
+    """Whether a debugger of Python holds the thread at a prompt or a breakpoint."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def log_within(seconds: float, log: Callable[..., None], *arguments: object) -> None:
+    """Write a line of the log on a thread of its own, and wait at most `seconds` for it."""
+
+    def write() -> None:
+        with contextlib.suppress(Exception):  # the stream is closed at the end of a process
+            log(*arguments)
+            for handler in logging.getLogger().handlers:
+                handler.flush()
+            wait_streams_written(seconds)
+
+    writer = threading.Thread(target=write, name="aioserve-last-words", daemon=True)
+    writer.start()
+    writer.join(seconds)
+
+
+# Ends a process in which a C function has taken the interpreter's lock and keeps it for ever. No
+# Python code runs then: no signal handler, no thread that watches, no line of a log. What acts here
+# is the system and the C library alone, set up in advance and put off as long as Python runs. Knows
+# timers and signals; knows nothing about engines.
+
+
+# Seconds between the warning and the end, in which a process can say that it lives: one that was
+# stopped as a whole finds its time over when it goes on. Longer than between two renewals.
+GRACE_SECONDS = 2
+
+
+class LockGuard:
+    """Writes all stacks to stderr and ends the process by SIGALRM, once it has not been renewed for
+    some time. One in a process; it takes SIGALRM for itself.
+
+    It counts time twice, so that a process that was stopped (SIGSTOP, a frozen container) and goes
+    on is not ended: first `seconds`, then `GRACE_SECONDS` that begin when the process runs.
+    Where the C library has no timers that call a function (macOS), `faulthandler` ends the process
+    with exit code 1, also if it was stopped for so long.
+    """
+
+    def __init__(self, seconds: float, *, has_timers: bool = sys.platform == "linux") -> None:
+        self._seconds = seconds
+        self._timers: list[_Timer] = []
+        if has_timers:
+            # While the process is stopped, an alarm would pass as well: it begins with the end of
+            # the first timer, on a thread of the C library's own.
+            faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
+            self._words = ctypes.create_string_buffer(
+                f"no Python code has run for {seconds:g} s (server.dead_loop_seconds): unless some "
+                f"does, the process ends in {GRACE_SECONDS} s, by SIGALRM, with its stacks".encode()
+            )
+            self._timers = [
+                _Timer("alarm", GRACE_SECONDS),
+                _Timer("warnx", ctypes.addressof(self._words)),
+            ]
+        self.renew()
+
+    def renew(self) -> None:
+        """Python runs: the time begins anew. More often than every `GRACE_SECONDS`."""
+        if not self._timers:
+            faulthandler.dump_traceback_later(self._seconds + GRACE_SECONDS, exit=True)
+            return
+        for timer in self._timers:
+            timer.set(self._seconds)
+        signal.alarm(0)
+
+    def close(self) -> None:
+        """Nothing ends the process any more."""
+        if not self._timers:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        for timer in self._timers:
+            timer.close()
+        signal.alarm(0)
+        faulthandler.unregister(signal.SIGALRM)
+
+
+# What follows is of time.h and signal.h on Linux.
+
+_CLOCK_MONOTONIC = 1
+_SIGEV_THREAD = 2
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("rest", ctypes.c_char * 32),
+    )
+
+
+class _Times(ctypes.Structure):
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class _Timer:
+    """Calls a function of the C library with one argument, on a thread unknown to Python."""
+
+    def __init__(self, function: str, argument: int) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.cast(getattr(self._library, function), ctypes.c_void_p)
+        event = _Event(value=argument, notify=_SIGEV_THREAD, function=address)
+        self._timer = ctypes.c_void_p()
+        code = self._library.timer_create(
+            _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
+        )
+        if code:
+            raise OSError(ctypes.get_errno(), "the system has no timer for the last resort")
+
+    def set(self, seconds: float) -> None:
+        """Call it once, in so many seconds, and not when it was to be called before."""
+        whole = int(seconds)
+        times = _Times(value_s=whole, value_ns=int((seconds - whole) * 1e9))
+        self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
+
+    def close(self) -> None:
+        self._library.timer_delete(self._timer)
