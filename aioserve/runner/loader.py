@@ -54,6 +54,7 @@ from aioserve.runner.models.hooked_adapters import HookedAdapters
 from aioserve.runner.models.long_rope import set_long_factors
 from aioserve.runner.models.own_products import (
     are_stored,
+    keep_experts_apart,
     passed,
     unpack,
     use_own_products,
@@ -380,6 +381,7 @@ def prepare_model(
     """
     dtype = next(module.parameters()).dtype
     warn_of_unsound(module)
+    keep_experts_apart(module)
     set_long_factors(module, info.hf_config, info.max_model_len)
     states = StatefulLayers(module, place.own_forward)
     try:

@@ -64,6 +64,7 @@ from aioserve.runner.fused.ops import (
     ExpertWeights,
     Linear,
     Mixture,
+    NotFusedError,
     Ops,
     PlainEmbedding,
     RMSNorm,
@@ -292,12 +293,22 @@ _MULTIPLE = 16  # numbers in a row
 class PackedOps(TorchOps):
     """Plain torch, on weights that are laid out once."""
 
+    def __init__(self, why_not_compiled: str) -> None:
+        """`why_not_compiled` says why these are no `CompiledOps`."""
+        self._why_not_compiled = why_not_compiled
+
     def linear(
         self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
     ) -> Linear:
         if out_dtype not in (None, weight.dtype):
             return super().linear(weight, bias, out_dtype)
         return pack_linear(weight, bias)
+
+    def experts(
+        self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]
+    ) -> Experts:
+        reason = self._why_not_compiled
+        raise NotFusedError(f"its experts are served by the kernels of a CPU alone: {reason}")
 
 
 class CompiledOps(PackedOps):
@@ -326,9 +337,11 @@ class CompiledOps(PackedOps):
 
     def experts(
         self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]
-    ) -> Experts | None:
+    ) -> Experts:
         if not CompiledExperts.serves(activation):
-            return None
+            raise NotFusedError(
+                f"the activation {activation.name} of its experts is not served by the kernels"
+            )
         return CompiledExperts(self._kernels, router, activation, weights)
 
     def mixture(
@@ -408,15 +421,17 @@ class CpuPlace(Place):
         return machine.available_memory()
 
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
-        if CompiledAttention.why_not(spec) or any(size % _MULTIPLE for size in row_sizes):
-            return PackedOps()
-        try:
-            return CompiledOps(load_kernels())
-        except KernelsUnavailableError:
-            return PackedOps()
+        why_not = CompiledAttention.why_not(spec)
+        for size in sorted(row_sizes):
+            if why_not is None and size % _MULTIPLE:
+                why_not = f"rows of {size} are not served, only multiples of {_MULTIPLE}"
+        return PackedOps(why_not) if why_not else self.create_products()
 
     def create_products(self) -> Ops:
-        return CompiledOps(load_kernels()) if self.multiplies_blocks else PackedOps()
+        try:
+            return CompiledOps(load_kernels())
+        except KernelsUnavailableError as error:
+            return PackedOps(str(error))
 
     def begin_alone(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs

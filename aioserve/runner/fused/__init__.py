@@ -32,7 +32,7 @@ from aioserve.runner.fused.decoder import (
     GatherToRank0,
     Place,
 )
-from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, PlainEmbedding
+from aioserve.runner.fused.ops import Embedding, Experts, Linear, NotFusedError, Ops, PlainEmbedding
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import (
     DecoderParts,
@@ -40,7 +40,6 @@ from aioserve.runner.fused.recognize import (
     GatedParts,
     LayerParts,
     MRoPERows,
-    NotFusedError,
     find_parts,
 )
 from aioserve.runner.served_model import Halves, ServedModel, Taps
@@ -242,8 +241,6 @@ def _fuse_layer(parts: LayerParts, ops: Ops, ranks: Ranks | None) -> DecoderLaye
 def _fuse_mlp(parts: GatedParts | ExpertParts, ops: Ops, ranks: Ranks | None) -> GatedMLP | Experts:
     if isinstance(parts, ExpertParts):
         experts = ops.experts(parts.router, parts.activation, parts.weights())
-        if experts is None:
-            raise NotFusedError("its experts are served by the kernels of a CPU")
         return experts if ranks is None else AllReduceExperts(experts, ranks)
     down = _fuse_linears((parts.down,), ops)
     return GatedMLP(

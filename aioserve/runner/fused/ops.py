@@ -24,6 +24,10 @@ Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 _WIDE_NUMBERS = 1 << 19
 
 
+class NotFusedError(Exception):
+    """The model stays with the modules of `transformers`; the message says why."""
+
+
 class Embedding(Protocol):
     """Rows of a table by token id: [T] -> [T, hidden]."""
 
@@ -159,9 +163,9 @@ class Ops(ABC):
 
     def experts(
         self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]
-    ) -> Experts | None:
-        """A layer of experts; None where there are none of these operations."""
-        return None
+    ) -> Experts:
+        """A layer of experts. Raises `NotFusedError` where none of these operations compute it."""
+        raise NotFusedError("its experts are served by the kernels of a CPU alone")
 
     def mixture(
         self, activation: ExpertActivation, weights: Iterable[ExpertWeights], dtype: torch.dtype

@@ -15,8 +15,16 @@ from torch import Tensor, nn
 
 from aioserve.runner.attention import StepInputs
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder, GatedMLP, Place
-from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, RMSNorm, Routes
-from aioserve.runner.fused.recognize import DecoderParts, ExpertParts, NotFusedError
+from aioserve.runner.fused.ops import (
+    Embedding,
+    Experts,
+    Linear,
+    NotFusedError,
+    Ops,
+    RMSNorm,
+    Routes,
+)
+from aioserve.runner.fused.recognize import DecoderParts, ExpertParts
 from aioserve.runner.served_model import ServedModel
 
 _LENGTHS = (21, 1, 9)  # tokens of the rows: a chunk, a decode, a shorter chunk

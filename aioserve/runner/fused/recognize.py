@@ -18,6 +18,7 @@ from aioserve.runner.fused.ops import (
     AttentionLayer,
     ExpertActivation,
     ExpertWeights,
+    NotFusedError,
     RMSNorm,
     Router,
 )
@@ -31,10 +32,6 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
-class NotFusedError(Exception):
-    """The model stays with the modules of `transformers`; the message says why."""
 
 
 def expect(module: nn.Module, names: set[str], all_or_none: Collection[str] = ()) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.quantized import (
@@ -184,6 +185,7 @@ def unpack(module: nn.Module, place: Place) -> None:
 
 
 _MULTIPLE = 16  # numbers in a row, which kernels for all experts want
+_ALIGNMENT = 16  # bytes, of rows that torch multiplies with several experts in one call
 _NUM_ROWS = 8  # of noise, on which both are compared
 #: How far they may be from each other, as a share: rounding, of two-byte types in each product.
 _TOLERANCE = {torch.float32: 1e-4}
@@ -217,6 +219,23 @@ class EachExpert:
                 made = self._norm(made)
             out.index_add_(0, rows, made.float() * routes.shares[rows, places, None])
         return out.to(x.dtype)
+
+
+def keep_experts_apart(module: nn.Module) -> None:
+    """Have `transformers` multiply one expert after the other in the models within `module` that
+    have an expert whose rows are not of whole 16 bytes: torch's product of all of them at once
+    refuses those.
+    """
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel) and any(map(_is_odd, model.modules())):
+            model.set_experts_implementation("eager")
+
+
+def _is_odd(part: nn.Module) -> bool:
+    weights = [getattr(part, name) for name in weights_of_experts(part)]
+    return any(
+        size * weight.element_size() % _ALIGNMENT for weight in weights for size in weight.shape[1:]
+    )
 
 
 @torch.inference_mode()

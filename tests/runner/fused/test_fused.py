@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from aioserve import kernels
 from aioserve.model_info import ModelInfo
@@ -166,7 +167,9 @@ NOT_LLAMA_LIKE: list[tuple[str, Fields, str]] = [
     ("gemma2", {}, "Gemma2Model.embed_tokens is no Embedding"),
     ("olmoe", {}, "OlmoeAttention normalizes more than heads"),
     ("minimax_m2", {"num_local_experts": 16}, "MiniMaxM2TopKRouter gives other things"),
-    ("mixtral", {"hidden_act": "gelu"}, "its experts are served by the kernels of a CPU"),
+    ("mixtral", {"hidden_act": "gelu"}, "the activation gelu of its experts is not served"),
+    ("mixtral", {"intermediate_size": 40}, "of a CPU alone: rows of 40 are not served, only mul"),
+    ("mixtral", {"head_dim": 24}, "of a CPU alone: heads of 24 are not served, only multiples"),
     ("phi", {}, "PhiModel has no norm"),
     ("phi3", {}, "Phi3DecoderLayer has resid_attn_dropout"),
     ("olmo", {}, "OlmoLayerNorm is no RMS norm"),
@@ -286,6 +289,23 @@ def test_near_ties_of_experts_that_roundings_decide_are_no_difference(tmp_path: 
     assert isinstance(load(tmp_path, dtype="bfloat16"), FusedModel)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "inner"), [("float32", 30), ("bfloat16", 28), ("float16", 36), ("bfloat16", 40)]
+)
+def test_experts_of_any_width_compute_what_they_do_in_float32(
+    dtype: str, inner: int, tmp_path: Path
+) -> None:
+    make_model("mixtral", tmp_path, intermediate_size=inner, num_hidden_layers=2)
+    step = one_prompt(9, sampling=[0, 4, 8])
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, experts_implementation="eager"
+    )
+    with torch.inference_mode():
+        logits = reference(torch.from_numpy(step.input_ids)[None]).logits[0, step.logits_indices]
+    found = compute(load(tmp_path, dtype=dtype), step)
+    assert relative_error(found, logits) < ROUNDING[dtype]
+
+
 @pytest.mark.usefixtures("without_kernels")
 def test_experts_run_as_they_are_where_there_are_no_kernels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -293,7 +313,9 @@ def test_experts_run_as_they_are_where_there_are_no_kernels(
     make_model("mixtral", tmp_path)
     caplog.set_level("INFO")
     assert isinstance(load(tmp_path), AnyModel)
-    assert "its experts are served by the kernels of a CPU" in caplog.text
+    assert (
+        "its experts are served by the kernels of a CPU alone: AIOSERVE_KERNELS=off" in caplog.text
+    )
 
 
 def test_compiled_loop_that_differs_from_its_operations_is_not_used(
