@@ -1,36 +1,63 @@
 """The public Python API: an engine that lives in the caller's event loop.
 
-Guards the door and owns the engine task; `builder` knows what it is made of. Installs no signal
-handlers, opens no ports; starts no processes but those that render chat templates.
+`AsyncEngine` guards the door and owns the engine task; `builder` knows what it is made of. Installs
+no signal handlers, opens no ports; starts no processes but those that render chat templates.
+`EngineInternals` is for the rest of aioserve.
 """
 
 import asyncio
 import logging
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.builder import EngineBuilder, EngineParts
+from aioserve.engine.adapters import Adapters
+from aioserve.engine.builder import EngineBuilder, EngineParts, check_row_values
+from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import is_real
 from aioserve.engine.core import EngineCore, EngineLoop
-from aioserve.engine.operated_engine import OperatedEngine
+from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.status import health_of, policy_error_of, settings_as_labels
 from aioserve.engine.stream import Origin, RequestStream, Samples, SampleState
-from aioserve.engine.watchdog import Watchdog
+from aioserve.engine.watchdog import LoopMonitor, StateLog, Watchdog
 from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
 from aioserve.kv_cache import KVEvent
-from aioserve.request import Request, RequestSpec, RequestStatus
+from aioserve.model_info import ModelInfo
+from aioserve.operations.command import (
+    Answer,
+    Arrivals,
+    Counted,
+    EngineCommand,
+    Health,
+    Running,
+    Seen,
+    State,
+)
+from aioserve.outputs import FinishReason, SchedulerStats
+from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface, load_runner
+from aioserve.scheduler import FALLBACK_POLICY, load_policy
+
+if TYPE_CHECKING:
+    from aioserve.engine.control import Control
+    from aioserve.engine.live_feed import LiveFeed
+    from aioserve.engine.policy_trials import PolicyTrials
+    from aioserve.engine.snapshot import EngineSnapshot
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncEngine(OperatedEngine):
+class AsyncEngine(EngineClient):
     """Serves requests from any number of tasks of one event loop.
 
     async with AsyncEngine(EngineConfig()) as engine:
@@ -53,14 +80,35 @@ class AsyncEngine(OperatedEngine):
         `on_kv_event` is called, between steps, with what became findable in the KV cache or was
         lost; if it raises, that is logged and the engine goes on.
         """
-        super().__init__(config)
+        self.config = config or EngineConfig()
+        self.model_info = ModelInfo(self.config.model)
+        self.started_at = int(time.time())
+        self.max_model_len = 0  # known after start: the setting, or what the KV pool can hold
+        self.metrics = EngineMetrics(
+            self.get_stats,
+            self._get_wait_reasons,
+            lambda: 0 if self._parts is None else self._parts.core.loop.failures.count,
+            lambda: self.replaced_policy_error is not None,
+            lambda: None if self._runner is None else self._runner.num_compute_threads,
+            lambda: settings_as_labels(self.config, self.max_model_len, self._parts, self.metrics),
+            lambda: self.state,
+        )
+        #: What servers, workers and commands ask of an engine, and programs need not.
+        self.internals = EngineInternals(self)
         self._runner = runner
         self._on_kv_event = on_kv_event
+        self._parts: EngineParts | None = None  # between start and shutdown
+        self._builder: EngineBuilder | None = None  # these three from the start on
+        self._adapters: Adapters | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._control: Control | None = None  # from its first use on
+        self._controlling: set[asyncio.Task[None]] = set()  # commands that are not done
         self._is_real_time = False  # known after start
-        self._hang: RunnerDeadError | None = None  # a step that counts as dead
         self._start_is_over: asyncio.Event | None = None  # None: there was none
+        self._is_closing = False
         self._ending = asyncio.Lock()  # held by the `shutdown` that gives everything back
-        self._num_clients = 0  # besides those of this process
+        self._hang: RunnerDeadError | None = None  # a step that counts as dead
+        self._error: BaseException | None = None  # what killed the engine
 
     async def start(self) -> None:
         """Load the model and start the engine task: once in its life.
@@ -106,35 +154,6 @@ class AsyncEngine(OperatedEngine):
         if self._is_real_time:
             self._watchdog = _watch(self, parts.core)
 
-    def end_process_with_loop(self, end: Callable[[str], None]) -> None:
-        """Call `end`, on another thread and with what has happened, when the event loop has stood
-        still for `server.dead_loop_seconds`: for servers, whose loop and process are their own.
-        Where a C function holds the interpreter's lock, no thread can call it: the process is then
-        ended by SIGALRM, with its stacks on stderr. Does nothing before the start.
-        """
-        if self._watchdog is not None:
-            self._watchdog.end_process_with_loop(end)
-
-    def _give_up_step(self, why: str) -> None:
-        """Give up a step that hangs: the engine dies, and the runner's thread is left alone."""
-        if self._task is not None and not self._task.done():
-            self._hang = RunnerDeadError(f"{why} (server.dead_step_seconds)")
-            self._task.cancel()
-
-    def abort(self, request_id: str) -> bool:
-        self._check_place()
-        parts = self._parts
-        if parts is None or self._error is not None:
-            return False
-        return self._abort_if_here(request_id, parts)
-
-    async def wait_ended(self) -> None:
-        """Return once `shutdown` has ended the engine task; raises `EngineDeadError` if it dies."""
-        if self._task is not None and not self._task.done():
-            await asyncio.wait([self._task])
-        if self._error is not None:
-            raise EngineDeadError(f"the engine has died: {self._error}") from self._error
-
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for `drain_timeout` s, abort the rest.
 
@@ -144,8 +163,7 @@ class AsyncEngine(OperatedEngine):
         self._is_closing = True
         if self._start_is_over is not None:
             await self._start_is_over.wait()
-        if self._gallery is not None:
-            self._gallery.close()
+        self.internals.close()
         if self._adapters is not None:
             await self._adapters.close()
         if self._parts is not None and self._task is not None:
@@ -153,7 +171,7 @@ class AsyncEngine(OperatedEngine):
             self._task.cancel()
             if not self._task.done():  # else its event loop may be closed
                 await asyncio.wait([self._task])
-        self._pulse.stop()
+        self.internals.loop_monitor.stop()
         if self._watchdog is not None:
             self._watchdog.close()
         async with self._ending:
@@ -164,6 +182,25 @@ class AsyncEngine(OperatedEngine):
                 logger.error("the runner is not closed: its thread is still at the step that hangs")
             elif self._runner is not None:
                 await self._runner.close()
+
+    async def wait_ended(self) -> None:
+        """Return once `shutdown` has ended the engine task; raises `EngineDeadError` if it dies."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+        if self._error is not None:
+            raise EngineDeadError(f"the engine has died: {self._error}") from self._error
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
 
     def __del__(self) -> None:
         """An engine that is dropped without `shutdown` leaves no thread and no process behind: they
@@ -177,32 +214,162 @@ class AsyncEngine(OperatedEngine):
                 f"{self!r} is dropped without shutdown()", ResourceWarning, 1, source=self
             )
 
-    async def _drain(self, parts: EngineParts, seconds: float) -> None:
-        if parts.shadow_turns is not None:
-            parts.shadow_turns.close()
-        deadline = parts.clock() + seconds
-        # Polled: it happens once in a life, which an event of its own would not be worth.
-        while (  # noqa: ASYNC110
-            self._error is None
-            and len(parts.output_processor)
-            and parts.clock() < deadline
-            and (self._control is None or self._control.let_go())
-        ):
-            await asyncio.sleep(0.01)
-        if self._error is None:
-            self._end(None, parts)
+    @asynccontextmanager
+    async def arriving(self) -> AsyncIterator[None]:
+        """Inside the block one more request counts as waiting. Raises `EngineOverloadedError`."""
+        with self._arriving(1):
+            yield
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
+    def abort(self, request_id: str) -> bool:
+        self._check_place()
+        parts = self._parts
+        if parts is None or self._error is not None:
+            return False
+        return self._abort_if_here(request_id, parts.claims)
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+    @property
+    def errored(self) -> BaseException | None:
+        """What killed the engine; None while it lives."""
+        return self._error
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `shutdown` was called; new requests are then refused."""
+        return self._is_closing
+
+    @property
+    def policy_error(self) -> Exception | None:
+        """What the policy did wrong, if it has run no step since, not in ten seconds; else None.
+
+        Requests of its step failed with this error; the engine goes on, and asks it again.
+        """
+        return policy_error_of(self._parts)
+
+    @property
+    def replaced_policy_error(self) -> Exception | None:
+        """What the policy did wrong, for which a plain one, first come first served, plans in its
+        place until `switch_policy`; None: the policy that is set plans.
+        """
+        return None if self._parts is None else self._parts.core.loop.failures.replaced_after
+
+    @property
+    def state(self) -> State:
+        """Whether the engine runs, is paused or sleeps, by an operator's command."""
+        return "running" if self._control is None else self._control.state
+
+    def health(self) -> Health:
+        """Whether a new request would be served now, and if not, why."""
+        if (error := self._error) is not None:
+            return Health("dead", f"{type(error).__name__}: {error}")
+        if self._is_closing:
+            return Health("draining", "the server is shutting down")
+        if (parts := self._parts) is None:
+            return Health("loading", "the model is being loaded")
+        if self.state != "running":
+            return Health(self.state, "an operator wants it so")
+        return health_of(parts, self.config)
+
+    def get_stats(self) -> SchedulerStats | None:
+        """The scheduler's state and totals; None before the start and after the end."""
+        return None if self._parts is None else self._parts.core.loop.scheduler.make_stats()
+
+    def inspect(self) -> "EngineSnapshot | None":
+        """What it is doing now: every request and why it waits, steps in flight, what memory is
+        held. None before the start and after the end.
+        """
+        from aioserve.engine.snapshot import take_snapshot
+
+        if (parts := self._parts) is None:
+            return None
+        is_fallback = parts.core.loop.failures.replaced_after is not None
+        policy = FALLBACK_POLICY if is_fallback else self.config.scheduler.policy
+        return take_snapshot(parts, policy, self.state, is_fallback=is_fallback)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters: ask for them, load and unload them. There are none before a start:
+        raises `EngineDeadError`.
+        """
+        if self._adapters is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._adapters
+
+    async def ask(self, command: EngineCommand[Answer]) -> Answer:
+        return await command.run_on(self)
+
+    def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
+        """Change the policy between two steps; queue, running requests and KV cache stay.
+
+        Raises `ConfigError` for a policy, option or limit that cannot work, and `PolicyError` if
+        the new policy cannot order the requests that are there. The old one goes on then.
+        """
+        parts = self._alive()
+        settings = msgspec.structs.replace(
+            self.config.scheduler, policy=policy, options=options or {}
+        )
+        check_row_values(load_policy(policy), parts.runner_info)
+        parts.core.switch(settings)
+        self.config = msgspec.structs.replace(self.config, scheduler=settings)
+        logger.info("policy is now %s %s", policy, options or {})
+
+    def switch_shadow(self, policy: str | None, options: dict[str, Any] | None = None) -> None:
+        """Have another policy evaluated on the traffic from now on, or none. Raises `ConfigError`;
+        what there was goes on then.
+        """
+        parts = self._alive()
+        shadow = msgspec.structs.replace(
+            self.config.shadow, shadow_policy=policy, shadow_options=options or {}
+        )
+        config = msgspec.structs.replace(self.config, shadow=shadow)
+        assert self._builder is not None
+        turns = self._builder.shadows.follow(
+            parts.core.loop, config, parts.runner_info, parts.max_model_len, parts.shadow_turns
+        )
+        self.config, self._parts = config, parts._replace(shadow_turns=turns)
+        logger.info("shadow policy is now %s %s", policy, options or {})
+
+    async def pause(self, *, running: Running = "keep", arrivals: Arrivals = "wait") -> None:
+        """Return when no step is computed, and none will be until `resume`.
+
+        `running`: what becomes of requests that run or wait; kept ones go on with the same tokens.
+        `arrivals`: whether those that come meanwhile wait, in the queue and its limits, or get
+        `EnginePausedError`. Deadlines and queue timeouts pass.
+        """
+        await self._controlled(self._controls().pause(running, arrivals))
+
+    async def resume(self) -> None:
+        """End a pause. Does nothing while the engine runs. Raises `ConfigError` while it sleeps."""
+        await self._controlled(self._controls().resume())
+
+    async def sleep(
+        self, *, weights: bool = False, running: Running = "keep", arrivals: Arrivals = "wait"
     ) -> None:
-        await self.shutdown()
+        """Pause and free the memory of the KV cache, with `weights` that of the model as
+        well. Kept requests are computed again after `wake`. Raises `ConfigError` where that is not
+        served: on a CUDA device; nothing has changed then.
+        """
+        await self._controlled(self._controls().sleep(running, arrivals, frees_weights=weights))
+
+    async def wake(self) -> None:
+        """Allocate what `sleep` freed, and go on. Raises `ConfigError`; it sleeps on then."""
+        await self._controlled(self._controls().wake())
+
+    async def reload(self, path: str, *, running: Running = "keep") -> None:
+        """Serve the weights of a model directory which is the same but for them; cached prefixes
+        are forgotten. Kept requests go on after their tokens so far. Raises `ConfigError` if they
+        cannot be read, are of another model, or have no room beside the old ones, which serve on.
+        """
+        await self._controlled(self._controls().reload(path, running))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; True if the KV cache is now empty."""
+        parts = self._alive()
+        is_empty = parts.core.loop.scheduler.reset_prefix_cache()
+        if parts.kv_events is not None:
+            parts.kv_events.deliver()
+        return is_empty
+
+    # The way of a request, and the life of the engine task.
 
     def _alive(self) -> EngineParts:
         """The parts that serve requests. Raises `EngineDeadError` if that is not the time, and
@@ -234,82 +401,10 @@ class AsyncEngine(OperatedEngine):
                 "asyncio.run_coroutine_threadsafe(call, loop)"
             )
 
-    # What follows is for front ends in other processes.
-
-    @property
-    def runner_info(self) -> RunnerInfo:
-        """What the runner can do and has room for. Raises `EngineDeadError` before the start and
-        after the end.
-        """
-        return self._alive().runner_info
-
-    def connect(self, send_off: Callable[[], None]) -> int:
-        """A number for a new client; `send_off` is called when a step's outputs were delivered to
-        its requests. Raises `EngineDeadError` before the start and after the end.
-        """
-        if self._parts is None:
-            raise EngineDeadError("there is no engine to connect to")
-        self._num_clients += 1
-        self._parts.delivery.send_off[self._num_clients] = send_off
-        return self._num_clients
-
-    def disconnect(self, client_index: int) -> None:
-        """Remove a client that has left; the caller drops its requests."""
-        if self._parts is not None:
-            del self._parts.delivery.send_off[client_index]
-
-    async def accept(
-        self,
-        spec: RequestSpec,
-        adapter: str,
-        seconds: float | None,
-        make_state: Callable[[Request, Samples], SampleState],
-        origin: Origin,
-    ) -> Samples:
-        """As `add_request`, of one that was tokenized and checked elsewhere; what `make_state`
-        makes of its samples gets their outputs.
-        """
-        parts = self._alive()
-
-        def register(request: Request, index: int) -> None:
-            parts.output_processor.add(make_state(request, samples))
-
-        num_tokens, n = len(spec.prompt_token_ids), spec.sampling_params.n
-        with self._claimed(spec.request_id, n, parts) as samples, self._arriving(num_tokens, parts):
-            samples.origin = origin
-            await self._enter(spec, samples, adapter, seconds, register, parts)
-        return samples
-
-    def drop(self, samples: Samples) -> None:
-        """Abort the samples of a request whose reader has left."""
-        if self._parts is not None:
-            self._drop(samples, self._parts)
-
-    def end_stopped(self, num_tokens: Mapping[str, int]) -> None:
-        """End samples in whose last token their reader found a stop string; `num_tokens` by id."""
-        if self._parts is not None and self._error is None:
-            parts = self._parts
-            ended = parts.output_processor.end_stopped(num_tokens, parts.clock())
-            parts.core.finish_requests(ended, RequestStatus.FINISHED_STOPPED)
-
-    @asynccontextmanager
-    async def arriving(self) -> AsyncIterator[None]:
-        """Inside the block one more request counts as waiting. Raises `EngineOverloadedError`."""
-        with self._arriving(1, self._alive()):
-            yield
-
-    def enter_queue(self) -> Callable[[], None]:
-        """Count one more request as waiting, as `arriving` does; return what ends that. Raises
-        `EngineOverloadedError`.
-        """
-        entered = ExitStack()
-        entered.enter_context(self._arriving(1, self._alive()))
-        return entered.close
-
-    def _arriving(self, num_tokens: int, parts: EngineParts) -> AbstractContextManager[None]:
+    def _arriving(self, num_tokens: int) -> AbstractContextManager[None]:
         if self._control is not None:
             self._control.check_arrival()
-        return parts.arrivals.counted(num_tokens)
+        return self._alive().arrivals.counted(num_tokens)
 
     async def _submit(
         self,
@@ -318,12 +413,13 @@ class AsyncEngine(OperatedEngine):
         stream: RequestStream,
         adapter: str,
         seconds: float | None,
-        parts: EngineParts,
     ) -> None:
+        parts = self._alive()
+
         def register(request: Request, index: int) -> None:
             parts.output_processor.add_request(request, samples, index, stream)
 
-        await self._enter(spec, samples, adapter, seconds, register, parts)
+        await self._enter(spec, samples, adapter, seconds, register)
 
     async def _enter(
         self,
@@ -332,23 +428,88 @@ class AsyncEngine(OperatedEngine):
         adapter: str,
         seconds: float | None,
         register: Callable[[Request, int], None],
-        parts: EngineParts,
     ) -> None:
+        parts = self._alive()
         spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
         self._alive()
         if self._control is not None:
             self._control.check_arrival()  # a pause may have begun meanwhile
         parts.arrivals.enter(spec, samples, register)
         if self._is_real_time:
-            self._pulse.start()
+            self.internals.loop_monitor.start()
 
-    def _abort(self, samples: Samples, parts: EngineParts) -> bool:
-        return self._end(samples.ids, parts)
+    def _abort(self, samples: Samples) -> bool:
+        return self._parts is not None and self._end(samples.ids, self._parts)
 
-    def _drop(self, samples: Samples, parts: EngineParts) -> None:
+    def _drop(self, samples: Samples) -> None:
+        if (parts := self._parts) is None:
+            return  # all requests have ended
         ids = parts.output_processor.drop(samples, parts.clock())
-        if ids and self._parts is not None and self._error is None:
+        if ids and self._error is None:
             parts.core.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+
+    def _controls(self) -> "Control":
+        from aioserve.engine.control import Control
+
+        parts = self._alive()
+        if self._control is None:
+            assert self._runner is not None
+            self._control = Control(
+                self.config, parts.core, self._runner, self.adapters, lambda: self._end(None, parts)
+            )
+        return self._control
+
+    async def _controlled(self, command: Coroutine[Any, Any, None]) -> None:
+        """Wait for it, but not for an engine that has ended: raises `EngineDeadError` then. It is
+        done whole, also if its caller leaves.
+        """
+        assert self._task is not None
+        task = asyncio.create_task(command)
+        self._controlling.add(task)
+        task.add_done_callback(self._forget_command)
+        await asyncio.wait({task, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            self._alive()
+        await task
+
+    def _forget_command(self, task: asyncio.Task[None]) -> None:
+        self._controlling.remove(task)
+        if not task.cancelled():
+            task.exception()  # the caller may have left
+
+    def _end(self, request_ids: list[str] | None, parts: EngineParts) -> bool:
+        """Abort requests, all if None; returns whether any really ended by this call."""
+        ended = parts.core.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        parts.output_processor.end_requests(ended, FinishReason.ABORT, parts.clock())
+        return bool(ended)
+
+    def _get_wait_reasons(self) -> Counter[WaitReason]:
+        parts = self._parts
+        return Counter(
+            () if parts is None else parts.core.loop.scheduler.get_wait_reasons().values()
+        )
+
+    def _give_up_step(self, why: str) -> None:
+        """Give up a step that hangs: the engine dies, and the runner's thread is left alone."""
+        if self._task is not None and not self._task.done():
+            self._hang = RunnerDeadError(f"{why} (server.dead_step_seconds)")
+            self._task.cancel()
+
+    async def _drain(self, parts: EngineParts, seconds: float) -> None:
+        if parts.shadow_turns is not None:
+            parts.shadow_turns.close()
+        deadline = parts.clock() + seconds
+        # Polled: it happens once in a life, which an event of its own would not be worth.
+        while (  # noqa: ASYNC110
+            self._error is None
+            and len(parts.output_processor)
+            and parts.clock() < deadline
+            and (self._control is None or self._control.let_go())
+        ):
+            await asyncio.sleep(0.01)
+        if self._error is None:
+            self._end(None, parts)
 
     def _on_task_done(self, task: asyncio.Task[None], parts: EngineParts) -> None:
         """End every open stream with the error: no client may wait for a dead task."""
@@ -393,3 +554,150 @@ def _watch(engine: AsyncEngine, core: EngineCore) -> Watchdog:
         lambda: loop().scheduler.has_requests(),
         give_up_step,
     )
+
+
+class EngineInternals:
+    """What the other packages of aioserve ask of an engine of this process, and programs need not:
+    servers, commands, and front ends in other processes.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        #: By how much the event loop is late while there are requests.
+        self.loop_monitor = LoopMonitor(
+            lambda: engine._parts is not None and len(engine._parts.output_processor) > 0,
+            engine.metrics.loop_delays["engine"].observe,
+            StateLog(engine.get_stats, engine.metrics).write,
+        )
+        self._live_feed: LiveFeed | None = None  # once a page has asked for it
+        self._trials: PolicyTrials | None = None  # once one was requested
+        self._num_clients = 0  # besides those of this process
+
+    def close(self) -> None:
+        """End the live feed: the engine shuts down."""
+        if self._live_feed is not None:
+            self._live_feed.close()
+
+    # For servers and commands.
+
+    def end_process_with_loop(self, end: Callable[[str], None]) -> None:
+        """Call `end`, on another thread and with what has happened, when the event loop has stood
+        still for `server.dead_loop_seconds`: for servers, whose loop and process are their own.
+        Where a C function holds the interpreter's lock, no thread can call it: the process is then
+        ended by SIGALRM, with its stacks on stderr. Does nothing before the start.
+        """
+        if self._engine._watchdog is not None:
+            self._engine._watchdog.end_process_with_loop(end)
+
+    @property
+    def first_policy_error(self) -> Exception | None:
+        """The first thing that a policy did wrong since the start: figures of such a run are not
+        those of the policy alone.
+        """
+        parts = self._engine._parts
+        return None if parts is None else parts.core.loop.failures.first
+
+    def render_metrics(self, counted: list[Counted]) -> bytes:
+        """Metrics as Prometheus text; `counted` adds what a server in this process has counted."""
+        self._engine.metrics.loop_lags["engine"] = self.loop_monitor.worst()
+        if counted:
+            self._engine.metrics.counted["engine"] = counted
+        return self._engine.metrics.render()
+
+    @property
+    def trials(self) -> "PolicyTrials":
+        """Comparisons of policies on the requests that come. Raises `EngineDeadError` before the
+        start and after the end.
+        """
+        parts = self._engine._alive()
+        if self._trials is None:
+            from aioserve.engine.policy_trials import PolicyTrials
+
+            engine = self._engine
+            self._trials = PolicyTrials(
+                parts.core.loop, parts.clock, lambda: engine.config, engine.max_model_len
+            )
+        return self._trials
+
+    async def look(self, after: int) -> Seen:
+        """See `LiveFeed.look`. Raises `EngineDeadError` before the start and after the end."""
+        parts = self._engine._alive()
+        if self._live_feed is None:
+            from aioserve.engine.live_feed import LiveFeed
+
+            engine = self._engine
+            self._live_feed = LiveFeed(
+                parts.core.loop,
+                parts.clock,
+                engine.metrics,
+                lambda: engine.config,
+                engine.max_model_len,
+            )
+        return await self._live_feed.look(after)
+
+    # For front ends in other processes.
+
+    @property
+    def runner_info(self) -> RunnerInfo:
+        """What the runner can do and has room for. Raises `EngineDeadError` before the start and
+        after the end.
+        """
+        return self._engine._alive().runner_info
+
+    def connect(self, send_off: Callable[[], None]) -> int:
+        """A number for a new client; `send_off` is called when a step's outputs were delivered to
+        its requests. Raises `EngineDeadError` before the start and after the end.
+        """
+        if (parts := self._engine._parts) is None:
+            raise EngineDeadError("there is no engine to connect to")
+        self._num_clients += 1
+        parts.delivery.send_off[self._num_clients] = send_off
+        return self._num_clients
+
+    def disconnect(self, client_index: int) -> None:
+        """Remove a client that has left; the caller drops its requests."""
+        if (parts := self._engine._parts) is not None:
+            del parts.delivery.send_off[client_index]
+
+    async def accept(
+        self,
+        spec: RequestSpec,
+        adapter: str,
+        seconds: float | None,
+        make_state: Callable[[Request, Samples], SampleState],
+        origin: Origin,
+    ) -> Samples:
+        """As `add_request`, of one that was tokenized and checked elsewhere; what `make_state`
+        makes of its samples gets their outputs.
+        """
+        engine = self._engine
+        parts = engine._alive()
+
+        def register(request: Request, index: int) -> None:
+            parts.output_processor.add(make_state(request, samples))
+
+        num_tokens, n = len(spec.prompt_token_ids), spec.sampling_params.n
+        claimed = engine._claimed(spec.request_id, n, parts.claims)
+        with claimed as samples, engine._arriving(num_tokens):
+            samples.origin = origin
+            await engine._enter(spec, samples, adapter, seconds, register)
+        return samples
+
+    def drop(self, samples: Samples) -> None:
+        """Abort the samples of a request whose reader has left."""
+        self._engine._drop(samples)
+
+    def end_stopped(self, num_tokens: Mapping[str, int]) -> None:
+        """End samples in whose last token their reader found a stop string; `num_tokens` by id."""
+        engine = self._engine
+        if (parts := engine._parts) is not None and engine._error is None:
+            ended = parts.output_processor.end_stopped(num_tokens, parts.clock())
+            parts.core.finish_requests(ended, RequestStatus.FINISHED_STOPPED)
+
+    def enter_queue(self) -> Callable[[], None]:
+        """Count one more request as waiting, as `arriving` does; return what ends that. Raises
+        `EngineOverloadedError`.
+        """
+        entered = ExitStack()
+        entered.enter_context(self._engine._arriving(1))
+        return entered.close

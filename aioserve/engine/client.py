@@ -1,6 +1,6 @@
 """What callers and the server ask of an engine: one of this process, of another one, or of many.
 
-Declares it, and does what follows from a stream. Knows nothing about how one is made.
+From a prompt to a stream of its outputs. Knows no scheduler and no steps.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from contextlib import (
     nullcontext,
 )
 from pathlib import Path
-from typing import Generic, Protocol, TypedDict, TypeVar, Unpack
+from typing import Protocol, TypedDict, Unpack
 from uuid import uuid4
 
 import msgspec
@@ -37,14 +37,20 @@ from aioserve.params import PoolingParams, SamplingDefaults, SamplingParams
 from aioserve.request import NO_HINTS, Hints, RequestSpec
 from aioserve.support.whole_texts import check_one_sample, generate_all, whole_output
 
+NO_HEADERS: Mapping[str, str] = {}
 
-class DoorParts(Protocol):
-    """The parts that check and tokenize a request."""
+
+class FrontParts(Protocol):
+    """The parts of an engine, or of a front end of one, that check and tokenize requests."""
 
     @property
     def input_processor(self) -> InputProcessor: ...
     @property
     def pooling(self) -> PoolingValidator: ...
+    @property
+    def claims(self) -> Claims: ...
+    @property
+    def clock(self) -> Clock: ...
 
 
 class ServedAdapters(Protocol):
@@ -88,7 +94,11 @@ class RequestFields(TypedDict, total=False):
 
 
 class EngineClient(ABC):
-    """Serves requests from any number of tasks of one event loop."""
+    """Serves requests from any number of tasks of one event loop.
+
+    Checks requests and tokenizes their prompts in this process; where steps are computed, in this
+    one, another one or many, is known to the class that derives from it.
+    """
 
     config: EngineConfig
     model_info: ModelInfo
@@ -125,18 +135,28 @@ class EngineClient(ABC):
         """Placeholder of an image in a text prompt; empty if prompts cannot have images."""
         return self.media.image_placeholder
 
-    @abstractmethod
     def arriving(self) -> AbstractAsyncContextManager[object]:
         """Inside the block one more request counts as waiting: what it needs is being brought. May
-        raise `EngineOverloadedError`, as `add_request`.
+        raise `EngineOverloadedError`, as `add_request`. A front end that does not know the queue
+        counts none.
         """
+        return nullcontext()
 
-    @abstractmethod
     async def add_request(
         self,
         prompt: Prompt,
         params: SamplingParams | PoolingParams | None = None,
-        **fields: Unpack[RequestFields],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
+        cache_salt: str = "",
+        adapter: str = "",
+        hints: Hints = NO_HINTS,
+        key_name: str = "",
+        client: str = "",
+        trace_headers: Mapping[str, str] = NO_HEADERS,
     ) -> RequestStream:
         """Accept a request and return its stream; all refusals are raised here.
 
@@ -146,6 +166,50 @@ class EngineClient(ABC):
         `EngineOverloadedError` or `EngineDeadError`; for its adapter `RequestTimeoutError` or
         `RequestFailedError`.
         """
+        if timeout is not None and not timeout > 0:
+            raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
+        parts = self._alive()
+        arrival_time = parts.clock()  # before tokenizing: waiting for that is waiting, too
+        sampling, pooling = NOTHING_SAMPLED, None
+        if isinstance(params, PoolingParams):
+            pooling = parts.pooling.complete(params)
+        else:
+            params = params or self.sampling_defaults.fill({})
+            sampling = parts.input_processor.sampling.complete(params)
+        request_id = request_id or f"req-{uuid4().hex}"
+        if self.config.server.log_prompts:
+            log_prompt(request_id, prompt, sampling)
+        model, operation = self.config.model.served_name, ""
+        if self.config.server.otlp_traces_endpoint is not None:
+            operation = operation_of(prompt, is_pooled=pooling is not None)
+        with self._claimed(request_id, sampling.n, parts.claims) as samples:
+            samples.origin = Origin(client, adapter or model, operation, dict(trace_headers))
+            adapter = "" if adapter == model else adapter
+            stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples))
+            room = parts.input_processor.room(pooling or sampling)
+            least = parts.input_processor.least_tokens(prompt, room)
+            with self._arriving(least):
+                encoded = await parts.input_processor.tokenize(prompt, room)
+                stream.num_prompt_tokens = len(encoded.token_ids)
+                stream.prompt_token_ids = encoded.token_ids
+                spec = RequestSpec(
+                    request_id,
+                    encoded.token_ids,
+                    sampling,
+                    arrival_time=arrival_time,
+                    eos_token_ids=self.model_info.eos_token_ids,
+                    priority=priority,
+                    user=user,
+                    cache_salt=cache_salt,
+                    encoder_inputs=encoded.encoder_inputs,
+                    deadline=None if timeout is None else arrival_time + timeout,
+                    pooling_params=pooling,
+                    key_name=key_name,
+                    hints=hints,
+                )
+                with encoded.named():
+                    await self._submit(spec, samples, stream, adapter, timeout)
+        return stream
 
     async def generate(
         self,
@@ -253,106 +317,10 @@ class EngineClient(ABC):
         """Run an operator's command in the engine. Raises what the command raises."""
 
     @abstractmethod
-    def _alive(self) -> DoorParts:
+    def _alive(self) -> FrontParts:
         """The parts that serve requests. Raises `EngineDeadError` if that is not the time."""
 
-
-# LOOK: was aioserve.engine.client
-# The half of an engine that callers meet: from a prompt to a stream of its outputs.
-#
-# The same in front of steps of this process, of another one, and of many. Knows no scheduler and no
-# steps.
-
-
-NO_HEADERS: Mapping[str, str] = {}
-
-
-class FrontParts(DoorParts, Protocol):
-    """The parts of a front end while it serves."""
-
-    @property
-    def claims(self) -> Claims: ...
-    @property
-    def clock(self) -> Clock: ...
-
-
-Parts = TypeVar("Parts", bound=FrontParts)
-
-
-class EngineClientBase(EngineClient, Generic[Parts]):
-    """Checks requests and tokenizes their prompts, in this process."""
-
-    async def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
-        hints: Hints = NO_HINTS,
-        key_name: str = "",
-        client: str = "",
-        trace_headers: Mapping[str, str] = NO_HEADERS,
-    ) -> RequestStream:
-        """Admit a request and return its stream, as `EngineClient.add_request` says."""
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
-        parts = self._alive()
-        arrival_time = parts.clock()  # before tokenizing: waiting for that is waiting, too
-        sampling, pooling = NOTHING_SAMPLED, None
-        if isinstance(params, PoolingParams):
-            pooling = parts.pooling.complete(params)
-        else:
-            params = params or self.sampling_defaults.fill({})
-            sampling = parts.input_processor.sampling.complete(params)
-        request_id = request_id or f"req-{uuid4().hex}"
-        if self.config.server.log_prompts:
-            log_prompt(request_id, prompt, sampling)
-        model, operation = self.config.model.served_name, ""
-        if self.config.server.otlp_traces_endpoint is not None:
-            operation = operation_of(prompt, is_pooled=pooling is not None)
-        with self._claimed(request_id, sampling.n, parts) as samples:
-            samples.origin = Origin(client, adapter or model, operation, dict(trace_headers))
-            adapter = "" if adapter == model else adapter
-            stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples, parts))
-            room = parts.input_processor.room(pooling or sampling)
-            least = parts.input_processor.least_tokens(prompt, room)
-            with self._arriving(least, parts):
-                encoded = await parts.input_processor.tokenize(prompt, room)
-                stream.num_prompt_tokens = len(encoded.token_ids)
-                stream.prompt_token_ids = encoded.token_ids
-                spec = RequestSpec(
-                    request_id,
-                    encoded.token_ids,
-                    sampling,
-                    arrival_time=arrival_time,
-                    eos_token_ids=self.model_info.eos_token_ids,
-                    priority=priority,
-                    user=user,
-                    cache_salt=cache_salt,
-                    encoder_inputs=encoded.encoder_inputs,
-                    deadline=None if timeout is None else arrival_time + timeout,
-                    pooling_params=pooling,
-                    key_name=key_name,
-                    hints=hints,
-                )
-                with encoded.named():
-                    await self._submit(spec, samples, stream, adapter, timeout, parts)
-        return stream
-
-    def arriving(self) -> AbstractAsyncContextManager[object]:
-        """Do nothing: a front end that does not know the queue counts no arriving request."""
-        return nullcontext()
-
-    @abstractmethod
-    def _alive(self) -> Parts:
-        """The parts that serve requests. Raises `EngineDeadError` if that is not the time."""
-
-    def _arriving(self, num_tokens: int, parts: Parts) -> AbstractContextManager[None]:
+    def _arriving(self, num_tokens: int) -> AbstractContextManager[None]:
         """Inside the block a request of `num_tokens` tokens or more is tokenized and added. May
         raise `EngineOverloadedError`, where it is known whether there is room in the queue.
         """
@@ -366,38 +334,37 @@ class EngineClientBase(EngineClient, Generic[Parts]):
         stream: RequestStream,
         adapter: str,
         seconds: float | None,
-        parts: Parts,
     ) -> None:
         """Hand a request over; returns when it is accepted; its outputs go to `stream`.
         `seconds` bounds the waiting for the adapter.
         """
 
     @abstractmethod
-    def _drop(self, samples: Samples, parts: Parts) -> None:
+    def _drop(self, samples: Samples) -> None:
         """Drop a request whose reader has left, possibly after its end."""
 
     @abstractmethod
-    def _abort(self, samples: Samples, parts: Parts) -> bool:
+    def _abort(self, samples: Samples) -> bool:
         """Abort requests; returns whether any really ended by this call."""
 
     @contextmanager
-    def _claimed(self, request_id: str, n: int, parts: Parts) -> Iterator[Samples]:
+    def _claimed(self, request_id: str, n: int, claims: Claims) -> Iterator[Samples]:
         """Claim the ids of a request inside the block, where it is accepted or dropped."""
-        samples = parts.claims.claim(request_id, n)
+        samples = claims.claim(request_id, n)
         try:
             yield samples
         except BaseException:
-            self._drop(samples, parts)
+            self._drop(samples)
             raise
         samples.is_arriving = False
         if samples.is_aborted:
-            self._abort(samples, parts)
+            self._abort(samples)
 
-    def _abort_if_here(self, request_id: str, parts: Parts) -> bool:
-        samples = parts.claims.samples_of(request_id)
+    def _abort_if_here(self, request_id: str, claims: Claims) -> bool:
+        samples = claims.samples_of(request_id)
         if samples is not None and samples.is_arriving:
             samples.is_aborted = True
             if samples.let_go is not None:
                 samples.let_go()
             return True
-        return samples is not None and self._abort(samples, parts)
+        return samples is not None and self._abort(samples)

@@ -279,7 +279,7 @@ class TryPolicy(OperatorCommand[Report, Trial], frozen=True):
         settings = msgspec.structs.replace(
             engine.config.scheduler, policy=self.policy, options=self.options or {}
         )
-        return await engine.trials.try_policy(settings, self.seconds, self.num_requests)
+        return await engine.internals.trials.try_policy(settings, self.seconds, self.num_requests)
 
     def tell(self, answer: Report) -> Trial:
         path = f"watch/reports/{answer.report_id}"
@@ -292,7 +292,7 @@ class FindReport(EngineCommand[bytes | None], frozen=True):
     report_id: str
 
     async def run_on(self, engine: "AsyncEngine") -> bytes | None:
-        return engine.trials.find(self.report_id)
+        return engine.internals.trials.find(self.report_id)
 
 
 class SwitchShadow(OperatorCommand[None, Done], frozen=True):
@@ -365,7 +365,7 @@ class ShowMetrics(EngineCommand[bytes], frozen=True):
     counted: list[Counted] = field(default_factory=list)
 
     async def run_on(self, engine: "AsyncEngine") -> bytes:
-        return engine.render_metrics(self.counted)
+        return engine.internals.render_metrics(self.counted)
 
 
 class ShowSteps(EngineCommand[Seen], frozen=True):
@@ -374,7 +374,7 @@ class ShowSteps(EngineCommand[Seen], frozen=True):
     after: int
 
     async def run_on(self, engine: "AsyncEngine") -> Seen:
-        return await engine.look(self.after)
+        return await engine.internals.look(self.after)
 
 
 class AbortElsewhere(EngineCommand[bool], frozen=True):

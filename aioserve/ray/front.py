@@ -13,7 +13,7 @@ import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from aioserve.config import EngineConfig
-from aioserve.engine.client import EngineClientBase, KnownAdapters
+from aioserve.engine.client import EngineClient, KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
 from aioserve.engine.stream import Claims, RequestStream, Samples
@@ -63,7 +63,7 @@ class RayParts(NamedTuple):
         return self.delivery.processor.claims
 
 
-class RayFront(EngineClientBase[RayParts]):
+class RayFront(EngineClient):
     """Serves requests from any number of tasks of one event loop."""
 
     def __init__(
@@ -194,7 +194,7 @@ class RayFront(EngineClientBase[RayParts]):
                 self._loop.call_soon_threadsafe(parts.fleet.update, tickets)
 
     def abort(self, request_id: str) -> bool:
-        return self._parts is not None and self._abort_if_here(request_id, self._parts)
+        return self._parts is not None and self._abort_if_here(request_id, self._parts.claims)
 
     async def ask(self, command: EngineCommand[Answer]) -> Answer:
         """Health, and what other front ends have. Raises `RequestError` for what an operator does
@@ -229,8 +229,8 @@ class RayFront(EngineClientBase[RayParts]):
         stream: RequestStream,
         adapter: str,
         seconds: float | None,
-        parts: RayParts,
     ) -> None:
+        parts = self._alive()
         routed = await self._routed(spec, adapter, parts)
 
         def on_end() -> None:
@@ -252,14 +252,16 @@ class RayFront(EngineClientBase[RayParts]):
         finally:
             samples.let_go = None
 
-    def _drop(self, samples: Samples, parts: RayParts) -> None:
+    def _drop(self, samples: Samples) -> None:
+        if (parts := self._parts) is None:
+            return  # closed: all requests have ended
         if parts.claims.samples_of(samples.request_id) is not samples:
             return  # it has ended
         if (call := self._calls.get(samples.request_id)) is not None:
             call.drop()
         parts.delivery.processor.drop(samples, parts.clock())
 
-    def _abort(self, samples: Samples, parts: RayParts) -> bool:
+    def _abort(self, samples: Samples) -> bool:
         call = self._calls.get(samples.request_id)
         return call is not None and call.abort()
 

@@ -81,7 +81,7 @@ class EngineReplica:
             await self._feed.close()
             raise
         if config.server.exit_on_dead_engine:
-            self._engine.end_process_with_loop(_end_process)  # Ray starts another
+            self._engine.internals.end_process_with_loop(_end_process)  # Ray starts another
         self._door = Door(self._engine, host)
         self._feed.start()
         gauges = StatsGauges(self._engine.get_stats)
@@ -115,7 +115,7 @@ class EngineReplica:
             max_model_len=engine.max_model_len,
             adapters=engine.adapters.paths,
             adapter_ids=engine.adapters.ids,
-            runner_info=engine.runner_info,
+            runner_info=engine.internals.runner_info,
             started_at=engine.started_at,
         )
 

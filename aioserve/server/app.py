@@ -299,7 +299,7 @@ async def serve(
         signals.has_loaded(config.server.drain_timeout)
         if config.server.exit_on_dead_engine:
             end = signals.last_resort.end
-            engine.end_process_with_loop(lambda why: end(EXIT_ENGINE_DEAD, why))
+            engine.internals.end_process_with_loop(lambda why: end(EXIT_ENGINE_DEAD, why))
         exempt_from_garbage_collection()
         sys.setswitchinterval(SWITCH_INTERVAL)
         access.count_for(engine)

@@ -152,7 +152,7 @@ class Forwarder(ABC):
         self.name = name
         self.outbox = Outbox()
         self._engine = engine
-        self._client_index = engine.connect(self._send)
+        self._client_index = engine.internals.connect(self._send)
         self._is_welcome = False
         self._is_sending_soon = False
         self._calls = Calls()
@@ -162,7 +162,7 @@ class Forwarder(ABC):
         try:
             self._line = make_line(self._on_message, self._send)
         except OSError:
-            engine.disconnect(self._client_index)
+            engine.internals.disconnect(self._client_index)
             raise
 
     @property
@@ -173,13 +173,13 @@ class Forwarder(ABC):
     def close(self) -> int:
         """It is gone. Returns how many requests of it are dropped."""
         self._line.close()
-        self._engine.disconnect(self._client_index)
+        self._engine.internals.disconnect(self._client_index)
         num_requests = self.num_requests
         for task in self._adding.values():
             task.cancel()
         self._calls.fail(EngineDeadError(f"{self.name} has ended"))
         for samples in self._samples.values():
-            self._engine.drop(samples)
+            self._engine.internals.drop(samples)
         self._samples.clear()
         return num_requests
 
@@ -264,7 +264,7 @@ class Forwarder(ABC):
             failure = None
             self._claiming.add(spec.request_id)  # the first that is done, or it is refused at once
             try:
-                samples = await self._engine.accept(
+                samples = await self._engine.internals.accept(
                     spec,
                     add.adapter,
                     add.timeout,
@@ -300,14 +300,15 @@ class Forwarder(ABC):
             task.cancel()
         if (samples := self._samples.pop(request_id, None)) is not None:
             self.outbox.forget(samples.ids)
-            self._engine.drop(samples)
+            self._engine.internals.drop(samples)
 
     def _stop(self, num_tokens: dict[str, int]) -> None:
         self.outbox.forget(num_tokens)
         own = set(self._samples)
         if not own.issuperset(num_tokens):  # one of several; or it has ended, and is another's now
             own.update(*(samples.ids for samples in self._samples.values()))
-        self._engine.end_stopped({i: count for i, count in num_tokens.items() if i in own})
+        owned = {i: count for i, count in num_tokens.items() if i in own}
+        self._engine.internals.end_stopped(owned)
         for sample_id in num_tokens:
             # The id of its request, if that is for one sample; else one of several has ended.
             samples = self._samples.get(sample_id)

@@ -202,7 +202,7 @@ class WorkerClient(Forwarder):
 
     def enter_queue(self, lease: int) -> None:
         """A request of this worker counts as waiting. Raises `EngineOverloadedError`."""
-        self._leases[lease] = self._engine.enter_queue()
+        self._leases[lease] = self._engine.internals.enter_queue()
 
     def end_lease(self, lease: int) -> None:
         """What was entered under this number is left, if anything was."""
@@ -228,7 +228,7 @@ class WorkerClient(Forwarder):
             self._client_index,
             engine.started_at,
             engine.max_model_len,
-            engine.runner_info,
+            engine.internals.runner_info,
             dict(engine.adapters.paths),
             list(self._host.access.keyring.keys),
         )

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from aioserve.engine import RequestStream
-from aioserve.engine.client import EngineClientBase, KnownAdapters
+from aioserve.engine.client import EngineClient, KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
 from aioserve.engine.metric_families import Histogram
@@ -90,7 +90,7 @@ class RemoteParts(NamedTuple):
         return self.output_processor.claims
 
 
-class RemoteEngine(EngineClientBase[RemoteParts]):
+class RemoteEngine(EngineClient):
     """Made, started and closed in one event loop. It dies with its engine, and for good."""
 
     def __init__(self, address: str) -> None:
@@ -192,7 +192,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         samples = self._parts.claims.samples_of(request_id)
         if samples is not None and samples.is_aborted and not samples.is_arriving:
             return False  # its end is on the way
-        return self._abort_if_here(request_id, self._parts)
+        return self._abort_if_here(request_id, self._parts.claims)
 
     async def ask(self, command: EngineCommand[Answer] | HostCommand[Answer]) -> Answer:
         asked: Command[Any] = command
@@ -269,9 +269,8 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         stream: RequestStream,
         adapter: str,
         seconds: float | None,
-        parts: RemoteParts,
     ) -> None:
-        self._alive()
+        parts = self._alive()
         requests = [Request(own) for own in samples.specs(spec.without_arrays())]
 
         def accept() -> None:
@@ -287,14 +286,16 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
             del future  # as in `_ask`
             samples.let_go = None
 
-    def _drop(self, samples: Samples, parts: RemoteParts) -> None:
+    def _drop(self, samples: Samples) -> None:
+        parts = self._parts
+        assert parts is not None
         if parts.claims.samples_of(samples.request_id) is not samples:
             return  # it has ended
         parts.output_processor.drop(samples, parts.clock())
         if self._error is None:
             self._end.say(Drop(samples.request_id))
 
-    def _abort(self, samples: Samples, parts: RemoteParts) -> bool:
+    def _abort(self, samples: Samples) -> bool:
         samples.is_aborted = True
         self._end.say(Abort(samples.request_id))
         return True

@@ -1,6 +1,7 @@
 """AsyncEngine on the simulated runner: the door, the streams, failures, the end."""
 
 import asyncio
+from abc import ABC
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine import EngineClient
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -383,3 +385,23 @@ async def test_a_prompt_of_anything_but_token_ids_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=r"prompt\[2\] must be a token id from 0 to 2047"):
         await engine.add_request([5, 6, bad, 7, -1])  # type: ignore[list-item]
+
+
+#: What `AsyncEngine` has for programs; docs/embedding.md, images.md and operations.md say what for.
+PUBLIC = """
+    start shutdown wait_ended errored is_draining health state metrics
+    add_request generate generate_one generate_all embed tokenize detokenize abort arriving
+    adapters media refuses_images image_placeholder supports_embeddings sampling_defaults
+    get_stats inspect policy_error replaced_policy_error
+    switch_policy switch_shadow pause resume sleep wake reload reset_prefix_cache ask
+    config model_info max_model_len started_at internals
+"""
+
+
+def test_an_engine_has_no_public_name_but_those_for_programs() -> None:
+    engine = AsyncEngine()
+    assert {name for name in dir(engine) if not name.startswith("_")} == set(PUBLIC.split())
+
+
+def test_an_engine_is_one_class_behind_the_one_that_front_ends_share() -> None:
+    assert AsyncEngine.__mro__ == (AsyncEngine, EngineClient, ABC, object)

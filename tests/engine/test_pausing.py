@@ -126,7 +126,7 @@ async def test_an_inspection_and_a_scrape_tell_which_requests_are_paused() -> No
         snapshot = engine.inspect()
         assert snapshot is not None
         assert [r.status for r in snapshot.requests] == ["paused", "running"]
-        assert b"aioserve_num_requests_paused 1.0" in engine.render_metrics([])
+        assert b"aioserve_num_requests_paused 1.0" in engine.internals.render_metrics([])
         async with first, second:
             assert [output.num_output_tokens async for output in second][-1] == 100
             assert [output.num_output_tokens async for output in first][-1] == 200

@@ -74,7 +74,7 @@ async def test_the_id_of_a_sample_that_has_ended_is_its_requests_until_all_have(
 ) -> None:
     stream = await add(engine, "x", SAMPLES)
     await anext(stream)
-    engine.end_stopped({"x-0": 1})  # as if by a stop string
+    engine.internals.end_stopped({"x-0": 1})  # as if by a stop string
     with pytest.raises(RequestIdInUseError):
         await add(engine, "x-0", ENDLESS)
     stream.close()

@@ -111,7 +111,7 @@ async def test_every_rank_loads_its_heads_of_a_block(kind: str, tmp_path: Path) 
 
 
 def _total(engine: AsyncEngine, name: str) -> float:
-    lines = engine.render_metrics([]).decode().splitlines()
+    lines = engine.internals.render_metrics([]).decode().splitlines()
     line = next(x for x in lines if x.startswith(f"aioserve_kv_connector_{name}_total"))
     return float(line.split()[-1])
 

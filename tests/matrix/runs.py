@@ -217,7 +217,7 @@ class _Run:
 def _missing(features: Collection[str], run: _Run, before: tuple[int, int]) -> list[str]:
     """The features that have not come about."""
     stats = stats_of(run.engine)
-    metrics = run.engine.render_metrics([]).decode()
+    metrics = run.engine.internals.render_metrics([]).decode()
     came = {
         "prefix cache": run.num_cached > 0,
         "preemption": stats.num_preemptions > 0,

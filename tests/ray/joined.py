@@ -168,7 +168,7 @@ def info_of(engine: AsyncEngine, config: EngineConfig) -> ReplicaInfo:
         max_model_len=engine.max_model_len,
         adapters=dict(engine.adapters.paths),
         adapter_ids=engine.adapters.ids,
-        runner_info=engine.runner_info,
+        runner_info=engine.internals.runner_info,
         started_at=engine.started_at,
     )
 

@@ -43,7 +43,7 @@ def config(policy: str, **sections: Any) -> EngineConfig:
 
 
 def of_policy(engine: AsyncEngine) -> list[str]:
-    lines = engine.render_metrics([]).decode().splitlines()
+    lines = engine.internals.render_metrics([]).decode().splitlines()
     return [line for line in lines if "policy_gauge{" in line]
 
 
@@ -76,7 +76,7 @@ async def test_gauges_that_raise_are_logged_once_and_the_other_metrics_are_there
     async with AsyncEngine(config(f"{file}:Raising")) as engine:
         with caplog.at_level(logging.WARNING):
             assert of_policy(engine) == []
-            assert b"aioserve_num_requests_running 0.0" in engine.render_metrics([])
+            assert b"aioserve_num_requests_running 0.0" in engine.internals.render_metrics([])
     told = [record.getMessage() for record in caplog.records if "gauges" in record.getMessage()]
     assert len(told) == 1
     assert "raised ZeroDivisionError" in told[0]

@@ -205,7 +205,7 @@ async def test_metrics_say_what_leases_hold(tmp_path: Path) -> None:
         stats = engine.get_stats()
         assert stats is not None
         assert stats.num_leased_kv_blocks == stats.num_used_kv_blocks == 6
-        metrics = engine.render_metrics([])
+        metrics = engine.internals.render_metrics([])
         assert b"aioserve_kv_cache_leased_blocks 6.0" in metrics
         assert b"aioserve_kv_cache_leases 1.0" in metrics
 

@@ -173,8 +173,9 @@ async def test_its_client_is_told_why_and_when_to_ask_again_and_a_log_replays_it
         async with first:
             outputs = [output async for output in first]
         assert outputs[-1].finish_reason == "length"
-        assert b'aioserve_requests_finished_total{reason="rejected"} 1.0' in engine.render_metrics(
-            []
+        assert (
+            b'aioserve_requests_finished_total{reason="rejected"} 1.0'
+            in engine.internals.render_metrics([])
         )
     assert replay(DecisionLog(str(log))).divergence is None
 
@@ -224,4 +225,4 @@ async def test_what_is_no_time_to_wake_at_fails_the_policy_and_not_the_engine(
             pieces = [piece async for piece in engine.generate([1, 2], params, user=user)]
             assert sum(len(piece.token_ids) for piece in pieces) == 2
         assert engine.errored is None
-        assert "waits.py:14" in str(engine.first_policy_error)
+        assert "waits.py:14" in str(engine.internals.first_policy_error)

@@ -154,14 +154,14 @@ async def test_the_delays_of_the_loop_are_counted_while_there_is_work(server, mo
     async with asyncio.timeout(PATIENCE):
         while (await scrape(server))[name, frozenset()] == 0:
             await server.complete(max_tokens=50, ignore_eos=True)
-    pulse = server.engine._pulse
+    pulse = server.engine.internals.loop_monitor
     async with asyncio.timeout(PATIENCE):
         while pulse._timer is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 async def test_the_worst_delay_of_late_is_told_to_every_scraper_alike(server):
-    server.engine._pulse.worst.observe(0.75)
+    server.engine.internals.loop_monitor.worst.observe(0.75)
     name = "aioserve_event_loop_lag_seconds"
     assert [value(await scrape(server), name) for _ in range(3)] == [0.75] * 3
 

@@ -351,7 +351,7 @@ class _EngineClients(Clients):
                     outcome.token_times.extend([now] * len(output.token_ids))
                 if output.finish_reason is not None:
                     outcome.finish_reason = output.finish_reason
-        if (error := self._engine.first_policy_error) is not None:
+        if (error := self._engine.internals.first_policy_error) is not None:
             raise error  # another policy plans by now, perhaps: there is nothing to compare
         outcome.num_output_tokens = len(token_ids)
         return token_ids
