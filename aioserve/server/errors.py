@@ -80,7 +80,8 @@ class _Kind(NamedTuple):
     code: str | None
 
 
-# The first row that fits wins, so subclasses stand before their bases.
+# The first row that fits wins, so subclasses stand before their bases. Of each status, the row that
+# says least stands last: an error without a code is read as that one.
 _KINDS = (
     _Kind(UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     _Kind(UnknownAdapterError, 404, "invalid_request_error", "adapter_not_found"),
@@ -97,6 +98,7 @@ _KINDS = (
     _Kind(FarLookerError, 403, "permission_error", "loopback_only"),
     _Kind(ForbiddenError, 403, "permission_error", "not_allowed"),
     _Kind(RequestAbortedError, 400, "invalid_request_error", "request_aborted"),
+    _Kind(GrammarLimitError, 400, "invalid_request_error", "grammar_limit"),
     _Kind(RequestError, 400, "invalid_request_error", None),
     _Kind(BodiesFullError, 503, "server_error", "too_many_bodies"),
     _Kind(TemplateStalledError, 503, "server_error", "template_stalled"),
@@ -105,7 +107,6 @@ _KINDS = (
     _Kind(RequestRejectedError, 429, "rate_limit_error", "request_rejected"),
     _Kind(EngineOverloadedError, 429, "rate_limit_error", "engine_overloaded"),
     _Kind(RequestTimeoutError, 408, "invalid_request_error", "request_timeout"),
-    _Kind(GrammarLimitError, 400, "invalid_request_error", "grammar_limit"),
     _Kind(RequestFailedError, 500, "server_error", "request_failed"),
     _Kind(EngineDeadError, 503, "server_error", "engine_unavailable"),
 )
