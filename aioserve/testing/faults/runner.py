@@ -81,5 +81,7 @@ def spoilt(kind: str, result: ModelRunnerOutput) -> ModelRunnerOutput:
         changed["req_ids"] = ["nobody", *result.req_ids[1:]]
     elif kind == "nan":
         tokens[0] = []
-        changed["failed"] = {result.req_ids[0]: NOT_FINITE}
+        name = result.req_ids[0]
+        changed["failed"] = {name: NOT_FINITE}
+        changed["logprobs"] = {key: told for key, told in result.logprobs.items() if key != name}
     return msgspec.structs.replace(result, **changed)
