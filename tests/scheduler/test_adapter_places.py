@@ -27,7 +27,7 @@ def test_an_adapter_without_a_place_waits_and_nobody_passes_it(pipeline_depth: i
     assert scheduler.running_adapters == {"a", "b"}
     assert scheduler.get_wait_reasons() == {
         "r4": WaitReason.ADAPTERS,
-        "r5": WaitReason.POLICY,  # first come, first served
+        "r5": WaitReason.ADAPTERS,  # first come, first served: r4 is what it waits behind
     }
     harness.finish("r2")
     harness.step()
