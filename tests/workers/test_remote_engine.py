@@ -113,7 +113,7 @@ async def test_the_first_token_has_its_time_whenever_the_reader_hears_of_it(kind
 
 
 async def test_integers_that_messagepack_does_not_know_cross():
-    schema = {"enum": [10**30]}
+    schema = {"type": "integer", "maximum": 10**30, "default": -(10**40)}
     params = SamplingParams(
         structured_outputs=StructuredOutputs(json=schema), max_tokens=10**20, temperature=0
     )
@@ -128,6 +128,7 @@ async def test_what_is_refused_is_refused_in_the_same_words():
         ("", None, {}),
         ("x " * 5000, None, {}),
         ("x", SamplingParams(structured_outputs=StructuredOutputs(regex="(")), {}),
+        ("x", SamplingParams(structured_outputs=StructuredOutputs(json={"enum": [10**30]})), {}),
         ("x", SamplingParams(stop_token_ids=(10**9,)), {}),
         ("x", PoolingParams(dimensions=3), {}),
         ("x", None, {"adapter": "nobody's"}),
