@@ -17,6 +17,7 @@ from aioserve.engine.metric_families import Histogram, RecentWorst
 from aioserve.engine.metrics import VLLM_NAMES
 from aioserve.params import SamplingParams
 from tests.processes import PATIENCE
+from tests.server.raw_client import until
 from tests.server.serving import SIMULATED
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ async def test_one_that_was_never_served_has_only_waited(start_server):
         runner={"step_base_ms": 20}, scheduler={"max_num_seqs": 1, "queue_timeout": 0.05}
     ) as server:
         first = asyncio.create_task(server.complete(max_tokens=20, ignore_eos=True))
-        await asyncio.sleep(0.01)
+        await until(server, lambda gauges: gauges["num_requests_running"] == 1)
         second = await server.complete(max_tokens=5)
         assert second.json()["choices"][0]["finish_reason"] == "timeout"
         values = await scrape(server)
