@@ -20,6 +20,7 @@ from aioserve.params import StructuredOutputs
 from aioserve.runner.batch import grammar_rows, mask_lanes
 from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.runner.batch.mask_lanes import MaskLanes
+from tests.engine.test_async_engine import until_idle
 from tests.engine.test_structured_outputs import of_schema, params, replies, reply
 from tests.kit import stats_of
 
@@ -84,7 +85,7 @@ async def test_rows_that_sit_steps_out_get_the_same_tokens(
     async with AsyncEngine(config(pipeline_depth=depth)) as engine:
         found = await replies(engine, WANTED)
         assert stats_of(engine).num_preemptions > 0
-        assert stats_of(engine).num_used_kv_blocks == 0
+        await until_idle(engine)
     assert sum(late) > 100
     assert [(o.token_ids, o.finish_reason) for o in found] == usual
     for wanted, output in zip(WANTED, found, strict=True):
