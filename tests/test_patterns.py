@@ -21,7 +21,7 @@ CALLS = {"compile", "search", "match", "fullmatch", "split", "findall", "findite
 
 #: By file: how many of its patterns are no literal, and why their time is bounded.
 MADE = {
-    "aioserve/formats/bare_calls.py": (1, "words of the code, and repetitions with an end"),
+    "aioserve/formats/call_parser.py": (1, "words of the code, and repetitions with an end"),
     "aioserve/formats/grammar.py": (1, "marks of the tokenizer, escaped, one or another"),
     "aioserve/formats/harmony.py": (2, "marks that stand in the code, escaped"),
     "aioserve/formats/text.py": (1, "marks of a format, escaped, one or another"),

@@ -11,8 +11,8 @@ import pytest
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.errors import ConfigError, PolicyError, RequestFailedError
-from aioserve.formats.hermes import HermesParser
-from aioserve.formats.reply_parser import ReplyParser
+from aioserve.formats.marked_json import HermesParser
+from aioserve.formats.reply_format import ReplyParser
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import TokenLogprobs
 from aioserve.routing import BaseRouter, Dispatcher, RoutedRequest, RouterError

@@ -1,15 +1,13 @@
 """How models write tool calls and reasoning into their text, and how to read that as it comes.
 
 This is all that an author of a format imports. Knows no HTTP and no engine: text goes in, in any
-pieces; events come out. The formats that ship stand beside, one file for each.
+pieces; events come out. The formats that ship stand beside, a family in a file; parsers are loaded
+when they are asked for.
 """
 
-from aioserve.formats.bare_calls import bare_beginnings
-from aioserve.formats.call_block import CallBlockParser
-from aioserve.formats.call_object import ARGUMENT_KEYS, CallObject
-from aioserve.formats.call_parser import CallParser
-from aioserve.formats.choice import Choice, check_names, choose
-from aioserve.formats.events import Arguments, Call, Content, Event, Reasoning, joined
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from aioserve.formats.grammar import (
     ANY,
     MAX_FORCED_CALLS,
@@ -25,15 +23,51 @@ from aioserve.formats.grammar import (
     repeated,
     text_until,
 )
-from aioserve.formats.json_value import JsonValue
-from aioserve.formats.reasoning import MARKS, Marks, ReasoningParser, choose_reasoning
-from aioserve.formats.registry import SHIPPED, available_formats, load_format
-from aioserve.formats.reply_format import Reply, ReplyFormat, SaidCall, dumps, object_of
-from aioserve.formats.reply_parser import ReplyParser
-from aioserve.formats.tagged import TaggedParser
-from aioserve.formats.tags import Tags
-from aioserve.formats.text import SPACE, any_of, match_end, overlap, skip_space
-from aioserve.formats.typed_text import typed_json
+from aioserve.formats.registry import (
+    SHIPPED,
+    Choice,
+    available_formats,
+    check_names,
+    choose,
+    load_format,
+)
+from aioserve.formats.reply_format import (
+    MARKS,
+    Arguments,
+    Call,
+    Content,
+    Event,
+    Marks,
+    Reasoning,
+    ReasoningParser,
+    Reply,
+    ReplyFormat,
+    ReplyParser,
+    SaidCall,
+    choose_reasoning,
+    dumps,
+    joined,
+    object_of,
+)
+from aioserve.formats.text import (
+    SPACE,
+    JsonValue,
+    any_of,
+    match_end,
+    overlap,
+    skip_space,
+    typed_json,
+)
+
+if TYPE_CHECKING:
+    from aioserve.formats.call_block import CallBlockParser
+    from aioserve.formats.call_parser import (
+        ARGUMENT_KEYS,
+        CallObject,
+        CallParser,
+        bare_beginnings,
+    )
+    from aioserve.formats.tagged import TaggedParser, Tags
 
 __all__ = [
     "ANY",
@@ -86,3 +120,20 @@ __all__ = [
     "text_until",
     "typed_json",
 ]
+
+#: Where the bases of formats are.
+_HOMES = {
+    "ARGUMENT_KEYS": "call_parser",
+    "CallBlockParser": "call_block",
+    "CallObject": "call_parser",
+    "CallParser": "call_parser",
+    "TaggedParser": "tagged",
+    "Tags": "tagged",
+    "bare_beginnings": "call_parser",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

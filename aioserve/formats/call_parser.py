@@ -1,21 +1,270 @@
 """What parsers of tool calls have in common: text in, content and calls out, however it is cut.
 
-Knows how to hold back what may be the beginning of a marker, and to give back as content what turns
-out to be no call. Knows no format.
+One `{"name": ..., "arguments": ...}` is read as it comes; so is a reply that is the JSON of calls
+and nothing else, where a format would have marks around them.
 """
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
 
-from aioserve.formats.bare_calls import BareCalls
-from aioserve.formats.call_object import CallObject
-from aioserve.formats.events import Arguments, Call, Content, Event
-from aioserve.formats.grammar import Function
-from aioserve.formats.json_value import JsonValue
-from aioserve.formats.reply_format import ReplyFormat
-from aioserve.formats.text import SPACE, overlap, skip_space
+import msgspec
+
+from aioserve.errors import UNREADABLE
+from aioserve.formats.grammar import Beginning, Function
+from aioserve.formats.reply_format import Arguments, Call, Content, Event, ReplyFormat
+from aioserve.formats.text import SPACE, JsonValue, overlap, skip_space
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+_KEYS = {"name", "type", "id", "description", *ARGUMENT_KEYS}
+
+
+class CallObject:
+    """`feed` it text until it `is_done` or `is_broken`; `is_named` once its call was told.
+
+    The arguments are told as they come, if the name has come before them. Arguments that are JSON
+    in a string are told when the string has ended. With `names` only calls of those are calls, and
+    no object with a key that calls do not have.
+    """
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self.is_done = False
+        self.is_broken = False
+        self.is_named = False
+        self._names = names
+        self._expected = "{"
+        self._key: str | None = None  # None: what is being read is a key
+        self._value: JsonValue | None = None
+        self._pieces: list[str] = []  # of what is only understood as a whole
+        self._early: list[str] | None = None  # arguments that came before the name
+        self._has_arguments = False
+        self._is_passed_on = False  # what is being read is told as it comes
+
+    def feed(self, text: str, start: int, events: list[Event]) -> int:
+        """Read on from `text[start]`, telling `events`. Returns where the next character stands."""
+        i = start
+        while not (self.is_done or self.is_broken):
+            if self._value is not None:
+                end = self._value.feed(text, i)
+                self._on_piece(text[i:end], events)
+                i = end
+                if not self._value.is_done:
+                    break
+                self._on_value(self._value.is_broken, events)
+            else:
+                i = skip_space(text, i)
+                if i == len(text):
+                    break
+                i = self._on_punctuation(text, i, events)
+        return i
+
+    def _on_punctuation(self, text: str, i: int, events: list[Event]) -> int:
+        char = text[i]
+        match self._expected, char:
+            case ("{", "{"):
+                self._expected = "first key"
+            case ("first key" | "key", '"'):
+                self._key, self._value = None, JsonValue()
+                return i
+            case (":", ":"):
+                self._expected = "value"
+            case ("value", _):
+                self._begin_value(char)
+                return i
+            case (",", ","):
+                self._expected = "key"
+            case ("first key" | ",", "}"):
+                self._end(events)
+            case _:
+                self.is_broken = True
+                return i
+        return i + 1
+
+    def _begin_value(self, char: str) -> None:
+        self._value = JsonValue()
+        is_arguments = self._key in ARGUMENT_KEYS and not self._has_arguments
+        self._is_passed_on = is_arguments and char == "{"
+        if is_arguments:
+            self._has_arguments = True
+        elif self._key in ARGUMENT_KEYS:
+            self._key = ""  # a second time: of no interest
+
+    def _on_piece(self, piece: str, events: list[Event]) -> None:
+        if not self._is_passed_on:
+            self._pieces.append(piece)
+        elif self.is_named:
+            if piece:
+                events.append(Arguments(piece))
+        else:
+            self._early = self._early or []
+            self._early.append(piece)
+
+    def _on_value(self, is_broken: bool, events: list[Event]) -> None:
+        raw, self._pieces, self._value = "".join(self._pieces), [], None
+        is_passed_on, self._is_passed_on = self._is_passed_on, False
+        if is_broken:
+            self.is_broken = True
+        elif self._key is None:
+            self._key, self._expected = _decode_text(raw), ":"
+            self.is_broken = self._key is None or (
+                self._names is not None and self._key not in _KEYS
+            )
+        else:
+            self._expected = ","
+            if self._key == "name" and not self.is_named:
+                self._on_name(_decode_text(raw), events)
+            elif self._key in ARGUMENT_KEYS and not is_passed_on:
+                self._on_arguments(raw, events)
+
+    def _on_name(self, name: str | None, events: list[Event]) -> None:
+        if not name or (self._names is not None and name not in self._names):
+            self.is_broken = True
+            return
+        self.is_named = True
+        events.append(Call(name))
+        if self._early:
+            events.append(Arguments("".join(self._early)))
+
+    def _on_arguments(self, raw: str, events: list[Event]) -> None:
+        """Arguments that are no object: JSON in a string, or null."""
+        text = "{}" if raw == "null" else _decode_text(raw) or raw
+        if self.is_named:
+            events.append(Arguments(text))
+        else:
+            self._early = [text]
+
+    def _end(self, events: list[Event]) -> None:
+        if not self.is_named:
+            self.is_broken = True
+            return
+        self.is_done = True
+        if not self._has_arguments:
+            events.append(Arguments("{}"))
+
+
+def _decode_text(raw: str) -> str | None:
+    """The text of a JSON string; None if `raw` is not a JSON string."""
+    try:
+        return msgspec.json.decode(raw, type=str, strict=True)
+    except UNREADABLE:
+        return None
+
+
+# A reply that is the JSON of calls and nothing else, where a format would have marks around them.
+# Small models leave the marks out, Qwen2.5-Coder always. Only the whole of a reply shows that it is
+# such: `{"name": ..., "arguments": {...}}` of known tools, one or several, alone or in a fence of
+# Markdown. Knows no format.
+
+
+_FENCES, _FENCE_END = ("```json", "```"), "```"
+_SPACE = r"[ \t\r\n]{0,20}"
+_HEAD = r'\{_"name"_:_"NAME"_,_"(KEYS)"_:'.replace("_", _SPACE).replace(
+    "KEYS", "|".join(ARGUMENT_KEYS)
+)
+_BEGINNING = r"/[ \t\r\n]*(```(json)?[ \t\r\n]*)?HEAD/".replace("HEAD", _HEAD)
+# What a strict schema binds by `bare_beginnings` and what is read as a call have to be the same.
+_READ = re.compile(_HEAD.replace("NAME", r"[\w.:/\-]{1,128}"), re.ASCII)
+
+
+def bare_beginnings(functions: Sequence[Function]) -> list[Beginning]:
+    """How such calls of strict functions begin, in a grammar; `arguments_N` are the rules of their
+    arguments.
+    """
+    return [
+        Beginning(
+            _BEGINNING.replace("NAME", re.escape(function.name).replace("/", r"\/")),
+            rf"/{_SPACE}/ arguments_{i} /{_SPACE}\}}/",
+            has_text=False,
+        )
+        for i, function in enumerate(functions)
+        if function.is_strict
+    ]
+
+
+class BareCalls:
+    """Reads a reply for as long as it can be calls and nothing else."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.is_broken = False  # it is something else
+        self._names = names
+        self._pieces: list[str] = []  # of all that was read
+        self._rest = ""  # the beginning of a fence
+        self._raw: list[str] = []  # of the object that is being read
+        self._object: CallObject | None = None
+        self._events: list[Event] = []
+        self._is_fenced = self._has_call = self._is_over = False
+
+    @property
+    def text(self) -> str:
+        """All that was read."""
+        return "".join(self._pieces)
+
+    def feed(self, text: str) -> None:
+        """Read more of the reply; `is_broken` if it can be no call any more."""
+        self._pieces.append(text)
+        text, at = self._rest + text, 0
+        while not self.is_broken:
+            if self._object is not None:
+                at, is_over = self._read_object(self._object, text, at)
+                if not is_over:
+                    break
+                continue
+            at = skip_space(text, at)
+            if at == len(text):
+                break
+            taken = self._read_around(text[at : at + len(_FENCES[0])])
+            if taken is None:
+                break  # more of it is needed
+            at += taken
+        self._rest = text[at:]
+
+    def finish(self) -> list[Event] | None:
+        """The calls, now that nothing more comes; None if it is none."""
+        is_call = self._has_call and self._object is None and not self.is_broken
+        return self._events if is_call else None
+
+    def _read_object(self, call: CallObject, text: str, start: int) -> tuple[int, bool]:
+        """Where the text goes on, and whether the object is over."""
+        at = call.feed(text, start, self._events)
+        self._raw.append(text[start:at])
+        is_over = call.is_done or call.is_broken
+        if is_over:
+            self._object, self._has_call = None, True
+            self.is_broken = call.is_broken or not _is_call("".join(self._raw))
+        return at, is_over
+
+    def _read_around(self, text: str) -> int | None:
+        """How many characters are read of what stands before or behind objects, or begins one."""
+        if text[0] == "{" and not self._is_over:
+            self._object, self._raw = CallObject(self._names), []
+            return 0
+        fences = (_FENCE_END,) if self._has_call else _FENCES
+        is_due = not self._is_over and self._is_fenced == self._has_call
+        if is_due and any(fence.startswith(text) and fence != text for fence in fences):
+            return None
+        fence = next((fence for fence in fences if text.startswith(fence)), None)
+        if not is_due or fence is None:
+            self.is_broken = True
+            return 0
+        self._is_fenced, self._is_over = True, self._has_call
+        return len(fence)
+
+
+def _is_call(raw: str) -> bool:
+    """Whether an object is a call whose name comes first and whose arguments are an object."""
+    if _READ.match(raw) is None:
+        return False
+    try:
+        call = msgspec.json.decode(raw, type=dict[str, Any])
+    except UNREADABLE:
+        return False
+    return any(isinstance(call.get(key), dict) for key in ARGUMENT_KEYS)
+
+
+# What parsers of tool calls have in common: text in, content and calls out, however it is cut.
+# Knows how to hold back what may be the beginning of a marker, and to give back as content what
+# turns out to be no call. Knows no format.
 
 
 class CallParser(ReplyFormat):

@@ -1,6 +1,6 @@
-"""Calls between marks whose arguments are in a notation that is no JSON: `<mark>[f(a=1)]</mark>`.
+"""Calls between marks with arguments in a notation that is no JSON: `<mark>[f(a=1)]</mark>`.
 
-Knows marks, names, and lists of calls. Which marks, and which notation, a format says.
+The base, and the formats of Gemma 4, LFM2, Olmo 3 and Llama 4.
 """
 
 import re
@@ -15,13 +15,13 @@ from aioserve.formats import (
     CallParser,
     Function,
     Literal,
+    Marks,
     Reply,
     any_of,
     match_end,
     repeated,
 )
-from aioserve.formats.notation import PYTHON, Notation, noted_arguments
-from aioserve.formats.noted_arguments import NotedArguments
+from aioserve.formats.notation import GEMMA, PYTHON, Notation, NotedArguments, noted_arguments
 from aioserve.formats.noted_grammar import noted_rules
 
 _NAME = re.compile(r"[\w.\-]*")
@@ -176,3 +176,140 @@ class NotedCallParser(CallParser):
         self.give_back()
         self.state = self.rest
         return True
+
+
+# Gemma 4: `<|tool_call>call:NAME{key:<|"|>text<|"|>,n:1}<tool_call|>`, one mark for each call.
+
+
+class Gemma4Parser(NotedCallParser):
+    """Keys are sorted, as its template writes them."""
+
+    notation = GEMMA
+    marked = ("<|tool_call>", "<tool_call|>")
+    listed = ("", "", "")
+    before_name = "call:"
+    marks = Marks("<|channel>thought", "<channel|>")
+    markers = (*marked, *GEMMA.quotes, marks.start, "<|channel>", marks.end)
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        one = super().grammar(functions, False, literal)
+        marked = f"marked: {literal(cls.marked[0])} block"
+        calls = f"calls: {repeated('marked', literal(''), is_parallel)}"
+        return "\n".join([calls, marked, one.partition("\n")[2]])
+
+    @classmethod
+    def block(cls, reply: Reply) -> str:
+        one = super().block
+        return "".join(one(Reply(calls=[call])) for call in reply.calls)
+
+
+# LFM2: `<|tool_call_start|>[f(a=1, b="x")]<|tool_call_end|>`, calls as Python writes them.
+
+
+# Some of its templates write no call, and tell of the tools alone.
+_SIGNS = ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")
+
+
+class Lfm2Parser(NotedCallParser):
+    """Objects with a name and arguments are read in the list as well."""
+
+    marked = ("<|tool_call_start|>", "<|tool_call_end|>")
+    marks = Marks("<think>", "</think>")
+    markers = marked
+
+    @classmethod
+    def evidence(cls, template: str) -> str | None:
+        return next((sign for sign in _SIGNS if sign in template), None)
+
+
+# Olmo 3: `<function_calls>` around lines with one call each, as Python writes it.
+
+
+class Olmo3Parser(NotedCallParser):
+    """Its template writes `true`, `false` and `null`, and no content beside calls."""
+
+    notation = PYTHON._replace(words=("true", "false", "null"))
+    marked = ("<function_calls>", "</function_calls>")
+    listed = ("\n", "\n", "\n")
+    markers = marked
+
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        return "\n".join(filter(None, [reply.content, cls.block(reply)]))
+
+
+# Llama 4: `[f(a=1), g(b="x")]` as Python writes it, or JSON as Llama 3, as its template says.
+# Without marks a reply is calls from its beginning or not at all; after `<|python_start|>`,
+# anywhere.
+
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+_EXAMPLE = re.compile(r"\[func_name1\(\w+=\w+")  # how templates tell the model
+
+
+class Llama4PythonicParser(NotedCallParser):
+    """Of Llama 3.2 and others, too, whose templates ask for such calls."""
+
+    notation = PYTHON._replace(quote='"')
+    marked = (_START, _END)
+    markers = marked
+
+    @classmethod
+    def evidence(cls, template: str) -> str | None:
+        found = _EXAMPLE.search(template)
+        return found.group() if found else None
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        calls = [f"{literal(each.name)} arguments_{i}" for i, each in enumerate(functions)]
+        return "\n".join(
+            [
+                f'calls: "[" {repeated("call", literal(", "), is_parallel)} "]"',
+                f'block: "[" call more {literal(_END)}?',
+                'more: (", " call)* "]"',
+                f"call: {' | '.join(calls)}",
+                *noted_rules(cls.notation, functions, literal),
+            ]
+        )
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        """The mark, and without it a list that begins with the name of a tool."""
+        bare = [
+            Beginning(rf"/\s*\[\s*{re.escape(each.name)}\(/", f"opened_{i} more", has_text=False)
+            for i, each in enumerate(functions)
+        ]
+        return [Beginning(literal(_START), "block"), *bare]
+
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        if not reply.calls:
+            return reply.content
+        block = cls.block(reply)
+        if reply.content:
+            return reply.content + block
+        return block.removeprefix(_START).removesuffix(_END)
+
+    def begin(self) -> bool:
+        """Calls without a mark, or anything else."""
+        self.hold()
+        self.state = self._first
+        return True
+
+    def _first(self) -> bool:
+        if not self.skip_space():
+            return False
+        if self.text[self.at] == "[":
+            self.take(self.at + 1)
+            self._has_called = False
+            self.state = self._next
+        else:
+            self._give_up()
+        return True
+
+    def is_called(self, name: str) -> bool:
+        return name in self.functions if self.marker == "" else name != ""
+
+    def rest(self) -> bool:
+        return self.read_content(any_of(self.marked[:1]), self._open)

@@ -20,7 +20,7 @@ from aioserve.formats.grammar import (
     whole_pattern,
 )
 from aioserve.formats.notation import Notation, noted
-from aioserve.formats.typed_text import referred
+from aioserve.formats.text import referred
 
 MAX_DEPTH = 8  # of schemas that refer to schemas, in one
 MAX_NESTED = 40  # schemas in schemas; what is deeper is not bound

@@ -1,7 +1,4 @@
-"""A reply that is calls as JSON and nothing else: an object, several, or an array of them.
-
-Only calls of known tools are taken for calls: other JSON may be what was asked for.
-"""
+"""A reply that is calls as JSON and nothing else, or behind a tag: plain JSON, Llama 3, Llama 4."""
 
 import re
 from collections.abc import Sequence
@@ -15,6 +12,7 @@ from aioserve.formats import (
     Literal,
     Reply,
     alternatives,
+    any_of,
     match_end,
     object_of,
     repeated,
@@ -119,3 +117,79 @@ class PlainJsonParser(CallParser):
     def _rest(self) -> bool:
         self.say(self.take(len(self.text)))
         return False
+
+
+# Llama 3: `{"name": ..., "parameters": ...}`, alone, after `<|python_tag|>`, or joined by `;`.
+# Without the tag a reply is calls from its beginning or not at all; after it, anywhere.
+
+
+_TAG = "<|python_tag|>"
+_TAGGED = any_of([_TAG])
+_HEADER = "<|start_header_id|>"
+_HEADER_4 = "<|header_start|>"  # of Llama 4
+# In templates of models that were made of Llama 3 and call in ways of their own: functionary's,
+# firefunction's.
+_OTHERS = ("<function=", ">>>", "functools")
+
+
+class Llama3Parser(PlainJsonParser):
+    """As plain JSON, and the tag makes any name a call."""
+
+    markers = (_TAG,)
+    has_text_before = True
+
+    @classmethod
+    def evidence(cls, template: str) -> str | None:
+        if any(sign in template for sign in _OTHERS):
+            return None
+        if _TAG in template:
+            return _TAG
+        return _HEADER if _HEADER in template and "tools" in template else None
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        calls = repeated("call", literal("; "), is_parallel)
+        return f"calls: {calls}\n" + alternatives(functions, ("name", "parameters"), literal)
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        return [Beginning(literal(_TAG), "call"), *super().beginnings(functions, literal)]
+
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        calls = "; ".join(object_of(call, "parameters") for call in reply.calls)
+        return reply.content + (_TAG if reply.content and calls else "") + calls
+
+    def _rest(self) -> bool:
+        return self.read_content(_TAGGED, self._after_tag)
+
+    def _after_tag(self) -> bool:
+        if not self.skip_space():
+            return False
+        if self.text[self.at] == "{":
+            self.object = CallObject()
+            self.state = self._read_call
+        else:
+            self._close()
+        return True
+
+
+class Llama4JsonParser(Llama3Parser):
+    """Calls as those of Llama 3, one right behind the other."""
+
+    has_text_before = False
+
+    @classmethod
+    def evidence(cls, template: str) -> str | None:
+        return _HEADER_4 if _HEADER_4 in template and "tools" in template else None
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        calls = repeated("call", literal(""), is_parallel)
+        return f"calls: {calls}\n" + alternatives(functions, ("name", "parameters"), literal)
+
+    @classmethod
+    def write(cls, reply: Reply) -> str:
+        if reply.content and reply.calls:
+            raise ValueError("a reply is either content or calls")
+        return reply.content or "".join(object_of(call, "parameters") for call in reply.calls)

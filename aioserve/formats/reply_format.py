@@ -1,6 +1,7 @@
-"""What a format of replies is: the one interface between a family of models and the server.
+"""What a format of replies is, the events it tells, and one reply read by it, reasoning first.
 
-Knows what is asked of a format. Knows no format, and not where formats come from.
+The one interface between a family of models and the server. Texts go in as they come, in any
+pieces; joined, the events say what a reply turned out to be.
 """
 
 import json
@@ -9,9 +10,178 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from aioserve.formats.events import Event
+import msgspec
+
+from aioserve.errors import place_of
 from aioserve.formats.grammar import Beginning, Function, Literal
-from aioserve.formats.reasoning import Marks
+from aioserve.formats.text import SPACE, overlap
+
+
+class Content(msgspec.Struct, frozen=True):
+    """More of what is said to the user."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """More of what the model thinks aloud."""
+
+    text: str
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call begins; its arguments follow."""
+
+    name: str
+    id: str | None = None  # where the model wrote one; else the server makes one
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """More of the arguments of the last call, as JSON text."""
+
+    text: str
+
+
+Event = Content | Reasoning | Call | Arguments
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """The same with neighbours of one kind as one, whatever pieces they came in."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            result[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments):
+            result[-1] = Arguments(last.text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
+# What a model thinks aloud between marks at the beginning of a reply, told apart from the rest.
+# Knows the marks, and that the prompt may have opened them. Knows nothing about tool calls.
+
+
+class Marks(NamedTuple):
+    """How reasoning begins and ends."""
+
+    start: str
+    end: str
+    is_implied: bool = False  # a reply begins with it, even if neither prompt nor reply say so
+    is_repeated: bool = False  # it may begin again, and anywhere
+
+
+#: By the names of the setting.
+MARKS = {
+    "deepseek_r1": Marks("<think>", "</think>", is_implied=True),
+    "qwen3": Marks("<think>", "</think>"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+    "seed_oss": Marks("<seed:think>", "</seed:think>"),
+}
+
+
+def choose_reasoning(template: str) -> str | None:
+    """The name of what a model with this chat template writes; None: no reasoning."""
+    for name, marks in MARKS.items():
+        if not marks.is_implied and marks.start in template:
+            return name
+    # Of the past it only cuts off what stands before the end: such a model writes it first.
+    implied = (name for name, marks in MARKS.items() if marks.is_implied and marks.end in template)
+    return next(implied, None)
+
+
+class ReasoningParser:
+    """Reads one reply. Space around the marks is neither reasoning nor content."""
+
+    def __init__(self, marks: Marks, prompt_end: str) -> None:
+        """`prompt_end`: the last characters of the prompt, in which reasoning may be open."""
+        self._marks = marks
+        prompt_end = prompt_end.rstrip(SPACE)
+        is_open = prompt_end.endswith(marks.start)
+        is_closed = prompt_end.endswith(marks.end)
+        self._is_thinking = is_open or (marks.is_implied and not is_closed)
+        self._is_begun = False  # what comes is after the first mark, or there was none
+        self._is_after_mark = True  # nothing but space since
+        self._before: list[str] = []  # space that the reply begins with
+        self._rest = ""  # it may be the beginning of a mark
+        self._space: list[str] = []  # told if more reasoning follows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what comes is reasoning."""
+        return self._is_thinking
+
+    def append(self, text: str) -> list[Event]:
+        """Read more of a reply; the events that this text completes."""
+        events: list[Event] = []
+        text = self._rest + text
+        self._rest = ""
+        if not self._is_begun:
+            text = self._begin(text)
+        if self._is_thinking and self._is_begun:
+            text = self._think(text, events)
+        if self._is_begun and not self._is_thinking:
+            if self._is_after_mark:
+                text = text.lstrip(SPACE)
+            if text:
+                self._is_after_mark = False
+                events.append(Content(text))
+        return events
+
+    def flush(self) -> list[Event]:
+        """What was held back, now that nothing more comes."""
+        rest, self._rest = "".join((*self._before, self._rest)), ""
+        if not rest.strip(SPACE) and (self._is_begun or self._is_thinking):
+            return []
+        if self._is_thinking:
+            return [Reasoning("".join(self._space) + rest)]
+        return [Content(rest)] if rest else []
+
+    def _begin(self, text: str) -> str:
+        """Past the mark that a reply may begin with; nothing is told before that is known."""
+        start = self._marks.start
+        stripped = text.lstrip(SPACE)
+        if start.startswith(stripped) and stripped != start:
+            self._before.append(text[: len(text) - len(stripped)])
+            self._rest = stripped
+            return ""
+        self._is_begun = True
+        before, self._before = "".join(self._before), []
+        if stripped.startswith(start):
+            self._is_thinking = True
+            return stripped[len(start) :]
+        # A reply that does not think begins as it likes.
+        self._is_after_mark = self._is_thinking
+        return before + text
+
+    def _think(self, text: str, events: list[Event]) -> str:
+        """Tell reasoning; return what stands after its end."""
+        end = self._marks.end
+        found = text.find(end)
+        if found >= 0:
+            thought, after = text[:found], text[found + len(end) :]
+        else:
+            num_held = overlap(text, (end,))
+            thought, after = text[: len(text) - num_held], ""
+            self._rest = text[len(text) - num_held :]
+        if self._is_after_mark:
+            thought = thought.lstrip(SPACE)
+        said = thought.rstrip(SPACE)
+        if said:
+            events.append(Reasoning("".join(self._space) + said))
+            self._space, self._is_after_mark = [], False
+        if len(said) < len(thought):
+            self._space.append(thought[len(said) :])
+        if found >= 0:
+            self._is_thinking, self._is_after_mark = False, True
+        return after
+
+
+# What a format of replies is: the one interface between a family of models and the server. Knows
+# what is asked of a format. Knows no format, and not where formats come from.
 
 
 class SaidCall(NamedTuple):
@@ -127,3 +297,52 @@ class ReplyFormat(ABC):
     def answer_rules(cls, literal: Literal) -> str:
         """Lark rules of which `answer` is a reply whose content is the rule `content`."""
         return "answer: content"
+
+
+# One reply from text to events: reasoning first, then what a format reads in the rest. Knows that
+# both may be absent. Knows nothing about which are chosen.
+
+
+class ReplyParser:
+    """The pieces of a reply, as they come; cut in any way, the joined events are the same."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: ReplyFormat | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    @property
+    def num_malformed(self) -> int:
+        """Pieces of the text so far that began as a call and were none."""
+        return 0 if self._calls is None else self._calls.num_malformed
+
+    def append(self, text: str) -> list[Event]:
+        """Read more of a reply; the events that this text completes."""
+        if self._reasoning is None:
+            return self._read_content(text)
+        return self._read_each(self._reasoning.append(text))
+
+    def flush(self) -> list[Event]:
+        """What was held back, now that nothing more comes."""
+        events = [] if self._reasoning is None else self._read_each(self._reasoning.flush())
+        return events if self._calls is None else events + self._told(self._calls.flush(), "flush")
+
+    def _read_each(self, events: list[Event]) -> list[Event]:
+        told: list[Event] = []
+        for event in events:
+            told += self._read_content(event.text) if isinstance(event, Content) else [event]
+        return told
+
+    def _read_content(self, text: str) -> list[Event]:
+        if self._calls is None:
+            return [Content(text)] if text else []
+        return self._told(self._calls.append(text), "append")
+
+    def _told(self, events: object, method: str) -> list[Event]:
+        """What the format returned. Raises `TypeError` where that is no list."""
+        if not isinstance(events, list):
+            kind = type(self._calls)
+            raise TypeError(
+                f"format {kind.__name__}: {method}() must return a list of events, got "
+                f"{events!r:.100}{place_of(kind, method)}"
+            )
+        return events

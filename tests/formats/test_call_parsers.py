@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioserve.formats import Arguments, Call, CallParser, Content, Event, Function, joined
-from aioserve.formats.deepseek import DeepSeekV31Parser
-from aioserve.formats.hermes import HermesParser
-from aioserve.formats.llama3 import Llama3Parser
+from aioserve.formats.call_block import DeepSeekV31Parser
+from aioserve.formats.marked_json import HermesParser
 from aioserve.formats.mistral import MistralParser
-from aioserve.formats.plain_json import PlainJsonParser
+from aioserve.formats.plain_json import Llama3Parser, PlainJsonParser
 
 PARSERS = [HermesParser, Llama3Parser, MistralParser, DeepSeekV31Parser, PlainJsonParser]
 FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]

@@ -1,21 +1,31 @@
 """Which format is taken: by name, by file, by the evidence of a template."""
 
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.formats import MARKS, SHIPPED, Marks, available_formats, check_names, choose
-from aioserve.formats.hermes import HermesParser
-from aioserve.formats.llama3 import Llama3Parser
+from aioserve.formats import (
+    MARKS,
+    SHIPPED,
+    Marks,
+    available_formats,
+    check_names,
+    choose,
+    load_format,
+)
+from aioserve.formats.marked_json import HermesParser
 from aioserve.formats.mistral import MistralParser
+from aioserve.formats.plain_json import Llama3Parser
 from tests.formats.channels import ChannelFormat
 
 CHANNELS = f"{Path(__file__).with_name('channels.py')}:ChannelFormat"
 MARKED = """
 from aioserve.formats import Marks
-from aioserve.formats.hermes import HermesParser
+from aioserve.formats.marked_json import HermesParser
 
 class Marked(HermesParser):
     marks = Marks("<hm>", "</hm>")
@@ -40,6 +50,54 @@ def test_a_format_is_chosen_by_the_evidence_of_the_template(template, format_, w
     assert choice.format is format_
     assert choice.why.startswith(why)
     assert choice.takes_tools == (format_ is not None)
+
+
+#: The least that a chat template has to hold for each format that ships to be taken.
+LEAST = {
+    "harmony": ["<|channel|><|message|>"],
+    "gemma4": ["<|tool_call>"],
+    "lfm2": ["<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["],
+    "olmo3": ["<function_calls>"],
+    "llama4_pythonic": ["[func_name1(params=1"],
+    "llama4_json": ["<|header_start|>tools"],
+    "deepseek_v3": ["<\uff5ctool\u2581calls\u2581begin\uff5c>```json"],
+    "deepseek_v31": ["<\uff5ctool\u2581calls\u2581begin\uff5c>"],
+    "nemotron": ["<TOOLCALL>"],
+    "apriel": ["<tool_calls>["],
+    "phi4_mini": ["<|/tool_call|>", "<|/tool|>", "functools["],
+    "granite": ["<|tool_call|>"],
+    "mistral": ["[TOOL_CALLS]"],
+    "deepseek_v32": ["\uff5cDSML\uff5cfunction_calls>"],
+    "deepseek_v4": ["\uff5cDSML\uff5ctool_calls>"],
+    "kimi_k2": ["<|tool_calls_section_begin|>"],
+    "minimax_m2": ["<minimax:tool_call>"],
+    "seed_oss": ["<seed:tool_call>"],
+    "glm47": ["<tool_call><arg_key></arg_key><arg_value>"],
+    "glm": ["<tool_call><arg_key>"],
+    "qwen3_coder": ["<tool_call><function=<parameter="],
+    "hermes": ["<tool_call>"],
+    "llama3_json": ["<|python_tag|>", "<|start_header_id|>tools"],
+    "json": [],
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_format_that_ships_is_found_by_the_least_evidence(name):
+    for template in LEAST[name]:
+        assert load_format(name).evidence(template) is not None
+        assert choose("auto", "auto", template).name == name
+
+
+def test_only_formats_that_a_template_may_show_are_loaded():
+    program = """
+import sys
+from aioserve.formats import choose
+assert choose("auto", "auto", "<tool_call>").name == "hermes"
+assert "aioserve.formats.marked_json" in sys.modules
+others = {"call_block", "tagged_formats", "noted_calls", "harmony", "mistral", "plain_json"}
+assert not {name for name in others if f"aioserve.formats.{name}" in sys.modules}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_name_wins_over_the_template():

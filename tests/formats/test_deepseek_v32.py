@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.formats import Arguments, Call, Content, Function, joined
-from aioserve.formats.deepseek_v32 import DeepSeekV4Parser, DeepSeekV32Parser
+from aioserve.formats.tagged_formats import DeepSeekV4Parser, DeepSeekV32Parser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}})]

@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.formats import Arguments, Call, Content, Function, joined
-from aioserve.formats.glm import Glm47Parser, GlmParser
+from aioserve.formats.tagged_formats import Glm47Parser, GlmParser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}})]

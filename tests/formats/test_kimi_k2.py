@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.formats import Arguments, Call, Content, Function, joined
-from aioserve.formats.kimi_k2 import KimiK2Parser
+from aioserve.formats.call_block import KimiK2Parser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 

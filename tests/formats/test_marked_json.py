@@ -5,8 +5,13 @@ import random
 import pytest
 
 from aioserve.formats import Arguments, Call, Content, Function, choose, joined
-from aioserve.formats.hermes import HermesParser
-from aioserve.formats.marked_json import AprielParser, GraniteParser, NemotronParser, Phi4Parser
+from aioserve.formats.marked_json import (
+    AprielParser,
+    GraniteParser,
+    HermesParser,
+    NemotronParser,
+    Phi4Parser,
+)
 
 FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]
 ADD = [Call("add"), Arguments('{"a": 1}')]

@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.formats import Arguments, Call, Content, Function, joined
-from aioserve.formats.minimax_m2 import MiniMaxM2Parser
+from aioserve.formats.tagged_formats import MiniMaxM2Parser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "number"}, "b": {"type": "string"}}})]

@@ -16,12 +16,14 @@ from aioserve.formats import (
     choose,
     joined,
 )
-from aioserve.formats.gemma4 import Gemma4Parser
-from aioserve.formats.lfm2 import Lfm2Parser
-from aioserve.formats.llama4 import Llama4JsonParser, Llama4PythonicParser
-from aioserve.formats.notation import GEMMA, PYTHON
-from aioserve.formats.noted_arguments import NotedArguments
-from aioserve.formats.olmo3 import Olmo3Parser
+from aioserve.formats.notation import GEMMA, PYTHON, NotedArguments
+from aioserve.formats.noted_calls import (
+    Gemma4Parser,
+    Lfm2Parser,
+    Llama4PythonicParser,
+    Olmo3Parser,
+)
+from aioserve.formats.plain_json import Llama4JsonParser
 
 SCHEMA = {
     "type": "object",

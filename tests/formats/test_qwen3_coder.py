@@ -5,7 +5,7 @@ import json
 import pytest
 
 from aioserve.formats import Arguments, Call, Content, Function, Reply, SaidCall, joined
-from aioserve.formats.qwen3_coder import Qwen3CoderParser
+from aioserve.formats.tagged_formats import Qwen3CoderParser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 SCHEMA = {

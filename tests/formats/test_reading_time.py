@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from aioserve.formats import SHIPPED, Arguments, Call, Content, Function
-from aioserve.formats.reasoning import Marks, ReasoningParser
 from aioserve.formats.registry import load_format
-from aioserve.formats.reply_format import Reply, ReplyFormat, SaidCall
+from aioserve.formats.reply_format import Marks, ReasoningParser, Reply, ReplyFormat, SaidCall
 from aioserve.server.chat.held_calls import HeldCalls
 
 TEXT, LIST, OBJECT = ({"type": name} for name in ("string", "array", "object"))

@@ -15,7 +15,7 @@ from aioserve.formats import (
     choose_reasoning,
     joined,
 )
-from aioserve.formats.hermes import HermesParser
+from aioserve.formats.marked_json import HermesParser
 
 
 def parse(name, pieces, prompt_end="", calls=None):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from aioserve.formats import typed_json
-from aioserve.formats.typed_text import forms
+from aioserve.formats.text import forms
 
 SCHEMA = {
     "properties": {

@@ -16,7 +16,7 @@ from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
 from aioserve.engine import EngineClient
 from aioserve.formats import Call, Function
-from aioserve.formats.hermes import HermesParser
+from aioserve.formats.marked_json import HermesParser
 from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
 from tests.kit import stats_of
 from tests.matrix.asks import STOPS, Ask

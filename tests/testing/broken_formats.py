@@ -23,7 +23,7 @@ from aioserve.formats import (
     SaidCall,
     any_of,
 )
-from aioserve.formats.hermes import HermesParser
+from aioserve.formats.marked_json import HermesParser
 from tests.formats.channels import ChannelFormat
 
 CAUGHT_BY: dict[type[ReplyFormat], str] = {}  # a regular expression of the message

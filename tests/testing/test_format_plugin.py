@@ -9,7 +9,7 @@ import pytest
 from tests import processes
 
 MINE = """
-from aioserve.formats.hermes import HermesParser
+from aioserve.formats.marked_json import HermesParser
 
 
 class Good(HermesParser):
