@@ -1,10 +1,12 @@
-"""What a harness drives, made from settings: a scheduler, KV cache, step loop and `ToyRunner`.
+"""What a harness drives: a scheduler, KV cache, step loop and runner, and what is seen of them.
 
-Knows how these parts are put together, and what has been seen of them. Calls no policy but to make
-it, and checks nothing.
+Made from settings. Watches which prefixes the cache's events tell of, and what the policy wastes.
+Calls no policy but to make it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,25 +14,156 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import StalledError
-from aioserve.kv_cache import KVCacheManager, WindowSpec, make_resources
+from aioserve.kv_cache import (
+    AllBlocksCleared,
+    BlockPool,
+    BlockStored,
+    KVCacheManager,
+    KVEvent,
+    Retention,
+    WindowSpec,
+    make_resources,
+)
 from aioserve.kv_connector import OffloadingConnector
 from aioserve.outputs import FinishReason
-from aioserve.request import Request
-from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, hinted_flag
 from aioserve.scheduler.blame import blamed
 from aioserve.step_loop import StepLoop, StepObserver
 from aioserve.testing.calls import Call
-from aioserve.testing.guard import Guard
-from aioserve.testing.ledger import Ledger, Life
+from aioserve.testing.ledger import Drafter, Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row
-from aioserve.testing.prefixes import Prefixes
-from aioserve.testing.replies import Drafter
-from aioserve.testing.time_limit import CALL_SECONDS
-from aioserve.testing.toy_connector import ToyStore, ToyWorker
-from aioserve.testing.toy_runner import ToyRunner
-from aioserve.testing.violation import Starvation
-from aioserve.testing.waste import Waste
-from aioserve.testing.writes import Writes
+from aioserve.testing.side_effects import Writes
+from aioserve.testing.toy_runner import ToyRunner, ToyStore, ToyWorker
+from aioserve.testing.violation import CALL_SECONDS, ContractViolation, Guard, Starvation
+
+
+class Prefixes:
+    """The contents of one pool that its events have told to be there."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        #: By content that can be found: the one before it in its prefix.
+        self.before: dict[bytes, bytes | None] = {}
+        self._removed: set[bytes] = set()  # by the events that were taken last
+
+    def take(self, events: Iterable[KVEvent]) -> None:
+        """Take in what has happened since the last call."""
+        self._removed.clear()
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.before.clear()
+            elif isinstance(event, BlockStored):
+                self.before[event.block_hash] = event.parent_hash
+            else:
+                self.before.pop(event.block_hash, None)
+                self._removed.add(event.block_hash)
+
+    def check_holes(self, where: str, retention: Retention) -> None:
+        """Check that no block was evicted in the last plan before a free one behind it that has a
+        rank. Raises `ContractViolation`.
+        """
+        for content, before in self.before.items() if self._removed else ():
+            if before not in self._removed or before in self.before:
+                continue
+            block_id = self._pool.lookup(content)
+            if block_id is None or self._pool.ref_counts[block_id]:
+                continue
+            if retention.ranking.rank_of(content) > -math.inf:
+                raise ContractViolation(
+                    f"{where}: the block before block {block_id}, which is cached and free, was "
+                    "evicted first: a prefix has a hole"
+                )
+
+    def check_lost(self, where: str) -> None:
+        """Check that all of them can still be found. Raises `ContractViolation`."""
+        if lost := [content for content in self.before if self._pool.lookup(content) is None]:
+            raise ContractViolation(
+                f"{where}: {len(lost)} blocks left the prefix index without an event"
+            )
+
+
+# What a policy wastes: preemptions in vain, and half prompts that sit on their blocks. Knows plans
+# and what requests need. Knows nothing about which request should run.
+
+
+#: Steps for which a half prompt may sit while no other uses the room. A guess: more than any chunk.
+PATIENCE = 8
+
+
+class Waste:
+    """Looks at every step of one harness. Raises `ContractViolation`."""
+
+    def __init__(self, config: SchedulerConfig, max_tokens: int) -> None:
+        """`max_tokens` is the budget of a step."""
+        self._config = config
+        self._max_tokens = max_tokens
+        self._idle: Counter[Request] = Counter()  # steps for which a half prompt has sat
+
+    def check(
+        self, scheduler: BaseScheduler, output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> None:
+        """Check the step that was just planned; `requests` are those of its ids."""
+        names = [n for n in output.preempted_req_ids if n not in output.paused_req_ids]
+        preempted = [requests[name] for name in names]  # the others keep their blocks
+        if (connector := scheduler.kv_cache.connector) is not None:  # offloaded ones find them
+            preempted = [request for request in preempted if not connector.keeps(request)]
+        if preempted:
+            self._check_preempted(scheduler, output, preempted)
+        self._check_half_prompts(scheduler, output)
+
+    def _check_preempted(
+        self, scheduler: BaseScheduler, output: SchedulerOutput, preempted: list[Request]
+    ) -> None:
+        """What was taken from some must be another's by the end of the step, unless there is not
+        enough for themselves.
+        """
+        if output.scheduled_new_reqs or output.scheduled_cached_reqs.new_block_ids:
+            return
+        size, free = scheduler.kv_cache.block_size, scheduler.kv_cache.pool.num_free_blocks
+        # A token that a step in flight brings needs a slot, too.
+        ahead = self._config.num_lookahead_tokens + self._config.depth - 1
+        needed = sum(
+            -(-min(r.num_target_tokens + ahead, r.max_total_tokens - 1) // size) for r in preempted
+        )
+        if needed <= free:
+            names = [request.request_id for request in preempted]
+            raise ContractViolation(
+                f"step {output.step_id}: {', '.join(names)} was preempted in vain: no request was "
+                f"admitted and none got a block in this step, at whose end {free} blocks are free, "
+                f"and {needed} are enough for it to run on"
+            )
+
+    def _check_half_prompts(self, scheduler: BaseScheduler, output: SchedulerOutput) -> None:
+        """A prompt that is half computed holds blocks: it goes on if no other prompt does, and the
+        step has room. Offline work may wait for the end of online requests: that room is theirs.
+        """
+        tokens = output.num_scheduled_tokens
+        has_online = any(not hinted_flag(r, "offline") for r in scheduler.running)
+        total = output.total_num_scheduled_tokens
+        has_room = total < self._max_tokens and total == len(tokens)
+        idle = [
+            request
+            for request in scheduler.running
+            if request.is_prefill
+            and request.status is RequestStatus.RUNNING
+            and request.request_id not in tokens
+            and not (has_online and hinted_flag(request, "offline"))
+        ]
+        self._idle = Counter({r: self._idle[r] + 1 for r in idle} if has_room else {})
+        for request, num_steps in self._idle.items():
+            if num_steps >= PATIENCE:
+                raise ContractViolation(
+                    f"step {output.step_id}: {request.request_id} got no token in {num_steps} "
+                    f"steps, {request.num_computed_tokens} of its {request.num_tokens} tokens "
+                    f"computed, though no other prompt did and {self._max_tokens - total} tokens "
+                    f"of the step are left: it sits on {len(request.block_ids)} blocks"
+                )
+
+
+# What a harness drives, made from settings: a scheduler, KV cache, step loop and `ToyRunner`. Knows
+# how these parts are put together, and what has been seen of them. Calls no policy but to make it,
+# and checks nothing.
 
 
 class Ends(StepObserver):

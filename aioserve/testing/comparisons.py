@@ -1,20 +1,218 @@
 """Rules that need a second run of the same calls: the same plans, without foresight or memory.
 
-Knows calls and plans. Knows nothing about what a plan says.
+Knows calls and plans, and says in words what differs between two plans, the field that tells most
+first.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
 
+from aioserve.errors import EngineOverloadedError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.lab.simulation.stepped_engine import MultiStepDecode
-from aioserve.scheduler import BaseScheduler
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
+from aioserve.request import Request, RequestSpec
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing.bench import Bench
 from aioserve.testing.calls import make_calls, with_other_ends
-from aioserve.testing.decoding_promise import check_keeps_decoding as check_promise
-from aioserve.testing.difference import differences
-from aioserve.testing.foreign_calls import watched_calls
+from aioserve.testing.side_effects import watched_calls
 from aioserve.testing.violation import ContractViolation
+
+MAX_NAMED = 3  # requests of which is said what they get
+
+
+def differences(plan: SchedulerOutput, other: SchedulerOutput) -> str:
+    """What `plan` says where `other` says something else; "" if they are equal."""
+    if tokens := _tokens(plan, other):
+        return tokens
+    pairs: dict[str, tuple[Any, Any]] = {
+        "rows": (_rows(plan), _rows(other)),
+        "admits": (_admitted(plan), _admitted(other)),
+        "preempts": (plan.preempted_req_ids, other.preempted_req_ids),
+    }
+    for name in SchedulerOutput.__struct_fields__:
+        pairs[name] = getattr(plan, name), getattr(other, name)
+    for name, (mine, its) in pairs.items():
+        if mine != its:
+            return f"{name}: {mine!r:.200} instead of {its!r:.200}"
+    return ""
+
+
+def _tokens(plan: SchedulerOutput, other: SchedulerOutput) -> str:
+    """Requests that get other numbers of tokens."""
+    mine, its = plan.num_scheduled_tokens, other.num_scheduled_tokens
+    names = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
+    words = [f"{n} gets {mine.get(n, 0)} instead of {its.get(n, 0)}" for n in names[:MAX_NAMED]]
+    if len(names) > MAX_NAMED:
+        words.append(f"{len(names) - MAX_NAMED} more differ")
+    return f"tokens: {', '.join(words)}" if names else ""
+
+
+def _rows(plan: SchedulerOutput) -> list[str]:
+    return list(plan.num_scheduled_tokens)
+
+
+def _admitted(plan: SchedulerOutput) -> list[tuple[str, int]]:
+    """The requests that enter, each with its cached tokens."""
+    return [(data.request_id, data.num_computed_tokens) for data in plan.scheduled_new_reqs]
+
+
+# Whether a policy keeps what it promises with `keeps_decoding`: the same traffic, twice. Once it is
+# asked for every step, once steps that only decode are done without it, as the lab does. Then every
+# plan must be the same. Knows schedulers and steps. Knows nothing about a runner.
+
+
+Clock = Callable[[], float]
+
+NUM_CROWDS, CROWD_SIZE, NUM_LONG = 5, 7, 3  # the last of a crowd have long replies
+# Steps without a waiting request after which the next crowd comes: while the last decodes.
+PATIENCE = 40
+#: Steps take this long, in seconds: a policy may look at the clock.
+SHORT, LONG, NUM_SHORT = 0.004, 3.0, 120
+MAX_STEPS = 3000  # many times what all of them need, one after the other
+
+
+class _Plan(NamedTuple):
+    """What is compared of a step."""
+
+    num_tokens: list[tuple[str, int]]  # in the order of the rows
+    admitted: list[tuple[str, int]]  # with the tokens that were cached
+    preempted: list[str]
+    new_block_ids: dict[str, list[int]]
+
+
+def check_promise(
+    make: Callable[[Clock], BaseScheduler], max_model_len: int, num_slots: int
+) -> None:
+    """Compare the plans of two schedulers that `make` makes. `max_model_len` is theirs, `num_slots`
+    what their KV cache holds, in tokens. Raises `ContractViolation`.
+    """
+    longest = min(max_model_len, num_slots + 1)  # the last token needs no slot
+    asked, trusted = _Run(make, longest, trusts=False), _Run(make, longest, trusts=True)
+    name = type(asked.scheduler).__name__
+    for number, (plan, expected) in enumerate(zip(asked.plans(), trusted.plans(), strict=False)):
+        if plan == expected:
+            continue
+        if number in trusted.unasked:
+            raise ContractViolation(
+                f"step {number + 1}: {name} promises keeps_decoding, but plans {plan.num_tokens}: "
+                f"due is one more token for each of {[row for row, _ in expected.num_tokens]}"
+            )
+        raise ContractViolation(
+            f"step {number + 1}: {name} promises keeps_decoding, but where it was not asked for "
+            f"steps that only decode it plans {_difference(expected, plan)}: it has kept something "
+            "of them"
+        )
+
+
+class _Run:
+    """One scheduler from the first crowd to the end of the last."""
+
+    def __init__(
+        self, make: Callable[[Clock], BaseScheduler], longest: int, *, trusts: bool
+    ) -> None:
+        self.unasked: set[int] = set()  # steps that were done without asking
+        self.scheduler = make(self._clock)
+        self._longest = longest
+        self._trusts = trusts
+        self._num_steps = 0
+        self._num_quiet = 0  # of these, the last, in which no request waited
+        self._num_crowds = 0
+
+    def _clock(self) -> float:
+        num_short = min(self._num_steps, NUM_SHORT)
+        return SHORT * num_short + LONG * (self._num_steps - num_short)
+
+    def plans(self) -> Iterator[_Plan]:
+        """Of every step, those that were not asked for among them."""
+        scheduler = self.scheduler
+        while self._num_steps < MAX_STEPS:
+            is_quiet = self._num_quiet >= PATIENCE or not scheduler.has_unfinished_requests()
+            if is_quiet and self._num_crowds < NUM_CROWDS:
+                self._come(self._num_crowds)
+                self._num_crowds += 1
+            if not scheduler.has_requests():
+                return
+            output = scheduler.schedule()
+            self._note_step()
+            yield _plan(output)
+            if not output.num_scheduled_tokens:
+                continue
+            tokens = [self._sample(name) for name in output.num_scheduled_tokens]
+            if self._trusts and MultiStepDecode.follows(scheduler, output):
+                decodes = MultiStepDecode(scheduler)
+                is_last = self._num_crowds == NUM_CROWDS
+                limit = MAX_STEPS if is_last else max(PATIENCE - self._num_quiet, 0)
+                yield from self._go_on(decodes, decodes.num_steps(limit))
+            result = ModelRunnerOutput(list(output.num_scheduled_tokens), tokens)
+            scheduler.update_from_output(output, result)
+
+    def _go_on(self, decodes: MultiStepDecode, count: int) -> Iterator[_Plan]:
+        """Go on by `count` steps, one by one, so that what each takes can be seen."""
+        for _ in range(count):
+            before = [len(request.block_ids) for request in decodes.requests]
+            decodes.go_on([[0] for _ in decodes.requests])
+            self.unasked.add(self._num_steps)
+            self._note_step()
+            new = {
+                request.request_id: request.block_ids[num_blocks:]
+                for request, num_blocks in zip(decodes.requests, before, strict=True)
+                if len(request.block_ids) > num_blocks
+            }
+            yield _Plan([(r.request_id, 1) for r in decodes.requests], [], [], new)
+
+    def _note_step(self) -> None:
+        self._num_steps += 1
+        num_running, num_waiting = self.scheduler.get_request_counts()
+        self._num_quiet = 0 if num_waiting or not num_running else self._num_quiet + 1
+
+    def _come(self, crowd: int) -> None:
+        """Some with a prefix of others. Those that will have decoded for long are of one client."""
+        for i in range(CROWD_SIZE):
+            is_long = i >= CROWD_SIZE - NUM_LONG
+            num_prompt = 1 + self._longest * (1 + (3 * i + crowd) % CROWD_SIZE) // 40
+            num_common = num_prompt // 2 if i % 2 else 0
+            prompt = [7] * num_common + [crowd * CROWD_SIZE + i] * (num_prompt - num_common)
+            params = SamplingParams(
+                max_tokens=self._longest - num_prompt if is_long else 2 + 2 * i, ignore_eos=True
+            )
+            spec = RequestSpec(
+                f"r{crowd}.{i}",
+                prompt,
+                params,
+                arrival_time=self._clock(),
+                priority=(5 * i + crowd) % 3,
+                user="abc"[(crowd if is_long else i) % 3],
+            )
+            with suppress(EngineOverloadedError):  # a policy may refuse any request
+                self.scheduler.add_request(Request(spec))
+
+    def _sample(self, name: str) -> list[int]:
+        request = self.scheduler.get_request(name)
+        if request is None or request.num_computed_tokens < request.num_tokens:
+            return []
+        return [0]
+
+
+def _difference(plan: _Plan, other: _Plan) -> str:
+    """The first of what differs, tokens before the rest."""
+    name = next(n for n in _Plan._fields if getattr(plan, n) != getattr(other, n))
+    return f"{name} {getattr(plan, name)} instead of {getattr(other, name)}"
+
+
+def _plan(output: SchedulerOutput) -> _Plan:
+    return _Plan(
+        list(output.num_scheduled_tokens.items()),
+        [(data.request_id, data.num_computed_tokens) for data in output.scheduled_new_reqs],
+        list(output.preempted_req_ids),
+        dict(output.scheduled_cached_reqs.new_block_ids),
+    )
+
+
+# Rules that need a second run of the same calls: the same plans, without foresight or memory. Knows
+# calls and plans. Knows nothing about what a plan says.
 
 
 def check_repeatable(bench: Bench) -> None:

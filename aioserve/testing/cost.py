@@ -1,21 +1,86 @@
-"""How much a policy's `schedule` does for how many requests: lines of Python, not seconds.
+"""What a policy costs: lines of Python for so many requests, and memory kept of ended ones.
 
-Counts are the same on every machine; the slowest call in seconds is kept for a report, and nothing
-is judged by it. Knows lines. Knows nothing about what a line does.
+Measured on a scheduler and the least that it needs to go on: no checks, no runner, every token a
+zero. Lines and bytes are the same on every machine; no seconds are judged.
 """
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from aioserve.config import SchedulerConfig
+from aioserve.errors import EngineOverloadedError
+from aioserve.kv_cache import KVCacheManager
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
+from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
-from aioserve.testing.bare_run import BareRun
+from aioserve.testing.side_effects import is_ours
 from aioserve.testing.violation import ContractViolation
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+SECONDS = 0.01  # that a step takes
+
+
+class BareRun:
+    """One scheduler with blocks and budget for `num_seats` requests at their full length."""
+
+    def __init__(
+        self, policy: type[BaseScheduler], options: Mapping[str, Any], num_seats: int
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=num_seats,
+            max_num_batched_tokens=num_seats * MAX_MODEL_LEN,
+            max_loras=num_seats,
+            options=dict(options),
+        )
+        self.now = 0.0
+        make: Callable[..., BaseScheduler] = policy
+        self.kv_cache = KVCacheManager(num_seats * MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE)
+        self.scheduler = make(
+            config, self.kv_cache, max_model_len=MAX_MODEL_LEN, clock=lambda: self.now
+        )
+
+    def add(self, number: int, num_prompt: int, num_output: int, **fields: Any) -> None:
+        """Request `r<number>` with a prompt of its own, if the policy takes it."""
+        prompt = [number // 50 % 50, number % 50] * num_prompt
+        params = SamplingParams(max_tokens=num_output, ignore_eos=True)
+        spec = RequestSpec(
+            f"r{number}", prompt[:num_prompt], params, arrival_time=self.now, **fields
+        )
+        with suppress(EngineOverloadedError):  # a policy may refuse any request
+            self.scheduler.add_request(Request(spec))
+
+    def step(self, schedule: Callable[[], SchedulerOutput] | None = None) -> None:
+        """Plan one step, by `schedule` if it is given, and bring its result."""
+        scheduler = self.scheduler
+        output = (schedule or scheduler.schedule)()
+        for request_id in scheduler.take_rejections():
+            scheduler.finish_requests(request_id, RequestStatus.FINISHED_REJECTED)
+        self.now += SECONDS
+        if output.num_scheduled_tokens:
+            rows = list(output.num_scheduled_tokens)
+            result = ModelRunnerOutput(rows, [self._sample(name) for name in rows])
+            scheduler.update_from_output(output, result)
+
+    def _sample(self, request_id: str) -> list[int]:
+        request = self.scheduler.get_request(request_id)
+        done = request is not None and request.num_computed_tokens >= request.num_tokens
+        return [0] if done else []
+
+
+# How much a policy's `schedule` does for how many requests: lines of Python, not seconds. Counts
+# are the same on every machine; the slowest call in seconds is kept for a report, and nothing is
+# judged by it. Knows lines. Knows nothing about what a line does.
+
 
 SIZES = 60, 240  # requests that run, and as many that wait
 #: Lines for the second size, in those for the first: 4 in proportion, 5.4 if all are sorted, 16 for
@@ -105,3 +170,110 @@ def _timed(scheduler: BaseScheduler) -> Callable[[], SchedulerOutput]:
         return output
 
     return schedule
+
+
+# Whether a policy keeps something of each request that has ended: its memory grows without end.
+# Knows objects and their sizes. Knows nothing about what a policy keeps them for.
+
+
+WAVE = 500  # requests; those of a wave have ended before the next comes
+#: Requests after which a policy that seems to grow may hold as much as it ever does: what it
+#: bounds, it bounds to 10,000 entries or fewer.
+MANY = 12_000
+NUM_SEATS = 50
+NUM_USERS = 5  # clients that come again; each conversation is of one request
+REST_SECONDS = 3600.0  # between waves: what is kept for a time may go
+MOST_BYTES = 8  # per request: a pointer
+CODE = (ModuleType, type, FunctionType, BuiltinFunctionType, CodeType)
+
+
+def check_memory(policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
+    """Raise `ContractViolation` if an attribute of the policy grows with requests that have ended.
+    Where one seems to after 2,000 of them, it is asked again after many more.
+    """
+    run = _Waves(policy, options)
+    if not any(run.grown(WAVE, 3 * WAVE).values()):
+        return
+    for name, (before, after) in run.grown(MANY, MANY).items():
+        if after - before >= MOST_BYTES * MANY:
+            raise ContractViolation(
+                f"{policy.__name__}: {name} grows with requests that have ended: it takes "
+                f"{before:,} bytes after {run.num_served - MANY:,} of them and {after:,} after "
+                f"{run.num_served:,}; what is kept of requests needs a bound, of 10,000 at most"
+            )
+
+
+class _Waves:
+    """A policy that serves request after request."""
+
+    def __init__(self, policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
+        self.num_served = 0
+        self._run = BareRun(policy, options, NUM_SEATS)
+
+    def grown(self, first: int, more: int) -> dict[str, tuple[int, int]]:
+        """Sizes in bytes after `first` requests, and after `more` of them, of what has grown."""
+        before, after = self._serve(first), self._serve(more)
+        return {
+            name: (before.get(name, 0), size)
+            for name, size in after.items()
+            if size - before.get(name, 0) >= MOST_BYTES * more
+        }
+
+    def _serve(self, count: int) -> dict[str, int]:
+        """Serve requests to their end; the sizes of the policy's own attributes, in bytes."""
+        run, first = self._run, self.num_served
+        for number in range(first, first + count):
+            run.add(
+                number,
+                1 + number % 9,
+                1 + number % 3,
+                user=f"u{number % NUM_USERS}",
+                priority=number % 3,
+                hints={"session": f"s{number}", "program": f"p{number}"},
+            )
+            if number % NUM_SEATS == NUM_SEATS - 1:
+                for _ in range(8):
+                    run.step()
+        self._finish()
+        run.now += REST_SECONDS
+        self.num_served += count
+        run.add(-self.num_served, 2, 1)  # so that the policy is asked once more
+        self._finish()
+        return _sizes(run.scheduler)
+
+    def _finish(self) -> None:
+        for _ in range(10 * WAVE):
+            if not self._run.scheduler.has_requests():
+                break
+            self._run.step()
+
+
+class _Plain(BaseScheduler):
+    def schedule(self) -> SchedulerOutput:
+        return self.new_step().output()
+
+
+def _sizes(scheduler: BaseScheduler) -> dict[str, int]:
+    """In bytes, by attribute of the policy and by variable of its classes and their modules."""
+    shared = vars(BareRun(_Plain, {}, 1).scheduler).keys()  # that every policy has
+    found = {f"self.{n}": value for n, value in vars(scheduler).items() if n not in shared}
+    for kind in type(scheduler).__mro__:
+        if not is_ours(kind.__module__) and kind is not object:
+            found |= {f"{kind.__name__}.{name}": value for name, value in vars(kind).items()}
+            module = vars(sys.modules[kind.__module__])
+            found |= {name: value for name, value in module.items() if not name.startswith("__")}
+    theirs = {id(vars(scheduler)[name]) for name in shared} | {id(scheduler), id(vars(scheduler))}
+    return {name: size_of(value, theirs) for name, value in found.items()}
+
+
+def size_of(value: object, theirs: set[int]) -> int:
+    """Bytes of an object and of all that it refers to, but for code and what is `theirs`, by id."""
+    seen, line, size = set(theirs), [value], 0
+    while line:
+        item = line.pop()
+        if id(item) in seen or isinstance(item, CODE):
+            continue
+        seen.add(id(item))
+        size += sys.getsizeof(item)
+        line += gc.get_referents(item)
+    return size

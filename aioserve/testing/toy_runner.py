@@ -1,21 +1,22 @@
 """A runner made of dictionaries: its view of the batch, and what stands in which KV slot.
 
-Rebuilt from `SchedulerOutput` alone, as the real one is. What a position reads back depends on all
-tokens before it, so a block that is shared, freed or overwritten wrongly is noticed and named.
+Beside its rows stand the states, windows and KV connector of toy models, each a part of its own.
+What a request gets depends on all that it may see, so a wrong slot is found by the request that
+reads it.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from aioserve.kv_cache import BLOCKS, Ahead, StatePool, WindowPool, WindowSpec
+from aioserve.kv_cache import BLOCKS, Ahead, KVConnectorMetadata, StatePool, WindowPool, WindowSpec
+from aioserve.kv_connector import BlockStore, KVConnectorWorker, SlotGroup
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
-from aioserve.request import ROW_VALUES, invented
+from aioserve.params import PoolingParams
+from aioserve.request import ROW_VALUES, EncoderInput, invented
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
-from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
-from aioserve.testing.toy_connector import ToyWorker
-from aioserve.testing.toy_row import Row
-from aioserve.testing.toy_states import ToyStates
-from aioserve.testing.toy_windows import ToyWindows
+from aioserve.testing.ledger import Drafter, Masked, Reply, next_of_reply
 from aioserve.testing.violation import ContractViolation
 
 #: Stands in a slot whose row failed, and in those that were computed of it.
@@ -41,7 +42,7 @@ class ToyRunner:
         max_encoder_tokens: int | None = None,
         encoder_cache_tokens: int | None = None,
         drafter: Drafter | None = None,
-        kv_worker: ToyWorker | None = None,
+        kv_worker: "ToyWorker | None" = None,
         num_state_slots: int | None = None,
         windows: WindowSpec | None = None,
     ) -> None:
@@ -345,12 +346,12 @@ class ToyRunner:
         row.num_computed = len(row.token_ids) - 1  # what wrong drafts wrote is not counted
         return sampled
 
-    def _is_spoilt(self, row: Row, end: int) -> bool:
+    def _is_spoilt(self, row: "Row", end: int) -> bool:
         """Whether any of its first `end` positions was to be written by a row that failed."""
         size, slots = self._block_size, self._slots
         return any(slots[row.block_ids[i // size]][i % size] == SPOILT for i in range(end))
 
-    def _spoil(self, row: Row, begin: int, end: int) -> None:
+    def _spoil(self, row: "Row", begin: int, end: int) -> None:
         for position in range(begin, end):
             index, offset = divmod(position, self._block_size)
             self._slots[row.block_ids[index]][offset] = SPOILT
@@ -399,3 +400,270 @@ class ToyRunner:
             row.proposed_before = row.proposed[1:]
             row.proposed = drafts.get(request_id, [])
         return drafts
+
+
+# One request in the batch of a toy runner, and what its keys and values depend on. Knows tokens,
+# encoder inputs and what keeps requests apart. Knows no slots and no steps.
+
+
+@dataclass(slots=True)
+class Row:
+    """As the steps have told it so far."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed: int
+    encoder_inputs: tuple[EncoderInput, ...]
+    namespace: Hashable
+    num_prompt_tokens: int
+    reply: Reply
+    pooling: PoolingParams | None
+    pooled: list[int] = field(default_factory=list)  # the tokens whose states were pooled
+    keys: list[int] = field(default_factory=list)  # of token_ids, on demand
+    proposed: list[int] = field(default_factory=list)  # draft tokens, after its newest token
+    # Those proposed before that token, which come after it: of a step that was planned ahead.
+    proposed_before: list[int] = field(default_factory=list)
+
+    def keys_with(self, drafts: Sequence[int]) -> list[int]:
+        """What keys and values of each position depend on: namespace, tokens, encoder inputs."""
+        self._extend(self.keys, self.token_ids)
+        if not drafts:
+            return self.keys
+        keys = self.keys.copy()
+        self._extend(keys, [*self.token_ids, *drafts])
+        return keys
+
+    def _extend(self, keys: list[int], token_ids: Sequence[int]) -> None:
+        for position in range(len(keys), len(token_ids)):
+            content = [
+                (position - item.position, item.content_hash)
+                for item in self.encoder_inputs
+                if item.position <= position < item.end
+            ]
+            before: Hashable = keys[-1] if keys else self.namespace
+            keys.append(hash((before, token_ids[position], *content)))
+
+
+# The states of a toy model with states: what a slot holds depends on all tokens before it. Knows
+# slots, and where a step begins and ends. Knows nothing about blocks or hashes.
+
+
+class ToyStates:
+    """Slots as the runner is told of them. Raises `ContractViolation`."""
+
+    def __init__(self, num_slots: int) -> None:
+        #: Of each slot, the key of the last token in its state.
+        self.contents: list[list[int | None]] = [[None] for _ in range(num_slots)]
+        self._own: dict[str, int] = {}  # by request
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that left the batch."""
+        self._own.pop(request_id, None)
+
+    def take_back(self, request_id: str, content: int) -> None:
+        """Its last drafts were wrong: the state is that behind the key `content`."""
+        self.contents[self._own[request_id]][0] = content
+
+    def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
+        """Run a step; `rows` has each request's first position, and the keys of all its tokens."""
+        where, told = f"step {output.step_id}", output.parts.get(StatePool.name, {})
+        if strangers := told.keys() - rows.keys():
+            raise ContractViolation(f"{where}: states of {sorted(strangers)}, which do not run")
+        read: dict[int, str] = {}
+        written: dict[int, tuple[str, int | None]] = {}
+        for request_id, (begin, keys) in rows.items():
+            moves = told.get(request_id)
+            if moves is None and request_id not in self._own:
+                raise ContractViolation(f"{where}: {request_id} runs without a slot for its state")
+            slot = self._own[request_id] if moves is None else moves.slot
+            source = slot if moves is None else moves.source
+            found = None if source < 0 else self.contents[source][0]
+            if found != (keys[begin - 1] if begin else None) or (source >= 0 and not begin):
+                raise ContractViolation(
+                    f"{where}: {request_id} begins behind {begin} tokens with a state in slot "
+                    f"{source} that is not theirs"
+                )
+            if source != slot:
+                read[source] = request_id
+            end = begin + output.num_scheduled_tokens[request_id]
+            for position, target in [*([] if moves is None else moves.snapshots), (end, slot)]:
+                if not begin < position <= end:
+                    raise ContractViolation(
+                        f"{where}: a snapshot of {request_id} behind {position} tokens, but the "
+                        f"step computes {begin} to {end}"
+                    )
+                if target in written or (slot != target and target in self._own.values()):
+                    raise ContractViolation(
+                        f"{where}: slot {target} is to hold a state of {request_id}, and another"
+                    )
+                written[target] = request_id, keys[position - 1]
+            self._own[request_id] = slot
+        if shared := {slot for slot, (name, _) in written.items() if read.get(slot, name) != name}:
+            raise ContractViolation(f"{where}: slots {sorted(shared)} are read and written")
+        if len(set(self._own.values())) < len(self._own):
+            raise ContractViolation(f"{where}: two requests have one slot for their states")
+        for slot, (_, content) in written.items():
+            self.contents[slot][0] = content
+
+
+# The layers with a sliding window of a toy model: blocks of their own, read through the window.
+# Knows positions and what it is told of blocks. Knows nothing about hashes or reservations.
+
+
+class ToyWindows:
+    """Tables as the runner is told of them, and what stands in the blocks. Raises
+    `ContractViolation`.
+    """
+
+    def __init__(self, spec: WindowSpec, block_size: int) -> None:
+        self._num_tokens, self._block_size = spec.num_tokens, block_size
+        #: What stands in the blocks.
+        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(spec.num_blocks)]
+        self._tables: dict[str, dict[int, int]] = {}  # by request: block ids by their place
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Take in which requests came or left, and which have more blocks."""
+        for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
+            self._tables.pop(request_id, None)
+        for data in output.scheduled_new_reqs:
+            self._tables[data.request_id] = {}
+        for request_id, blocks in output.parts.get(WindowPool.name, {}).items():
+            places = range(blocks.first, blocks.first + len(blocks.block_ids))
+            self._tables[request_id].update(zip(places, blocks.block_ids, strict=True))
+
+    def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
+        """Run a step; `rows` has each request's first position, and the keys of all its tokens: all
+        write, then all read.
+        """
+        writers: dict[int, str] = {}
+        for request_id, (begin, keys) in rows.items():
+            for position in range(begin, begin + output.num_scheduled_tokens[request_id]):
+                block_id = self._block(output, request_id, position)
+                if writers.setdefault(block_id, request_id) != request_id:
+                    raise ContractViolation(
+                        f"step {output.step_id}: window block {block_id} is written by "
+                        f"{writers[block_id]} and {request_id}"
+                    )
+                self.slots[block_id][position % self._block_size] = keys[position]
+        for request_id, (begin, keys) in rows.items():
+            end = begin + output.num_scheduled_tokens[request_id]
+            for position in range(max(begin - self._num_tokens + 1, 0), end):
+                block_id = self._block(output, request_id, position)
+                if self.slots[block_id][position % self._block_size] != keys[position]:
+                    raise ContractViolation(
+                        f"step {output.step_id}: {request_id}, behind {begin} tokens, reads "
+                        f"position {position} of its window in block {block_id} and finds another's"
+                    )
+
+    def _block(self, output: SchedulerOutput, request_id: str, position: int) -> int:
+        found = self._tables[request_id].get(position // self._block_size)
+        if found is None:
+            raise ContractViolation(
+                f"step {output.step_id}: {request_id} has no window block for position {position}"
+            )
+        return found
+
+
+# A KV connector made of dictionaries: slots of host memory, and a store that takes its time.
+# Contents are what `ToyRunner` writes into its blocks. Knows no requests and checks nothing: what
+# was copied to the wrong place is found by the request that reads it.
+
+
+Content = list[int | None]
+
+
+class ToyWorker(KVConnectorWorker):
+    """Copies between what a `ToyRunner` has, pool by pool, and its slots."""
+
+    block_bytes = 1
+    _NAMES = (BLOCKS, WindowPool.name, StatePool.name)  # of pools that there may be
+
+    def __init__(self, num_slots: int) -> None:
+        """As many slots for each pool."""
+        self.num_slots = num_slots
+        self.pools: dict[str, list[Content]] = {}  # those of the runner, once there is one
+        self.contents: list[Content] = [[] for _ in range(num_slots * len(self._NAMES))]
+
+    @property
+    def groups(self) -> list[SlotGroup]:
+        return [SlotGroup(name, self.num_slots, self.block_bytes) for name in self._NAMES]
+
+    def transfer(self, metadata: KVConnectorMetadata) -> None:
+        for name, (saves, _) in metadata.by_pool.items():
+            first = self._NAMES.index(name) * self.num_slots
+            for block_id, slot in saves:
+                self.contents[first + slot] = self.pools[name][block_id].copy()
+        for name, (_, loads) in metadata.by_pool.items():
+            first = self._NAMES.index(name) * self.num_slots
+            for slot, block_id in loads:
+                block = self.pools[name][block_id]  # empty: nothing was ever copied there
+                block[:] = self.contents[first + slot] or [None] * len(block)
+
+
+class ToyStore(BlockStore):
+    """Answers when it is told to, in the order of the questions; reads may fail half-way."""
+
+    def __init__(self, worker: ToyWorker) -> None:
+        self._worker = worker
+        self._contents: dict[bytes, Content] = {}
+        self._pending: deque[Callable[[bool], None]] = deque()  # told whether it fails
+
+    def __len__(self) -> int:
+        """The number of questions that wait for an answer."""
+        return len(self._pending)
+
+    def answer(self, fails: bool = False) -> None:
+        """Do what was asked first."""
+        if self._pending:
+            self._pending.popleft()(fails)
+
+    def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
+        def find(fails: bool) -> None:
+            known = (i for i, h in enumerate(block_hashes) if h not in self._contents)
+            on_found(0 if fails else next(known, len(block_hashes)))
+
+        self._pending.append(find)
+
+    def find_each(
+        self, block_hashes: Sequence[bytes], on_found: Callable[[frozenset[bytes]], None]
+    ) -> None:
+        def find(fails: bool) -> None:
+            on_found(frozenset(() if fails else (h for h in block_hashes if h in self._contents)))
+
+        self._pending.append(find)
+
+    def read(
+        self, block_hashes: Sequence[bytes], slots: Sequence[int], on_read: Callable[[int], None]
+    ) -> None:
+        def read(fails: bool) -> None:
+            num_read = len(slots) // 2 if fails else len(slots)
+            for i, slot in enumerate(slots):  # what failed has overwritten its slot as well
+                content = self._contents[block_hashes[i]] if i < num_read else []
+                self._worker.contents[slot] = content.copy()
+            on_read(num_read)
+
+        self._pending.append(read)
+
+    def write(
+        self, block_hashes: Sequence[bytes], slots: Sequence[int], on_written: Callable[[], None]
+    ) -> None:
+        def write(fails: bool) -> None:
+            for block_hash, slot in zip(block_hashes, slots, strict=True):
+                if not fails:
+                    self._contents[block_hash] = self._worker.contents[slot].copy()
+            on_written()
+
+        self._pending.append(write)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None  # no request waits so long: answers come, if with a failure
+
+    def seconds_to_read(self, num_bytes: int) -> float:
+        return 0.0
+
+    async def change_weights(self, path: str) -> None:
+        self._contents.clear()
+
+    async def close(self) -> None:
+        while self._pending:
+            self.answer()

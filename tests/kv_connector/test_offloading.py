@@ -21,7 +21,7 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.simulation.simulated_kv import SimulatedBlocks
 from aioserve.scheduler import OnlineStepTime, SchedulerInterface, SchedulerOutput
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.toy_connector import ToyStore
+from aioserve.testing.toy_runner import ToyStore
 from tests.testing.broken import SoundScheduler
 
 PROMPT = [7] * 30

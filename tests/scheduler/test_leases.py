@@ -18,8 +18,8 @@ from aioserve.scheduler import BaseScheduler, SchedulerOutput, make_successor
 from aioserve.scheduler.fallback import FallbackScheduler
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract, Subject
+from aioserve.testing.harness import FAILURES
 from aioserve.testing.state_machine import run_machine
-from aioserve.testing.successors import FAILURES
 from tests.processes import PATIENCE
 from tests.slow import mostly_slow
 from tests.testing.pinning import PinsAndHates, PinsInChunks

@@ -17,7 +17,7 @@ from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract
-from aioserve.testing.toy_connector import ToyStore, ToyWorker
+from aioserve.testing.toy_runner import ToyStore, ToyWorker
 from tests.slow import mostly_slow
 
 RECIPE = Path(__file__).parents[2] / "examples/recipes/swapped_levels.py"

@@ -5,7 +5,7 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve.request import RequestStatus
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.replies import guess
+from aioserve.testing.ledger import guess
 
 
 def next_turn(harness: SchedulerHarness, name: str) -> int:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.traffic import harness_settings, requests
+from aioserve.testing.state_machine import harness_settings, requests
 from tests.testing.broken import SoundScheduler  # a loop over run, then over admit
 
 

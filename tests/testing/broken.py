@@ -22,7 +22,7 @@ from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
 from aioserve.scheduler.estimates import LengthHistory
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.replies import Masked
+from aioserve.testing.ledger import Masked
 
 CAUGHT_BY: dict[type[BaseScheduler], str] = {}  # a regular expression of the message
 

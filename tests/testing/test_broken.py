@@ -7,9 +7,7 @@ import pytest
 from aioserve.errors import PolicyError
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing import ContractViolation
-from aioserve.testing.client_rules import ClientRules
-from aioserve.testing.contract import PolicyContract, Subject
-from aioserve.testing.rules import PolicyRules
+from aioserve.testing.contract import ClientRules, PolicyContract, PolicyRules, Subject
 from tests.testing.broken import SoundScheduler
 from tests.testing.unfair import CAUGHT_BY
 

@@ -6,7 +6,7 @@ from aioserve.errors import RequestError
 from aioserve.request import EncoderInput, RequestStatus
 from aioserve.testing import ContractViolation, SchedulerHarness
 from aioserve.testing.calls import make_calls, write_program
-from aioserve.testing.replies import guess
+from aioserve.testing.ledger import guess
 from tests.testing.broken import RollsGlobalDice, SoundScheduler
 
 

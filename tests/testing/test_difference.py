@@ -6,7 +6,7 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.scheduler import SchedulerOutput
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.difference import differences
+from aioserve.testing.comparisons import differences
 
 
 @pytest.fixture

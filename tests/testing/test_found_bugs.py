@@ -5,7 +5,7 @@ import pytest
 from aioserve.request import EncoderInput
 from aioserve.scheduler import SchedulerOutput, Step
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.replies import guess
+from aioserve.testing.ledger import guess
 from tests.testing.broken import SoundScheduler
 
 SMALL, LARGE = EncoderInput(0, 2, "small"), EncoderInput(2, 3, "large")

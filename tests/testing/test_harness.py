@@ -14,7 +14,7 @@ from aioserve.params import StructuredOutputs
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing import ContractViolation, SchedulerHarness
 from aioserve.testing.calls import make_calls, write_program
-from aioserve.testing.successors import FAILURES, FailsToTakeOver
+from aioserve.testing.harness import FAILURES, FailsToTakeOver
 
 EOS = 2
 PAGE = Path(__file__).parents[2] / "docs/writing-a-policy.md"

@@ -4,7 +4,7 @@ import pytest
 
 from aioserve.scheduler import Request
 from aioserve.testing import ContractViolation, SchedulerHarness
-from aioserve.testing.shrink import Failure, shrink
+from aioserve.testing.story import Failure, shrink
 from tests.testing.broken import SoundScheduler, StarvesTheShort
 
 

@@ -13,8 +13,7 @@ import pytest
 from aioserve.request import WaitReason
 from aioserve.scheduler import Request, SchedulerOutput
 from aioserve.testing import ContractViolation, SchedulerHarness
-from aioserve.testing.shrink import BROKEN
-from aioserve.testing.story import IN_WORDS, told
+from aioserve.testing.story import BROKEN, IN_WORDS, told
 from tests.testing.broken import SoundScheduler
 
 

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import bdb
-from aioserve.testing.time_limit import OutOfTime, begin_call, end_call
+from aioserve.testing.violation import OutOfTime, begin_call, end_call
 
 {prepare}
 for _ in range(3):

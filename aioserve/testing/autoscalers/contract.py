@@ -19,8 +19,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from aioserve.routing import AutoscalerInterface
-from aioserve.testing.autoscalers import frozen, rules
-from aioserve.testing.autoscalers.subject import AutoscalerSubject
+from aioserve.testing.autoscalers import rules
+from aioserve.testing.autoscalers.toy_fleet import AutoscalerSubject
 
 __all__ = ["AutoscalerContract", "AutoscalerSubject"]
 
@@ -54,7 +54,7 @@ class AutoscalerContract:
 
     def test_a_start_takes_its_time(self, subject: AutoscalerSubject) -> None:
         """The same load has about the same answer while replicas start."""
-        frozen.check_startup(subject)
+        rules.check_startup(subject)
 
     def test_a_fleet_grows_with_its_load(self, subject: AutoscalerSubject) -> None:
         """Few requests are late, minutes after the load has grown fourfold."""
@@ -86,11 +86,11 @@ class AutoscalerContract:
 
     def test_an_answer_costs_in_proportion(self, subject: AutoscalerSubject) -> None:
         """The lines that an answer runs grow with the number of replicas at most, up to 1,000."""
-        frozen.check_cost(subject)
+        rules.check_cost(subject)
 
     def test_memory_does_not_grow(self, subject: AutoscalerSubject) -> None:
         """Requests that have ended leave nothing behind in the autoscaler."""
-        frozen.check_memory(subject)
+        rules.check_memory(subject)
 
 
 class TestGivenAutoscalers(AutoscalerContract):

@@ -1,11 +1,9 @@
-"""A fleet that an autoscaler scales, on a clock of its own: starts take time and are paid for.
-
-Notes every answer. Knows no rule. Times are in seconds, and whole.
-"""
+"""A fleet that an autoscaler under test scales, on a clock of its own: starts take time."""
 
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,12 +16,70 @@ from aioserve.routing import (
     RoutedRequest,
     blamed,
 )
-from aioserve.testing.autoscalers.toy_replica import (
-    NUM_SEATS,
-    PROMPT_TOKENS,
-    SERVICE_SECONDS,
-    ScaledReplica,
-)
+
+NUM_SEATS = 8
+SERVICE_SECONDS = 10  # that a request keeps its seat
+PROMPT_TOKENS = 2048
+KV_TOKENS = 10 * PROMPT_TOKENS
+#: Seconds to a first token beside `n` requests that run: FIRST_TOKEN * (1 + n).
+FIRST_TOKEN = 0.09
+
+
+class Held:
+    """A request at a replica."""
+
+    __slots__ = ("ends_at", "request")
+
+    def __init__(self, request: RoutedRequest) -> None:
+        self.request = request
+        self.ends_at = 0.0
+
+
+class ScaledReplica:
+    """Serves requests in the order in which they come, each in a seat."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.running: list[Held] = []
+        self.queue: deque[RoutedRequest] = deque()
+        self.is_leaving = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return len(self.running) + len(self.queue)
+
+    def tick(self, now: float) -> list[tuple[RoutedRequest, float]]:
+        """End what is due and seat what waits; first tokens, each with the seconds since the
+        request arrived.
+        """
+        self.running = [held for held in self.running if held.ends_at > now]
+        started = []
+        while self.queue and len(self.running) < NUM_SEATS:
+            held = Held(self.queue.popleft())
+            held.ends_at = now + SERVICE_SECONDS
+            seconds = now - held.request.arrival_time + FIRST_TOKEN * (1 + len(self.running))
+            self.running.append(held)
+            started.append((held.request, seconds))
+        return started
+
+    def report(self) -> ReplicaReport:
+        """What it says of itself."""
+        held = sum(each.request.num_tokens for each in self.running)
+        return ReplicaReport(
+            num_running=len(self.running),
+            num_waiting=len(self.queue),
+            num_waiting_tokens=PROMPT_TOKENS * len(self.queue),
+            max_num_seqs=NUM_SEATS,
+            num_kv_tokens=KV_TOKENS,
+            num_free_kv_tokens=max(KV_TOKENS - held, 0),
+            step_seconds=0.02 + 0.002 * len(self.running),
+        )
+
+
+# A fleet that an autoscaler scales, on a clock of its own: starts take time and are paid for. Notes
+# every answer. Knows no rule. Times are in seconds, and whole.
+
 
 #: Requests per second that keep all seats of a replica taken.
 FULL = NUM_SEATS / SERVICE_SECONDS
@@ -212,3 +268,30 @@ class ScaledToyFleet:
             num_free_kv_tokens=report.num_free_kv_tokens,
             step_seconds=report.step_seconds,
         )
+
+
+# The autoscaler that is under test, with its options. Knows how it is made. Knows no rule.
+
+
+@dataclass(frozen=True)
+class AutoscalerSubject:
+    """An autoscaler that the contract runs on, with its options."""
+
+    autoscaler: type[AutoscalerInterface]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> type[AutoscalerInterface]:
+        """The class that a violation blames."""
+        return self.autoscaler
+
+    @property
+    def name(self) -> str:
+        """The name by which messages call the autoscaler."""
+        return self.autoscaler.__name__
+
+    def fleet(self, load: Callable[[float], float], plan: ToyPlan) -> ScaledToyFleet:
+        """A new fleet with a new autoscaler; `load` is how many replicas would be kept full at a
+        time in seconds.
+        """
+        return ScaledToyFleet(self.autoscaler, self.options, load, plan)

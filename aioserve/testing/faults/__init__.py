@@ -7,11 +7,18 @@ the code). Nothing here is for a server that serves.
 """
 
 from aioserve.testing.faults.clients import CLIENTS, Client, Told
-from aioserve.testing.faults.clock import JumpingLoop
-from aioserve.testing.faults.fault import KINDS, Fault, Faults
+from aioserve.testing.faults.fault import (
+    KINDS,
+    RUNNER_KINDS,
+    Fault,
+    Faults,
+    FaultyRunner,
+    JumpingLoop,
+    faulty,
+    few_descriptors,
+    open_descriptors,
+)
 from aioserve.testing.faults.lines import FaultyLines, Point, points
-from aioserve.testing.faults.parts import faulty, few_descriptors, open_descriptors
-from aioserve.testing.faults.runner import RUNNER_KINDS, FaultyRunner
 
 __all__ = [
     "CLIENTS",

@@ -33,11 +33,10 @@ from aioserve.formats import (
     joined,
 )
 from aioserve.testing.formats.bound import check_forced, check_strict, check_whole
-from aioserve.testing.formats.cost import check_cost
-from aioserve.testing.formats.hostile import FUNCTIONS, WORDS, cuts, hostile_texts, spoiled_texts
 from aioserve.testing.formats.reading import (
     Read,
     check_alike,
+    check_cost,
     parser_of,
     pieces_of,
     read,
@@ -46,10 +45,15 @@ from aioserve.testing.formats.reading import (
     words,
 )
 from aioserve.testing.formats.replies import (
+    FUNCTIONS,
+    WORDS,
     Example,
     all_marks,
+    cuts,
     examples,
     fixed_examples,
+    hostile_texts,
+    spoiled_texts,
     texts,
     written,
 )

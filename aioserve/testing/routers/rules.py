@@ -8,10 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from aioserve.routing import Dispatcher, RoutedRequest, Wait
-from aioserve.testing.routers.subject import RouterSubject
-from aioserve.testing.routers.toy_fleet import ToyFleet
-from aioserve.testing.routers.toy_replica import NUM_SEATS
-from aioserve.testing.routers.traffic import FULL, conversations, equal_requests, one_beginning
+from aioserve.testing.routers.toy_fleet import (
+    FULL,
+    NUM_SEATS,
+    RouterSubject,
+    ToyFleet,
+    conversations,
+    equal_requests,
+    one_beginning,
+)
 from aioserve.testing.violation import RouterViolation
 
 #: Of equal requests to a full fleet a replica gets at least this part of its share.

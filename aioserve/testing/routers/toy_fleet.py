@@ -1,26 +1,119 @@
-"""A small fleet behind a router, on a clock of its own: arrivals, deaths, returns, stale knowledge.
+"""A small fleet behind a router under test, on a clock of its own, and traffic for it.
 
-Notes every decision. Knows no rule. Times are in seconds.
+Arrivals, deaths, returns and stale knowledge; replicas take time and hold blocks, and compute
+nothing.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import msgspec
 
+from aioserve.kv_cache.block_pool import BlockRemoved, BlockStored, KVEvent
+from aioserve.request import Hints
 from aioserve.routing import (
     MAX_WAIT_SECONDS,
     MIN_WAIT_SECONDS,
+    Assignment,
     BaseRouter,
     Dispatcher,
     Refuse,
+    ReplicaReport,
     RoutedRequest,
     Wait,
 )
-from aioserve.testing.routers.toy_replica import Served, ToyReplica
+
+NUM_SEATS = 8
+NUM_BLOCKS = 400
+SECONDS_PER_TOKEN = 0.001  # of a prompt that is not cached
+SECONDS_PER_REPLY = 0.4
+
+
+class Served:
+    """A request at a replica."""
+
+    __slots__ = ("assignment", "ends_at", "num_moves", "remaining", "request", "started_at")
+
+    def __init__(self, request: RoutedRequest, assignment: Assignment) -> None:
+        self.request = request
+        self.assignment = assignment
+        self.started_at = -1.0  # time of its first token, once it has a seat
+        self.ends_at = -1.0
+        self.num_moves = 0  # to other replicas
+        self.remaining: float | None = None  # seconds of its reply, if it came from elsewhere
+
+
+class ToyReplica:
+    """Serves a prompt in proportion to what is not cached, then a reply, in a seat each."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.running: list[Served] = []
+        self.queue: deque[Served] = deque()
+        self.blocks: dict[bytes, None] = {}  # oldest first
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return len(self.running) + len(self.queue)
+
+    def seat(self, now: float) -> Iterator[KVEvent]:
+        """Give free seats to requests that wait; what the cache says of it."""
+        while self.queue and len(self.running) < NUM_SEATS:
+            served = self.queue.popleft()
+            request = served.request
+            if served.remaining is not None:
+                served.ends_at = now + served.remaining
+                self.running.append(served)
+                yield from self._hold(request.block_hashes)
+                continue
+            hashes = request.block_hashes
+            num_cached = next(
+                (i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes)
+            )
+            tokens = request.num_tokens - num_cached * request.block_size
+            served.started_at = now + SECONDS_PER_TOKEN * max(tokens, 1)
+            served.ends_at = served.started_at + SECONDS_PER_REPLY
+            self.running.append(served)
+            yield from self._hold(hashes)
+
+    def report(self) -> ReplicaReport:
+        """What it says of itself."""
+        num_tokens = sum(served.request.num_tokens for served in self.running)
+        return ReplicaReport(
+            num_running=len(self.running),
+            num_waiting=len(self.queue),
+            num_waiting_tokens=sum(served.request.num_tokens for served in self.queue),
+            max_num_seqs=NUM_SEATS,
+            num_kv_tokens=16 * NUM_BLOCKS,
+            num_free_kv_tokens=max(16 * NUM_BLOCKS - num_tokens, 0),
+            step_seconds=0.01 + 0.002 * len(self.running),
+            step_base_seconds=0.01,
+            step_request_seconds=0.002,
+            num_evictable_kv_tokens=max(16 * len(self.blocks) - num_tokens, 0),
+            adapters=tuple(sorted({served.request.adapter for served in self.running} - {""})),
+        )
+
+    def _hold(self, hashes: Sequence[bytes]) -> Iterator[KVEvent]:
+        for block_hash in hashes:
+            if block_hash in self.blocks:
+                continue
+            if len(self.blocks) >= NUM_BLOCKS:
+                oldest = next(iter(self.blocks))
+                del self.blocks[oldest]
+                yield BlockRemoved(oldest)
+            self.blocks[block_hash] = None
+            yield BlockStored(block_hash, None, [])
+
+
+# A small fleet behind a router, on a clock of its own: arrivals, deaths, returns, stale knowledge.
+# Notes every decision. Knows no rule. Times are in seconds.
+
 
 COPY_SECONDS = 0.02  # of the KV blocks of a request to another replica
 
@@ -222,3 +315,112 @@ class ToyFleet:
             self.at(self.now + self._delay, notice)
         else:
             notice()
+
+
+# Requests at random for a toy fleet, the same in every run. Knows prompts, sessions and hints.
+# Knows no replica.
+
+
+BLOCK_SIZE = 16
+#: Requests per second and replica that fill most of its seats.
+FULL = 13.0
+
+
+def prompt(*names: int | str) -> tuple[bytes, ...]:
+    """A block of a prompt for each name; what follows another beginning is another block."""
+    return tuple(repr(names[: i + 1]).encode() for i in range(len(names)))
+
+
+def equal_requests(count: int, rate: float) -> Iterator[tuple[float, RoutedRequest]]:
+    """Requests with nothing in common and nothing that sets one apart, at `rate` per second."""
+    rng, now = random.Random("equal"), 1.0
+    for number in range(count):
+        now += rng.expovariate(rate)
+        yield now, _request(number, prompt(*(f"{number}.{i}" for i in range(8))))
+
+
+def one_beginning(count: int, rate: float) -> Iterator[tuple[float, RoutedRequest]]:
+    """Requests of which all prompts begin alike, for the greater part."""
+    rng, now = random.Random("hot"), 1.0
+    for number in range(count):
+        now += rng.expovariate(rate)
+        yield now, _request(number, prompt(*range(6), f"{number}.6", f"{number}.7"))
+
+
+def conversations(count: int, rate: float, seed: int = 0) -> Iterator[tuple[float, RoutedRequest]]:
+    """Turns of conversations of all kinds: clients, priorities, deadlines, classes, lengths."""
+    rng, now = random.Random(f"{seed} conversations"), 1.0
+    turns: dict[int, int] = {}
+    for number in range(count):
+        now += rng.expovariate(rate)
+        session = rng.randrange(max(count // 6, 1))
+        turn = turns[session] = turns.get(session, 0) + 1
+        hints: Hints = {"session": f"s{session}", "slo_class": rng.choice(["chat", "batch", "x"])}
+        if rng.random() < 0.5:
+            hints |= {"predicted_output_tokens": rng.randrange(1, 400), "slo_ttft": rng.random()}
+            hints |= {"slo_tpot": 0.2 * rng.random()}
+        yield (
+            now,
+            _request(
+                number,
+                prompt(session % 5, *(f"{session}.{i}" for i in range(2 * turn))),
+                session=f"s{session}" if rng.random() < 0.8 else "",
+                user=f"u{session % 7}",
+                priority=rng.randrange(-1, 3),
+                deadline=now + 30 * rng.random() if rng.random() < 0.2 else None,
+                hints=hints,
+                adapter=rng.choice(["", "", "a", "b"]),
+            ),
+        )
+
+
+def _request(number: int, hashes: tuple[bytes, ...], **fields: object) -> RoutedRequest:
+    return RoutedRequest(
+        request_id=f"q{number}",
+        num_tokens=BLOCK_SIZE * len(hashes) + number % BLOCK_SIZE,
+        max_tokens=256,
+        block_hashes=hashes,
+        block_size=BLOCK_SIZE,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+# The router that is under test, with its options. Knows how it is made. Knows no rule.
+
+
+@dataclass(frozen=True)
+class RouterSubject:
+    """A router that the contract runs on, with its options."""
+
+    router: type[BaseRouter]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> type[BaseRouter]:
+        """The class that a violation blames."""
+        return self.router
+
+    @property
+    def name(self) -> str:
+        """The name by which messages call the router."""
+        return self.router.__name__
+
+    def fleet(
+        self,
+        num_replicas: int,
+        *,
+        delay: float = 0.0,
+        silent: frozenset[str] = frozenset(),
+        seed: int = 0,
+        roles: Sequence[str] = (),
+    ) -> ToyFleet:
+        """A new fleet behind a new router."""
+        return ToyFleet(
+            self.router,
+            self.options,
+            num_replicas,
+            delay=delay,
+            silent=silent,
+            seed=seed,
+            roles=roles,
+        )
