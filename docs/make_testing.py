@@ -16,11 +16,7 @@ if str(HERE.parent) not in sys.path:  # the planted bugs are among the tests
 
 from aioserve.testing import SchedulerHarness, invariants  # noqa: E402
 from aioserve.testing.bench import Bench  # noqa: E402
-from aioserve.testing.contract import (
-    ClientRules,  # noqa: E402
-    PolicyContract,  # noqa: E402
-    PolicyRules,  # noqa: E402
-)
+from aioserve.testing.contract import ClientRules, PolicyContract, PolicyRules  # noqa: E402
 
 CONTRACT_HEAD = """\
 # What the contract of policies checks

@@ -260,7 +260,7 @@ class OffloadsOthers(Swaps):
 
     def set_aside(self, step: Step, request: Request) -> None:
         if step.offload(request) and self.connector is not None:
-            saves = self.connector._open.saves
+            saves = self.connector._pools.blocks.open.saves
             for block_hash, (block_id, slot) in saves.items():
                 saves[block_hash] = (block_id + 1) % self.kv_cache.pool.num_blocks, slot
 
@@ -271,7 +271,7 @@ class PrefetchesNothing(Swaps):
 
     def bring_back(self, step: Step, request: Request) -> None:
         if step.prefetch(request) and self.connector is not None:
-            self.connector._open.loads.clear()
+            self.connector._pools.blocks.open.loads.clear()
 
 
 @caught_by(r"\d+ slots of host memory leaked")
