@@ -5,13 +5,14 @@ a `RequestTable`; what follows from a step's result, in `results`. It knows noth
 tensors, tasks or threads.
 """
 
+from __future__ import annotations
+
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from aioserve.config import SchedulerConfig
 from aioserve.errors import (
     FROM_OUTSIDE,
     AioserveError,
@@ -62,6 +63,9 @@ from aioserve.scheduler.table import (
     check_size,
     order_key,
 )
+
+if TYPE_CHECKING:
+    from aioserve.config import SchedulerConfig
 
 #: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
 #: ties broken by the policy's order. Under each but the last one some request is never the victim,
@@ -378,7 +382,7 @@ class BaseScheduler(SchedulerInterface):
 
     # A policy that follows another one, by `make_successor`.
 
-    def take_over(self, other: "BaseScheduler") -> None:
+    def take_over(self, other: BaseScheduler) -> None:
         """Continue where `other`, which shares the KV cache, stands: between two steps, and before
         this one has a request of its own. What `other` counted for its own policy stays behind.
 

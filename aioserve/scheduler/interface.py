@@ -4,18 +4,23 @@ Recognizable to readers of the vLLM V1 family. Policies do not implement this: t
 from `BaseScheduler`, which does everything but the decision.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.config import SchedulerConfig
 
 #: Version of the policy API, which docs/policy-api.md lists. It rises when a policy that keeps to
 #: that page may have to change.
@@ -33,7 +38,7 @@ class SchedulerInterface(ABC):
     """
 
     @property
-    def policy(self) -> type["SchedulerInterface"]:
+    def policy(self) -> type[SchedulerInterface]:
         """The class that decides, for messages; of a wrapper, the class that it wraps."""
         return type(self)
 
@@ -119,7 +124,7 @@ class SchedulerInterface(ABC):
         `arriving_tokens` at least, are being tokenized: they wait, but not in this queue yet.
         """
 
-    def take_rejections(self) -> dict[str, "Rejection"]:
+    def take_rejections(self) -> dict[str, Rejection]:
         """By id, the waiting requests that the newest step rejects, told once: the engine then
         ends them, by `finish_requests`, and tells their clients.
         """
@@ -156,7 +161,7 @@ class SchedulerInterface(ABC):
         """
         return list(scheduler_output.num_scheduled_tokens)
 
-    def switch(self, settings: SchedulerConfig) -> "SchedulerInterface":
+    def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
         """Let the policy of `settings` decide from the next step on; requests and KV cache stay.
 
         Returns the scheduler to be asked from then on: another one, or itself if it only watches.
@@ -189,7 +194,7 @@ class Rejection(msgspec.Struct, frozen=True):
     retry_after: float  # seconds until it is worth to ask again
 
     @classmethod
-    def of(cls, policy_name: str, reason: str, retry_after: float) -> "Rejection":
+    def of(cls, policy_name: str, reason: str, retry_after: float) -> Rejection:
         """Raises `PolicyError` for a reason that is no text, or a time that is none."""
         if not isinstance(reason, str) or not 0 < len(reason) <= MAX_REASON:
             raise PolicyError(

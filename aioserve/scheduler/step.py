@@ -10,18 +10,22 @@ loaded when the request is admitted, or before that. (FastServe, Wu et al., 2023
 Abhyankar et al., 2024, swap; TokenFlow does it ahead of time.)
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError
 from aioserve.kv_cache import Vacancy, offload_price
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.table import LineStop, OpenStep, Order, RequestTable, order_key
+
+if TYPE_CHECKING:
+    from aioserve.config import SchedulerConfig
 
 Place = WaitReason | tuple[list[int], int, int]  # why a request has to wait, or what it gets
 

@@ -5,15 +5,16 @@ told; one table passes from policy to policy. It does not know which request sho
 sampled token means; of the policy it knows the name, for messages.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from aioserve.config import SchedulerConfig
 from aioserve.errors import (
     FROM_OUTSIDE,
     EngineOverloadedError,
@@ -26,6 +27,9 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.estimates import LengthHistory
 from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.config import SchedulerConfig
 
 order_key = attrgetter("order_key")
 by_user: Callable[[Request], str] = attrgetter("user")
