@@ -29,7 +29,7 @@ from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.products import PanelLinear
-from aioserve.runner.fused import FusedModel
+from aioserve.runner.fused.model import FusedModel
 
 PROMPT_TOKENS = 64
 REPLY_TOKENS = 64

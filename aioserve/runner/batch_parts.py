@@ -1,21 +1,25 @@
-"""Which parts the batch of a runner has, on either side: a new part gets its line here."""
+"""Which parts the batch of a runner has, on either side: a new part gets its line here.
+
+A part that not every request needs is made, and its module loaded, when the first request asks for
+it; a part of few models, when such a model is served.
+"""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from aioserve.kv_cache import WindowSpec
-from aioserve.runner.batch.adapter_rows import AdapterRows
-from aioserve.runner.batch.grammar_rows import GrammarRows
-from aioserve.runner.batch.input_batch import BatchPart
-from aioserve.runner.batch.prompt_rows import PooledRows, PromptRows
+from aioserve.runner.batch.input_batch import BatchPart, LaterPart
 from aioserve.runner.batch.sampling_columns import SamplingColumns
-from aioserve.runner.batch.state_rows import StateRows, WindowRows
-from aioserve.runner.batch.thinking_rows import ThinkingRows
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.drafter import Drafter, DraftRows
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
+    from aioserve.kv_cache import WindowSpec
+    from aioserve.runner.batch.adapter_rows import AdapterRows
+    from aioserve.runner.batch.grammar_rows import GrammarRows
+    from aioserve.runner.spec_decode.drafter import Drafter, DraftRows
+
+_GRAMMAR, _BUDGET = "sampling_params.structured_outputs", "sampling_params.thinking_budget"
 
 
 class BatchParts:
@@ -31,25 +35,79 @@ class BatchParts:
         *,
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
-        drafter: Drafter | None = None,
-        windows: WindowSpec | None = None,
+        drafter: "Drafter | None" = None,
+        windows: "WindowSpec | None" = None,
     ) -> None:
         """Without `grammars`, no request may ask for structured outputs or thinking budgets."""
         self.sizes = max_num_seqs, max_model_len, block_size  # as `InputBatch` takes them
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
-        self.grammars = GrammarRows(grammars, vocab_size, eos_token_ids)
-        self.adapters = AdapterRows()
-        self.drafts = DraftRows(drafter, self.sampling, self.grammars)
-        parts: list[BatchPart[Any] | None] = [
+        self.drafter = drafter
+        self._compiler, self._vocab_size, self._eos_token_ids = grammars, vocab_size, eos_token_ids
+        parts: list[BatchPart[Any] | LaterPart | None] = [
             self.sampling,
-            PromptRows(),
-            PooledRows(),
-            self.adapters,
+            LaterPart(("sampling_params.prompt_logprobs",), _prompt_rows),
+            LaterPart(("pooling_params",), _pooled_rows),
+            LaterPart(("adapter_id",), lambda: self.adapters),
             model.image_encoder,
-            None if model.states is None else StateRows(max_num_seqs, model.states.take_back),
-            None if windows is None else WindowRows(max_num_seqs, max_model_len, block_size),
-            self.grammars,
-            ThinkingRows(grammars, self.grammars),
-            None if drafter is None else self.drafts,
         ]
+        if model.states is not None:
+            from aioserve.runner.batch.state_rows import StateRows
+
+            parts.append(StateRows(max_num_seqs, model.states.take_back))
+        if windows is not None:
+            from aioserve.runner.batch.state_rows import WindowRows
+
+            parts.append(WindowRows(max_num_seqs, max_model_len, block_size))
+        # A budget's matcher stands among those of grammars.
+        parts.append(LaterPart((_GRAMMAR, _BUDGET), lambda: self.grammars))
+        parts.append(LaterPart((_BUDGET,), self._thinking_rows))
+        parts.append(None if drafter is None else self.drafts)
         self.all = tuple(part for part in parts if part is not None)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens that are guessed for a row; 0 without a drafter."""
+        return 0 if self.drafter is None else self.drafter.length.max_tokens
+
+    @property
+    def has_matchers(self) -> bool:
+        """Whether a row has a grammar or a thinking budget."""
+        return "grammars" in self.__dict__ and bool(self.grammars.rows)
+
+    @cached_property
+    def grammars(self) -> "GrammarRows":
+        """Matchers by row."""
+        from aioserve.runner.batch.grammar_rows import GrammarRows
+
+        return GrammarRows(self._compiler, self._vocab_size, self._eos_token_ids)
+
+    @cached_property
+    def adapters(self) -> "AdapterRows":
+        """Loaded LoRA adapters, and those of rows."""
+        from aioserve.runner.batch.adapter_rows import AdapterRows
+
+        return AdapterRows()
+
+    @cached_property
+    def drafts(self) -> "DraftRows":
+        """The part that guesses tokens, by the drafter or where a grammar leaves no choice."""
+        from aioserve.runner.spec_decode.drafter import DraftRows
+
+        return DraftRows(self.drafter, self.sampling, self.grammars)
+
+    def _thinking_rows(self) -> BatchPart[Any]:
+        from aioserve.runner.batch.thinking_rows import ThinkingRows
+
+        return ThinkingRows(self._compiler, self.grammars)
+
+
+def _prompt_rows() -> BatchPart[Any]:
+    from aioserve.runner.batch.prompt_rows import PromptRows
+
+    return PromptRows()
+
+
+def _pooled_rows() -> BatchPart[Any]:
+    from aioserve.runner.batch.prompt_rows import PooledRows
+
+    return PooledRows()

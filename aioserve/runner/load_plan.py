@@ -13,16 +13,15 @@ import torch
 
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec, WindowLayers
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.drafter import Drafter
-from aioserve.runner.spec_decode.ngram import ngram_drafter
 
 if TYPE_CHECKING:  # `draft_source` brings `transformers`
     from aioserve.grammars import GrammarCompiler
+    from aioserve.kv_cache import WindowSpec
+    from aioserve.runner.spec_decode.drafter import Drafter
     from aioserve.runner.spec_decode.model_drafter import Draft, DraftRunner
     from aioserve.runner.tensor_parallel.group import Ranks
 
@@ -81,7 +80,7 @@ class LoadPlan:
     specs: Sequence[KVCacheSpec]  # of model and draft, in the type in which K and V are kept
     bytes_per_token: int  # of the KV pool
     num_other_bytes: int = 0  # of the memory for requests that states, windows and images take
-    windows: WindowSpec | None = None  # of the layers in `window_layers`
+    windows: "WindowSpec | None" = None  # of the layers in `window_layers`
     window_layers: WindowLayers | None = None
     num_blocks: int = 0  # of the KV pool
 
@@ -105,8 +104,12 @@ class LoadPlan:
     ) -> BatchParts:
         """The parts of the batch. `make_runner` is called for a draft: what runs its passes."""
         drafter: Drafter | None = None
+        speculation = self.config.speculation
         if self.ranks is None or self.ranks.is_first:  # guesses reach the others with the steps
-            drafter = ngram_drafter(self.config.speculation)
+            if speculation.speculative_method == "ngram":
+                from aioserve.runner.spec_decode.ngram import ngram_drafter
+
+                drafter = ngram_drafter(speculation)
             if self.draft is not None:
                 drafter = self.draft.make_drafter(self.config, make_runner())
         return BatchParts(

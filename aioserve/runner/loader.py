@@ -39,7 +39,9 @@ from aioserve.runner.attention.bridge import (
     UnsupportedModelError,
     serving,
 )
-from aioserve.runner.fused import NotFusedError, Place, fuse
+from aioserve.runner.fused.decoder import Place
+from aioserve.runner.fused.fuse import fuse
+from aioserve.runner.fused.ops import NotFusedError
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.models.attention_probe import (
     PROBE_TOKENS,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from aioserve.runner.adapters import AdapterSites, TokenAdapters
 from aioserve.runner.attention.backend import (
     AttentionCall,
     KVCacheSpec,
@@ -21,7 +20,8 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
 )
 
-if TYPE_CHECKING:  # these bring `transformers`, which takes seconds
+if TYPE_CHECKING:  # what few models need, or what brings `transformers`
+    from aioserve.runner.adapters import AdapterSites, TokenAdapters
     from aioserve.runner.models.stateful_layers import StatefulLayers
     from aioserve.runner.multimodal.image_encoder import ImageEncoder
 
@@ -53,7 +53,7 @@ class ServedModel(ABC):
     states: "StatefulLayers | None" = None  # of layers that have some
     embedding: Callable[[Tensor], Tensor] | None = None  # token ids [T] -> [T, hidden], if told
     reads_rows = False  # whether the `attention` that it is given must be `RowStates`
-    adapter_sites: AdapterSites
+    adapter_sites: "AdapterSites"
     image_encoder: "ImageEncoder | None" = None  # of one that sees
 
     @abstractmethod
@@ -81,5 +81,5 @@ class Halves(ABC):
         """
 
     @abstractmethod
-    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: "TokenAdapters | None" = None) -> Tensor:
         """Logits [N, V] of any of the rows of `hidden`, which have these `adapters`."""

@@ -17,7 +17,7 @@ from aioserve.runner.adapters import Piece, TorchProduct
 from aioserve.runner.cpu.low_rank import CompiledProduct
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cpu.products import BlockLinear, PanelLinear
-from aioserve.runner.fused import FusedModel
+from aioserve.runner.fused.model import FusedModel
 from aioserve.runner.fused.ops import WideLinear
 from aioserve.runner.served_model import ServedModel
 from tests.blocks import random_weight

@@ -7,16 +7,21 @@ Gemma 4).
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aioserve.runner.adapters import AdapterOwners, TokenAdapters
+if TYPE_CHECKING:
+    from aioserve.runner.adapters import AdapterOwners, TokenAdapters
 
 IntArray = npt.NDArray[np.int64]
+
+#: Keys of `StepInputs.parts`, which are names of parts of the batch: the adapters of its tokens,
+#: prompts that are told their log probabilities, prompts that become vectors.
+ADAPTERS, PROMPT_LOGPROBS, POOLED = "adapters", "prompt_logprobs", "pooling"
 
 
 class ImageEnds(NamedTuple):
@@ -111,13 +116,13 @@ class ModelInputs(NamedTuple):
     positions: Tensor  # T, by which heads turn
     slots: Tensor  # T, `slot_mapping`
     logits_rows: Tensor  # S, the packed tokens whose logits are wanted
-    adapters: TokenAdapters | None = None  # of the T; None: no token has one
-    logits_adapters: TokenAdapters | None = None  # of the S
+    adapters: "TokenAdapters | None" = None  # of the T; None: no token has one
+    logits_adapters: "TokenAdapters | None" = None  # of the S
     states: Sequence[StatePieces] = ()  # of a model with states
     given: GivenRows | None = None
 
     @classmethod
-    def of(cls, step: StepInputs, owners: AdapterOwners | None = None) -> "ModelInputs":
+    def of(cls, step: StepInputs, owners: "AdapterOwners | None" = None) -> "ModelInputs":
         """On the CPU, where numpy and torch share memory."""
         turns = step.positions if step.turns is None else step.turns
         arrays = (step.input_ids, turns, step.slot_mapping, step.logits_indices)

@@ -8,7 +8,7 @@ import numpy as np
 
 from aioserve.model_source.adapter import AdapterFiles
 from aioserve.runner.adapters import Adapter, AdapterOwners, AdapterSites
-from aioserve.runner.attention.backend import StepInputs
+from aioserve.runner.attention.backend import ADAPTERS, StepInputs
 from aioserve.runner.batch.input_batch import BatchPart
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
@@ -18,7 +18,7 @@ class AdapterRows(BatchPart[Adapter]):
     `AdapterOwners`, if any has one.
     """
 
-    name = "adapters"
+    name = ADAPTERS
     asked_by = "adapter_id"
 
     def __init__(self) -> None:

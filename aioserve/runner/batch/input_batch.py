@@ -7,10 +7,10 @@ a step calls nothing of it. Then requests that were given up, then the batch.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,15 @@ class BatchPart(ABC, Generic[T]):
 
     def close(self) -> None:
         """Give back what the part holds besides memory. Idempotent."""
+
+
+class LaterPart(NamedTuple):
+    """A part that is made when the first request asks for it, so that nothing of it is loaded
+    before.
+    """
+
+    asked_by: tuple[str, ...]  # fields of `NewRequestData`, any of which asks for it
+    make: Callable[[], BatchPart[Any]]
 
 
 # Requests that a runner has given up, and what they have left unwritten. A step may be on its way
@@ -164,13 +173,11 @@ class InputBatch:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        parts: Sequence[BatchPart[Any]] = (),
+        parts: Sequence[BatchPart[Any] | LaterPart] = (),
     ) -> None:
         """`parts` are called in this order."""
         self._block_size = block_size
-        self.parts = tuple(parts)
-        self._for_all = [part for part in parts if not part.asked_by]
-        self._asked = [(attrgetter(part.asked_by), part) for part in parts if part.asked_by]
+        self._take_parts(parts)
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._rows: dict[str, int] = {}
         # one column more than a request may have: a step scheduled ahead may sample a token too
@@ -391,8 +398,29 @@ class InputBatch:
                         logger.exception("a part of request %s is not dropped", request_id)
             self._free_rows.append(row)
 
+    def _take_parts(self, parts: Sequence[BatchPart[Any] | LaterPart]) -> None:
+        """Call these `parts` from now on, in this order."""
+        self._all_parts = list(parts)
+        made = self.parts = tuple(part for part in parts if isinstance(part, BatchPart))
+        self._for_all = [part for part in made if not part.asked_by]
+        self._asked = [(attrgetter(part.asked_by), part) for part in made if part.asked_by]
+        self._later = [
+            (attrgetter(field), part)
+            for part in parts
+            if isinstance(part, LaterPart)
+            for field in part.asked_by
+        ]
+
+    def _make_parts(self, request: NewRequestData) -> None:
+        """Make the parts that the request is the first to ask for."""
+        for get_field, later in self._later:
+            if get_field(request) not in NOT_ASKED and later in self._all_parts:
+                self._all_parts[self._all_parts.index(later)] = later.make()
+                self._take_parts(self._all_parts)
+
     def _add(self, request: NewRequestData) -> None:
         self._drop([request.request_id])
+        self._make_parts(request)
         row = self._rows[request.request_id] = self._free_rows.pop()
         num_tokens, num_blocks = len(request.token_ids), len(request.block_ids)
         self._token_ids[row, :num_tokens] = request.token_ids

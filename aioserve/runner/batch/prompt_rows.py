@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs, Vector
 from aioserve.params import PoolingParams
-from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.attention.backend import POOLED, PROMPT_LOGPROBS, IntArray, StepInputs
 from aioserve.runner.batch.input_batch import BatchPart
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
@@ -69,7 +69,7 @@ class WantedLogprobs:
 class PromptRows(BatchPart[_Prompt]):
     """Prompts by row; what a step can tell of them is `WantedLogprobs`, if it is anything."""
 
-    name = "prompt_logprobs"
+    name = PROMPT_LOGPROBS
     asked_by = "sampling_params.prompt_logprobs"
 
     def set(self, row: int, request: NewRequestData) -> None:
@@ -165,7 +165,7 @@ class PooledRows(BatchPart[_PooledPrompt]):
     anything.
     """
 
-    name = "pooling"
+    name = POOLED
     asked_by = "pooling_params"
 
     def set(self, row: int, request: NewRequestData) -> None:

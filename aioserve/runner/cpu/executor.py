@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,26 +19,30 @@ from aioserve.config import CacheConfig, EngineConfig
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.request import ROW_VALUES
-from aioserve.runner.attention.backend import ModelInputs, StepInputs
-from aioserve.runner.batch.adapter_rows import AdapterRows, LoadedAdapters
-from aioserve.runner.batch.grammar_rows import Masks
+from aioserve.runner.attention.backend import (
+    ADAPTERS,
+    POOLED,
+    PROMPT_LOGPROBS,
+    ModelInputs,
+    StepInputs,
+)
 from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
-from aioserve.runner.batch.prompt_rows import PooledRows, PromptRows
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.batch_parts import BatchParts
-from aioserve.runner.cpu.asked_results import Looked, RowValueStep, forward_and_look
 from aioserve.runner.cpu.attention import AttentionBackend, StepMemory
-from aioserve.runner.cpu.host_copies import HostCopies
 from aioserve.runner.cpu.machine import ComputeThreads, give_back_freed_memory
 from aioserve.runner.cpu.sampler import SampledTokens, sample_each
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import failed_requests
 from aioserve.runner.load_plan import LoadPlan
-from aioserve.runner.spec_decode.drafter import DraftRows
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.runner.adapters import Adapter
+    from aioserve.runner.batch.adapter_rows import LoadedAdapters
+    from aioserve.runner.batch.grammar_rows import Masks
+    from aioserve.runner.cpu.asked_results import Looked, RowValueStep
+    from aioserve.runner.cpu.host_copies import HostCopies
     from aioserve.runner.host_blocks import HostBlocks, SharedSlots
 
 
@@ -49,24 +54,24 @@ class ComputedStep:
 
     inputs: StepInputs
     sampled: SampledTokens
-    looked: Looked | None  # if prompts are looked at
+    looked: "Looked | None"  # if prompts are looked at
     is_masked: bool
     started: float
-    values: RowValueStep | None  # if a policy wants some
+    values: "RowValueStep | None"  # if a policy wants some
     sat_out: list[str]  # requests that get no token, as their masks were not ready
 
     def keep(
-        self, batch: InputBatch, drafts: DraftRows, *, takes_guesses: bool
+        self, batch: InputBatch, parts: BatchParts, *, takes_guesses: bool
     ) -> ModelRunnerOutput:
         """Enter the tokens into the batch, and guess what comes next if it `takes_guesses`."""
-        inputs, sampled, drafter = self.inputs, self.sampled, drafts.drafter
+        inputs, sampled, drafter = self.inputs, self.sampled, parts.drafter
         token_ids = batch.append(inputs, sampled.token_ids)
         guesses: dict[str, list[int]] = {}
         if drafter is not None:
             seconds = time.perf_counter() - self.started
             drafter.length.stepped(len(inputs.req_ids), len(inputs.positions), seconds)
         if takes_guesses and (self.is_masked or drafter is not None):
-            guesses = drafts.guesses(inputs, batch)
+            guesses = parts.drafts.guesses(inputs, batch)
         failed = batch.failures(inputs)
         if sampled.failed:
             rows = failed_requests(sampled.failed, inputs.sampling.tolist(), token_ids)
@@ -86,8 +91,8 @@ class ComputedStep:
 
 
 def _without_late(
-    inputs: StepInputs, logits: torch.Tensor, masks: Masks
-) -> tuple[StepInputs, torch.Tensor, Masks, list[str]]:
+    inputs: StepInputs, logits: torch.Tensor, masks: "Masks"
+) -> "tuple[StepInputs, torch.Tensor, Masks, list[str]]":
     """A step, its logits [S, V] and masks without the rows that sit it out, and their requests."""
     kept = np.delete(np.arange(len(inputs.sampling)), masks.late)
     indices = set(inputs.sampling[masks.late].tolist())
@@ -102,7 +107,7 @@ def _without_late(
     return (
         left,
         logits[torch.from_numpy(kept)],
-        Masks(places, masks.words),
+        replace(masks, places=places, late=masks.late[:0]),
         [inputs.req_ids[index] for index in sorted(indices)],
     )
 
@@ -119,7 +124,6 @@ class StepExecutor:
         model = self._model = plan.model
         self._backend, self._threads = backend, threads
         self.memory = StepMemory(backend, parts.sizes[-1])
-        self.copies = HostCopies(backend, model, parts.drafts.drafter, parts.sizes[-1])
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all)
         # States cannot be taken back; ranks would have to run a step again together.
         is_possible = plan.ranks is None and model.states is None
@@ -127,7 +131,6 @@ class StepExecutor:
         self._may_sit_out = is_possible and not plan.windows
         self._rescue = StepRescue(self._batch, self._compute, is_possible=is_possible)
         self._encoder = model.image_encoder
-        self.adapters = LoadedAdapters(model.adapter_sites, parts.adapters)
         self._takes_guesses = (  # of a grammar or a drafter
             model.states is None or plan.config.speculation.speculative_method != "none"
         )
@@ -139,8 +142,28 @@ class StepExecutor:
             supports_pooling=model.halves is not None,
             supports_images=model.image_encoder is not None,
             gives_row_values=True,
-            max_draft_tokens=parts.drafts.max_tokens if self._takes_guesses else 0,
+            max_draft_tokens=parts.max_draft_tokens if self._takes_guesses else 0,
         )
+
+    @cached_property
+    def copies(self) -> "HostCopies":
+        """What a KV connector keeps of this model, and its copies in host memory."""
+        from aioserve.runner.cpu.host_copies import HostCopies
+
+        parts = self.parts
+        return HostCopies(self._backend, self._model, parts.drafter, parts.sizes[-1])
+
+    @cached_property
+    def adapters(self) -> "LoadedAdapters":
+        """Loads and drops LoRA adapters."""
+        from aioserve.runner.batch.adapter_rows import LoadedAdapters
+
+        return LoadedAdapters(self._model.adapter_sites, self.parts.adapters)
+
+    @property
+    def loaded_adapters(self) -> "dict[str, Adapter]":
+        """The LoRA adapters of which requests may come, by id."""
+        return self.adapters.loaded if "adapters" in self.__dict__ else {}
 
     @property
     def num_compute_threads(self) -> int:
@@ -164,7 +187,7 @@ class StepExecutor:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
         outputs = [
-            done.keep(self._batch, self.parts.drafts, takes_guesses=self._takes_guesses)
+            done.keep(self._batch, self.parts, takes_guesses=self._takes_guesses)
             for done in self._rescue.run(scheduler_output)
         ]
         if len(outputs) == 1 and not self._batch.lost:
@@ -175,20 +198,22 @@ class StepExecutor:
         """Compute and sample a step that the batch was told of. It may be asked for again."""
         started = time.perf_counter()
         inputs = self._batch.prepare(step)
-        wanted, pooled = inputs.parts.get(PromptRows.name), inputs.parts.get(PooledRows.name)
-        grammars, masks = self.parts.grammars, None
-        if grammars.rows:
-            masks = grammars.begin(inputs.rows[inputs.sampling], inputs.drafts)
+        wanted, pooled = inputs.parts.get(PROMPT_LOGPROBS), inputs.parts.get(POOLED)
+        masks = None
+        if self.parts.has_matchers:
+            masks = self.parts.grammars.begin(inputs.rows[inputs.sampling], inputs.drafts)
         try:
             self.memory.commit(inputs, step)
             self._threads.begin_step()
             attention = self._backend
             attention.prepare(inputs)
-            owners = inputs.parts.get(AdapterRows.name)
+            owners = inputs.parts.get(ADAPTERS)
             looked: Looked | None = None
             if wanted is None and pooled is None:
                 logits = self._model.forward(ModelInputs.of(inputs, owners), attention)
             else:
+                from aioserve.runner.cpu.asked_results import forward_and_look
+
                 halves = self._model.halves
                 assert halves is not None, "`supports_prompt_logprobs`"
                 logits, looked = forward_and_look(halves, inputs, owners, attention, wanted, pooled)
@@ -205,6 +230,8 @@ class StepExecutor:
         wanted_values = step.parts.get(ROW_VALUES)
         values = None
         if wanted_values is not None and len(logits):
+            from aioserve.runner.cpu.asked_results import RowValueStep
+
             values = RowValueStep(wanted_values, logits)
         self._threads.end_step()
         return ComputedStep(inputs, sampled, looked, made is not None, started, values, sat_out)
@@ -220,7 +247,8 @@ class StepExecutor:
         self._threads.close()
         if hasattr(self, "_batch"):
             self._batch.close()
-            self.copies.close()
+            if "copies" in self.__dict__:
+                self.copies.close()
             if self._model.states is not None:
                 self._model.states.close()
         names = "_model", "_encoder", "_backend", "_batch", "parts", "memory", "copies", "adapters"
@@ -294,7 +322,7 @@ class ResidentModel:
             self.executor.release_kv()
             return
         self._made_cache = self.geometry
-        self.adapters = dict(self.executor.adapters.loaded)
+        self.adapters = dict(self.executor.loaded_adapters)
         self.executor.close()
         self.executor = None
         _collect()

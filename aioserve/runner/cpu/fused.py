@@ -7,7 +7,7 @@ about model classes.
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +22,6 @@ from aioserve.kernels.structs import (
     PackedWeight,
     StepStruct,
 )
-from aioserve.model_source.quantized import QuantizedWeight
-from aioserve.runner.adapters import Adapter, LowRankProduct, LowRankTable, Piece, TokenAdapters
 from aioserve.runner.attention.backend import (
     KVCacheSpec,
     LayerAttention,
@@ -33,8 +31,6 @@ from aioserve.runner.attention.backend import (
 )
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import CompiledAttention, PagedRows, create_attention_backend
-from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
-from aioserve.runner.cpu.low_rank import CompiledAdapter, CompiledProduct, CompiledTable
 from aioserve.runner.cpu.products import (
     BlockEmbedding,
     BlockLinear,
@@ -42,7 +38,6 @@ from aioserve.runner.cpu.products import (
     PanelLinear,
     pack_linear,
 )
-from aioserve.runner.cpu.state_steps import with_own_steps
 from aioserve.runner.fused.decoder import (
     HEAD,
     AllReduceLinear,
@@ -71,7 +66,18 @@ from aioserve.runner.fused.ops import (
     Router,
     TorchOps,
 )
-from aioserve.runner.tensor_parallel.group import Ranks
+
+if TYPE_CHECKING:  # what few models need is loaded where it is used
+    from aioserve.model_source.quantized import QuantizedWeight
+    from aioserve.runner.adapters import (
+        Adapter,
+        LowRankProduct,
+        LowRankTable,
+        Piece,
+        TokenAdapters,
+    )
+    from aioserve.runner.cpu.low_rank import CompiledAdapter
+    from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class WholeDecoder(FusedDecoder):
@@ -95,7 +101,7 @@ class WholeDecoder(FusedDecoder):
         output = layers[0].output
         self._sums = _Sums(output.ranks) if isinstance(output, AllReduceLinear) else None
         # Gone with their adapters.
-        self._compiled_adapters = WeakKeyDictionary[Adapter, CompiledAdapter]()
+        self._compiled_adapters: WeakKeyDictionary[Adapter, CompiledAdapter] = WeakKeyDictionary()
 
     @staticmethod
     def serves(layers: list[DecoderLayer], head: Linear) -> bool:
@@ -110,7 +116,7 @@ class WholeDecoder(FusedDecoder):
         ) and all(
             layer.mlp.activation in ("silu", "gelu_tanh")
             if isinstance(layer.mlp, GatedMLP)
-            else isinstance(own_experts(layer.mlp), CompiledExperts)
+            else _are_compiled(own_experts(layer.mlp))
             for layer in layers
         )
 
@@ -120,9 +126,7 @@ class WholeDecoder(FusedDecoder):
         given = inputs.given is not None
         if inputs.given is not None and inputs.given.deep:
             return super().forward(inputs, attention)
-        if tokens is not None and (
-            given or not all(CompiledAdapter.serves(a) for a, _ in tokens.groups)
-        ):
+        if tokens is not None and (given or not _serve_all(tokens)):
             return super().forward(inputs, attention)
         check_ids(inputs.input_ids, self.embedding.shape[0])
         if self._attention is not attention:
@@ -175,7 +179,7 @@ class WholeDecoder(FusedDecoder):
             self._sums.check()
         return self.head.join(logits) if isinstance(self.head, GatherToRank0) else logits
 
-    def _adapters(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:
+    def _adapters(self, *rows: "TokenAdapters | None") -> tuple[Any, ...]:
         """The groups of each, then their numbers."""
         structs = [
             [self._compiled(adapter).of(own) for adapter, own in (one.groups if one else ())]
@@ -184,7 +188,9 @@ class WholeDecoder(FusedDecoder):
         arrays = [(AdapterStruct * len(own))(*own) for own in structs]
         return (*arrays, *map(len, arrays))
 
-    def _compiled(self, adapter: Adapter) -> CompiledAdapter:
+    def _compiled(self, adapter: "Adapter") -> "CompiledAdapter":
+        from aioserve.runner.cpu.low_rank import CompiledAdapter
+
         found = self._compiled_adapters.get(adapter)
         if found is None:
             places = [(i, name) for i in range(len(self.layers)) for name in get_args(LayerProduct)]
@@ -220,7 +226,7 @@ class WholeDecoder(FusedDecoder):
 class _Sums:
     """The sums over all ranks that the one call asks for, twice in a layer."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: "Ranks") -> None:
         self.scratch = torch.empty(0)  # of the call: it asks for parts of it
         self._error: Exception | None = None
 
@@ -242,6 +248,27 @@ class _Sums:
             raise error
 
 
+def _are_compiled(experts: object) -> bool:
+    from aioserve.runner.cpu.experts import CompiledExperts
+
+    return isinstance(experts, CompiledExperts)
+
+
+def _experts_struct(experts: object) -> Any:
+    """The struct of compiled experts, as a layer points to it."""
+    from aioserve.runner.cpu.experts import CompiledExperts
+
+    assert isinstance(experts, CompiledExperts), "`serves`"
+    return ctypes.pointer(experts.struct)
+
+
+def _serve_all(tokens: "TokenAdapters") -> bool:
+    """Whether the kernels serve all adapters of the tokens."""
+    from aioserve.runner.cpu.low_rank import CompiledAdapter
+
+    return all(CompiledAdapter.serves(adapter) for adapter, _ in tokens.groups)
+
+
 def _packed(linear: Linear) -> PackedWeight:
     own = own_product(linear)
     assert isinstance(own, PanelLinear | BlockLinear)
@@ -257,7 +284,7 @@ def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct
         output=_packed(layer.output),
         gate_up=_packed(mlp.gate_up) if isinstance(mlp, GatedMLP) else PackedWeight(),
         down=_packed(mlp.down) if isinstance(mlp, GatedMLP) else PackedWeight(),
-        experts=ctypes.pointer(mlp.struct) if isinstance(mlp, CompiledExperts) else None,
+        experts=None if isinstance(mlp, GatedMLP) else _experts_struct(mlp),
         input_norm=layer.input_norm.weight.data_ptr(),
         post_norm=layer.post_norm.weight.data_ptr(),
         q_norm=None if query_norm is None else query_norm.weight.data_ptr(),
@@ -328,7 +355,7 @@ class CompiledOps(PackedOps):
 
     def quantized_linear(
         self,
-        weights: Sequence[QuantizedWeight],
+        weights: "Sequence[QuantizedWeight]",
         bias: Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
@@ -338,6 +365,8 @@ class CompiledOps(PackedOps):
     def experts(
         self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]
     ) -> Experts:
+        from aioserve.runner.cpu.experts import CompiledExperts
+
         if not CompiledExperts.serves(activation):
             raise NotFusedError(
                 f"the activation {activation.name} of its experts is not served by the kernels"
@@ -347,6 +376,8 @@ class CompiledOps(PackedOps):
     def mixture(
         self, activation: ExpertActivation, weights: Iterable[ExpertWeights], dtype: torch.dtype
     ) -> Mixture | None:
+        from aioserve.runner.cpu.experts import CompiledMixture
+
         if not CompiledMixture.serves(activation):
             return None
         return CompiledMixture(self._kernels, activation, weights, dtype)
@@ -354,12 +385,16 @@ class CompiledOps(PackedOps):
     def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
         return BlockEmbedding(head, dtype) if isinstance(head, BlockLinear) else None
 
-    def low_rank_product(self, pieces: Sequence[Piece]) -> LowRankProduct:
+    def low_rank_product(self, pieces: "Sequence[Piece]") -> "LowRankProduct":
+        from aioserve.runner.cpu.low_rank import CompiledProduct
+
         if CompiledProduct.serves(pieces):
             return CompiledProduct(self._kernels, pieces)
         return super().low_rank_product(pieces)
 
-    def low_rank_table(self, piece: Piece) -> LowRankTable:
+    def low_rank_table(self, piece: "Piece") -> "LowRankTable":
+        from aioserve.runner.cpu.low_rank import CompiledTable
+
         return CompiledTable(self._kernels, piece)
 
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
@@ -406,7 +441,7 @@ class CpuPlace(Place):
 
     device = torch.device("cpu")
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
+    def __init__(self, ranks: "Ranks | None" = None) -> None:
         self.ranks = ranks
 
     @property
@@ -443,6 +478,8 @@ class CpuPlace(Place):
     def own_forward(
         self, module: nn.Module, known: Callable[[], Tensor | None]
     ) -> Callable[..., Any]:
+        from aioserve.runner.cpu.state_steps import with_own_steps
+
         return with_own_steps(module, known)
 
     def create_row_states(

@@ -15,8 +15,8 @@ from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.products import BlockLinear
-from aioserve.runner.fused import FusedModel
 from aioserve.runner.fused.decoder import GatedMLP, own_experts, own_product
+from aioserve.runner.fused.model import FusedModel
 from aioserve.runner.fused.ops import Mixture
 from aioserve.runner.models.own_products import EachExpert
 from aioserve.runner.served_model import ServedModel

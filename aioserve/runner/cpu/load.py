@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioserve.config import EngineConfig
-from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import AttentionBackend, PagedRows, create_attention_backend
-from aioserve.runner.cpu.beside_blocks import with_states, with_windows
-from aioserve.runner.cpu.drafts import CpuDraftRunner
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.machine import ComputeThreads
 from aioserve.runner.cpu.memory import CPU_TYPES, MIB, check_memory, choose_num_kv_blocks
 from aioserve.runner.cpu.prepared import PreparedModel
 from aioserve.runner.load_plan import LoadPlan, plan_load
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.tensor_parallel.group import Ranks
 
 if TYPE_CHECKING:
+    from aioserve.grammars import GrammarCompiler
+    from aioserve.runner.cpu.drafts import CpuDraftRunner
     from aioserve.runner.spec_decode.model_drafter import Draft
+    from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,8 @@ logger = logging.getLogger(__name__)
 def load_on_cpu(
     config: EngineConfig,
     info: ModelInfo,
-    grammars: GrammarCompiler | None = None,
-    ranks: Ranks | None = None,
+    grammars: "GrammarCompiler | None" = None,
+    ranks: "Ranks | None" = None,
 ) -> StepExecutor:
     """Load the weights and allocate the KV cache. With `ranks`, the share of one of them, on its
     share of the threads. Raises `ConfigError`.
@@ -56,7 +55,7 @@ def load_on_cpu(
         machine.give_back_freed_memory()
         plan = plan_load(CPU_TYPES, config, info, model, draft, ranks)
         plan = replace(plan, num_other_bytes=num_encoder_bytes * plan.num_ranks)
-        plan = _with_blocks(with_windows(with_states(plan)))
+        plan = _with_blocks(_with_others(plan))
         backend = _make_backend(plan)
         undo.callback(backend.close)
         parts = plan.make_parts(grammars, partial(_make_draft_runner, plan))
@@ -88,10 +87,26 @@ def _make_backend(plan: LoadPlan) -> AttentionBackend:
     return create_attention_backend(spec, plan.num_blocks, block_size, plan.window_layers)
 
 
-def _make_draft_runner(plan: LoadPlan) -> CpuDraftRunner:
+def _make_draft_runner(plan: LoadPlan) -> "CpuDraftRunner":
+    from aioserve.runner.cpu.drafts import CpuDraftRunner
+
     block_size = plan.config.cache.block_size
     backend = create_attention_backend(plan.specs[1], plan.num_blocks, block_size)
     return CpuDraftRunner(backend, block_size)
+
+
+def _with_others(plan: LoadPlan) -> LoadPlan:
+    """The plan with what the model keeps beside KV blocks of all its layers: states, and blocks of
+    layers with a sliding window. Raises `ConfigError`.
+    """
+    cache = plan.config.cache
+    windows = [call.options.sliding_window for call in plan.model.attention_calls]
+    is_set = cache.num_state_slots is not None or cache.num_window_blocks is not None
+    if not is_set and plan.model.states is None and not any(windows):
+        return plan
+    from aioserve.runner.cpu.beside_blocks import with_states, with_windows
+
+    return with_windows(with_states(plan))
 
 
 def _with_blocks(plan: LoadPlan) -> LoadPlan:
@@ -106,7 +121,7 @@ def _with_blocks(plan: LoadPlan) -> LoadPlan:
 
 
 def _models(
-    config: EngineConfig, info: ModelInfo, ranks: Ranks | None
+    config: EngineConfig, info: ModelInfo, ranks: "Ranks | None"
 ) -> "tuple[ServedModel, Draft | None, int]":
     """The model as an earlier start has prepared it, or as its files have it; what makes guesses
     for it; and the bytes that outputs of its image encoder may take. Raises `ConfigError`.

@@ -32,8 +32,8 @@ from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.cpu.fused import CompiledOps, CpuPlace, WholeDecoder
 from aioserve.runner.cpu.kv_memory import map_memory
 from aioserve.runner.cpu.products import BlockEmbedding, BlockLinear, Blocks, PanelLinear, Panels
-from aioserve.runner.fused import FusedModel, ModelFacts
 from aioserve.runner.fused.decoder import DecoderLayer, GatedMLP
+from aioserve.runner.fused.model import FusedModel, ModelFacts
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Linear, PlainEmbedding, RMSNorm
 from aioserve.runner.served_model import ServedModel
 

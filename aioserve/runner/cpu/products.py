@@ -8,7 +8,7 @@ of its 43 ms for page faults (Zen 5). Knows nothing about models.
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import msgspec
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import BlockPart, PackedWeight, pack_bias, pack_weight
-from aioserve.model_source.quantized import Codes, QuantizedWeight
 from aioserve.runner.fused.ops import PlainLinear
+
+if TYPE_CHECKING:
+    from aioserve.model_source.quantized import Codes, QuantizedWeight
 
 #: Takes in a row that need less than a quarter of the memory before it gets smaller; a guess.
 PATIENCE = 1000
@@ -183,7 +185,7 @@ class BlockLinear:
     def of(
         cls,
         kernels: Kernels,
-        weights: Sequence[QuantizedWeight],
+        weights: "Sequence[QuantizedWeight]",
         bias: Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
@@ -240,7 +242,7 @@ def _block_part(part: PartState) -> BlockPart:
     )
 
 
-def _pack(weight: QuantizedWeight, panel: int) -> PartState:
+def _pack(weight: "QuantizedWeight", panel: int) -> PartState:
     """The weight in panels, and what tells of them."""
     num_outputs, num_inputs = weight.shape
     first = weight.rows(slice(0, 1)).codes()
@@ -267,7 +269,7 @@ def _pack(weight: QuantizedWeight, panel: int) -> PartState:
     )
 
 
-def _layout(codes: Codes, panel: int) -> np.dtype[np.void]:
+def _layout(codes: "Codes", panel: int) -> np.dtype[np.void]:
     """A panel of a weight whose rows are like those of `codes`: see kernels/src/weight.h."""
 
     def by_output(name: str, numbers: Tensor | None) -> list[_Field]:
@@ -289,7 +291,7 @@ def _layout(codes: Codes, panel: int) -> np.dtype[np.void]:
     return np.dtype([("supers", np.dtype(one), (num_supers,))])
 
 
-def _lay_out(codes: Codes, panel: np.void, columns: slice) -> None:
+def _lay_out(codes: "Codes", panel: np.void, columns: slice) -> None:
     """Put some outputs at their places in a panel."""
     supers = panel["supers"]
     groups = supers["groups"]

@@ -6,6 +6,7 @@ numbers; knows nothing about requests.
 
 import logging
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,11 @@ from torch import Tensor
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.attention.backend import IntArray
 from aioserve.runner.batch import sampling_columns
-from aioserve.runner.batch.grammar_rows import Masks
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.interface import step_failed, why_unsound
+
+if TYPE_CHECKING:
+    from aioserve.runner.batch.grammar_rows import Masks
 
 
 def token_logprobs(
@@ -60,7 +63,7 @@ class SampledTokens:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-def sample(logits: Tensor, inputs: SamplingInputs, masks: Masks | None = None) -> SampledTokens:
+def sample(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None" = None) -> SampledTokens:
     """Choose a token from each row of `logits` [S, V], of any floating type and not changed.
 
     The operations and their order are defined in the docstring of `SamplingParams`. A row whose
@@ -81,7 +84,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, masks: Masks | None = None) -
 
 
 def _choose(
-    logits: Tensor, inputs: SamplingInputs, masks: Masks | None
+    logits: Tensor, inputs: SamplingInputs, masks: "Masks | None"
 ) -> tuple[IntArray, FloatArray]:
     """A token for each of the S rows, and the largest logit that the row may take: a row whose best
     is not finite has none that means anything.
@@ -113,7 +116,7 @@ def _choose(
     return token_ids, best
 
 
-def _mask(logits: Tensor, places: IntArray, masks: Masks) -> None:
+def _mask(logits: Tensor, places: IntArray, masks: "Masks") -> None:
     """Leave of the rows at `places` what their masks allow."""
     values = logits.numpy()
     values[places] = np.where(masks.allowed(values.shape[1]), values[places], -np.inf)
@@ -223,7 +226,7 @@ def _gumbel(keys: sampling_columns.Words, token_ids: sampling_columns.Words) -> 
 logger = logging.getLogger(__name__)
 
 
-def sample_each(logits: Tensor, inputs: SamplingInputs, masks: Masks | None) -> SampledTokens:
+def sample_each(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None") -> SampledTokens:
     """Sample rows at once, as `sample`, or one by one if that raises: a row fails for which it
     does.
     """
@@ -249,8 +252,8 @@ def sample_each(logits: Tensor, inputs: SamplingInputs, masks: Masks | None) -> 
 
 
 def _row(
-    row: int, logits: Tensor, inputs: SamplingInputs, masks: Masks | None
-) -> tuple[Tensor, SamplingInputs, Masks | None]:
+    row: int, logits: Tensor, inputs: SamplingInputs, masks: "Masks | None"
+) -> "tuple[Tensor, SamplingInputs, Masks | None]":
     """One of them as the only one of a step."""
     own = inputs.take(np.array([row]))
     if row in inputs.edits:

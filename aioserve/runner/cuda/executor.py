@@ -230,7 +230,7 @@ class StepExecutor:
         self.parts, self._batch = parts, OverlappedBatch(*parts.sizes, parts.all)
         self.adapters = DeviceAdapters(model.adapter_sites, parts.adapters, device, adapter_room)
         self._host_blocks: DeviceBlocks | None = None
-        self._drafter, self._ranks = parts.drafts.drafter, ranks
+        self._drafter, self._ranks = parts.drafter, ranks
         self._unread: list[LaunchedStep] = []  # whose tokens grammars wait for
         self._rescue = StepRescue(
             self._batch, self._launch, is_possible=ranks is None, is_end=self._is_end
@@ -247,7 +247,7 @@ class StepExecutor:
             num_kv_blocks=limits.num_pages,
             pipeline_depth=2,
             supports_prompt_logprobs=model.halves is not None,
-            max_draft_tokens=parts.drafts.max_tokens,
+            max_draft_tokens=parts.max_draft_tokens,
         )
 
     @property

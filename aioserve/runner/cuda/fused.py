@@ -11,7 +11,7 @@ from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, Model
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cuda.attention import DeviceStep, TorchDeviceAttention
 from aioserve.runner.cuda.plan import Layout, Limits, plan_step
-from aioserve.runner.fused import Place
+from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Ops, RMSNorm, TorchOps
 from aioserve.runner.tensor_parallel.group import Ranks
 

@@ -42,7 +42,7 @@ from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.host_blocks import device_bytes
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, DrawColumns, draw, write_logprobs
-from aioserve.runner.fused import Place
+from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.ops import PlainLinear
 from aioserve.runner.kv_pool import max_useful_blocks
 from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load

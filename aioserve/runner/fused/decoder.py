@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import (
     KVCacheSpec,
     LayerAttention,
@@ -33,13 +32,16 @@ from aioserve.runner.fused.ops import (
     TorchOps,
 )
 from aioserve.runner.served_model import Taps
-from aioserve.runner.tensor_parallel.group import Ranks
+
+if TYPE_CHECKING:
+    from aioserve.runner.adapters import TokenAdapters
+    from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class AllReduceLinear:
     """A product with a share of the inputs: the sums of all ranks are added up."""
 
-    def __init__(self, own: Linear, ranks: Ranks) -> None:
+    def __init__(self, own: Linear, ranks: "Ranks") -> None:
         self.own, self.ranks = own, ranks
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class AllReduceLinear:
 class GatherToRank0:
     """A product with a share of the `width` outputs: the first rank gets all, the others zeros."""
 
-    def __init__(self, own: Linear, ranks: Ranks, width: int) -> None:
+    def __init__(self, own: Linear, ranks: "Ranks", width: int) -> None:
         self.own, self.ranks, self.width = own, ranks, width
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ class GatherToRank0:
 class AllReduceExperts(Experts):
     """A layer of experts with a share of the numbers inside each: sums are added up."""
 
-    def __init__(self, own: Experts, ranks: Ranks) -> None:
+    def __init__(self, own: Experts, ranks: "Ranks") -> None:
         self.own, self.ranks = own, ranks
 
     def route(self, x: Tensor) -> Routes:
@@ -134,7 +136,7 @@ class DecoderLayer:
     post_norm: RMSNorm
     mlp: GatedMLP | Experts
 
-    def start(self, x: Tensor, ops: Ops, adapters: TokenAdapters | None = None) -> "Activations":
+    def start(self, x: Tensor, ops: Ops, adapters: "TokenAdapters | None" = None) -> "Activations":
         """The state in which `x` [T, hidden] enters this layer; `x` itself will change."""
         state = Activations(x, torch.empty_like(x), adapters)
         ops.rms_norm(x, self.input_norm, out=state.normed)
@@ -162,7 +164,7 @@ class DecoderLayer:
         ops.add_rms_norm(narrow, state.residual, next_norm, out=state.normed)
 
     def _multiply(
-        self, product: LayerProduct, linear: Linear, x: Tensor, adapters: TokenAdapters | None
+        self, product: LayerProduct, linear: Linear, x: Tensor, adapters: "TokenAdapters | None"
     ) -> Tensor:
         if adapters is None:
             return linear(x)
@@ -176,9 +178,9 @@ class Activations:
 
     residual: Tensor  # [T, hidden]
     normed: Tensor  # [T, hidden], the residual after the norm that comes next
-    adapters: TokenAdapters | None = None
+    adapters: "TokenAdapters | None" = None
 
-    def take(self, tokens: Tensor, adapters: TokenAdapters | None) -> "Activations":
+    def take(self, tokens: Tensor, adapters: "TokenAdapters | None") -> "Activations":
         """Go on with these tokens only, which have these `adapters`."""
         size = len(tokens)
         return Activations(self.residual[tokens], self.normed[:size], adapters)
@@ -242,7 +244,7 @@ class FusedDecoder:
             x[inputs.given.places] = inputs.given.rows
         return x
 
-    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: "TokenAdapters | None" = None) -> Tensor:
         """The logits [N, V] of any rows of `hidden`, which have these LoRA `adapters`."""
         if not len(hidden):
             return hidden.new_empty(0, self.embedding.shape[0], dtype=LOGITS_DTYPE)
@@ -259,7 +261,7 @@ class Place(ABC):
     """A kind of machine that runs fused decoders: it makes operations, caches and decoders."""
 
     device: torch.device
-    ranks: Ranks | None = None  # the processes with the rest of the weights; None: all are here
+    ranks: "Ranks | None" = None  # the processes with the rest of the weights; None: all are here
     multiplies_blocks = False  # whether quantized weights are served as they are stored
 
     def available_memory(self) -> int | None:

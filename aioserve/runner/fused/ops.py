@@ -7,15 +7,17 @@ attention backend; knows nothing about model classes.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.model_source.quantized import QuantizedWeight
-from aioserve.runner.adapters import LowRankProduct, LowRankTable, Piece, TorchProduct, TorchTable
 from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, ModelInputs
+
+if TYPE_CHECKING:
+    from aioserve.model_source.quantized import QuantizedWeight
+    from aioserve.runner.adapters import LowRankProduct, LowRankTable, Piece
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
@@ -73,9 +75,9 @@ class AttentionLayer:
 class ExpertWeights(NamedTuple):
     """gate_up [2 * inner, hidden], gates first, and down [hidden, inner]; biases or None."""
 
-    gate_up: Tensor | QuantizedWeight
+    gate_up: "Tensor | QuantizedWeight"
     gate_up_bias: Tensor | None
-    down: Tensor | QuantizedWeight
+    down: "Tensor | QuantizedWeight"
     down_bias: Tensor | None
 
 
@@ -147,7 +149,7 @@ class Ops(ABC):
 
     def quantized_linear(
         self,
-        weights: Sequence[QuantizedWeight],
+        weights: "Sequence[QuantizedWeight]",
         bias: Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
@@ -173,12 +175,16 @@ class Ops(ABC):
         """Experts without their router, for rows of `dtype`; None where nothing computes these."""
         return None
 
-    def low_rank_product(self, pieces: Sequence[Piece]) -> LowRankProduct:
+    def low_rank_product(self, pieces: "Sequence[Piece]") -> "LowRankProduct":
         """The addition of an adapter to a product, by `pieces` in the order of their outputs."""
+        from aioserve.runner.adapters import TorchProduct
+
         return TorchProduct(pieces)
 
-    def low_rank_table(self, piece: Piece) -> LowRankTable:
+    def low_rank_table(self, piece: "Piece") -> "LowRankTable":
         """The addition of an adapter to the embedding."""
+        from aioserve.runner.adapters import TorchTable
+
         return TorchTable(piece)
 
     @abstractmethod

@@ -22,7 +22,8 @@ from aioserve.model_source.quantized import (
     unpacked,
     weights_of_experts,
 )
-from aioserve.runner.fused import NotFusedError, Place
+from aioserve.runner.fused.decoder import Place
+from aioserve.runner.fused.ops import NotFusedError
 from aioserve.runner.fused.decoder import LOGITS_DTYPE
 from aioserve.runner.fused.ops import (
     Embedding,

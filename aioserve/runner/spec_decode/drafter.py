@@ -82,11 +82,6 @@ class DraftRows(BatchPart[bool]):
         self.drafter, self._sampling, self._grammars = drafter, sampling, grammars
         self._guessed: set[int] = set()  # rows whose drafts are the drafter's
 
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens that are guessed for a row; 0 without a drafter."""
-        return 0 if self.drafter is None else self.drafter.length.max_tokens
-
     def set(self, row: int, request: NewRequestData) -> None:
         if self.drafter is not None:
             self.rows[row] = request.pooling_params is None

@@ -21,12 +21,12 @@ from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.model_source import GgufFile
 from aioserve.model_source.quantized import FORMATS, quantize
-from aioserve.runner import fused
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cpu.products import BlockLinear
+from aioserve.runner.fused import fuse as fused
 from aioserve.runner.fused.recognize import find_parts
 from aioserve.runner.loader import named_dtype
 from tests.gguf_models import write_gguf

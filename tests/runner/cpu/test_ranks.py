@@ -316,7 +316,7 @@ def test_drafts_of_the_first_are_verified_by_both(
     expected = alone.generate("a", 8)
     ngram = SpeculationConfig(speculative_method="ngram")
     driver, pair = make_pair(dtype="float32", speculation=ngram)
-    assert [rank.parts.drafts.drafter is None for rank in (pair.first, pair.second)] == [
+    assert [rank.parts.drafter is None for rank in (pair.first, pair.second)] == [
         False,
         True,
     ]

@@ -23,7 +23,7 @@ from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace, TritonOps
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler
-from aioserve.runner.fused import FusedModel
+from aioserve.runner.fused.model import FusedModel
 from aioserve.runner.loader import load_model
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from aioserve import kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner import fused
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import create_attention_backend
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.models import load_model_on_cpu
-from aioserve.runner.fused import FusedModel, NotFusedError
+from aioserve.runner.fused import fuse as fused
 from aioserve.runner.fused.decoder import FusedDecoder
-from aioserve.runner.fused.ops import ExpertWeights, Linear, Ops
+from aioserve.runner.fused.model import FusedModel
+from aioserve.runner.fused.ops import ExpertWeights, Linear, NotFusedError, Ops
 from aioserve.runner.fused.recognize import ExpertParts, _rms_norm, find_experts
 from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
