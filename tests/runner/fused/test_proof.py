@@ -101,7 +101,11 @@ def test_weights_that_are_not_numbers_are_served_unfused_and_the_log_says_why(
     caplog.set_level("INFO")
     config = make_config(path)
     runner = load_on_cpu(config, ModelInfo(config.model))
-    (line,) = [r.message for r in caplog.records if r.name == "aioserve.runner.loader"]
+    (line,) = [
+        r.message
+        for r in caplog.records
+        if r.name == "aioserve.runner.loader" and r.levelname == "INFO"
+    ]
     assert line.startswith("LlamaForCausalLM runs as transformers wrote it, not fused: ")
     driver = Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
     driver.add("a", [1, 2, 3])
