@@ -17,7 +17,7 @@ from aioserve.engine.metric_families import Histogram, RecentWorst
 from aioserve.engine.metrics import VLLM_NAMES
 from aioserve.params import SamplingParams
 from tests.processes import PATIENCE
-from tests.server.raw_client import until
+from tests.server.raw_client import RawClient
 from tests.server.serving import SIMULATED
 
 ROOT = Path(__file__).parents[2]
@@ -63,15 +63,17 @@ async def test_one_that_was_never_served_has_only_waited(start_server):
     async with start_server(
         runner={"step_base_ms": 20}, scheduler={"max_num_seqs": 1, "queue_timeout": 0.05}
     ) as server:
-        first = asyncio.create_task(server.complete(max_tokens=20, ignore_eos=True))
-        await until(server, lambda gauges: gauges["num_requests_running"] == 1)
+        first = await RawClient.post(
+            server, prompt="Hello", stream=True, max_tokens=3000, ignore_eos=True
+        )
+        await first.read_events(1)
         second = await server.complete(max_tokens=5)
         assert second.json()["choices"][0]["finish_reason"] == "timeout"
         values = await scrape(server)
         assert value(values, "aioserve_request_queue_time_seconds_count") == 1
         assert value(values, "aioserve_request_queue_time_seconds_sum") >= 0.05
         assert value(values, "aioserve_request_inference_time_seconds_count") == 0
-        await first
+        await first.leave()
 
 
 async def test_answers_are_counted_by_route_and_status(server):
