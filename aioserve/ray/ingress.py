@@ -26,8 +26,7 @@ from aioserve.ray.pace import Pace
 from aioserve.ray.router_metrics import render
 from aioserve.ray.settings import ModelSettings
 from aioserve.server.access.access import Access
-from aioserve.server.access.accounts import Accounts
-from aioserve.server.access.keyring import Rights
+from aioserve.server.access.keys import Accounts, Rights
 from aioserve.server.app import build_app, exempt_from_garbage_collection, max_body_mib
 from aioserve.server.responses.store import ResponseStore
 

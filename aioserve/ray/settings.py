@@ -23,7 +23,7 @@ from aioserve.ray.groups import (
     names_of,
 )
 from aioserve.routing import BaseRouter, check_roles, load_router
-from aioserve.server.access.keyring import ENVIRONMENT
+from aioserve.server.access.keys import ENVIRONMENT
 
 Percent = Annotated[int, Meta(ge=0, le=100)]
 

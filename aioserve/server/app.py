@@ -20,12 +20,15 @@ from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.engine.builder import check_policies
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import Access, MainAccess
-from aioserve.server.access.connections import Connections, allow_connections, tell_connection
-from aioserve.server.access.exposure import check_exposure
+from aioserve.server.access.connections import Connections, Site, allow_connections, tell_connection
 from aioserve.server.access.gate import check_key
-from aioserve.server.access.hosts import Hosts
-from aioserve.server.access.origins import answer_preflights, check_caller, tell_origin
-from aioserve.server.access.site import Site
+from aioserve.server.access.origins import (
+    Hosts,
+    answer_preflights,
+    check_caller,
+    check_exposure,
+    tell_origin,
+)
 from aioserve.server.batches.door import open_batches
 from aioserve.server.chat.chat_format import ChatFormat, check_formats, say_format
 from aioserve.server.images import ImageLoader

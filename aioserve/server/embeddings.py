@@ -15,7 +15,6 @@ from aioserve.errors import RequestAbortedError, RequestError
 from aioserve.outputs import Vector
 from aioserve.params import Pooling, PoolingParams
 from aioserve.request import Hints
-from aioserve.server.access.accounts import Claim
 from aioserve.server.access.gate import (
     allowed_fields,
     entered,
@@ -23,6 +22,7 @@ from aioserve.server.access.gate import (
     num_at_once,
     owner_of,
 )
+from aioserve.server.access.keys import Claim
 from aioserve.server.body import decode_body
 from aioserve.server.generation import run_all
 from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING

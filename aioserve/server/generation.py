@@ -19,8 +19,8 @@ from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput
 from aioserve.params import SamplingParams
-from aioserve.server.access.accounts import Claim, Leave
 from aioserve.server.access.gate import allowed_fields, entered, estimated_tokens, owner_of
+from aioserve.server.access.keys import Claim, Leave
 from aioserve.server.body import decode_body
 from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
 from aioserve.server.errors import to_wire

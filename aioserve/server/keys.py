@@ -4,8 +4,8 @@ from aiohttp import web
 
 from aioserve.engine import EngineClient
 from aioserve.server.access.access import Access
-from aioserve.server.access.hosts import Hosts
-from aioserve.server.access.keyring import Key
+from aioserve.server.access.keys import Key
+from aioserve.server.access.origins import Hosts
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.images import ImageLoader
 from aioserve.server.logprobs import TokenTexts

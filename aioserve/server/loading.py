@@ -15,10 +15,8 @@ from aiohttp.typedefs import Handler
 
 from aioserve.errors import EngineDeadError
 from aioserve.operations.command import Health
-from aioserve.server.access.acceptor import Acceptor
-from aioserve.server.access.hosts import Hosts
-from aioserve.server.access.origins import check_caller
-from aioserve.server.access.site import BACKLOG
+from aioserve.server.access.connections import BACKLOG, Acceptor
+from aioserve.server.access.origins import Hosts, check_caller
 from aioserve.server.admin import TELLS
 from aioserve.server.keys import HOSTS
 from aioserve.server.middleware import answer_errors, say_when_to_come_again

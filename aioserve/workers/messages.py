@@ -21,8 +21,7 @@ from aioserve.operations.command import AdapterPaths, Answer, Command, Counted, 
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
 from aioserve.runner.info import RunnerInfo
-from aioserve.server.access.accounts import Claim
-from aioserve.server.access.keyring import Key
+from aioserve.server.access.keys import Claim, Key
 from aioserve.server.responses.store import Kept
 from aioserve.workers.line import Attachments
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, EngineDeadError, WorkerError
 from aioserve.server.access.access import MainAccess
-from aioserve.server.access.keyring import ENVIRONMENT
+from aioserve.server.access.keys import ENVIRONMENT
 from aioserve.server.app import HANDLER_TIMEOUT
 from aioserve.server.loading import Loading
 from aioserve.server.sockets import ListenSockets, bind_beside, share, url_of

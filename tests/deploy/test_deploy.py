@@ -17,7 +17,7 @@ import yaml
 from aioserve.cli import build_parser, load_config
 from aioserve.config import EngineConfig, ServerConfig
 from aioserve.engine.watchdog import GRACE_SECONDS
-from aioserve.server.access.keyring import ENVIRONMENT
+from aioserve.server.access.keys import ENVIRONMENT
 from aioserve.server.routes import ROUTES
 from aioserve.support.arguments import EXIT_USAGE
 from tests import processes

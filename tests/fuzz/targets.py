@@ -44,7 +44,7 @@ from aioserve.model_info import ModelInfo, find_model
 from aioserve.model_source.adapter import read_adapter, stored_parameters
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.runner.profile import load_profile
-from aioserve.server.access.keyring import read_keys
+from aioserve.server.access.keys import read_keys
 from tests.adapters import make_adapter
 from tests.fuzz.bounded import BOUNDED
 from tests.fuzz.harness import Target

@@ -18,7 +18,7 @@ from aioserve.engine import AsyncEngine
 from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
 from aioserve.runner.simulation.simulated import SimulatedRunner
-from aioserve.server.access import acceptor
+from aioserve.server.access import connections
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind, bind_beside, bind_unix
@@ -131,7 +131,7 @@ async def test_while_the_model_loads_it_lives_and_refuses(shares_port):
 
 
 async def test_too_many_clients_while_it_loads_are_let_in_later(monkeypatch):
-    monkeypatch.setattr(acceptor, "FULL_SECONDS", 0.01)
+    monkeypatch.setattr(connections, "FULL_SECONDS", 0.01)
     sockets = bind("127.0.0.1", 0)
     host, port = sockets[0].getsockname()
     own = asyncio.get_running_loop()

@@ -1,11 +1,14 @@
-"""What one process lets in: its settings, the keys that are known now, and what was refused.
+"""The server's certificate, and whether clients must show one: from files to a context.
 
-Knows no request; which of its own a key may ask for, `gate` knows.
+Knows no connection.
 """
 
 import logging
+import os
+import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -14,9 +17,71 @@ from prometheus_client.registry import Collector
 from aioserve.config import AccessConfig, EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
-from aioserve.server.access.accounts import Accounts, Entrance
-from aioserve.server.access.keyring import ENVIRONMENT, Key, Keyring, Rights, read_keys
-from aioserve.server.access.tls import load, make_context, read_roots
+from aioserve.server.access.keys import (
+    ENVIRONMENT,
+    Accounts,
+    Entrance,
+    Key,
+    Keyring,
+    Rights,
+    read_keys,
+)
+
+#: Not a setting: settings are in lists of processes, in files, and on their way to workers.
+PASSWORD = "AIOSERVE_SSL_KEYFILE_PASSWORD"  # noqa: S105 - the name of a variable
+
+
+def make_context(settings: AccessConfig) -> ssl.SSLContext | None:
+    """None if there is no certificate: then connections are plain. Raises `ConfigError`."""
+    if settings.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    load(context, settings)
+    return context
+
+
+def load(context: ssl.SSLContext, settings: AccessConfig) -> None:
+    """Read the files, perhaps again: for connections from now on. Raises `ConfigError`."""
+    assert settings.ssl_certfile is not None
+    names = [settings.ssl_certfile, settings.ssl_keyfile or settings.ssl_certfile]
+    try:
+        # Given always: without it OpenSSL would ask at the terminal.
+        context.load_cert_chain(names[0], names[1], password=os.environ.get(PASSWORD, ""))
+        if settings.ssl_ca_certs is not None:
+            names = [settings.ssl_ca_certs]
+            context.load_verify_locations(settings.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except ssl.SSLError as error:
+        why = error.reason or str(error)
+        raise ConfigError(
+            f"no certificate can be had from {' and '.join(dict.fromkeys(names))}: {why}; the "
+            f"password of an encrypted key is in {PASSWORD}"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {' or '.join(dict.fromkeys(names))}: {error.strerror}"
+        ) from error
+
+
+def read_roots(settings: AccessConfig) -> bytes:
+    """What is in the file of those that clients' certificates must come from, if there is one.
+    Raises `ConfigError`.
+    """
+    if settings.ssl_ca_certs is None:
+        return b""
+    try:
+        return Path(settings.ssl_ca_certs).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {settings.ssl_ca_certs}: {error.strerror}") from error
+
+
+# LOOK: was aioserve.server.access.access
+# What one process lets in: its settings, the keys that are known now, and what was refused.
+#
+# Knows no request; which of its own a key may ask for, `gate` knows.
+
 
 logger = logging.getLogger(__name__)
 

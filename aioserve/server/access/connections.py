@@ -1,25 +1,134 @@
-"""How many connections there may be, and what each may keep waiting for how long.
+"""The answer to bytes that never become a request: bad HTTP, a head too long, too many clients.
 
-What is waited for: the head of a request, a client that reads its answer, the next request. Knows
-bytes and clocks; knows nothing about what is asked. Bodies are waited for in `body`.
+Knows how it is written to a socket, as no handler hears of it.
 """
 
 import asyncio
 import contextlib
+import errno
+import functools
 import itertools
 import logging
 import socket
+import ssl
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
-from typing import Any, cast
+from socket import AF_UNIX, socket
+from typing import Any, NamedTuple, cast
 
+import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.typedefs import Handler
 
 from aioserve.config import AccessConfig
 from aioserve.server.access.access import Refusals
-from aioserve.server.access.refusal import Refusal
+from aioserve.server.protocol import ErrorInfo, ErrorResponse
 from aioserve.server.running import make_id
+
+_encoder = msgspec.json.Encoder()
+
+
+class Refusal(NamedTuple):
+    """What a client is told that no handler hears of."""
+
+    status: HTTPStatus
+    message: str
+    code: str
+    request_id: str  # in the log, but for connections that are too many
+
+    @property
+    def body(self) -> bytes:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        info = ErrorInfo(message=self.message, type=kind, code=self.code)
+        return _encoder.encode(ErrorResponse(error=info))
+
+    def whole(self, headers: str = "") -> bytes:
+        """The answer as it is sent, with its head."""
+        body = self.body
+        head = (
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}"
+            f"X-Request-Id: {self.request_id}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+# LOOK: was aioserve.server.access.connections
+# Takes the connections of a listening socket, each in a task of its own.
+#
+# Knows sockets; its maker knows what becomes of a connection. It takes the place of asyncio's
+# own server where a connection must be known before its handshake, or where one that comes at the end
+# must not be lost: in Python 3.11 that forgets a connection which it accepts in the turn in which it
+# is closed, and the client waits for ever.
+
+
+FULL_SECONDS = 1.0  # until connections are taken again, after there were too many
+
+
+class Acceptor:
+    """Of one socket, until it is stopped."""
+
+    def __init__(
+        self, sock: socket, enter: Callable[[socket], Coroutine[Any, Any, object]], backlog: int
+    ) -> None:
+        """`enter` has each connection, and what it raises is dropped; `backlog` are those
+        that the system keeps while the loop is busy. Raises `OSError`.
+        """
+        self.socket = sock
+        self._enter = enter
+        self._loop = asyncio.get_running_loop()
+        self._entering: set[asyncio.Task[Any]] = set()
+        self._is_stopped = False
+        sock.setblocking(False)
+        sock.listen(backlog)
+        self._listen()
+
+    def stop(self) -> None:
+        """Leave those that come to the queue. Idempotent."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._loop.remove_reader(self.socket.fileno())
+
+    async def close(self, seconds: float) -> None:
+        """Close the socket, and give up on those that have not entered within `seconds`."""
+        self.stop()
+        self.socket.close()
+        if self._entering:
+            _, late = await asyncio.wait(self._entering, timeout=seconds)
+            for task in late:
+                task.cancel()
+
+    def _listen(self) -> None:
+        if not self._is_stopped:
+            self._loop.add_reader(self.socket.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError as error:  # no connection is left, or it has gone again
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # no descriptors: let some close
+                    self._loop.remove_reader(self.socket.fileno())
+                    self._loop.call_later(FULL_SECONDS, self._listen)
+                return
+            connection.setblocking(False)
+            task = self._loop.create_task(self._enter(connection))
+            self._entering.add(task)
+            task.add_done_callback(self._entered)
+
+    def _entered(self, task: asyncio.Task[Any]) -> None:
+        self._entering.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+
+# LOOK: was aioserve.server.access.connections
+# How many connections there may be, and what each may keep waiting for how long.
+#
+# What is waited for: the head of a request, a client that reads its answer, the next request. Knows
+# bytes and clocks; knows nothing about what is asked. Bodies are waited for in `body`.
+
 
 logger = logging.getLogger(__name__)
 
@@ -387,3 +496,72 @@ async def tell_connection(request: web.Request, handler: Handler) -> web.StreamR
     if isinstance(request.protocol, Connection):
         request.protocol.begin(request.content)
     return await handler(request)
+
+
+# LOOK: was aioserve.server.access.connections
+# Where an application listens: a bound socket, plain or encrypted, with a limit on connections.
+#
+# Knows aiohttp's server; which sockets there are, `sockets` knows.
+
+
+BACKLOG = 1024  # connections that the system keeps while the loop is busy
+
+HANDSHAKE_SECONDS = 10.0  # of TLS
+
+
+class Site:
+    """On a socket that stays its owner's."""
+
+    def __init__(
+        self,
+        server: web.Server,
+        sock: socket,
+        connections: Connections,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._server = server
+        self._socket = sock
+        self._connections = connections
+        self._tls = tls
+        self._acceptor: Acceptor | None = None  # one of these two
+        self._listening: asyncio.AbstractServer | None = None
+
+    async def start(self) -> None:
+        """Take connections on the socket from now on. Raises `OSError`."""
+        if self._tls is not None:  # asyncio's own server would not tell before a handshake
+            self._acceptor = Acceptor(self._socket, self._shake_hands, BACKLOG)
+            return
+        loop = asyncio.get_running_loop()
+        begin = loop.create_unix_server if self._socket.family == AF_UNIX else loop.create_server
+        make = functools.partial(Connection, self._connections, self._server)
+        self._listening = await begin(make, sock=self._socket, backlog=BACKLOG)
+
+    async def stop(self) -> None:
+        """Stop taking connections; those that are open stay."""
+        if self._acceptor is not None:
+            await self._acceptor.close(0)
+        if self._listening is not None:
+            self._listening.close()
+
+    async def _shake_hands(self, sock: socket) -> None:
+        handshake = Handshake(sock)
+        if not self._connections.add(handshake):
+            sock.close()
+            return
+        make = functools.partial(Connection, self._connections, self._server, handshake)
+        why = ""
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make, sock, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            )
+        except ssl.SSLError as error:
+            why = error.reason or str(error)
+        except ConnectionAbortedError:
+            why = f"it took more than {HANDSHAKE_SECONDS:g} s"
+        except OSError:
+            pass  # the client has gone
+        finally:
+            self._connections.discard(handshake)
+        if why and not handshake.is_dropped:
+            self._connections.count("tls_handshake")
+            logger.info("a client refused: its TLS handshake has failed: %s", why)

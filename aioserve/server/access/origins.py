@@ -1,18 +1,161 @@
-"""Which pages a browser lets ask this server: CORS, as the Fetch standard has it.
+"""By which names clients may call the server: those that no page of the web can have.
 
-Refuses what a browser sends for a page without asking first. Knows headers; knows nothing about
-keys, which such a page must send like any client.
+A page may let its own name point to this machine after a browser has loaded it (DNS rebinding).
+Then the browser takes the server for that page's own origin, and only the name tells them apart.
 """
 
+import ipaddress
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from socket import AF_UNIX, socket
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from aioserve.config import AccessConfig
-from aioserve.errors import ForbiddenError
-from aioserve.server.errors import ForeignOriginError
+from aioserve.config import AccessConfig, EngineConfig
+from aioserve.errors import ConfigError, ForbiddenError
+from aioserve.server.access.access import Access
+from aioserve.server.errors import ForeignHostError, ForeignOriginError
 from aioserve.server.keys import ACCESS, HOSTS
+from aioserve.server.sockets import ListenSockets, url_of
+
+#: Names below these belong to a local network: a registrar sells none of them.
+LOCAL_NAMES = ("local", "internal", "home.arpa", "localhost")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`, a name or an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_near(request: web.Request) -> bool:
+    """Whether the request comes from this machine, not by a proxy that names another client."""
+    if any(name in request.headers for name in ("Forwarded", "X-Forwarded-For", "X-Real-IP")):
+        return False
+    return _is_by_unix_socket(request) or is_loopback(request.remote or "")
+
+
+class Hosts:
+    """The names of one application. It checks names where neither a key nor a certificate already
+    keeps pages of the web away, and everywhere if the settings name some.
+    """
+
+    def __init__(self, config: EngineConfig, access: Access, *, is_for_operators: bool) -> None:
+        self.settings = config.access
+        self._access = access
+        self._is_for_operators = is_for_operators
+        self._bound = config.access.admin_host if is_for_operators else config.server.host
+        # While a model loads, one application answers for both addresses.
+        self._own_names = {config.server.host.lower(), config.access.admin_host.lower()}
+        self._accepts = lru_cache(maxsize=256)(self._is_ours)
+
+    @property
+    def asks_keys(self) -> bool:
+        """Whether a client must show a key for all that matters."""
+        keys = self._access.keyring.keys
+        return any(key.admin for key in keys) if self._is_for_operators else bool(keys)
+
+    def check(self, request: web.Request) -> None:
+        """Raises `ForeignHostError` for a name that is not this server's. A request without a name
+        comes from no browser and passes.
+        """
+        given = request.headers.get("Host", "")
+        is_guarded = self.asks_keys or self._access.tls is not None or _is_by_unix_socket(request)
+        if not given or (is_guarded and not self.settings.allowed_hosts):
+            return
+        name = _name_of(given).lower().removesuffix(".")
+        if not self._accepts(name):
+            raise ForeignHostError(
+                f"this server is not called {name[:64]!r}: use its address, or start it with "
+                "--allowed-hosts and that name"
+            )
+
+    def _is_ours(self, name: str) -> bool:
+        if name in self._own_names or is_loopback(name) or _is_address(name):
+            return True
+        if self.settings.allowed_hosts:
+            return any(_fits(name, allowed.lower()) for allowed in self.settings.allowed_hosts)
+        # A server that listens beyond this machine is called by names of that network.
+        return not is_loopback(self._bound) and (
+            "." not in name or any(name.endswith(f".{local}") for local in LOCAL_NAMES)
+        )
+
+
+def _is_by_unix_socket(request: web.Request) -> bool:
+    link = request.transport
+    return link is not None and isinstance(link.get_extra_info("sockname"), str | bytes)
+
+
+def _name_of(host: str) -> str:
+    """Without the port, and without the brackets of an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _fits(name: str, allowed: str) -> bool:
+    if allowed.startswith("*."):
+        return name.endswith(allowed[1:])
+    return allowed in ("*", name)
+
+
+# LOOK: was aioserve.server.access.origins
+# What clients on other machines could do without a key, of a server that is about to start.
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_exposure(access: Access, doors: ListenSockets, *, has_admin: bool) -> None:
+    """Warn of a server that answers other machines without keys. Raises `ConfigError` if these
+    could operate it as well: `has_admin` says whether it has admin routes.
+    """
+    keys = access.keyring.keys
+    asks_operators = any(key.admin for key in keys)
+    operated = _far(doors.admin or doors.public) if has_admin and not asks_operators else None
+    if operated is not None and not access.is_open_to_all:
+        raise ConfigError(
+            "the admin routes (server.enable_admin) would answer every client that reaches "
+            f"{operated}: no key has 'admin: true'. Give one in access.api_keys_file, listen on "
+            "127.0.0.1, move the routes to access.admin_port, or insist: --without-keys open"
+        )
+    asked = _far(doors.public)
+    if asked is not None and not keys and access.settings.ssl_ca_certs is None:
+        logger.warning(
+            "%s serves every client that reaches it%s: there are no keys (--api-keys-file, "
+            "AIOSERVE_API_KEYS)",
+            asked,
+            ", admin routes included" if operated is not None else "",
+        )
+
+
+def _far(sockets: Sequence[socket]) -> str | None:
+    """The address of the first that other machines can reach."""
+    for sock in sockets:
+        if sock.family != AF_UNIX and not is_loopback(sock.getsockname()[0]):
+            return url_of(sock)
+    return None
+
+
+# LOOK: was aioserve.server.access.origins
+# Which pages a browser lets ask this server: CORS, as the Fetch standard has it.
+#
+# Refuses what a browser sends for a page without asking first. Knows headers; knows nothing about
+# keys, which such a page must send like any client.
+
 
 #: What else of an answer a page may read.
 EXPOSED = "X-Request-Id, Request-Id, Retry-After"

@@ -17,7 +17,7 @@ from yarl import URL
 
 from aioserve.errors import RequestError
 from aioserve.server import completions, embeddings
-from aioserve.server.access.keyring import Key
+from aioserve.server.access.keys import Key
 from aioserve.server.chat import routes as chat
 from aioserve.server.keys import KEY, OWN_HINTS, RESPONSE_ID
 from aioserve.server.middleware import answer_errors

@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from aioserve.operations.command import Counted
-from aioserve.server.access.keyring import Key
+from aioserve.server.access.keys import Key
 from aioserve.server.batches.directory import Disk
 from aioserve.server.batches.gauges import batch_gauges
 from aioserve.server.batches.inner import Inner

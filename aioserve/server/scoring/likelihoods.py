@@ -22,8 +22,8 @@ from aioserve.errors import (
 )
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.access.accounts import Claim
 from aioserve.server.access.gate import entered, num_at_once, owner_of
+from aioserve.server.access.keys import Claim
 from aioserve.server.generation import run_all
 from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING
 from aioserve.server.running import check_id

@@ -3,8 +3,7 @@
 import pytest
 
 from aioserve.errors import ForbiddenError, KeyLimitError
-from aioserve.server.access.accounts import ONE, Accounts, Claim
-from aioserve.server.access.keyring import Rights
+from aioserve.server.access.keys import ONE, Accounts, Claim, Rights
 
 
 class Clock:

@@ -17,11 +17,9 @@ from msgspec.structs import replace
 from aioserve.config import AccessConfig, EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
-from aioserve.server.access import site
-from aioserve.server.access.access import Access, MainAccess
-from aioserve.server.access.accounts import Accounts
-from aioserve.server.access.keyring import Key, Rights
-from aioserve.server.access.tls import PASSWORD, make_context
+from aioserve.server.access import connections
+from aioserve.server.access.access import PASSWORD, Access, MainAccess, make_context
+from aioserve.server.access.keys import Accounts, Key, Rights
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind_unix, open_doors
@@ -109,7 +107,7 @@ async def test_who_shakes_no_hands_is_one_of_the_connections_and_makes_room(tmp_
 
 async def test_handshakes_that_fail_are_counted_and_told(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(site, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.1)
     cert, key = certify(tmp_path)
     async with serving(ssl_certfile=cert, ssl_keyfile=key) as (_, doors, access):
         for sent in (b"", b"GET / HTTP/1.1\r\n\r\n"):

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from aioserve.config import AccessConfig, ServerConfig
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import MainAccess
-from aioserve.server.access.exposure import check_exposure
+from aioserve.server.access.origins import check_exposure
 from aioserve.server.sockets import open_doors
 from tests import processes
 from tests.server.access.conftest import ANN

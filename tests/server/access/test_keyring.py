@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.server.access.keyring import ENVIRONMENT, Keyring, read_keys
+from aioserve.server.access.keys import ENVIRONMENT, Keyring, read_keys
 
 ANN, BEN = "sk-ann-0123456789", "sk-ben-0123456789"
 

@@ -10,7 +10,7 @@ import pytest
 
 from aioserve.engine import AsyncEngine
 from aioserve.engine.live_feed import shown_id
-from aioserve.server.access.hosts import is_loopback
+from aioserve.server.access.origins import is_loopback
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from tests.processes import PATIENCE
