@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from aioserve.errors import UnknownKeyError, UnknownModelError
 from aioserve.operations import HealthCheck, ShowMetrics
 from aioserve.operations.command import Health, Readiness
-from aioserve.server.keys import CHAT_FORMAT, ENGINE
+from aioserve.server.chat.chat_format import CHAT_FORMAT
+from aioserve.server.keys import ENGINE
 from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.model_card import ModelCard, ModelList
 from aioserve.server.model_cards import model_cards

@@ -19,10 +19,11 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.engine.builder import check_policies
 from aioserve.errors import ConfigError
-from aioserve.server.access.access import Access, MainAccess
+from aioserve.server.access.access import ACCESS, Access, MainAccess
 from aioserve.server.access.connections import Connections, Site, allow_connections, tell_connection
 from aioserve.server.access.gate import check_key
 from aioserve.server.access.origins import (
+    HOSTS,
     Hosts,
     answer_preflights,
     check_caller,
@@ -30,21 +31,11 @@ from aioserve.server.access.origins import (
     tell_origin,
 )
 from aioserve.server.batches.door import open_batches
-from aioserve.server.chat.chat_format import ChatFormat, check_formats, say_format
-from aioserve.server.images import ImageLoader
-from aioserve.server.keys import (
-    ACCESS,
-    CHAT_FORMAT,
-    ENGINE,
-    HOSTS,
-    IMAGES,
-    NEEDS,
-    RESPONSES,
-    RUNNING,
-    TOKEN_TEXTS,
-)
+from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, check_formats, say_format
+from aioserve.server.images import IMAGES, ImageLoader
+from aioserve.server.keys import ENGINE, NEEDS, RUNNING
 from aioserve.server.loading import Loading, answering_while_loading
-from aioserve.server.logprobs import TokenTexts
+from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts
 from aioserve.server.middleware import (
     HTTP_COUNTS,
     HttpCounts,
@@ -55,7 +46,7 @@ from aioserve.server.middleware import (
     say_when_to_come_again,
 )
 from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
-from aioserve.server.responses.store import Responses, ResponseStore
+from aioserve.server.responses.store import RESPONSES, Responses, ResponseStore
 from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
 from aioserve.server.scoring.routes import open_scoring

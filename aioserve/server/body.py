@@ -8,8 +8,9 @@ from typing import TypeVar
 
 from aiohttp import hdrs, web
 
+from aioserve.server.access.access import ACCESS
 from aioserve.server.errors import BodiesFullError, BodyTimeoutError
-from aioserve.server.keys import ACCESS, ENGINE
+from aioserve.server.keys import ENGINE
 from aioserve.server.passed_over import pass_over
 from aioserve.server.protocol import ModelRequest, RequestPart
 from aioserve.server.validation import BodyDecoder

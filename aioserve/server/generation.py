@@ -25,7 +25,8 @@ from aioserve.server.body import decode_body
 from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
 from aioserve.server.errors import to_wire
 from aioserve.server.images import Shown
-from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING, TOKEN_TEXTS
+from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING
+from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.passed_over import log_passed_over
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
 from aioserve.server.running import check_id

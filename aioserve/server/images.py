@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+from aiohttp import web
+
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation, EngineClient, Prompt
 from aioserve.errors import EngineOverloadedError, RequestError
@@ -266,6 +268,9 @@ class ImageLoader:
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+
+
+IMAGES = web.AppKey("IMAGES", ImageLoader)
 
 
 @contextmanager

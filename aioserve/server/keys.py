@@ -3,23 +3,11 @@
 from aiohttp import web
 
 from aioserve.engine import EngineClient
-from aioserve.server.access.access import Access
 from aioserve.server.access.keys import Key
-from aioserve.server.access.origins import Hosts
-from aioserve.server.chat.chat_format import ChatFormat
-from aioserve.server.images import ImageLoader
-from aioserve.server.logprobs import TokenTexts
-from aioserve.server.responses.store import Responses
 from aioserve.server.running import RunningResponses
 
 ENGINE = web.AppKey("ENGINE", EngineClient)
-IMAGES = web.AppKey("IMAGES", ImageLoader)
-RESPONSES = web.AppKey("RESPONSES", Responses)
 RUNNING = web.AppKey("RUNNING", RunningResponses)
-TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
-CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
-ACCESS = web.AppKey("ACCESS", Access)
-HOSTS = web.AppKey("HOSTS", Hosts)
 NEEDS = web.AppKey("NEEDS", dict[str, str])  # by route: which key it needs, as `Route.needs` says
 KEY = web.RequestKey("KEY", Key)  # on a request: its key, where keys are required
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer

@@ -16,9 +16,8 @@ from aiohttp.typedefs import Handler
 from aioserve.errors import EngineDeadError
 from aioserve.operations.command import Health
 from aioserve.server.access.connections import BACKLOG, Acceptor
-from aioserve.server.access.origins import Hosts, check_caller
+from aioserve.server.access.origins import HOSTS, Hosts, check_caller
 from aioserve.server.admin import TELLS
-from aioserve.server.keys import HOSTS
 from aioserve.server.middleware import answer_errors, say_when_to_come_again
 from aioserve.server.sockets import bind_beside, share
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from aiohttp import web
+
 from aioserve.outputs import TokenLogprobs
 from aioserve.server.logprob_structs import (
     ChatLogprobs,
@@ -56,6 +58,9 @@ class TokenTexts:
     def join(self, token_ids: Sequence[int]) -> str:
         """The text of known token ids, special tokens left out."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
 
 
 def completion_logprobs(

@@ -18,8 +18,8 @@ from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage
 from aioserve.server.chat.tool_structs import ToolEntry
 from aioserve.server.chat.tool_use import chat_tool_use
-from aioserve.server.images import ImageParts
-from aioserve.server.keys import ENGINE, IMAGES
+from aioserve.server.images import IMAGES, ImageParts
+from aioserve.server.keys import ENGINE
 from aioserve.server.openapi import NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import Int, ModelRequest
 from aioserve.server.validation import BodyDecoder

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from aioserve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from aioserve.params import SamplingParams
-from aioserve.server.chat.chat_format import ChatFormat
+from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
 from aioserve.server.chat.protocol import ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.reply import ChatReply
 from aioserve.server.completions import CompletionReply
 from aioserve.server.generation import Reply, best_outputs
-from aioserve.server.keys import CHAT_FORMAT, TOKEN_TEXTS
-from aioserve.server.logprobs import TokenTexts
+from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts
 from aioserve.server.protocol import Completion, CompletionRequest, StreamOptions
 
 # A name that looks like the fields it stands next to.

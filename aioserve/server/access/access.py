@@ -1,6 +1,6 @@
-"""The server's certificate, and whether clients must show one: from files to a context.
+"""What one process lets in: its settings, certificates, the keys it knows, and what was refused.
 
-Knows no connection.
+Knows no request; `gate` says what a request may ask for by its own key.
 """
 
 import logging
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -77,10 +78,8 @@ def read_roots(settings: AccessConfig) -> bytes:
         raise ConfigError(f"cannot read {settings.ssl_ca_certs}: {error.strerror}") from error
 
 
-# LOOK: was aioserve.server.access.access
-# What one process lets in: its settings, the keys that are known now, and what was refused.
-#
-# Knows no request; which of its own a key may ask for, `gate` knows.
+# What one process lets in: its settings, the keys that are known now, and what was refused. Knows
+# no request; which of its own a key may ask for, `gate` knows.
 
 
 logger = logging.getLogger(__name__)
@@ -125,6 +124,9 @@ class Access:
             )
         make_context(self.settings)  # tries it out: a half loaded context serves no client
         load(self.tls, self.settings)
+
+
+ACCESS = web.AppKey("ACCESS", Access)
 
 
 class MainAccess(Access):

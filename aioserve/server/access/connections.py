@@ -1,6 +1,7 @@
-"""The answer to bytes that never become a request: bad HTTP, a head too long, too many clients.
+"""The connections of a server: accepted, limited in number and time, refused, and its sites.
 
-Knows how it is written to a socket, as no handler hears of it.
+Knows sockets, bytes and clocks, and aiohttp's server; knows nothing about what is asked. `sockets`
+says which sockets there are. Bodies are waited for in `body`.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
-from socket import AF_UNIX, socket
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -54,13 +54,11 @@ class Refusal(NamedTuple):
         return head.encode() + body
 
 
-# LOOK: was aioserve.server.access.connections
-# Takes the connections of a listening socket, each in a task of its own.
-#
-# Knows sockets; its maker knows what becomes of a connection. It takes the place of asyncio's
-# own server where a connection must be known before its handshake, or where one that comes at the end
-# must not be lost: in Python 3.11 that forgets a connection which it accepts in the turn in which it
-# is closed, and the client waits for ever.
+# Takes the connections of a listening socket, each in a task of its own. Knows sockets; its maker
+# knows what becomes of a connection. It takes the place of asyncio's own server where a connection
+# must be known before its handshake, or where one that comes at the end must not be lost: in Python
+# 3.11 that forgets a connection which it accepts in the turn in which it is closed, and the client
+# waits for ever.
 
 
 FULL_SECONDS = 1.0  # until connections are taken again, after there were too many
@@ -70,7 +68,10 @@ class Acceptor:
     """Of one socket, until it is stopped."""
 
     def __init__(
-        self, sock: socket, enter: Callable[[socket], Coroutine[Any, Any, object]], backlog: int
+        self,
+        sock: socket.socket,
+        enter: Callable[[socket.socket], Coroutine[Any, Any, object]],
+        backlog: int,
     ) -> None:
         """`enter` has each connection, and what it raises is dropped; `backlog` are those
         that the system keeps while the loop is busy. Raises `OSError`.
@@ -123,11 +124,9 @@ class Acceptor:
             task.exception()
 
 
-# LOOK: was aioserve.server.access.connections
-# How many connections there may be, and what each may keep waiting for how long.
-#
-# What is waited for: the head of a request, a client that reads its answer, the next request. Knows
-# bytes and clocks; knows nothing about what is asked. Bodies are waited for in `body`.
+# How many connections there may be, and what each may keep waiting for how long. What is waited
+# for: the head of a request, a client that reads its answer, the next request. Knows bytes and
+# clocks; knows nothing about what is asked. Bodies are waited for in `body`.
 
 
 logger = logging.getLogger(__name__)
@@ -498,9 +497,7 @@ async def tell_connection(request: web.Request, handler: Handler) -> web.StreamR
     return await handler(request)
 
 
-# LOOK: was aioserve.server.access.connections
 # Where an application listens: a bound socket, plain or encrypted, with a limit on connections.
-#
 # Knows aiohttp's server; which sockets there are, `sockets` knows.
 
 
@@ -515,7 +512,7 @@ class Site:
     def __init__(
         self,
         server: web.Server,
-        sock: socket,
+        sock: socket.socket,
         connections: Connections,
         tls: ssl.SSLContext | None,
     ) -> None:
@@ -532,7 +529,9 @@ class Site:
             self._acceptor = Acceptor(self._socket, self._shake_hands, BACKLOG)
             return
         loop = asyncio.get_running_loop()
-        begin = loop.create_unix_server if self._socket.family == AF_UNIX else loop.create_server
+        begin = (
+            loop.create_unix_server if self._socket.family == socket.AF_UNIX else loop.create_server
+        )
         make = functools.partial(Connection, self._connections, self._server)
         self._listening = await begin(make, sock=self._socket, backlog=BACKLOG)
 
@@ -543,7 +542,7 @@ class Site:
         if self._listening is not None:
             self._listening.close()
 
-    async def _shake_hands(self, sock: socket) -> None:
+    async def _shake_hands(self, sock: socket.socket) -> None:
         handshake = Handshake(sock)
         if not self._connections.add(handshake):
             sock.close()

@@ -1,6 +1,7 @@
-"""The keys that clients show: read from a file and the environment, recognized in constant time.
+"""Keys that clients show, and accounts of what each key has of the server now.
 
-Keeps digests alone: no key stays in memory, nor goes to a worker or into a log. Knows no HTTP.
+Keys are read from a file and the environment and recognized in constant time. Only digests are
+kept: no key stays in memory, nor goes to a worker or into a log. Knows no HTTP.
 """
 
 import hashlib
@@ -170,10 +171,8 @@ def _warn_of_readers(path: Path) -> None:
         )
 
 
-# LOOK: was aioserve.server.access.keys
-# What each key has of the server now: sequences that run, and tokens of the last minute.
-#
-# Counted in one place for all workers, the engine's process. Knows keys by their names, no HTTP.
+# What each key has of the server now: sequences that run, and tokens of the last minute. Counted in
+# one place for all workers, the engine's process. Knows keys by their names, no HTTP.
 
 
 # As for a full queue: not at once, and not so late that the server idles meanwhile. Guesses.

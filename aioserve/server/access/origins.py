@@ -1,7 +1,6 @@
-"""By which names clients may call the server: those that no page of the web can have.
+"""Which pages and names may reach this server: CORS, host names, and addresses without a key.
 
-A page may let its own name point to this machine after a browser has loaded it (DNS rebinding).
-Then the browser takes the server for that page's own origin, and only the name tells them apart.
+Knows headers; knows nothing about keys, which a page must send like any client.
 """
 
 import ipaddress
@@ -16,9 +15,8 @@ from aiohttp.typedefs import Handler
 
 from aioserve.config import AccessConfig, EngineConfig
 from aioserve.errors import ConfigError, ForbiddenError
-from aioserve.server.access.access import Access
+from aioserve.server.access.access import ACCESS, Access
 from aioserve.server.errors import ForeignHostError, ForeignOriginError
-from aioserve.server.keys import ACCESS, HOSTS
 from aioserve.server.sockets import ListenSockets, url_of
 
 #: Names below these belong to a local network: a registrar sells none of them.
@@ -86,6 +84,9 @@ class Hosts:
         )
 
 
+HOSTS = web.AppKey("HOSTS", Hosts)
+
+
 def _is_by_unix_socket(request: web.Request) -> bool:
     link = request.transport
     return link is not None and isinstance(link.get_extra_info("sockname"), str | bytes)
@@ -112,7 +113,6 @@ def _fits(name: str, allowed: str) -> bool:
     return allowed in ("*", name)
 
 
-# LOOK: was aioserve.server.access.origins
 # What clients on other machines could do without a key, of a server that is about to start.
 
 
@@ -150,11 +150,9 @@ def _far(sockets: Sequence[socket]) -> str | None:
     return None
 
 
-# LOOK: was aioserve.server.access.origins
-# Which pages a browser lets ask this server: CORS, as the Fetch standard has it.
-#
-# Refuses what a browser sends for a page without asking first. Knows headers; knows nothing about
-# keys, which such a page must send like any client.
+# Which pages a browser lets ask this server: CORS, as the Fetch standard has it. Refuses what a
+# browser sends for a page without asking first. Knows headers; knows nothing about keys, which such
+# a page must send like any client.
 
 
 #: What else of an answer a page may read.

@@ -32,11 +32,12 @@ from aioserve.server.anthropic.protocol import (
     ThinkingDelta,
     ToolUseBlock,
 )
+from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_messages_error, to_wire
 from aioserve.server.generation import Answer
-from aioserve.server.keys import CHAT_FORMAT, TOKEN_TEXTS
+from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.protocol import Usage
 from aioserve.server.sse import typed_event
 

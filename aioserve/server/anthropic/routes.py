@@ -31,11 +31,12 @@ from aioserve.server.anthropic.protocol import (
 )
 from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind_off_loop, blame
+from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.thinking import with_budget
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import respond
-from aioserve.server.images import ImageParts
-from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
+from aioserve.server.images import IMAGES, ImageParts
+from aioserve.server.keys import ENGINE
 from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.passed_over import pass_over_tools
 from aioserve.server.tokenization import preparing

@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from aioserve.operations.command import Counted
+from aioserve.server.access.access import ACCESS
 from aioserve.server.access.keys import Key
 from aioserve.server.batches.directory import Disk
 from aioserve.server.batches.gauges import batch_gauges
@@ -27,7 +28,6 @@ from aioserve.server.batches.room import is_full, sweep, usage
 from aioserve.server.batches.stored import StoredBatch
 from aioserve.server.batches.verdict import MAX_TRIES, again, is_failure, result_line
 from aioserve.server.batches.work import Work
-from aioserve.server.keys import ACCESS
 
 logger = logging.getLogger(__name__)
 

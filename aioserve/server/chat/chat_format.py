@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from aioserve.config import ServerConfig
 from aioserve.engine import AsyncEngine, Conversation
@@ -249,6 +250,9 @@ class ChatFormat:
         elif reads_all and self._format is not None:
             calls = self._format((), end)
         return ReplyParser(reasoning, calls)
+
+
+CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
 
 
 def _templates_of(tokenizer: Any) -> str:

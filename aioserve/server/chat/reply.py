@@ -9,6 +9,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -22,7 +23,6 @@ from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.thinking import tell_reasoning
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import Reply
-from aioserve.server.keys import CHAT_FORMAT
 from aioserve.server.logprob_structs import ChatLogprobs, PromptLogprobs
 from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
 from aioserve.server.protocol import Usage

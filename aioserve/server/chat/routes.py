@@ -14,14 +14,15 @@ from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.params import MAX_LOGPROBS, NO_DEFAULTS, SamplingDefaults, SamplingParams
 from aioserve.server.chat.binding import bind_off_loop, blame, leaves_room_for_reasoning
+from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.reply import ChatReply
 from aioserve.server.chat.thinking import with_budget
 from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.generation import read_body, respond
-from aioserve.server.images import ImageParts
-from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
+from aioserve.server.images import IMAGES, ImageParts
+from aioserve.server.keys import ENGINE
 from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.passed_over import pass_over_tools
 from aioserve.server.protocol import ErrorResponse

@@ -11,8 +11,8 @@ from msgspec import UNSET
 
 from aioserve.errors import RequestError
 from aioserve.params import SamplingParams, ThinkingBudget
-from aioserve.server.chat.chat_format import ChatFormat
-from aioserve.server.keys import CHAT_FORMAT, ENGINE
+from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
+from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import CompletionTokensDetails, Usage
 from aioserve.support.tokens import ReasoningTokens, TokenBytes
 

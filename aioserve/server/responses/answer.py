@@ -15,12 +15,14 @@ from aioserve.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import SamplingParams
 from aioserve.server.access.gate import owner_of
+from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.thinking import tell_reasoning
 from aioserve.server.errors import to_wire
 from aioserve.server.generation import Answer
-from aioserve.server.keys import CHAIN, CHAT_FORMAT, RESPONSES, TOKEN_TEXTS
+from aioserve.server.keys import CHAIN
 from aioserve.server.logprob_structs import ChatTokenLogprob
+from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.protocol import Usage
 from aioserve.server.responses.custom_tools import input_of
 from aioserve.server.responses.events import (
@@ -54,7 +56,7 @@ from aioserve.server.responses.response import (
     ResponseUsage,
     Status,
 )
-from aioserve.server.responses.store import Kept
+from aioserve.server.responses.store import RESPONSES, Kept
 from aioserve.server.sse import typed_event
 
 _encoder = msgspec.json.Encoder()

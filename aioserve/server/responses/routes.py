@@ -15,12 +15,13 @@ from aioserve.errors import RequestError, RequestIdInUseError
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind_off_loop, blame
+from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.thinking import with_budget
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.generation import respond
-from aioserve.server.images import ImageParts
-from aioserve.server.keys import CHAIN, CHAT_FORMAT, ENGINE, IMAGES, RESPONSES
+from aioserve.server.images import IMAGES, ImageParts
+from aioserve.server.keys import CHAIN, ENGINE
 from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.passed_over import pass_over_tools
 from aioserve.server.protocol import RequestPart
@@ -47,7 +48,7 @@ from aioserve.server.responses.response import (
     ItemList,
     Response,
 )
-from aioserve.server.responses.store import Kept
+from aioserve.server.responses.store import RESPONSES, Kept
 from aioserve.server.tokenization import preparing
 from aioserve.server.validation import BodyDecoder, decode_query
 

@@ -6,6 +6,8 @@ Bounded by number and by bytes. Knows nothing about what they say.
 from collections import OrderedDict
 from typing import NamedTuple, Protocol
 
+from aiohttp import web
+
 MAX_RESPONSES = 10_000
 MAX_BYTES = 2**26  # of all of them; each is whole, whatever it shares with others
 
@@ -34,6 +36,9 @@ class Responses(Protocol):
 
     async def forget(self, response_id: str) -> bool:
         """Delete the response of that id; False if it is not stored."""
+
+
+RESPONSES = web.AppKey("RESPONSES", Responses)
 
 
 class ResponseStore:
