@@ -35,8 +35,6 @@ from aioserve.server.chat.protocol import (
     ChatCompletionRequest,
     ChatMessage,
 )
-from aioserve.server.logprob_structs import PromptLogprobs
-from aioserve.server.model_card import ModelCard, ModelList
 from aioserve.server.protocol import (
     SHARED_SAMPLING_FIELDS,
     Choice,
@@ -44,6 +42,9 @@ from aioserve.server.protocol import (
     CompletionChoice,
     CompletionRequest,
     Envelope,
+    ModelCard,
+    ModelList,
+    PromptLogprobs,
     StreamOptions,
 )
 from aioserve.support.whole_texts import check_one_sample, generate_all, whole_output

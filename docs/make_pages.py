@@ -40,7 +40,7 @@ from aioserve.scheduler import (
 )
 from aioserve.scheduler.registry import read_options
 from aioserve.server import completions
-from aioserve.server.anthropic import routes as messages
+from aioserve.server.anthropic import messages
 from aioserve.server.chat import routes as chat
 from aioserve.server.fields import FIELDS, Hint, Rule, Skipped, Unserved, rules_of
 from aioserve.server.responses import routes as responses

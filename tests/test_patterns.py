@@ -28,7 +28,7 @@ MADE = {
     "aioserve/model_source/adapter.py": (2, "words of the code; an adapter's, with a time limit"),
     "aioserve/support/files.py": (1, "the name of a log, escaped, and digits"),
     "aioserve/multimodal/prompt.py": (1, "marks of the model, escaped, one or another"),
-    "aioserve/server/batches/stored.py": (1, "the kind of a file, which stands in the code"),
+    "aioserve/server/batches/disk.py": (1, "the kind of a file, which stands in the code"),
     "aioserve/testing/formats/bound.py": (1, "marks of a format, escaped, one or another"),
     "aioserve/testing/story.py": (1, "a name of a policy's parts, escaped; in its tests"),
 }

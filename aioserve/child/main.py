@@ -31,7 +31,7 @@ def main() -> int:
     config = orders.config
     set_up_logging(config.server.log_level, "json")  # the program logs them as its own
     # That it was interrupted is no news to the program, which has ended it.
-    logging.getLogger("aioserve.server.signals").setLevel(logging.ERROR)
+    logging.getLogger("aioserve.server.process").setLevel(logging.ERROR)
     try:
         from aioserve.server.app import serve
 

@@ -29,7 +29,7 @@ from aioserve.client import AsyncClient
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
 from aioserve.outputs import FinishReason
 from aioserve.params import NO_DEFAULTS, SamplingDefaults, SamplingParams
-from aioserve.server.model_card import ModelCard
+from aioserve.server.protocol import ModelCard
 from aioserve.support.arguments import Parser
 from aioserve.support.nearest import did_you_mean
 

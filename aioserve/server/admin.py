@@ -1,4 +1,7 @@
-"""What operators and tools ask: models, health, metrics, version. Nothing here changes anything."""
+"""What operators and tools ask: models, health, metrics, version. Nothing here changes anything.
+
+A model's card says what its engine and its format of replies can do.
+"""
 
 from typing import Any, Literal
 
@@ -7,15 +10,15 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from aioserve.engine import EngineClient
 from aioserve.errors import UnknownKeyError, UnknownModelError
 from aioserve.operations import HealthCheck, ShowMetrics
 from aioserve.operations.command import Health, Readiness
-from aioserve.server.chat.chat_format import CHAT_FORMAT
-from aioserve.server.keys import ENGINE
+from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
 from aioserve.server.middleware import HTTP_COUNTS
-from aioserve.server.model_card import ModelCard, ModelList
-from aioserve.server.model_cards import model_cards
 from aioserve.server.openapi import Route
+from aioserve.server.protocol import Architecture, Capability, ModelCard, ModelList
+from aioserve.server.running import ENGINE
 from aioserve.support.version import __version__
 
 _encoder = msgspec.json.Encoder()
@@ -170,3 +173,57 @@ ROUTES = (
 
 #: What is asked by machines that have no key.
 PROBES = tuple(route for route in ROUTES if route.needs == "nothing")
+
+
+# The cards of the models that are served: what the engine and the format of replies can do. Knows
+# which fields of chat depend on that. Knows nothing about HTTP.
+
+
+#: Fields of chat that each model serves, by OpenRouter's names.
+_SAMPLING = (
+    *("frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens"),
+    *("min_p", "presence_penalty", "repetition_penalty", "seed", "stop", "temperature"),
+    *("top_k", "top_logprobs", "top_p"),
+)
+_STRUCTURED = ("response_format", "structured_outputs")
+_TOOLS = ("parallel_tool_calls", "tool_choice", "tools")
+_REASONING = ("include_reasoning", "reasoning_effort")
+
+
+def model_cards(engine: EngineClient, chat_format: ChatFormat | None) -> list[ModelCard]:
+    """A card of each name of the model, then one of each adapter; no `chat_format`: no chat."""
+    model, longest = engine.config.model, engine.max_model_len
+    sees = not engine.refuses_images
+    inputs = ("text", *(("image",) if sees else ()))
+    inputs += () if engine.media.refuses_videos else ("video",)
+    calls = chat_format is not None and chat_format.takes_tools
+    thinks = chat_format is not None and chat_format.tells_apart
+    capabilities: dict[Capability, bool] = {
+        "completion": True,
+        "embedding": engine.supports_embeddings,
+        "vision": sees,
+        "tools": calls,
+        "thinking": thinks,
+    }
+    # The grammars of a reply are masks of logits, which a simulated runner does not have.
+    is_bound = engine.config.runner.runner == "model" and bool(engine.model_info.eos_token_ids)
+    parameters = [*_SAMPLING, *(_STRUCTURED if is_bound else ())]
+    parameters += [*(_TOOLS if calls else ()), *(_REASONING if thinks else ())]
+    if chat_format is not None and chat_format.thinking is not None and is_bound:
+        parameters.append("thinking_token_budget")
+    base = ModelCard(
+        id=model.served_name,
+        created=engine.started_at,
+        max_model_len=longest,
+        context_length=longest,
+        root=model.model,
+        sampling=engine.sampling_defaults,
+        architecture=Architecture(modality=f"{'+'.join(inputs)}->text", input_modalities=inputs),
+        capabilities=[name for name, has in capabilities.items() if has],
+        supported_parameters=sorted(parameters),
+    )
+    change = msgspec.structs.replace
+    return [change(base, id=name) for name in model.served_names] + [
+        change(base, id=name, root=str(path), parent=base.id)
+        for name, path in engine.adapters.paths.items()
+    ]

@@ -30,10 +30,9 @@ from aioserve.server.access.origins import (
     check_exposure,
     tell_origin,
 )
-from aioserve.server.batches.door import open_batches
+from aioserve.server.batches.runner import open_batches
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, check_formats, say_format
 from aioserve.server.images import IMAGES, ImageLoader
-from aioserve.server.keys import ENGINE, NEEDS, RUNNING
 from aioserve.server.loading import Loading, answering_while_loading
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts
 from aioserve.server.middleware import (
@@ -46,12 +45,11 @@ from aioserve.server.middleware import (
     say_when_to_come_again,
 )
 from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
-from aioserve.server.responses.store import RESPONSES, Responses, ResponseStore
+from aioserve.server.process import Signals, notify, tell_that_the_loop_turns
+from aioserve.server.responses.answer import RESPONSES, Responses, ResponseStore
 from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES
-from aioserve.server.running import RunningResponses
+from aioserve.server.running import ENGINE, NEEDS, RUNNING, RunningResponses
 from aioserve.server.scoring.routes import open_scoring
-from aioserve.server.service_manager import notify, tell_that_the_loop_turns
-from aioserve.server.signals import Signals
 from aioserve.server.sockets import ListenSockets, cannot_listen, open_doors, url_of
 from aioserve.support.arguments import EXIT_ENGINE_DEAD
 

@@ -1,21 +1,200 @@
-"""From an HTTP request to a decoded body that is meant for this server.
+"""From an HTTP request to a decoded body: read, decoded strictly, refused with the field's path.
 
-What every route with a body shares. Knows nothing about what the body asks for.
+What every route with a body shares. Decodes in one pass, and refuses what nothing here honours by
+`RequestError`. Knows nothing about what the body asks for.
 """
 
 import asyncio
-from typing import TypeVar
+import re
+from collections.abc import Callable, Collection, Hashable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
+import msgspec
+import msgspec.inspect
 from aiohttp import hdrs, web
 
+from aioserve.errors import RequestError
 from aioserve.server.access.access import ACCESS
-from aioserve.server.errors import BodiesFullError, BodyTimeoutError
-from aioserve.server.keys import ENGINE
-from aioserve.server.passed_over import pass_over
-from aioserve.server.protocol import ModelRequest, RequestPart
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.errors import BodiesFullError, BodyTimeoutError, UnknownFieldError
+from aioserve.server.fields import FIELDS, Hint, Skipped, Unserved, pass_over, rules_of
+from aioserve.server.protocol import GenerationRequest, ModelRequest, RequestPart
+from aioserve.server.running import ENGINE
 
 T = TypeVar("T", bound=RequestPart)
+
+_MAX_SHOWN = 64  # characters of an unknown name
+
+# Of msgspec's messages, which may quote what the client sent: so what they say is read at their
+# beginning, and where at their end.
+_AT = " - at `"
+_PATH = re.compile(r"(?:key` in `)?\$\.?([^`]*)`")
+_FIELD = re.compile(r"(?:^|\.)(\w+)")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `|$)", re.DOTALL)
+
+
+class BodyDecoder(Generic[T]):
+    """Decodes bodies of one endpoint."""
+
+    def __init__(self, request_type: type[T], route: str = "") -> None:
+        """`route`: its name in `fields`, where what it does not serve is declared."""
+        self.served = request_type
+        rules = rules_of(route, request_type.__struct_fields__)
+        self.unserved = {n: rule for n, rule in rules.items() if isinstance(rule, Unserved)}
+        self.hints = tuple(n for n, rule in rules.items() if isinstance(rule, Hint))
+        self.skipped = {n: rule.what for n, rule in rules.items() if isinstance(rule, Skipped)}
+        # One struct for all names, so that one pass over the body finds them.
+        fields: list[tuple[str, Any, Any]] = [(name, Any, None) for name in rules]
+        name, bases = request_type.__name__, (request_type,)
+        self._type: type[T] = msgspec.defstruct(name, fields, bases=bases, kw_only=True)  # type: ignore[assignment]
+        self._decoder = msgspec.json.Decoder(self._type)
+        self._get_unserved = _values_of(*self.unserved)
+        self._nothing = (None,) * len(self.unserved)
+
+    def decode(self, body: bytes | bytearray, *, ignore_unknown: bool = False) -> T:
+        """The request in `body`. Raises `RequestError` that names the path of what is wrong.
+
+        With `ignore_unknown`, names that neither OpenAI nor vLLM nor SGLang has are ignored.
+        """
+        try:
+            try:
+                request = self._decoder.decode(body)
+            except msgspec.ValidationError as error:
+                if not (ignore_unknown and _UNKNOWN.match(str(error))):
+                    raise
+                known = _known_only(msgspec.json.decode(body), self._type)
+                request = msgspec.convert(known, self._type, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise _explain(str(error), self._type, self.served) from error
+        except (ValueError, RecursionError) as error:  # malformed, not UTF-8, nested too deep
+            raise RequestError(f"the body is not valid JSON: {error}") from error
+        values = self._get_unserved(request)
+        if values != self._nothing:
+            self._refuse(values, ignore_unknown)
+        return request
+
+    def _refuse(self, values: tuple[Any, ...], ignore_foreign: bool) -> None:
+        for (name, field), value in zip(self.unserved.items(), values, strict=True):
+            if field.is_no_op(value) or (ignore_foreign and FIELDS[name].is_foreign):
+                continue
+            instead = f": use {field.instead}" if field.instead else ""
+            raise RequestError(f"{name} is not supported by this server{instead}", param=name)
+
+
+def convert_part(value: Any, part: type[T], path: str, *, ignore_unknown: bool = False) -> T:
+    """A part of a body, at `path`, that was decoded as plain JSON, as a struct. Raises
+    `RequestError` that names the place.
+    """
+    try:
+        return msgspec.convert(_known_only(value, part) if ignore_unknown else value, part)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), part, part, path) from error
+
+
+def _explain(
+    message: str, struct: type[RequestPart], served: type[RequestPart], root: str = ""
+) -> RequestError:
+    """What msgspec says of a `struct` at `root`, of which the fields of `served` can be offered."""
+    inner, unknown, known = _path(message), _UNKNOWN.match(message), served.__struct_fields__
+    path = ".".join(filter(None, (root, inner))) or None
+    if unknown is None:
+        return RequestError(message.replace("`$", f"`$.{root}") if root else message, param=path)
+    name, holder = unknown[1][:_MAX_SHOWN], struct
+    for name_of_part in _FIELD.findall(inner or ""):
+        holder = _parts(holder)[name_of_part]
+        known = holder.__struct_fields__
+    near = get_close_matches(name, known, n=1)
+    hint = f": did you mean {near[0]!r}?" if near else " (see --ignore-unknown-fields)"
+    where = f" in {path}" if path is not None else ""
+    return UnknownFieldError(
+        f"unknown field {name!r}{where}{hint}", param=f"{path}.{name}" if path else name
+    )
+
+
+def decode_query(query: Mapping[str, str], query_type: type[T]) -> T:
+    """A URL's query as a struct. Raises `RequestError` that names the parameter."""
+    try:
+        return msgspec.convert(dict(query), query_type, strict=False)
+    except msgspec.ValidationError as error:
+        if unknown := _UNKNOWN.match(str(error)):
+            name = unknown[1][:_MAX_SHOWN]
+            raise RequestError(f"unknown query parameter {name!r}", param=name) from error
+        raise RequestError(str(error), param=_path(str(error))) from error
+
+
+def _values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """What gets these attributes as a tuple; of fewer than two, the quick way would make none."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda struct: tuple(getattr(struct, name) for name in names)
+
+
+def refuse_all_but(names: Collection[str], part: RequestPart, path: str) -> None:
+    """What a part of a body may hold elsewhere must be empty here. Raises `RequestError`."""
+    for name in part.__struct_fields__:
+        if name not in names and getattr(part, name):
+            raise RequestError(
+                f"{path}.{name} is not supported by this server", param=f"{path}.{name}"
+            )
+
+
+def check_stream_options(request: GenerationRequest) -> None:
+    """Raises `RequestError` for options without a stream, and for what is not done."""
+    options = request.stream_options
+    if options is None:
+        return
+    if not request.stream:
+        raise RequestError(
+            "stream_options is only allowed when stream is true", param="stream_options"
+        )
+
+
+def _known_only(tree: Any, struct: Any) -> Any:
+    """`tree` without what `struct`, and the parts inside of it, have no field for."""
+    if isinstance(tree, list):
+        return [_known_only(item, struct) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: _known_only(value, _parts(struct)[name]) if name in _parts(struct) else value
+        for name, value in tree.items()
+        if name in struct.__struct_fields__
+    }
+
+
+@cache
+def _parts(struct: Hashable) -> dict[str, type[Any]]:
+    """By field of `struct`: the struct that its value is, or holds."""
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
+    found = {field.encode_name: _struct_in(field.type) for field in info.fields}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _struct_in(kind: Any) -> type[Any] | None:
+    """The one struct among alternatives and items."""
+    if isinstance(kind, msgspec.inspect.StructType):
+        return kind.cls
+    inner = getattr(kind, "types", None) or [getattr(kind, "item_type", None)]
+    return next((part for part in map(_struct_in, filter(None, inner)) if part is not None), None)
+
+
+def _path(message: str) -> str | None:
+    """`messages[0].role` out of msgspec's message, or None if the whole body is wrong."""
+    found = _PATH.match(message.rpartition(_AT)[2])
+    parent = found.group(1) if found else ""
+    if missing := _MISSING.match(message):
+        return f"{parent}.{missing.group(1)}" if parent else missing.group(1)
+    return parent or None
+
+
+def check_path(path: str, param: str) -> None:
+    """Raises `RequestError` for what no system takes as the name of a file."""
+    if "\0" in path:
+        raise RequestError(f"{param} must not hold a NUL character", param=param)
 
 
 # Bytes of a body that may come whatever others keep: about as many wait in the buffer of its

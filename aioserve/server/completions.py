@@ -12,9 +12,9 @@ from aiohttp import web
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import MAX_N
-from aioserve.server.chat.binding import blame
-from aioserve.server.generation import Reply, read_body, respond
-from aioserve.server.keys import ENGINE
+from aioserve.server.body import BodyDecoder
+from aioserve.server.chat.tools import blame
+from aioserve.server.generation import Reply, event, read_body, respond
 from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
 from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import (
@@ -24,8 +24,7 @@ from aioserve.server.protocol import (
     ErrorResponse,
     Usage,
 )
-from aioserve.server.sse import event
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.running import ENGINE
 
 # Each prompt is a request of its own; more than this is a batch job, not a request.
 MAX_PROMPTS = 1024

@@ -5,6 +5,7 @@ What all routes share that generate. How a delta looks on the wire is the busine
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -13,31 +14,184 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
-from aioserve.outputs import RequestOutput
+from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import SamplingParams
 from aioserve.server.access.gate import allowed_fields, entered, estimated_tokens, owner_of
 from aioserve.server.access.keys import Claim, Leave
-from aioserve.server.body import decode_body
-from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
+from aioserve.server.body import BodyDecoder, check_stream_options, decode_body
 from aioserve.server.errors import to_wire
+from aioserve.server.fields import log_passed_over
 from aioserve.server.images import Shown
-from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING
 from aioserve.server.logprobs import TOKEN_TEXTS
-from aioserve.server.passed_over import log_passed_over
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
-from aioserve.server.running import check_id
-from aioserve.server.sse import DONE, EventStream, event
-from aioserve.server.validation import BodyDecoder, check_stream_options
+from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id
+
+
+class Tally:
+    """Token counts of all prompts and samples of one HTTP request."""
+
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self._num_prompt_tokens = sum(stream.num_prompt_tokens for stream in streams)
+        self._num_output_tokens: dict[int, int] = {}
+        self._num_cached_tokens: dict[int, int] = {}
+
+    def note(self, index: int, output: RequestOutput) -> None:
+        """The next delta of choice `index`."""
+        self._num_output_tokens[index] = output.num_output_tokens
+        if output.index == 0:  # the other samples may have found the first one's blocks
+            self._num_cached_tokens[index] = output.num_cached_tokens
+
+    def usage(self) -> Usage:
+        """Of all of them, so far."""
+        return Usage.of(
+            self._num_prompt_tokens,
+            sum(self._num_output_tokens.values()),
+            sum(self._num_cached_tokens.values()),
+        )
+
+
+class Collected:
+    """All deltas of one choice. Lists are extended in place: merging would copy every time."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._last: RequestOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        """Append the text, tokens and logprobs of the next delta."""
+        self._texts.append(output.text)
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs or ()
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        self._last = output
+
+    def output(self) -> RequestOutput:
+        """All deltas joined, as one output."""
+        assert self._last is not None, "a stream ends only after every sample has finished"
+        return msgspec.structs.replace(
+            self._last,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs or None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+def whole_outputs(choices: Sequence[Collected], n: int) -> list[RequestOutput]:
+    """The choices of prompts with `n` samples each, of which the first tells how likely the prompt
+    was: here all do.
+    """
+    for index, choice in enumerate(choices):
+        choice.prompt_logprobs = choices[index - index % n].prompt_logprobs
+    return [choice.output() for choice in choices]
+
+
+def best_outputs(samples: Sequence[RequestOutput], wanted: SamplingParams) -> list[RequestOutput]:
+    """The `n` samples of a prompt whose tokens are most likely on average, the best first.
+
+    All come with logprobs; they keep them if those are wanted.
+    """
+
+    def mean(output: RequestOutput) -> float:
+        values = [entry.logprob for entry in output.logprobs or ()]
+        return sum(values) / len(values) if values else -math.inf
+
+    best = sorted(samples, key=mean, reverse=True)[: wanted.n]
+    if wanted.logprobs is None:
+        best = [msgspec.structs.replace(output, logprobs=None) for output in best]
+    return best
+
+
+# Server-sent events: how a struct becomes an event, and a response that starts with the first.
+# Knows nothing about what the events say.
+
+
+DONE = b"data: [DONE]\n\n"
+
+_encoder = msgspec.json.Encoder()
+_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would hold events back
+}
+
+
+def event(struct: Any) -> bytes:
+    """A struct as one server-sent event, without a name."""
+    return b"data: " + _encoder.encode(struct) + b"\n\n"
+
+
+def typed_event(struct: Any) -> bytes:
+    """One event that is named as its struct's `type` says."""
+    name: str = struct.type
+    return b"event: " + name.encode() + b"\n" + event(struct)
+
+
+class EventStream:
+    """A streamed response that sends its headers with its first event.
+
+    Until then a failure can still be answered with a status code of its own.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+        self._is_chunked = False  # it has begun, has not ended, and the client knows HTTP/1.1
+
+    @property
+    def started(self) -> bool:
+        """Whether the client has seen a status code."""
+        return self._response is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether something can be written at once."""
+        protocol = self._request.protocol
+        transport = protocol.transport
+        return (
+            self._is_chunked
+            and not protocol.writing_paused
+            and transport is not None
+            and not transport.is_closing()
+        )
+
+    async def send(self, events: bytes) -> None:
+        """Write whole events; waits while the client's socket is full."""
+        if self._response is None:
+            self._response = web.StreamResponse(headers=_HEADERS)
+            await self._response.prepare(self._request)
+        await self._response.write(events)
+        self._is_chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+
+    def write(self, events: bytes) -> None:
+        """Write whole events, perhaps none, while it `has_room`.
+
+        The same bytes as `send`, without the five calls and two coroutines of aiohttp's way down.
+        """
+        transport = self._request.protocol.transport
+        if events and transport is not None:
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+
+    async def end(self, events: bytes) -> web.StreamResponse:
+        """Write the last events and close the stream."""
+        await self.send(events)
+        assert self._response is not None
+        self._is_chunked = False
+        await self._response.write_eof()
+        return self._response
+
 
 logger = logging.getLogger(__name__)
 
 PROMPT_END_TOKENS = 16  # no mark of a chat template is longer
 
-_encoder = msgspec.json.Encoder()
 
 T = TypeVar("T", bound=GenerationRequest)
 

@@ -18,14 +18,76 @@ from aioserve.config import ImageConfig
 from aioserve.engine import Conversation, EngineClient, Prompt
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.multimodal import MultimodalPrompt, Video
-from aioserve.multimodal.decoding import (
-    MEDIA_TYPES,
-    EncodedImage,
-    decode_base64,
-)
-from aioserve.multimodal.fetching import ImageFetcher
-from aioserve.server.image_allowance import Allowance
-from aioserve.server.videos import frames_of, num_frames_of, read_frames
+from aioserve.multimodal.decoding import MEDIA_TYPES, EncodedImage, Header, decode_base64
+from aioserve.multimodal.fetching import AT_ONCE_FOR_REQUEST, ImageFetcher
+
+
+class Allowance:
+    """The bytes and pixels that the images of one request may still take."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        self._config = config
+        self._bytes = config.max_image_mib * 2**20
+        self._pixels = config.max_image_megapixels * 1_000_000
+        self.fetches = asyncio.Semaphore(AT_ONCE_FOR_REQUEST)
+
+    def take_bytes(self, count: int) -> None:
+        """Raises `RequestError` if fewer than `count` bytes are left for the request."""
+        self._bytes -= count
+        if self._bytes < 0:
+            raise RequestError(
+                f"the images of this request are more than {self._config.max_image_mib} MiB "
+                "together, by --max-image-mib"
+            )
+
+    def take_pixels(self, header: Header) -> None:
+        """Raises `RequestError` if this image has more pixels than are left for the request."""
+        self._pixels -= header.num_pixels
+        if self._pixels < 0:
+            raise RequestError(
+                f"with {header.width} x {header.height} pixels of this one, the images of this "
+                f"request are more than {self._config.max_image_megapixels} megapixels together, "
+                "by --max-image-megapixels"
+            )
+
+
+# Videos in bodies: the frames that a data: URL holds, as vLLM has it. Files of videos are not read.
+# Knows nothing of requests, nor what a model makes of frames.
+
+
+MEDIA_TYPE = "video/jpeg"
+FORM = f"data:{MEDIA_TYPE};base64,FRAME,FRAME,..."
+
+
+def frames_of(path: str, url: str) -> str:
+    """The frames in base64, with commas between. Raises `RequestError` that names `path`."""
+    kind, _, frames = url.partition(",")
+    if kind.lower() != f"data:{MEDIA_TYPE};base64":
+        raise RequestError(
+            f"{path} must hold the frames of the video, each an image in base64: {FORM}; files of "
+            "videos are not read",
+            path,
+        )
+    return frames
+
+
+def num_frames_of(frames: str) -> int:
+    """How many there are in what `frames_of` returns."""
+    return frames.count(",") + 1
+
+
+def read_frames(frames: str, name: str) -> Sequence[EncodedImage]:
+    """Images whose headers are known to be good. `name` is what errors call their video. Raises
+    `RequestError` that says which frame is wrong.
+    """
+    found = []
+    for i, frame in enumerate(frames.split(",")):
+        try:
+            found.append(EncodedImage(decode_base64(frame), name))
+        except RequestError as error:
+            raise RequestError(f"frame {i}: {error}") from error
+    return found
+
 
 Part = dict[str, Any]  # of a message, as chat templates know it
 Content = str | list[Part]

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from aioserve.outputs import TokenLogprobs
-from aioserve.server.logprob_structs import (
+from aioserve.server.protocol import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

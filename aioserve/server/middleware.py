@@ -24,9 +24,8 @@ from aioserve.operations.command import Counted
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.connections import Connection
 from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
-from aioserve.server.keys import KEY, MADE_ID, RESPONSE_ID
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
-from aioserve.server.running import is_sane_id, make_id
+from aioserve.server.running import KEY, MADE_ID, RESPONSE_ID, is_sane_id, make_id
 
 logger = logging.getLogger(__name__)
 

@@ -36,10 +36,10 @@ from aioserve.params import (
     StructuredOutputs,
 )
 from aioserve.server.anthropic.protocol import MessagesError
+from aioserve.server.body import BodyDecoder
 from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic, status_of
 from aioserve.server.fields import FIELDS, Unserved
 from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
-from aioserve.server.validation import BodyDecoder
 from aioserve.support.version import __version__
 
 Schema = dict[str, Any]

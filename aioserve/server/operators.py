@@ -1,6 +1,7 @@
-"""The routes of operators: one for each command, made of what the command declares.
+"""The routes that command a running server: one for each operators' command, and POST /v1/abort.
 
-Decodes, asks the engine and answers. Knows no command by itself, but which fields vLLM has besides.
+Decodes, asks the engine and answers. A command declares what its route is made of; which fields
+vLLM has besides is known here.
 """
 
 from typing import Any
@@ -9,13 +10,14 @@ import msgspec
 from aiohttp import web
 
 from aioserve.errors import ConfigError, PolicyError
-from aioserve.operations import OperatorCommand
+from aioserve.operations import AbortElsewhere, OperatorCommand
 from aioserve.operations.command import FilePath
-from aioserve.server.body import decode_body
-from aioserve.server.keys import ENGINE
+from aioserve.server.access.gate import reach_of
+from aioserve.server.body import BodyDecoder, check_path, decode_body
+from aioserve.server.errors import UnknownRequestError
 from aioserve.server.openapi import Route
 from aioserve.server.protocol import RequestPart
-from aioserve.server.validation import BodyDecoder, check_path
+from aioserve.server.running import ENGINE, RUNNING
 
 _encoder = msgspec.json.Encoder()
 
@@ -80,3 +82,51 @@ def _field(field: msgspec.structs.FieldInfo) -> Any:
         factory = msgspec.field(default_factory=field.default_factory)
         return (field.encode_name, field.type, factory)
     return (field.encode_name, field.type, field.default)
+
+
+# POST /v1/abort: end a running request from outside. Its reader gets what there is, with finish
+# reason `abort`.
+
+
+class AbortRequest(RequestPart, kw_only=True):
+    """The JSON body of POST /v1/abort, which names the request to abort."""
+
+    request_id: str  # of a response, or of one of its prompts
+
+
+class Aborted(msgspec.Struct, kw_only=True):
+    """The response of POST /v1/abort, which repeats the id of the request."""
+
+    request_id: str
+    aborted: bool = True
+
+
+decoder = BodyDecoder(AbortRequest)
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """Handle POST /v1/abort. Raises `UnknownRequestError` if no running request has the id."""
+    body = await decode_body(request, decoder)
+    reach = reach_of(request)
+    is_here = request.app[RUNNING].abort(body.request_id, reach)
+    if not (is_here or await request.app[ENGINE].ask(AbortElsewhere(body.request_id, reach))):
+        raise UnknownRequestError(
+            f"no request {body.request_id[:128]!r} is running", param="request_id"
+        )
+    return web.Response(
+        body=_encoder.encode(Aborted(request_id=body.request_id)), content_type="application/json"
+    )
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/abort",
+        abort_request,
+        "End a running request.",
+        Aborted,
+        body=decoder,
+        example={"request_id": "cmpl-1"},
+        raises=(UnknownRequestError,),
+    ),
+)

@@ -1,7 +1,7 @@
 """The wire structs that all APIs share, and those of completions: one for server and client.
 
-An API with a folder has its own structs there. Requests refuse unknown fields; those that are known
-but not served are in `fields`. Knows nothing about HTTP or the engine.
+An API with a folder has its own structs there. Requests refuse unknown fields; those that are
+known but not served are in `fields`. Knows nothing about HTTP or the engine.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,9 +13,113 @@ from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason, TokenLogprobs
 from aioserve.params import NO_DEFAULTS, SamplingDefaults, SamplingParams, StructuredOutputs
 from aioserve.request import Hints, RequestSpec
-from aioserve.server.logprob_structs import CompletionLogprobs, PromptLogprobs
-from aioserve.server.request_part import RequestPart as RequestPart
-from aioserve.server.response_format import ResponseFormat
+
+
+class RequestPart(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of what clients send. `null` means the default everywhere."""
+
+
+# OpenAI's `response_format`: what it asks of the text of a reply. Knows its shapes; what a schema
+# means is known to its compiler.
+
+
+class JsonSchema(RequestPart, kw_only=True, omit_defaults=True):
+    """A schema by name, as OpenAI's clients send it. `strict` or not, it is kept to."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
+    """OpenAI's way to ask for structured outputs, and vLLM's `structural_tag` in the same place."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+    @property
+    def field(self) -> str:
+        """Where in the body stands what the text is bound to."""
+        if self.type == "json_schema":
+            return "response_format.json_schema.schema"
+        return "response_format.format" if self.format is not None else "response_format"
+
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """What it asks for. Raises `RequestError` for parts that are missing or out of place."""
+        needed = [] if self.type != "json_schema" else ["json_schema"]
+        if self.type == "structural_tag":
+            has_old_shape = self.structures is not None or self.triggers is not None
+            needed = ["structures", "triggers"] if has_old_shape else ["format"]
+        for name in ("json_schema", "structures", "triggers", "format"):
+            is_given = getattr(self, name) is not None
+            if is_given != (name in needed):
+                verb = "takes no" if is_given else "needs"
+                raise RequestError(
+                    f"response_format of type {self.type} {verb} {name}",
+                    param=f"response_format.{name}",
+                )
+        if self.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        if self.json_schema is not None:
+            if self.json_schema.schema is None:
+                raise RequestError(
+                    "response_format.json_schema needs schema",
+                    param="response_format.json_schema.schema",
+                )
+            return StructuredOutputs(json=self.json_schema.schema)
+        if self.type == "structural_tag":
+            tag = {name: getattr(self, name) for name in needed}
+            return StructuredOutputs(structural_tag=tag)
+        return None
+
+
+# The wire structs of log probabilities, of every format that has them.
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """One token at a position of the prompt, as vLLM shows it."""
+
+    logprob: float
+    rank: int  # 1: the most likely
+    decoded_token: str
+
+
+#: By token of the prompt; null for the first. By token id: the prompt's own, then alternatives.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Parallel lists, one entry per token; of the first of an echoed prompt, nothing is known."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob, kw_only=True):
+    """The sampled token and its alternatives."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """Logprobs of a reply, one entry per token."""
+
+    content: list[ChatTokenLogprob]
+
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -253,3 +357,43 @@ class ErrorResponse(msgspec.Struct, kw_only=True):
     """Body of every error, and the last event of a stream that failed."""
 
     error: ErrorInfo
+
+
+# The wire structs of /v1/models: limits and capabilities, in the words that clients look for.
+# Lengths as vLLM and OpenRouter name them, modalities and parameters as OpenRouter does,
+# capabilities as Ollama does.
+
+
+Capability = Literal["completion", "embedding", "vision", "tools", "thinking"]
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """The modalities of a model's input and output, in the words of OpenRouter."""
+
+    modality: str = "text->text"
+    input_modalities: tuple[str, ...] = ("text",)
+    output_modalities: tuple[str, ...] = ("text",)
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A model of GET /v1/models: its lengths, capabilities and sampling defaults."""
+
+    id: str
+    created: int
+    max_model_len: int  # as in vLLM: prompt and output together, in tokens
+    context_length: int = 0  # the same, as at OpenRouter
+    root: str  # as in vLLM: where it was loaded from
+    parent: str | None = None  # as in vLLM: of an adapter, the model
+    sampling: SamplingDefaults = NO_DEFAULTS  # extension: of requests that do not state it
+    architecture: Architecture = Architecture()  # as at OpenRouter
+    capabilities: list[Capability] = []  # in the words of Ollama
+    supported_parameters: list[str] = []  # of chat, as at OpenRouter
+    object: Literal["model"] = "model"
+    owned_by: str = "aioserve"
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """The response of GET /v1/models: the models and LoRA adapters that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

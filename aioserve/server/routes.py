@@ -5,22 +5,22 @@ operators follow from `aioserve.operations`. Knows no route.
 """
 
 from aioserve.operations import OPERATOR_COMMANDS
-from aioserve.server import abort, admin, completions, embeddings, openapi, tokenization
-from aioserve.server.anthropic import routes as anthropic
+from aioserve.server import admin, completions, embeddings, openapi, operators, tokenization
+from aioserve.server.anthropic import messages as anthropic
 from aioserve.server.batches import files as kept_files
 from aioserve.server.batches import routes as batches
 from aioserve.server.chat import routes as chat
 from aioserve.server.operators import route_of
-from aioserve.server.page import files, steps, trial
+from aioserve.server.page import routes
 from aioserve.server.responses import routes as responses
 from aioserve.server.scoring import routes as scoring
 
 _GENERATING = (completions, chat, embeddings, responses, anthropic, kept_files, batches)
-_APIS = (*_GENERATING, scoring, tokenization, abort, admin, openapi)
+_APIS = (*_GENERATING, scoring, tokenization, operators, admin, openapi)
 ROUTES = tuple(route for module in _APIS for route in module.ROUTES)
 
 #: Unless the settings say that there is no page.
-PAGE_ROUTES = (*files.ROUTES, *steps.ROUTES, *trial.ROUTES)
+PAGE_ROUTES = (*routes.ROUTES, *routes.ROUTES, *routes.ROUTES)
 
 #: Only where the settings enable them.
 ADMIN_ROUTES = tuple(map(route_of, OPERATOR_COMMANDS))

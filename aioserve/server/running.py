@@ -1,6 +1,6 @@
-"""Ids: what a client's own may look like, and which requests belong to a response that is made.
+"""What an application and its requests share: their ids and keys, and responses that are made.
 
-Its id can abort them all. Knows ids and the engine's `abort`. Knows nothing about HTTP.
+The id of a response can abort all its requests.
 """
 
 import contextlib
@@ -8,8 +8,11 @@ import uuid
 from asyncio import Event
 from collections.abc import Iterator, Sequence
 
+from aiohttp import web
+
 from aioserve.engine import EngineClient
 from aioserve.errors import RequestError, RequestIdInUseError
+from aioserve.server.access.keys import Key
 
 MAX_ID_LENGTH = 128
 
@@ -75,3 +78,14 @@ class RunningResponses:
         for request_id in request_ids:
             self._engine.abort(request_id)
         return True
+
+
+ENGINE = web.AppKey("ENGINE", EngineClient)
+RUNNING = web.AppKey("RUNNING", RunningResponses)
+NEEDS = web.AppKey("NEEDS", dict[str, str])  # by route: which key it needs, as `Route.needs` says
+KEY = web.RequestKey("KEY", Key)  # on a request: its key, where keys are required
+RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
+
+MADE_ID = web.RequestKey("MADE_ID", str)  # on one that has no such answer: made for it
+OWN_HINTS = web.RequestKey("OWN_HINTS", dict[str, bool])  # on one of the server's own: its hints
+CHAIN = web.RequestKey("CHAIN", str)  # on one that goes on with a response: the id of the first one

@@ -13,16 +13,14 @@ from aiohttp import web
 from aioserve.engine import Conversation, Prompt
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.server.access.gate import entered
-from aioserve.server.body import decode_body
+from aioserve.server.body import BodyDecoder, decode_body
 from aioserve.server.chat.messages import template_messages
-from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage
-from aioserve.server.chat.tool_structs import ToolEntry
-from aioserve.server.chat.tool_use import chat_tool_use
+from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, ToolEntry
+from aioserve.server.chat.tools import chat_tool_use
 from aioserve.server.images import IMAGES, ImageParts
-from aioserve.server.keys import ENGINE
 from aioserve.server.openapi import NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import Int, ModelRequest
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.running import ENGINE
 
 
 class TokenizeRequest(ModelRequest, kw_only=True):

@@ -8,7 +8,7 @@ import pytest
 from aioserve.formats import SHIPPED, Arguments, Call, Content, Function
 from aioserve.formats.registry import load_format
 from aioserve.formats.reply_format import Marks, ReasoningParser, Reply, ReplyFormat, SaidCall
-from aioserve.server.chat.held_calls import HeldCalls
+from aioserve.server.chat.reply_reader import HeldCalls
 
 TEXT, LIST, OBJECT = ({"type": name} for name in ("string", "array", "object"))
 FUNCTION = Function("f", {"type": "object", "properties": {"a": TEXT, "b": LIST, "c": OBJECT}})

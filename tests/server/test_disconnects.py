@@ -13,7 +13,7 @@ import socket
 import pytest
 from aiohttp import ClientConnectionResetError
 
-from aioserve.server.sse import EventStream
+from aioserve.server.generation import EventStream
 from tests.processes import PATIENCE
 from tests.server.raw_client import IDLE, POST_HEAD, RawClient, until, until_idle
 from tests.slow import mostly_slow

@@ -14,7 +14,7 @@ from aioserve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from aioserve.params import SamplingParams
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
 from aioserve.server.chat.protocol import ChatCompletionChunk, ChatCompletionRequest
-from aioserve.server.chat.reply import ChatReply
+from aioserve.server.chat.routes import ChatReply
 from aioserve.server.completions import CompletionReply
 from aioserve.server.generation import Reply, best_outputs
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts

@@ -8,7 +8,8 @@ import pytest
 from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
 from aioserve.params import SamplingParams
-from aioserve.server.anthropic import routes as messages
+from aioserve.server.anthropic import messages
+from aioserve.server.body import BodyDecoder
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage
 from aioserve.server.chat.routes import sampling_params
@@ -16,7 +17,6 @@ from aioserve.server.fields import GENERATING
 from aioserve.server.images import ImageParts
 from aioserve.server.protocol import SHARED_SAMPLING_FIELDS, CompletionRequest
 from aioserve.server.responses import routes as responses
-from aioserve.server.validation import BodyDecoder
 
 COMPLETION = BodyDecoder(CompletionRequest, "completions")
 CHAT = BodyDecoder(ChatCompletionRequest, "chat")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.server.service_manager import (
+from aioserve.server.process import (
     SOCKET_VARIABLE,
     WATCHDOG_PID_VARIABLE,
     WATCHDOG_VARIABLE,

@@ -78,10 +78,6 @@ def read_roots(settings: AccessConfig) -> bytes:
         raise ConfigError(f"cannot read {settings.ssl_ca_certs}: {error.strerror}") from error
 
 
-# What one process lets in: its settings, the keys that are known now, and what was refused. Knows
-# no request; which of its own a key may ask for, `gate` knows.
-
-
 logger = logging.getLogger(__name__)
 
 Refusals = Counter[tuple[str, str]]  # by reason, and the name of a key or ""

@@ -29,7 +29,7 @@ from aioserve.server.access.keys import ONE, Claim, Key, Leave
 from aioserve.server.access.origins import check_page, is_near
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, is_for_anthropic
 from aioserve.server.images import Shown
-from aioserve.server.keys import CHAIN, ENGINE, KEY, NEEDS, OWN_HINTS
+from aioserve.server.running import CHAIN, ENGINE, KEY, NEEDS, OWN_HINTS
 
 BYTES_PER_TOKEN = 4  # of text; a guess, which holds until the prompt is tokenized
 

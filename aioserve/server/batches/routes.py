@@ -10,17 +10,14 @@ from aiohttp import web
 
 from aioserve.errors import RequestError
 from aioserve.server.access.gate import owner_of, reach_of
-from aioserve.server.batches.directory import Disk
-from aioserve.server.batches.door import disk_of
-from aioserve.server.batches.pages import page_of
+from aioserve.server.batches.disk import Disk, StoredBatch, check_room, make_id
+from aioserve.server.batches.files import page_of
 from aioserve.server.batches.protocol import Batch, BatchesPage, BatchList, BatchRequest
-from aioserve.server.batches.room import check_room
-from aioserve.server.batches.stored import StoredBatch, make_id
-from aioserve.server.body import decode_body
+from aioserve.server.batches.runner import disk_of
+from aioserve.server.body import BodyDecoder, decode_body, decode_query
 from aioserve.server.errors import UnknownBatchError
 from aioserve.server.openapi import Route
 from aioserve.server.protocol import RequestPart
-from aioserve.server.validation import BodyDecoder, decode_query
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 

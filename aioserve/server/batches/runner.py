@@ -1,4 +1,4 @@
-"""Runs batches: finds those that are not over, and asks the routes of this process for their lines.
+"""Runs batches: finds those that are not over, and asks this process's routes for their lines.
 
 One process does, of all that share the directory: the one that holds its lock, for as long as it
 lives. The next one goes on where it was. It finds new batches, and those to be cancelled, by
@@ -12,22 +12,34 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from aiohttp import web
+import msgspec
+from aiohttp import StreamReader, hdrs, web
+from aiohttp.http import HttpVersion11, RawRequestMessage, StreamWriter
+from aiohttp.typedefs import Handler
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
+from aioserve.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    RequestIdInUseError,
+)
 from aioserve.operations.command import Counted
+from aioserve.server import completions, embeddings
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.keys import Key
-from aioserve.server.batches.directory import Disk
-from aioserve.server.batches.gauges import batch_gauges
-from aioserve.server.batches.inner import Inner
-from aioserve.server.batches.results import Answered, result_id
-from aioserve.server.batches.room import is_full, sweep, usage
-from aioserve.server.batches.stored import StoredBatch
-from aioserve.server.batches.verdict import MAX_TRIES, again, is_failure, result_line
-from aioserve.server.batches.work import Work
+from aioserve.server.batches.disk import Disk, StoredBatch, is_full, sweep, usage
+from aioserve.server.batches.protocol import Batch, LineResponse, LineResult, Status
+from aioserve.server.batches.work import Answered, Work, result_id
+from aioserve.server.chat import routes as chat
+from aioserve.server.errors import UnknownBatchError, status_of
+from aioserve.server.middleware import HTTP_COUNTS, answer_errors
+from aioserve.server.responses import routes as responses
+from aioserve.server.running import ENGINE, KEY, OWN_HINTS, RESPONSE_ID, make_id
 
 logger = logging.getLogger(__name__)
 
@@ -234,3 +246,282 @@ async def _again_and_again(look: Callable[[], Coroutine[Any, Any, None]], second
         except Exception:  # the others go on
             logger.exception("batches: %s failed", look.__name__)
         await asyncio.sleep(seconds)
+
+
+# Where an application keeps the directory of batches, and what it says if there is none.
+
+
+_DISK = web.AppKey("DISK", Disk)
+
+
+def open_batches(app: web.Application, max_bytes: int) -> None:
+    """Keep files and batches for this application, if the settings name a directory; `max_bytes` is
+    the limit of a body. Batches run while the application does. Raises `ConfigError`.
+    """
+    settings = app[ENGINE].config.batches
+    if settings.batch_dir is None:
+        return
+    disk = app[_DISK] = Disk(settings)
+
+    runner = Runner(app, disk, max_bytes)
+    app[HTTP_COUNTS].more.append(runner.tell)
+
+    async def run_batches() -> None:
+        try:
+            await runner.run()
+        except Exception:  # what is kept can still be read
+            logger.exception("no batches run in this process any more")
+
+    async def run(app: web.Application) -> AsyncIterator[None]:
+        running = asyncio.create_task(run_batches())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            disk.close()
+
+    app.cleanup_ctx.append(run)
+
+
+def disk_of(request: web.Request) -> Disk:
+    """The directory. Raises `UnknownBatchError` that says how to have one."""
+    disk = request.app.get(_DISK)
+    if disk is None:
+        raise UnknownBatchError(
+            "this server keeps no files and runs no batches: start it with --batch-dir DIRECTORY"
+        )
+    return disk
+
+
+# Requests of the server's own: the handlers of the API, asked without a connection. A line of a
+# batch goes the way of a request over HTTP: the same decoding, checks, limits and words of refusal.
+# It has no client that could leave; what runs it may be cancelled, which aborts it.
+
+
+#: By route, what lines of batches can ask for.
+HANDLERS: Mapping[str, Handler] = {
+    "/v1/chat/completions": chat.create_chat_completion,
+    "/v1/completions": completions.create_completion,
+    "/v1/embeddings": embeddings.create_embedding,
+    "/v1/responses": responses.create_response,
+}
+
+
+class _Asked(msgspec.Struct):
+    stream: Any = None
+
+
+_asked = msgspec.json.Decoder(_Asked)
+_HEADERS = CIMultiDictProxy(CIMultiDict({hdrs.CONTENT_TYPE: "application/json"}))
+
+
+class InnerRequest(web.Request):
+    """A request whose body is here, and which belongs to an application without its router."""
+
+    ATTRS = web.Request.ATTRS | {"_own_app"}
+
+    def __init__(
+        self,
+        app: web.Application,
+        path: str,
+        body: bytes,
+        protocol: web.RequestHandler,
+        *,
+        name: str,
+        max_bytes: int,
+    ) -> None:
+        """`name` stands in the log where a client's address would."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        payload = StreamReader(protocol, len(body) + 1, loop=loop)
+        payload.feed_data(body)
+        payload.feed_eof()
+        version, url = HttpVersion11, URL(path)
+        message = RawRequestMessage(
+            "POST", path, version, _HEADERS, (), True, None, False, False, url
+        )
+        super().__init__(
+            *(message, payload, protocol, StreamWriter(protocol, loop), task, loop),
+            client_max_size=max_bytes,
+            remote=name,
+        )
+        self._own_app = app
+
+    @property
+    def app(self) -> web.Application:
+        return self._own_app
+
+
+class Inner:
+    """Asks the handlers of an application."""
+
+    def __init__(self, app: web.Application, max_bytes: int) -> None:
+        """`max_bytes` is the limit of a body, as over HTTP."""
+        self.max_bytes = max_bytes
+        self._app = app
+        self._protocol = web.RequestHandler(  # never connected
+            web.Server(self._refuse), loop=asyncio.get_running_loop()
+        )
+
+    async def ask(
+        self, path: str, body: bytes, key: Key | None, hints: Mapping[str, bool], name: str
+    ) -> tuple[str, web.Response]:
+        """An id, as in the log, and the answer or the refusal that a client with that key would
+        get. `hints` go before those of the body. Cancelled, it aborts what was asked for.
+        """
+        request = InnerRequest(
+            self._app, path, body, self._protocol, name=name, max_bytes=self.max_bytes
+        )
+        request[OWN_HINTS] = dict(hints)
+        if key is not None:
+            request[KEY] = key
+        handler = _refuse_stream if _asked.decode(body).stream is True else HANDLERS[path]
+        response = await answer_errors(request, handler)
+        assert isinstance(response, web.Response)
+        return request.get(RESPONSE_ID) or make_id(), response
+
+    async def _refuse(self, request: web.BaseRequest) -> web.StreamResponse:
+        raise AssertionError("it has no connection")
+
+
+async def _refuse_stream(request: web.Request) -> web.StreamResponse:
+    """The handler of a line that asks for a stream."""
+    raise RequestError(
+        "stream must not be true in a line of a batch: its answer in a file is whole",
+        param="stream",
+    )
+
+
+# What becomes of an answer to a line: it is kept, or the line is run again later. A batch has time:
+# what would send a client away for now, such as a full queue, makes a line wait.
+
+
+#: Times that a line is run whose request was ended from outside, or has failed here.
+MAX_TRIES = 3
+MIN_WAIT, MAX_WAIT = 1.0, 30.0  # seconds until a line is run again
+
+#: Not now: that says nothing of the line.
+_NOT_NOW = {
+    status_of(error, "") for error in (EngineOverloadedError, EngineDeadError, RequestIdInUseError)
+}
+_FAILED_HERE = ("request_failed", "internal_error", "request_aborted")
+_TIMED_OUT = "request_timeout"
+
+
+class Again(NamedTuple):
+    """Run the line again after that time; `counts`: as one of its `MAX_TRIES`."""
+
+    seconds: float
+    counts: bool
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _Incomplete(msgspec.Struct):
+    reason: str | None = None
+
+
+class _Body(msgspec.Struct):
+    """What of an answer tells how it ended."""
+
+    choices: list[_Choice] = []
+    error: _Error | None = None
+    incomplete_details: _Incomplete | None = None
+
+
+class _Stated(msgspec.Struct):
+    timeout: float | None = None
+
+
+_body = msgspec.json.Decoder(_Body)
+_stated = msgspec.json.Decoder(_Stated)
+_encoder = msgspec.json.Encoder()
+
+
+def again(response: web.Response, body: bytes) -> Again | None:
+    """When to run the line with that body again; None: this is its answer."""
+    if response.status in _NOT_NOW:
+        told = response.headers.get(hdrs.RETRY_AFTER, "")
+        seconds = float(told) if told.isdigit() else MIN_WAIT
+        return Again(min(max(seconds, MIN_WAIT), MAX_WAIT), counts=False)
+    ends = _ends(response)
+    if ends & {"abort", *_FAILED_HERE}:
+        return Again(MIN_WAIT, counts=True)
+    if ends & {"timeout", _TIMED_OUT} and _stated.decode(body).timeout is None:
+        return Again(MIN_WAIT, counts=True)  # of the queue: the server's limit, not the line's
+    return None
+
+
+def _ends(response: web.Response) -> set[str]:
+    """How the choices of an answer ended, or the code of an error."""
+    body = _body.decode(_bytes(response))
+    found = {choice.finish_reason for choice in body.choices}
+    if body.error is not None:
+        found.add(body.error.code)
+    if body.incomplete_details is not None:
+        found.add(body.incomplete_details.reason)
+    return {end for end in found if end is not None}
+
+
+def is_failure(response: web.Response) -> bool:
+    """Whether the answer belongs to the file of errors."""
+    return response.status >= 400
+
+
+def result_line(result_id: str, custom_id: str, request_id: str, response: web.Response) -> bytes:
+    """The line of the output that tells an answer."""
+    answer = LineResponse(
+        status_code=response.status,
+        request_id=request_id,
+        body=msgspec.Raw(_bytes(response)),
+    )
+    return _encoder.encode(LineResult(id=result_id, custom_id=custom_id, response=answer)) + b"\n"
+
+
+def _bytes(response: web.Response) -> bytes:
+    assert isinstance(response.body, bytes)
+    return response.body
+
+
+# How many batches there are, and how many of their lines are answered, for /metrics. Knows batches
+# as their owners see them. Knows no disk and no process.
+
+
+UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+def batch_gauges(batches: Iterable[Batch]) -> list[Counted]:
+    """Of the batches that have not ended: their number by status, and that of their lines by
+    whether each has an answer. The lines of a batch are known once it is `in_progress`.
+    """
+    statuses: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
+    for batch in batches:
+        statuses[batch.status] += 1
+        counts = batch.request_counts
+        lines["completed"] += counts.completed
+        lines["failed"] += counts.failed
+        lines["waiting"] += counts.total - counts.completed - counts.failed
+    return [
+        Counted(
+            "batches",
+            "Batches that have not ended, by status",
+            ("status",),
+            [((status,), statuses[status]) for status in UNFINISHED],
+            is_gauge=True,
+        ),
+        Counted(
+            "batch_lines",
+            "Lines of batches that run: answered, answered with an error, or neither yet",
+            ("state",),
+            [((state,), lines[state]) for state in ("waiting", "completed", "failed")],
+            is_gauge=True,
+        ),
+    ]

@@ -1,12 +1,14 @@
 """How one model writes replies: its format, with its tokenizer and its chat template.
 
-Knows the grammars of bound replies. Which format it is, is chosen in `aioserve.formats`.
+Knows the grammars of bound replies, and counts malformed calls. Which format it is, is chosen in
+`aioserve.formats`.
 """
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -32,7 +34,7 @@ from aioserve.formats import (
     literal_with,
     text_until,
 )
-from aioserve.server.chat.malformed_calls import MalformedCalls
+from aioserve.operations.command import Counted
 
 logger = logging.getLogger(__name__)
 
@@ -259,3 +261,32 @@ def _templates_of(tokenizer: Any) -> str:
     """The chat templates of a model; empty if it has no template."""
     templates: Any = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+
+
+# Counts tool calls that a model wrote wrong, for /metrics. Knows two ways of it: text that began as
+# a call and is none, and arguments that are no JSON object.
+
+
+Way = Literal["call", "arguments"]
+
+
+class MalformedCalls:
+    """Counts of one application, since the process began. Counts nothing without a format."""
+
+    def __init__(self, name: str | None) -> None:
+        """`name`: of the format that reads the calls."""
+        self._name = name
+        self._counts: Counter[Way] = Counter()
+
+    def add(self, way: Way, number: int = 1) -> None:
+        """Count calls that came as text (`call`), or with arguments that are no JSON object."""
+        self._counts[way] += number
+
+    def tell(self) -> list[Counted]:
+        """The counts with their labels, for metrics."""
+        told = "Tool calls that the model wrote wrong"
+        ways: tuple[Way, ...] = ("call", "arguments")
+        counted = Counted("malformed_tool_calls", told, ("format", "part"), [])
+        if self._name is not None:
+            counted.counts += [((self._name, way), self._counts[way]) for way in ways]
+        return [counted]

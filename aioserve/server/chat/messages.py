@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.server.chat.protocol import ChatMessage
-from aioserve.server.chat.shown_parts import SHOWN, shown_part
-from aioserve.server.images import Content, ImageParts, content_of, text_part
-from aioserve.server.validation import refuse_all_but
+from aioserve.server.body import refuse_all_but
+from aioserve.server.chat.protocol import SHOWN, ChatMessage
+from aioserve.server.images import Content, ImageParts, Part, content_of, text_part
 
 # What a message may hold besides role and content, by its role.
 _SERVED = {
@@ -121,3 +120,16 @@ def _content(message: ChatMessage, path: str, images: ImageParts) -> Content | N
         else:
             parts.append(shown_part(part, place, images))
     return content_of(parts)
+
+
+def shown_part(part: Any, place: str, images: ImageParts) -> Part:
+    """A `ContentPart` of one of these types as chat templates know it; `images` takes note of what
+    it shows. Raises `RequestError`.
+    """
+    source = getattr(part, part.type)
+    if source is None:
+        raise RequestError(f"{place}.{part.type} is missing", param=f"{place}.{part.type}")
+    path = f"{place}.{part.type}.url"
+    if part.type == "image_url":
+        return images.add(path, source.url)
+    return images.add_video(path, source.url, part.fps, f"{place}.fps")

@@ -1,4 +1,4 @@
-"""The wire structs of chat completions: messages, tools, replies and the pieces of a stream.
+"""The wire structs of chat completions: tools, messages, replies and the pieces of a stream.
 
 Requests refuse unknown fields, as all do. Knows nothing about HTTP or the engine.
 """
@@ -8,17 +8,67 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from aioserve.server.chat.shown_parts import SHOWN, ImageURL, VideoURL
-from aioserve.server.chat.tool_structs import NamedToolChoice, ToolEntry
-from aioserve.server.logprob_structs import ChatLogprobs, PromptLogprobs
 from aioserve.server.protocol import (
+    ChatLogprobs,
     Choice,
     Empty,
     Envelope,
     GenerationRequest,
     Int,
+    PromptLogprobs,
     RequestPart,
 )
+
+
+class FunctionDefinition(RequestPart, kw_only=True, omit_defaults=True):
+    """A function that the model may call, with the schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; null: the function takes none
+    strict: bool | None = None  # forced calls always are
+
+
+class Tool(RequestPart, kw_only=True):
+    """One tool of a request; every tool is a function."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+    cache_control: Any = None  # a hint
+
+
+#: A `Tool`, or one that only a vendor runs, whose fields are its own.
+ToolEntry = Annotated[dict[str, Any], Meta(description="A tool: type and function.")]
+
+
+class FunctionName(RequestPart, kw_only=True):
+    """The name of the function that a tool choice forces."""
+
+    name: str
+
+
+class NamedToolChoice(RequestPart, kw_only=True):
+    """A `tool_choice` that forces a call of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ImageURL(RequestPart, kw_only=True, omit_defaults=True):
+    """Where an image is, or all of it in a data: URL."""
+
+    url: str
+    detail: Any = None  # a hint: the model's own processor has the say
+
+
+class VideoURL(RequestPart, kw_only=True, omit_defaults=True):
+    """The frames of a video in a data: URL."""
+
+    url: str
+
+
+#: The types of such parts, and the fields that a part of each may have.
+SHOWN = {"image_url": ("image_url",), "video_url": ("video_url", "fps")}
 
 
 class ContentPart(RequestPart, kw_only=True, omit_defaults=True):

@@ -1,21 +1,22 @@
 """One choice of a chat reply: its text read into content, reasoning and calls, in wire structs.
 
-Knows ids and numbers of calls, which of them are let through, and which are malformed. Knows no
-format and no envelope.
+Knows ids and numbers of calls, which of them are let through, and which are malformed; the marks
+of reasoning, and its budget. Knows no format and no envelope.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
+from aiohttp import web
 from msgspec import UNSET
 
-from aioserve.errors import UNREADABLE
+from aioserve.errors import UNREADABLE, RequestError
 from aioserve.formats import Arguments, Call, Content, Event, Reasoning, ReplyParser, joined
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.server.chat.chat_format import ChatFormat
-from aioserve.server.chat.held_calls import HeldCalls
-from aioserve.server.chat.malformed_calls import MalformedCalls
+from aioserve.params import SamplingParams, ThinkingBudget
+from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, MalformedCalls
 from aioserve.server.chat.protocol import (
     ChatDelta,
     ChatReplyMessage,
@@ -24,8 +25,9 @@ from aioserve.server.chat.protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from aioserve.server.chat.thinking import reasoning_counter
-from aioserve.server.chat.tool_use import ToolUse
+from aioserve.server.chat.tools import ToolUse
+from aioserve.server.protocol import CompletionTokensDetails, Usage
+from aioserve.server.running import ENGINE
 from aioserve.support.tokens import ReasoningTokens, TokenBytes
 
 
@@ -206,3 +208,145 @@ class ReplyReader:
             reasoning_content=reasoning or UNSET,
             tool_calls=calls or UNSET,
         )
+
+
+# Holds calls back until they can be one: a call whose arguments are no JSON object becomes text. An
+# agent runs a tool as soon as it is told to, and one that cannot read what it is told goes no
+# further. Knows events.
+
+
+# How arguments begin that an object of JSON may be; a longer key is none that is looked at.
+_BEGUN = re.compile(r'\s*+\{\s*+(?:\}|"(?:[^"\\]|\\.)*+"\s*+:)')
+_MAX_KEY = 256
+
+
+class HeldCalls:
+    """The calls of one reply that is being read: each is held until its arguments have begun as a
+    JSON object does, or until they have ended.
+    """
+
+    def __init__(self, *, until_whole: bool) -> None:
+        """`until_whole`: until they have ended, and a call that is cut becomes text as well. Else
+        arguments are told as they come, and what breaks behind their first key has been told.
+        """
+        self._until_whole = until_whole
+        self._call: Call | None = None  # that is held back
+        self._pieces: list[str] = []  # of its arguments
+        self._head = ""  # the first characters of these
+
+    def read(self, events: Sequence[Event], *, has_ended: bool, is_cut: bool) -> list[Event]:
+        """The events that can be told now; all that are left, if the reply has ended."""
+        told: list[Event] = []
+        for i, event in enumerate(events):
+            if isinstance(event, Arguments):
+                if self._call is None:
+                    told.append(event)
+                    continue
+                self._pieces.append(event.text)
+                if len(self._head) < _MAX_KEY:
+                    self._head += event.text
+                is_last = i == len(events) - 1
+                if is_last and not has_ended and not self._until_whole and self._is_begun:
+                    told += self._let_go()
+                continue
+            told += self._release()
+            if isinstance(event, Call):
+                self._call = event
+            else:
+                told.append(event)
+        return told + self._release(is_cut=is_cut) if has_ended else told
+
+    @property
+    def _is_begun(self) -> bool:
+        return _BEGUN.match(self._head, 0, _MAX_KEY) is not None
+
+    def _let_go(self) -> list[Event]:
+        assert self._call is not None, "a call is held"
+        call, text = self._call, self._take()
+        return [call, Arguments(text)] if text else [call]
+
+    def _take(self) -> str:
+        """The arguments of the call, which is held no more."""
+        text, self._call, self._pieces, self._head = "".join(self._pieces), None, [], ""
+        return text
+
+    def _release(self, *, is_cut: bool = False) -> list[Event]:
+        """What is held of a call that has ended."""
+        if self._call is None:
+            return []
+        text = "".join(self._pieces)
+        is_empty = not text.strip()
+        if is_cut and not self._until_whole:
+            is_broken = False  # the reply says that it is cut
+        else:
+            is_broken = is_cut if is_empty else not _is_object(text)
+        if not is_broken:
+            if is_empty and not is_cut:
+                self._pieces = ["{}"]  # which an agent can read
+            return self._let_go()
+        name = msgspec.json.encode(self._call.name).decode()
+        self._take()
+        return [Content(f'{{"name": {name}, "arguments": {text}')]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        msgspec.json.decode(text, type=dict[str, object])
+    except UNREADABLE:
+        return False
+    return True
+
+
+# Thinking budgets and reasoning tokens of conversations, for every protocol. Knows the marks of the
+# model and what a request may ask of them; which fields ask, the routes know.
+
+
+UNLIMITED = -1
+
+
+def with_budget(
+    request: web.Request, params: SamplingParams, max_tokens: int | None, field: str
+) -> SamplingParams:
+    """`params` of a reply that reasons for at most `max_tokens` tokens; None, or -1: any number.
+
+    Raises `RequestError` that names `field` if the model's reasoning is not known, or for fewer.
+    """
+    if max_tokens is None or max_tokens == UNLIMITED:
+        return params
+    if max_tokens < UNLIMITED:
+        raise RequestError(f"{field} must be at least -1, got {max_tokens}", param=field)
+    chat_format = request.app[CHAT_FORMAT]
+    marks = chat_format.thinking
+    if marks is None:
+        raise RequestError(
+            f"{field} cannot be held: the chat template of this model shows no reasoning that is "
+            "known here (see --reasoning-parser)",
+            param=field,
+        )
+    message = request.app[ENGINE].config.server.reasoning_budget_message
+    budget = ThinkingBudget(
+        max_tokens=max_tokens,
+        start=marks.start,
+        end=marks.end,
+        is_implied=marks.is_implied,
+        is_repeated=marks.is_repeated,
+        forced=message + marks.end + chat_format.after_thinking,
+    )
+    return msgspec.structs.replace(params, thinking_budget=budget)
+
+
+def reasoning_counter(
+    chat_format: ChatFormat, pieces: TokenBytes, prompt_end: Sequence[int]
+) -> ReasoningTokens | None:
+    """What counts the reasoning tokens of one reply to a prompt with these last tokens; None for a
+    model whose reasoning is not known.
+    """
+    marks = chat_format.thinking
+    return None if marks is None else ReasoningTokens(marks, pieces, prompt_end)
+
+
+def tell_reasoning(usage: Usage, counts: Iterable[int | None]) -> None:
+    """Add the reasoning tokens of each choice to `usage`, unless they are not counted."""
+    known = [count for count in counts if count is not None]
+    details = CompletionTokensDetails(reasoning_tokens=sum(known)) if known else UNSET
+    usage.completion_tokens_details = details

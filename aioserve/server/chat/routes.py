@@ -1,32 +1,48 @@
 """POST /v1/chat/completions: a conversation in, the assistant's reply out.
 
-Knows the shape of that endpoint; the chat template is the engine's, admission and streaming
-are in `generation`, what becomes of the reply's text in `reply`.
+Knows the shape of that endpoint; the chat template is the engine's, admission and streaming are in
+`generation`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
+from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import MAX_LOGPROBS, NO_DEFAULTS, SamplingDefaults, SamplingParams
-from aioserve.server.chat.binding import bind_off_loop, blame, leaves_room_for_reasoning
+from aioserve.server.body import BodyDecoder
 from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.messages import template_messages
-from aioserve.server.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
-from aioserve.server.chat.reply import ChatReply
-from aioserve.server.chat.thinking import with_budget
-from aioserve.server.chat.tool_use import chat_tool_use
-from aioserve.server.generation import read_body, respond
+from aioserve.server.chat.protocol import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatReplyMessage,
+)
+from aioserve.server.chat.reply_reader import ReplyReader, tell_reasoning, with_budget
+from aioserve.server.chat.tools import (
+    ToolUse,
+    bind_off_loop,
+    blame,
+    chat_tool_use,
+    leaves_room_for_reasoning,
+)
+from aioserve.server.fields import pass_over_tools
+from aioserve.server.generation import Reply, event, read_body, respond
 from aioserve.server.images import IMAGES, ImageParts
-from aioserve.server.keys import ENGINE
+from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
 from aioserve.server.openapi import GENERATION_ERRORS, Route
-from aioserve.server.passed_over import pass_over_tools
-from aioserve.server.protocol import ErrorResponse
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.protocol import ChatLogprobs, ErrorResponse, PromptLogprobs, Usage
+from aioserve.server.running import ENGINE
 
 decoder = BodyDecoder(ChatCompletionRequest, "chat")
 # What the engine calls the rendered messages, and other fields.
@@ -123,3 +139,163 @@ ROUTES = (
         raises=GENERATION_ERRORS,
     ),
 )
+
+
+# A chat reply on the wire: its text told apart into content, reasoning and tool calls. Knows the
+# shapes of OpenAI's messages and deltas. How a model writes them is known in `formats`.
+
+
+class ChatReply(Reply):
+    """Chunks carry deltas of a message; the first one of a choice says its role."""
+
+    id_prefix = "chatcmpl-"
+    text_field = "content"
+
+    def __init__(
+        self,
+        request: web.Request,
+        body: ChatCompletionRequest,
+        use: ToolUse | None = None,
+        *,
+        separates_reasoning: bool = True,
+    ) -> None:
+        super().__init__(request, body)
+        self._num_prompt_logprobs = body.prompt_logprobs or 0
+        self._format = request.app[CHAT_FORMAT]
+        self._use = use
+        self._separates = separates_reasoning and body.separate_reasoning is not False
+        self._includes_reasoning = body.include_reasoning is not False
+        self._readers: dict[int, ReplyReader] = {}  # by choice
+        self._opened: set[int] = set()  # choices whose role was said
+        # Whether a reply is text and nothing else.
+        self._is_plain = use is None and not self._format.tells_apart
+
+    def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
+        if self._is_plain:
+            return super().quick_chunk(index, output)
+        if index not in self._opened or output.finish_reason is not None:
+            return None
+        return self.chunk(index, output)
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        if self._is_plain:
+            return super().chunk(index, output)
+        if self.is_silent(output):
+            self._reader(index).count(output)
+            return b""
+        return self._read_chunks(index, output)
+
+    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
+        delta = ChatDelta(content=output.text) if output.text else ChatDelta()
+        return self._opening(index) + event(self._last_chunk(index, delta, output))
+
+    def _read_chunks(self, index: int, output: RequestOutput) -> bytes:
+        """A chunk for each thing that the text turns out to say; the last one says the rest."""
+        reader = self._reader(index)
+        deltas = reader.deltas(reader.read(output))
+        says_more = output.logprobs or output.prompt_logprobs or self.return_token_ids
+        if not deltas and not (output.finish_reason or says_more):
+            return b""
+        if not deltas or (output.finish_reason is not None and deltas[-1].tool_calls):
+            deltas.append(ChatDelta())  # as OpenAI ends its streams
+        *first, last = deltas
+        chunks = [self._envelope([ChatChunkChoice(index=index, delta=delta)]) for delta in first]
+        for chunk in chunks:
+            self.add_usage(chunk, output)
+        chunks.append(self._last_chunk(index, last, output, reader.finish_reason(output)))
+        return self._opening(index) + b"".join(map(event, chunks))
+
+    def _last_chunk(
+        self,
+        index: int,
+        delta: ChatDelta,
+        output: RequestOutput,
+        finish_reason: FinishReason | None = None,
+    ) -> ChatCompletionChunk:
+        """A chunk with all that `output` says besides its text."""
+        choice = ChatChunkChoice(
+            index=index,
+            delta=delta,
+            finish_reason=finish_reason or output.finish_reason,
+            logprobs=self._logprobs(output),
+        )
+        self.extend(choice, output)
+        chunk = self._envelope([choice])
+        chunk.prompt_logprobs = self._prompt_logprobs(output)
+        self.add_usage(chunk, output)
+        if chunk.usage and index in self._readers:  # of this choice, so far
+            tell_reasoning(chunk.usage, [self._readers[index].num_reasoning_tokens])
+        return chunk
+
+    def _opening(self, index: int) -> bytes:
+        if index in self._opened:
+            return b""
+        self._opened.add(index)
+        delta = ChatDelta(role="assistant", content="")
+        chunk = self._envelope([ChatChunkChoice(index=index, delta=delta)])
+        if self.include_usage:
+            chunk.usage = None
+        return event(chunk)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        chunk = self._envelope([])
+        chunk.usage = self._with_reasoning(usage)
+        return event(chunk)
+
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        tell_reasoning(usage, [own.num_reasoning_tokens for own in self._readers.values()])
+        return usage
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(i, output) for i, output in enumerate(outputs)],
+            usage=self._with_reasoning(usage),
+            prompt_logprobs=self._prompt_logprobs(outputs[0]),
+        )
+
+    def _envelope(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self.id, created=self.created, model=self.model, choices=choices
+        )
+
+    def _choice(self, index: int, output: RequestOutput) -> ChatChoice:
+        message, finish_reason = ChatReplyMessage(content=output.text), output.finish_reason
+        if not self._is_plain:
+            reader = self._reader(index)
+            message = reader.message(reader.read(output))
+            finish_reason = reader.finish_reason(output)
+        choice = ChatChoice(
+            index=index,
+            message=message,
+            finish_reason=finish_reason,
+            logprobs=self._logprobs(output),
+        )
+        self.extend(choice, output)
+        return choice
+
+    def _reader(self, index: int) -> ReplyReader:
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = ReplyReader.of(
+                self._format,
+                self._use,
+                self.prompt_end,
+                self.texts.bytes,
+                separates_reasoning=self._separates,
+                includes_reasoning=self._includes_reasoning,
+            )
+        return reader
+
+    def _logprobs(self, output: RequestOutput) -> ChatLogprobs | None:
+        if output.logprobs is None:
+            return None
+        return chat_logprobs(self.texts, output.token_ids, output.logprobs)
+
+    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | UnsetType:
+        found = output.prompt_logprobs
+        if found is None:
+            return UNSET
+        return prompt_logprobs(self.texts, self.prompts[0], found, self._num_prompt_logprobs)

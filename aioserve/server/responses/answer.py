@@ -1,12 +1,13 @@
-"""A reply as OpenAI's response: items of messages, reasoning and calls, and the events of them.
+"""A reply as OpenAI's response: items of messages, reasoning, calls; events; what is kept of it.
 
 Knows the shapes of items and events. How a model writes calls is known in `formats`.
 """
 
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from aiohttp import web
@@ -16,48 +17,41 @@ from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import SamplingParams
 from aioserve.server.access.gate import owner_of
 from aioserve.server.chat.chat_format import CHAT_FORMAT
-from aioserve.server.chat.reply_reader import ReplyReader
-from aioserve.server.chat.thinking import tell_reasoning
+from aioserve.server.chat.reply_reader import ReplyReader, tell_reasoning
 from aioserve.server.errors import to_wire
-from aioserve.server.generation import Answer
-from aioserve.server.keys import CHAIN
-from aioserve.server.logprob_structs import ChatTokenLogprob
-from aioserve.server.logprobs import TOKEN_TEXTS
-from aioserve.server.protocol import Usage
-from aioserve.server.responses.custom_tools import input_of
-from aioserve.server.responses.events import (
+from aioserve.server.generation import Answer, typed_event
+from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts, chat_logprobs
+from aioserve.server.protocol import ChatTokenLogprob, Usage
+from aioserve.server.responses.prompt import NOTHING_OFFERED, Offered, input_of
+from aioserve.server.responses.protocol import (
+    CallItem,
+    CustomCallItem,
     DeltaEvent,
     DoneEvent,
     ErrorEvent,
+    FunctionCallItem,
+    Incomplete,
+    InputItem,
     ItemEvent,
     Numbered,
     OfItem,
+    OutputItem,
+    OutputMessage,
+    OutputText,
     PartEvent,
+    ReasoningItem,
+    ReasoningText,
+    Response,
     ResponseEvent,
-)
-from aioserve.server.responses.item_texts import reasoning_kind, text_of
-from aioserve.server.responses.logprobs import TokenQueue
-from aioserve.server.responses.prompt import NOTHING_OFFERED, Offered
-from aioserve.server.responses.protocol import (
-    InputItem,
     ResponsesRequest,
+    ResponseUsage,
+    Status,
+    SummarizedItem,
+    SummaryText,
     TextConfig,
     TextFormat,
 )
-from aioserve.server.responses.response import (
-    CallItem,
-    CustomCallItem,
-    FunctionCallItem,
-    Incomplete,
-    OutputItem,
-    OutputMessage,
-    ReasoningItem,
-    Response,
-    ResponseUsage,
-    Status,
-)
-from aioserve.server.responses.store import RESPONSES, Kept
-from aioserve.server.sse import typed_event
+from aioserve.server.running import CHAIN
 
 _encoder = msgspec.json.Encoder()
 
@@ -339,3 +333,259 @@ def _incomplete(output: RequestOutput) -> Incomplete | None:
         case FinishReason.TIMEOUT | FinishReason.ABORT:
             return Incomplete(reason=str(output.finish_reason))
     return None
+
+
+# How events tell the text of an output item: their names, and the part of the item that it is.
+# Reasoning is told as a summary, and whole, to a client that asks for one. Knows no stream.
+
+
+Part = OutputText | ReasoningText | SummaryText
+
+
+class Parts(NamedTuple):
+    """The list of an item whose one part is its text."""
+
+    field: str  # of the item
+    index_field: str  # of events, says which part
+    events: str  # the name of events that begin and end a part
+    part: type[Part]
+
+
+class ItemText(NamedTuple):
+    """What tells the text of an item."""
+
+    events: str  # the name of events with the text, or with pieces of it
+    parts: Parts | None  # None: calls have no parts
+
+
+_TEXTS: Mapping[type[OutputItem], ItemText] = {
+    OutputMessage: ItemText(
+        "output_text", Parts("content", "content_index", "content_part", OutputText)
+    ),
+    ReasoningItem: ItemText(
+        "reasoning_text", Parts("content", "content_index", "content_part", ReasoningText)
+    ),
+    SummarizedItem: ItemText(
+        "reasoning_summary_text",
+        Parts("summary", "summary_index", "reasoning_summary_part", SummaryText),
+    ),
+    FunctionCallItem: ItemText("function_call_arguments", None),
+    CustomCallItem: ItemText("custom_tool_call_input", None),
+}
+
+
+def text_of(item: OutputItem) -> ItemText:
+    """How the text of this item is told."""
+    return _TEXTS[type(item)]
+
+
+def reasoning_kind(body: ResponsesRequest) -> type[ReasoningItem]:
+    """The kind of item that reasoning is told in."""
+    asked = body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary)
+    return SummarizedItem if asked else ReasoningItem
+
+
+# Log probabilities of a response's messages: which tokens of the reply stand in which text. A
+# format reads a reply into reasoning, messages and calls, and holds back what may turn out to be a
+# mark: tokens come before the text that they are in, and some are in none. Knows bytes of tokens
+# and pieces of text in their order, and no format.
+
+
+_REPLACEMENT = "\ufffd"  # shown in the place of bytes that are no character
+_LEAST_WINDOW = 64  # bytes that are looked at; a guess
+
+
+class _Pending(NamedTuple):
+    """A token of which no text has been told, or only the first bytes of it."""
+
+    entry: ChatTokenLogprob
+    size: int  # bytes that are left
+    is_told: bool
+
+
+class TokenQueue:
+    """Tokens of a reply whose text is still to come, with their logprobs.
+
+    All calls together take time in proportion to the reply, whatever it says: what was searched is
+    taken away, and no more of it is searched than that.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._pending: deque[_Pending] = deque()
+        self._raw = bytearray()  # the bytes of all that is pending
+
+    def append(self, output: RequestOutput) -> None:
+        """Add the tokens of the next output."""
+        if not output.logprobs:
+            return
+        for entry in chat_logprobs(self._texts, output.token_ids, output.logprobs).content:
+            self._pending.append(_Pending(entry, len(entry.bytes), False))
+            self._raw += bytes(entry.bytes)
+
+    def take(self, text: str) -> list[ChatTokenLogprob]:
+        """The tokens that make up `text`, the next piece of the reply that is told. Tokens before
+        it are dropped: they are marks. A token in two pieces belongs to the first one. Where the
+        text is not what the model wrote, all pending tokens are said to be in it.
+        """
+        begin, end = _find(text, self._raw) or (0, len(self._raw))
+        told: list[ChatTokenLogprob] = []
+        position = 0
+        while self._pending and position < end:
+            token = self._pending.popleft()
+            if position + token.size > begin and not token.is_told:
+                told.append(token.entry)
+            position += token.size
+        if position > end:
+            self._pending.appendleft(token._replace(size=position - end, is_told=True))
+        del self._raw[:end]
+        return told
+
+
+def _find(text: str, raw: bytearray) -> tuple[int, int] | None:
+    """Where in `raw` the first bytes begin and end that are shown as `text`, in which U+FFFD stands
+    for bytes that are no character; None if there are none.
+    """
+    if _REPLACEMENT not in text:
+        own = text.encode()
+        begin = raw.find(own)
+        return None if begin < 0 else (begin, begin + len(own))
+    size = 3 * len(text) + _LEAST_WINDOW
+    while size < len(raw):
+        end = size
+        while end > size - 3 and raw[end] & 0xC0 == 0x80:
+            end -= 1  # it would stand within a character
+        if found := _find_broken(text, bytes(raw[:end]), is_all=False):
+            return found
+        size *= 2
+    return _find_broken(text, bytes(raw), is_all=True)
+
+
+def _find_broken(text: str, raw: bytes, *, is_all: bool) -> tuple[int, int] | None:
+    """What `_find` does. Tokenizers differ in how many U+FFFD they show for broken bytes, one for
+    each byte or for each character that was begun: so a run of them is a run, and they are counted
+    only where the text begins or ends. Without `is_all`, more bytes follow.
+    """
+    wanted = _with_short_runs(text)
+    shown, places, position = [""], list[int](), 0  # where in `raw` each character begins
+    for char in raw.decode(errors="surrogateescape"):
+        is_byte = "\udc80" <= char <= "\udcff"
+        own = _REPLACEMENT if is_byte else char
+        if own != _REPLACEMENT or shown[-1] != _REPLACEMENT:
+            shown.append(own)
+            places.append(position)
+        position += 1 if is_byte else len(char.encode())
+    places.append(position)
+    first = "".join(shown).find(wanted)
+    if first < 0:
+        return None
+    last = first + len(wanted)
+    begin, end = places[first], places[last]
+    if text.endswith(_REPLACEMENT):
+        num_shown = len(text) - len(text.rstrip(_REPLACEMENT))
+        start = places[last - 1]
+        sizes = _sizes_of_broken(raw[start:end])
+        if len(sizes) >= num_shown:
+            end = start + sum(sizes[:num_shown])
+        elif not is_all and end == len(raw):
+            return None
+        else:
+            end = min(end, start + num_shown)
+    if text.startswith(_REPLACEMENT) and len(wanted) > 1:
+        num_shown = len(text) - len(text.lstrip(_REPLACEMENT))
+        sizes = _sizes_of_broken(raw[begin : places[first + 1]])
+        begin += sum(sizes[: max(len(sizes) - num_shown, 0)])
+    return begin, end
+
+
+def _with_short_runs(text: str) -> str:
+    """The text with one U+FFFD in the place of several in a row."""
+    begun = ["", *text][:-1]
+    return "".join(
+        char
+        for before, char in zip(begun, text, strict=True)
+        if char != _REPLACEMENT or before != _REPLACEMENT
+    )
+
+
+def _sizes_of_broken(raw: bytes) -> list[int]:
+    """The bytes that each U+FFFD stands for which a decoder of UTF-8 shows for all of these."""
+    sizes, at = [], 0
+    while at < len(raw):
+        try:
+            raw[at : at + 4].decode()
+            size = 3  # U+FFFD itself
+        except UnicodeDecodeError as error:
+            size = error.end - error.start if error.start == 0 else 3
+        sizes.append(size)
+        at += size
+    return sizes
+
+
+# Responses that can be asked for again and gone on with, the newest ones. Bounded by number and by
+# bytes. Knows nothing about what they say.
+
+
+MAX_RESPONSES = 10_000
+MAX_BYTES = 2**26  # of all of them; each is whole, whatever it shares with others
+
+
+class Kept(NamedTuple):
+    """A response, and what led to it: both as JSON."""
+
+    items: bytes  # all input items up to the response, without instructions
+    response: bytes
+    owner: str = ""  # the name of the key that it was asked for with
+    chain: str = ""  # the id of the response that its conversation began with
+
+    def is_for(self, reach: str) -> bool:
+        """Whether a client with the key named `reach` may see it; "" may see all."""
+        return reach in ("", self.owner)
+
+
+class Responses(Protocol):
+    """Where they are kept, wherever that is."""
+
+    async def get(self, response_id: str) -> Kept | None:
+        """None if it was never stored, or is forgotten."""
+
+    async def put(self, response_id: str, kept: Kept) -> None:
+        """Keep it; those that were not asked for the longest are forgotten for it."""
+
+    async def forget(self, response_id: str) -> bool:
+        """Delete the response of that id; False if it is not stored."""
+
+
+RESPONSES = web.AppKey("RESPONSES", Responses)
+
+
+class ResponseStore:
+    """Stored responses, in memory, by their ids."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._num_bytes = 0
+
+    async def get(self, response_id: str) -> Kept | None:
+        """None if it was never stored, or is forgotten."""
+        if response_id in self._kept:
+            self._kept.move_to_end(response_id)
+        return self._kept.get(response_id)
+
+    async def put(self, response_id: str, kept: Kept) -> None:
+        """Keep it; those that were not asked for the longest are forgotten for it."""
+        self._kept[response_id] = kept
+        self._num_bytes += sum(map(len, kept))
+        while len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._kept)))
+
+    async def forget(self, response_id: str) -> bool:
+        """Delete the response of that id; False if it is not stored."""
+        return self._forget(response_id)
+
+    def _forget(self, response_id: str) -> bool:
+        forgotten = self._kept.pop(response_id, ())
+        self._num_bytes -= sum(map(len, forgotten))
+        return bool(forgotten)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.errors import RequestError
+from aioserve.errors import UNREADABLE, RequestError
+from aioserve.server.body import convert_part, refuse_all_but
 from aioserve.server.chat.messages import template_call
-from aioserve.server.chat.tool_structs import FunctionDefinition
-from aioserve.server.chat.tool_use import Names, ToolUse, tool_use
+from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.chat.tools import Names, ToolUse, tool_use
+from aioserve.server.fields import is_vendors
 from aioserve.server.images import Content, ImageParts, Part, content_of, joined, text_part
-from aioserve.server.passed_over import is_vendors
-from aioserve.server.responses.custom_tools import arguments_of, as_function
 from aioserve.server.responses.protocol import (
     CustomTool,
     FunctionTool,
@@ -23,7 +23,6 @@ from aioserve.server.responses.protocol import (
     NamespaceTool,
     ResponsesRequest,
 )
-from aioserve.server.validation import convert_part, refuse_all_but
 
 Turn = dict[str, Any]
 
@@ -291,3 +290,39 @@ def _use(body: ResponsesRequest, offered: Mapping[str, FunctionDefinition]) -> T
         raise RequestError("tool_choice.tools must not be empty", param="tool_choice.tools")
     names = Names(chosen="tool_choice.tools")
     return tool_use(offered, choice.mode, only=only, is_parallel=is_parallel, names=names)
+
+
+# Tools of type `custom`, whose input is any text: told to the model as functions with one text.
+# Knows both shapes. Knows neither items nor events of responses.
+
+
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def as_function(tool: CustomTool) -> FunctionDefinition:
+    """The function that the model is told of. A grammar of the input is told in words."""
+    told = [tool.description or ""]
+    if definition := (tool.format or {}).get("definition"):
+        told.append(f"The input keeps to this grammar:\n{definition}")
+    description = "\n\n".join(filter(None, told))
+    return FunctionDefinition(
+        name=tool.name, description=description or None, parameters=_PARAMETERS
+    )
+
+
+def arguments_of(text: str) -> str:
+    """The arguments, as JSON text, of a call whose input is `text`."""
+    return msgspec.json.encode({"input": text}).decode()
+
+
+def input_of(arguments: str) -> str:
+    """The input that a call's arguments hold; if they are no such object, they are the input."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, str])["input"]
+    except (*UNREADABLE, KeyError):
+        return arguments

@@ -1,16 +1,24 @@
-"""The wire structs of requests of OpenAI's Responses API; those of answers are in `response`.
+"""The wire structs of OpenAI's Responses API: requests, answers, and the events of a stream.
 
 Requests refuse unknown fields, as in `protocol`. Knows nothing about HTTP or the engine.
 """
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
 from aioserve.params import MAX_LOGPROBS, SamplingDefaults, SamplingParams, StructuredOutputs
-from aioserve.server.chat.tool_structs import FunctionDefinition
-from aioserve.server.protocol import Empty, Int, RequestPart, SamplingRequest
+from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.protocol import (
+    ChatTokenLogprob,
+    Empty,
+    Int,
+    RequestPart,
+    SamplingRequest,
+    Usage,
+)
 
 
 class InputPart(RequestPart, kw_only=True, omit_defaults=True):
@@ -251,3 +259,267 @@ class Page(RequestPart, kw_only=True):
     after: str | None = None  # an id: what comes then
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
+
+
+# The wire structs of answers of OpenAI's Responses API: the response, its items and its usage.
+# Knows nothing about HTTP or the engine.
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """The text of a message, as a part of its content."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """The text of reasoning, as a part of its content."""
+
+    text: str = ""
+
+
+class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_text"):
+    """The text of reasoning, as a part of its summary."""
+
+    text: str = ""
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """An output item with the text of the reply."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: Status = "in_progress"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """An output item with the reasoning of the model: as content, or as a summary."""
+
+    id: str
+    status: Status = "in_progress"
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] = []
+
+
+class SummarizedItem(ReasoningItem, kw_only=True, tag_field="type", tag="reasoning"):
+    """Reasoning that is told as a summary."""
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """An output item with a call of a function."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str  # what its output must name
+    name: str
+    namespace: str | UnsetType = UNSET  # of the function, if it is in one
+    arguments: str = ""
+
+
+class CustomCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """An output item with a call of a custom tool."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str  # what its output must name
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str = ""
+
+
+CallItem = FunctionCallItem | CustomCallItem
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
+
+
+class InputDetails(msgspec.Struct, kw_only=True):
+    """How many tokens of the prompt were found in the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, kw_only=True):
+    """How many of the output tokens are reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Counts of a response's input and output tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> "ResponseUsage":
+        """Convert the usage of a chat completion to that of a response."""
+        details, output = usage.prompt_tokens_details, usage.completion_tokens_details
+        return cls(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputDetails(
+                cached_tokens=details.cached_tokens if details else 0
+            ),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputDetails(
+                reasoning_tokens=output.reasoning_tokens if output else 0
+            ),
+            total_tokens=usage.total_tokens,
+        )
+
+
+class Incomplete(msgspec.Struct, kw_only=True):
+    """The reason for which a response is incomplete."""
+
+    reason: str
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """Response of /v1/responses, and what its events carry."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: str
+    background: bool = False
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReasoningConfig | None
+    store: bool
+    temperature: float
+    text: TextConfig
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None = None
+    user: str | None
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """The response of POST /v1/responses/input_tokens: how many tokens the prompt has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class Deleted(msgspec.Struct, kw_only=True):
+    """The response of DELETE /v1/responses/{id}: the response is not stored any more."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """The response of GET /v1/responses/{id}/input_items: one page of the input."""
+
+    object: Literal["list"] = "list"
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+# The events of a streamed response, as OpenAI's Responses API numbers them. Each is a wire struct.
+# Knows nothing about HTTP or how a response comes about.
+
+
+class Numbered(msgspec.Struct, kw_only=True):
+    """Base of the events of a stream, which are numbered."""
+
+    type: str
+    sequence_number: int
+
+
+class ResponseEvent(Numbered, kw_only=True):
+    """The status of the whole response has changed."""
+
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete"
+    ]
+    response: Response
+
+
+class ItemEvent(Numbered, kw_only=True):
+    """The event with which an output item begins or ends."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: OutputItem
+
+
+class OfItem(Numbered, kw_only=True):
+    """Base of events of what is in an item; calls have no parts."""
+
+    item_id: str
+    output_index: int
+    content_index: int | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET  # of reasoning that is told as a summary
+
+
+class PartEvent(OfItem, kw_only=True):
+    """The event with which the text of an item begins or ends."""
+
+    type: Literal[
+        "response.content_part.added",
+        "response.content_part.done",
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_part.done",
+    ]
+    part: OutputText | ReasoningText | SummaryText
+
+
+class DeltaEvent(OfItem, kw_only=True):
+    """More text of an item, or more arguments of a call."""
+
+    type: Literal[
+        "response.output_text.delta",
+        "response.reasoning_text.delta",
+        "response.reasoning_summary_text.delta",
+        "response.function_call_arguments.delta",
+        "response.custom_tool_call_input.delta",
+    ]
+    delta: str
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET  # of a message
+
+
+class DoneEvent(OfItem, kw_only=True):
+    """The whole text of an item, or all arguments of a call."""
+
+    type: Literal[
+        "response.output_text.done",
+        "response.reasoning_text.done",
+        "response.reasoning_summary_text.done",
+        "response.function_call_arguments.done",
+        "response.custom_tool_call_input.done",
+    ]
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+
+
+class ErrorEvent(Numbered, kw_only=True):
+    """The last event of a stream that failed."""
+
+    type: Literal["error"] = "error"
+    code: str | None
+    message: str
+    param: str | None

@@ -13,44 +13,37 @@ from aiohttp import web
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError, RequestIdInUseError
 from aioserve.server.access.gate import reach_of
-from aioserve.server.body import decode_body
-from aioserve.server.chat.binding import bind_off_loop, blame
+from aioserve.server.body import BodyDecoder, decode_body, decode_query
 from aioserve.server.chat.chat_format import CHAT_FORMAT
-from aioserve.server.chat.thinking import with_budget
-from aioserve.server.chat.tool_use import ToolUse
+from aioserve.server.chat.reply_reader import with_budget
+from aioserve.server.chat.tools import ToolUse, bind_off_loop, blame
 from aioserve.server.errors import UnknownResponseError
+from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import respond
 from aioserve.server.images import IMAGES, ImageParts
-from aioserve.server.keys import CHAIN, ENGINE
 from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
-from aioserve.server.passed_over import pass_over_tools
 from aioserve.server.protocol import RequestPart
-from aioserve.server.responses.answer import ResponseAnswer
-from aioserve.server.responses.events import (
+from aioserve.server.responses.answer import RESPONSES, Kept, ResponseAnswer
+from aioserve.server.responses.prompt import Offered, template_turns, tools_of
+from aioserve.server.responses.protocol import (
+    Deleted,
     DeltaEvent,
     DoneEvent,
     ErrorEvent,
-    ItemEvent,
-    PartEvent,
-    ResponseEvent,
-)
-from aioserve.server.responses.prompt import Offered, template_turns, tools_of
-from aioserve.server.responses.protocol import (
     InputItem,
     InputPart,
+    InputTokens,
+    ItemEvent,
+    ItemList,
     Page,
+    PartEvent,
+    Response,
+    ResponseEvent,
     ResponsesRequest,
     Whole,
 )
-from aioserve.server.responses.response import (
-    Deleted,
-    InputTokens,
-    ItemList,
-    Response,
-)
-from aioserve.server.responses.store import RESPONSES, Kept
+from aioserve.server.running import CHAIN, ENGINE
 from aioserve.server.tokenization import preparing
-from aioserve.server.validation import BodyDecoder, decode_query
 
 
 class _Said(msgspec.Struct):

@@ -1,30 +1,39 @@
 """POST /v1/score and /v1/rerank: how well documents fit queries, by a decoder model.
 
-Knows the shape of these endpoints. Which prompt a model is asked, `template` knows; how likely its
-answers are, `likelihoods`.
+A template is the prompt in which the model is asked; likelihoods of label tokens are its answer.
 """
 
+import asyncio
+import math
+import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
+from aioserve.config import ScoringConfig
 from aioserve.engine import EngineClient
-from aioserve.errors import RequestError
-from aioserve.server.access.gate import allowed_fields
-from aioserve.server.body import decode_body
-from aioserve.server.keys import ENGINE
+from aioserve.errors import (
+    AioserveError,
+    ConfigError,
+    RequestAbortedError,
+    RequestError,
+    RequestTimeoutError,
+)
+from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.params import MAX_LOGPROBS, SamplingParams
+from aioserve.server.access.gate import allowed_fields, entered, num_at_once, owner_of
+from aioserve.server.access.keys import Claim
+from aioserve.server.body import BodyDecoder, decode_body
+from aioserve.server.generation import run_all
 from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import PromptTokensDetails
-from aioserve.server.scoring.likelihoods import (
-    MAX_LABELS,
-    Likelihoods,
-    among,
-    label_logprobs,
-    probabilities,
-)
+from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id
 from aioserve.server.scoring.protocol import (
     Asked,
     Ranked,
@@ -36,8 +45,208 @@ from aioserve.server.scoring.protocol import (
     ScoreRequest,
     ScoringUsage,
 )
-from aioserve.server.scoring.template import ScoreTemplate, score_template
-from aioserve.server.validation import BodyDecoder
+
+# The prompt in which a decoder model is asked whether a document answers a query. Knows
+# Qwen3-Reranker's prompt, and files. Knows nothing about requests.
+
+
+_FIELD = re.compile(r"\{(query|document|instruction)\}")
+
+
+class ScoreTemplate(msgspec.Struct, frozen=True):
+    """A prompt with {query}, {document} and perhaps {instruction}; the labels that may follow it.
+
+    The score is the probability of the second label among the two.
+    """
+
+    text: str
+    labels: tuple[str, str] = ("no", "yes")
+    evidence: str = ""  # what of a chat template shows that its model was trained for this prompt
+
+    def render(self, query: str, document: str, instruction: str) -> str:
+        """The prompt that asks whether the document answers the query."""
+        given = {"query": query, "document": document, "instruction": instruction}
+        return _FIELD.sub(lambda found: given[found[1]], self.text)
+
+
+_QUERY = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+#: By the names of the setting. Qwen3-Reranker's is that of its model card.
+TEMPLATES: Mapping[str, ScoreTemplate] = {
+    "qwen3_reranker": ScoreTemplate(
+        f"<|im_start|>system\n{_QUERY}<|im_end|>\n<|im_start|>user\n<Instruct>: {{instruction}}\n"
+        "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n\n</think>\n\n",
+        evidence=_QUERY,
+    ),
+}
+
+
+def score_template(settings: ScoringConfig, chat_template: str) -> ScoreTemplate | None:
+    """The template that the settings name, with their labels; None if there is none. Raises
+    `ConfigError` for a name that is no template, and for a file without {query} and {document}.
+    """
+    name = settings.score_template
+    if name == "none":
+        return None
+    labels = [label.strip() for label in settings.score_labels.split(",")]
+    if len(labels) != 2 or not all(labels) or labels[0] == labels[1]:
+        raise ConfigError(
+            f"scoring.score_labels must be two labels, as no,yes, got {settings.score_labels!r}"
+        )
+    if name == "auto":
+        found = (each for each in TEMPLATES.values() if each.evidence in chat_template)
+        template = next(found, None)
+    else:
+        template = TEMPLATES.get(name) or _read(name)
+    if template is None:
+        return None
+    return msgspec.structs.replace(template, labels=(labels[0], labels[1]))
+
+
+def _read(name: str) -> ScoreTemplate:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"scoring.score_template must be auto, none, {', '.join(TEMPLATES)} or a file, got "
+            f"{name!r}: {error}"
+        ) from error
+    named = set(_FIELD.findall(text))
+    if missing := sorted({"query", "document"} - named):
+        raise ConfigError(
+            f"scoring.score_template: the file {name} lacks "
+            + " and ".join(f"{{{m}}}" for m in missing)
+        )
+    return ScoreTemplate(text)
+
+
+# How likely label tokens are to follow prompts: from the engine's logprobs of one token. A request
+# is greedy among the labels: its token is the likeliest of them, and the alternatives tell of the
+# others. A label that is not among the alternatives is asked for alone, with the same prompt in the
+# prefix cache. Knows nothing about templates or wire structs.
+
+
+MAX_LABELS = 128
+
+
+class Likelihoods(NamedTuple):
+    """The logprobs of the labels behind one prompt, and how long the prompt is."""
+
+    logprobs: list[float]  # in the order of labels
+    num_prompt_tokens: int
+    num_cached_tokens: int  # tokens of the prompt that the prefix cache had
+
+
+async def label_logprobs(
+    request: web.Request,
+    own_id: str,
+    places: Sequence[str],
+    prompt_of: Callable[[int], Awaitable[Sequence[int]]],
+    labels: Sequence[int],
+    fields: Mapping[str, Any],
+) -> list[Likelihoods]:
+    """How likely `labels` are behind each prompt. `places` are where the prompts come from in the
+    body; `prompt_of` makes the token ids of one.
+
+    At most as many prompts as there are seats are with the engine at a time. Leaving aborts what is
+    unfinished. Raises what `add_request` raises, with the place.
+    """
+    check_id(own_id)
+    request[RESPONSE_ID] = own_id
+    engine = request.app[ENGINE]
+    ids = [f"{own_id}-{i}" for i in range(len(places))]
+    todo = iter(range(len(places)))
+    found: dict[int, Likelihoods] = {}
+    tokenizing = asyncio.Lock()
+
+    async def work() -> None:
+        for index in todo:
+            with _at(places[index]):
+                # One prompt per turn of the loop: short ones are tokenized on it.
+                async with tokenizing:
+                    prompt = await prompt_of(index)
+                    await asyncio.sleep(0)
+                if is_aborted.is_set():
+                    raise RequestAbortedError(f"request {own_id} was aborted")
+                found[index] = await _likelihoods(engine, prompt, labels, ids[index], fields)
+
+    num_workers = num_at_once(request, len(places))
+    async with entered(request, Claim(num_workers, request_id=own_id)):
+        with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
+            await run_all([work() for _ in range(num_workers)])
+    return [found[index] for index in range(len(places))]
+
+
+async def _likelihoods(
+    engine: EngineClient,
+    prompt: Sequence[int],
+    labels: Sequence[int],
+    request_id: str,
+    fields: Mapping[str, Any],
+) -> Likelihoods:
+    found: dict[int, float] = {}
+    missing, num_cached = list(labels), 0
+    while missing:
+        # All of them first; then those that the alternatives did not tell, one by one.
+        asked = missing[:1] if found else missing
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            allowed_token_ids=tuple(asked),
+            logprobs=0 if len(labels) == 1 else MAX_LOGPROBS,
+            detokenize=False,
+            ignore_eos=True,
+        )
+        output = await engine.generate_one(prompt, params, request_id=request_id, **fields)
+        if not output.logprobs:
+            raise _unfinished(output)
+        [own] = output.logprobs
+        if not found:
+            num_cached = output.num_cached_tokens
+        told = dict(zip(own.top_token_ids, own.top_logprobs, strict=True))
+        told[output.token_ids[0]] = own.logprob
+        if len(asked) == 1:
+            told.setdefault(asked[0], own.logprob)  # a simulated runner says any token
+        found |= {label: told[label] for label in asked if label in told}
+        if not found:
+            found[asked[0]] = own.logprob
+        missing = [label for label in labels if label not in found]
+    return Likelihoods([found[label] for label in labels], len(prompt), num_cached)
+
+
+def _unfinished(output: RequestOutput) -> AioserveError:
+    if output.finish_reason is FinishReason.TIMEOUT:
+        return RequestTimeoutError("the request timed out before all prompts were scored")
+    return RequestAbortedError(f"request {output.request_id} was aborted")
+
+
+def probabilities(logprobs: Sequence[float]) -> list[float]:
+    """The probabilities of labels among all tokens, from their logprobs."""
+    return [math.exp(value) for value in logprobs]
+
+
+def among(logprobs: Sequence[float]) -> list[float]:
+    """The probabilities of labels, given that one of the labels follows, from their logprobs."""
+    best = max(logprobs)
+    if not math.isfinite(best):
+        return [1 / len(logprobs)] * len(logprobs)
+    weights = [math.exp(value - best) for value in logprobs]
+    return [weight / sum(weights) for weight in weights]
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Name the place in the body of what is wrong with a prompt."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "prompt":
+            raise RequestError(f"{place}: {error}", param=place) from error
+        raise
+
 
 # Characters of a document that are looked at for each token of it that may stay.
 CHARACTERS_PER_TOKEN = 16

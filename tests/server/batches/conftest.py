@@ -2,11 +2,11 @@
 
 import pytest
 
-from aioserve.server.batches import runner, verdict
+from aioserve.server.batches import runner
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """New batches are found, and lines that had to wait are run again, within a few hundredths."""
     monkeypatch.setattr(runner, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(verdict, "MAX_WAIT", 0.05)
+    monkeypatch.setattr(runner, "MAX_WAIT", 0.05)

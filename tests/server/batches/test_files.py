@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from aioserve.server.batches import runner
-from aioserve.server.batches.directory import Disk
-from aioserve.server.batches.room import sweep, usage
+from aioserve.server.batches.disk import Disk, sweep, usage
 from tests.server.batches.asking import completions, config, create, serving, until
 from tests.server.serving import SIMULATED
 

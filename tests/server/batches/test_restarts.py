@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.server.batches.directory import Disk
-from aioserve.server.batches.results import Answered, ResultLog
+from aioserve.server.batches.disk import Disk
+from aioserve.server.batches.work import Answered, ResultLog
 from tests import processes
 from tests.processes import PATIENCE, serving
 from tests.server.batches.asking import (

@@ -19,10 +19,9 @@ from aioserve.formats import SHIPPED, Reply, SaidCall, load_format
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.params import SamplingParams
-from aioserve.server.chat.binding import bind
 from aioserve.server.chat.chat_format import ChatFormat
-from aioserve.server.chat.tool_structs import FunctionDefinition
-from aioserve.server.chat.tool_use import tool_use
+from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.chat.tools import bind, tool_use
 from tests.added_tokens import FAMILIES, Family, family_model
 from tests.server.scripted import saying
 from tests.server.serving import Answer, Server, running

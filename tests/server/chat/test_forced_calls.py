@@ -15,10 +15,9 @@ from aioserve.formats import SHIPPED, Arguments, joined, load_format
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.params import SamplingParams, StructuredOutputs
-from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
 from aioserve.server.chat.chat_format import ChatFormat
-from aioserve.server.chat.tool_structs import FunctionDefinition
-from aioserve.server.chat.tool_use import tool_use
+from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.chat.tools import bind, leaves_room_for_reasoning, tool_use
 from tests.server.scripted import EMBEDDED, make_model
 from tests.server.serving import running
 from tests.slow import mostly_slow

@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from aioserve.engine import live_feed
-from aioserve.server.page.files import FOLDER
+from aioserve.server.page.routes import FOLDER
 
 PATH = Path(FOLDER) / "frames.d.ts"
 

@@ -19,7 +19,7 @@ from aioserve.engine.live_feed import (
 )
 from aioserve.outputs import FinishReason
 from aioserve.request import WaitReason
-from aioserve.server.page.files import FOLDER
+from aioserve.server.page.routes import FOLDER
 from tests.server.page import frame_types
 
 #: What the page calls a field that has another name in `engine.live_feed`.

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 import aioserve
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.outputs import RequestOutput, TokenLogprobs
-from aioserve.server.responses.logprobs import TokenQueue
+from aioserve.server.responses.answer import TokenQueue
 from tests.server.responses.test_responses import ASKED, SAY_AND_CALL, TOOLS
 from tests.server.scripted import HERMES, saying
 from tests.server.serving import running

@@ -22,7 +22,7 @@ from aioserve.config import (
 )
 from aioserve.errors import ConfigError, RequestError
 from aioserve.model_info import ModelInfo
-from aioserve.server.scoring.template import TEMPLATES, score_template
+from aioserve.server.scoring.routes import TEMPLATES, score_template
 from tests.server.scripted import make_model
 from tests.server.serving import SIMULATED, Server, running
 

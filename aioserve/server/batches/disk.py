@@ -1,7 +1,9 @@
-"""Files and batches on disk: what is there, and whose it is.
+"""Files and batches on disk: what is there, whose it is, how much room it takes.
 
-The directory is all that is shared: by the API workers of a server, and with its next start. Blocks
-on the disk, so it runs in threads of its own (`Disk.do`). Knows no request and no line of a batch.
+The directory is all that is shared: by the API workers of a server, and with its next start. Each
+object is written beside its place and renamed, so that it is there as a whole or not at all.
+Blocks on the disk, so it runs in threads of its own (`Disk.do`). Knows no request and no line of a
+batch.
 
     files/ID.json  files/ID             what is known of a file, and its bytes
     batches/ID/batch.json               the batch; while it runs, only its owner changes it
@@ -13,8 +15,12 @@ on the disk, so it runs in threads of its own (`Disk.do`). Knows no request and 
 
 import asyncio
 import contextlib
+import logging
 import os
+import re
+import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,21 +29,99 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from aioserve.config import BatchConfig
-from aioserve.errors import ConfigError
-from aioserve.server.batches.stored import (
-    StoredBatch,
-    StoredFile,
-    batches,
-    encoder,
-    files,
-    is_id,
-    read,
-    sync_directory,
-    write_whole,
-)
+from aioserve.errors import UNREADABLE, ConfigError, RequestError
+from aioserve.server.batches.protocol import Batch, FileObject
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+encoder = msgspec.json.Encoder()
+
+
+class StoredFile(msgspec.Struct, kw_only=True):
+    """What is stored of a file: what clients are told, and its owner."""
+
+    owner: str  # the name of the key that it was made with; "": there are no keys
+    file: FileObject
+
+    def is_for(self, reach: str) -> bool:
+        """Whether a client that reaches the owner `reach`, "" for all, may see it."""
+        return reach in ("", self.owner)
+
+
+class StoredBatch(msgspec.Struct, kw_only=True):
+    """What is stored of a batch: what clients are told, its owner and the files to come."""
+
+    owner: str
+    batch: Batch
+    output_id: str  # of the files that it will leave
+    errors_id: str
+    output_seconds: int | None = None  # for which these are kept; None: as all files
+
+    def is_for(self, reach: str) -> bool:
+        """Whether a client that reaches the owner `reach`, "" for all, may see it."""
+        return reach in ("", self.owner)
+
+
+files = msgspec.json.Decoder(StoredFile)
+batches = msgspec.json.Decoder(StoredBatch)
+
+
+def make_id(kind: str) -> str:
+    """A new id, which sorts by the time at which it was made."""
+    return f"{kind}{time.time_ns():016x}{secrets.token_hex(8)}"
+
+
+def is_id(text: str, kind: str) -> bool:
+    """Whether a text can be an id of that kind, and so the name of a file."""
+    return re.fullmatch(f"{kind}[0-9a-f]{{32}}", text) is not None
+
+
+def private(path: str, flags: int) -> int:
+    """Opens a file that no other user of the machine may read."""
+    return os.open(path, flags, 0o600)
+
+
+def write_whole(path: Path, data: bytes, *, synced: bool = True) -> None:
+    """Write a file, in place of the one that is there, all at once."""
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        with open(beside, "xb", opener=private) as file:
+            file.write(data)
+            file.flush()
+            if synced:
+                os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    if synced:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Have the disk know of new names in it."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def read(path: Path, decoder: msgspec.json.Decoder[T]) -> T | None:
+    """None if it is not there, or is not what is kept here: that is said, and nothing else."""
+    try:
+        return decoder.decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        logger.error("%s cannot be read: %s", path, error)
+        return None
+
 
 P = ParamSpec("P")
-T = TypeVar("T")
+
 
 THREADS = 4  # a disk that hangs keeps these, and nothing else of the server
 DAY = 86_400.0
@@ -205,3 +289,79 @@ def remove_folder(path: Path) -> None:
     for inside in path.iterdir():
         inside.unlink(missing_ok=True)
     path.rmdir()
+
+
+# How much of the disk files and batches take, how much they may, and what is deleted with time.
+# What blocks on the disk is for the threads of `Disk`.
+
+
+MIB = 2**20
+INCOMING = "incoming\0"  # no name of a key
+
+
+def usage(disk: Disk) -> Counter[str]:
+    """Bytes by owner, those of uploads as `INCOMING`'s. A file counts as a MiB at least."""
+    used: Counter[str] = Counter()
+    for stored in disk.all_files():
+        used[stored.owner] += max(stored.file.bytes, MIB)
+    for batch_id in disk.batch_ids():
+        folder = disk.folder(batch_id)
+        sizes = [_size(folder / name) for name in ("output", "errors")]
+        sizes.append(_size(folder / "input", of_its_own=True))
+        used[disk.owner_of(batch_id)] += max(sum(sizes), MIB)
+    for name in os.listdir(disk.incoming):
+        used[INCOMING] += _size(disk.incoming / name)
+    return used
+
+
+def is_full(disk: Disk, used: Counter[str], owner: str, more: int = 0) -> bool:
+    """Whether there is more than there may be, in all or of that owner, with `more` bytes."""
+    limit = disk.settings.max_batch_gib * 2**30
+    share = limit * (disk.settings.max_batch_share if owner else 1)
+    return used.total() + more > limit or used[owner] + more > share
+
+
+async def check_room(disk: Disk, owner: str, more: int, of_these_here: int = 0) -> None:
+    """Raises `RequestError` if `more` bytes are too many, in all or for that owner; `of_these_here`
+    of those bytes lie in `incoming` already.
+    """
+    used = await disk.do(usage, disk)
+    used[INCOMING] -= of_these_here
+    if is_full(disk, used, owner, max(more, MIB)):
+        raise RequestError(
+            "there is no room for this: delete files that are no longer needed, or wait until they "
+            "expire (--max-batch-gib, --max-batch-share)"
+        )
+
+
+def sweep(disk: Disk, now: float) -> None:
+    """Delete what is older than it may be, and what uploads and crashes have left behind; `now` is
+    in seconds since 1970.
+    """
+    for stored in disk.all_files():
+        if stored.file.expires_at <= now:
+            disk.remove_file(stored.file.id)
+    old = now - disk.settings.batch_file_days * DAY
+    for batch_id in disk.batch_ids():
+        stored_batch = disk.find_batch(batch_id)
+        if stored_batch is None or not stored_batch.batch.has_ended:
+            continue
+        if stored_batch.batch.created_at < old:
+            remove_folder(disk.folder(batch_id))
+        else:  # a crash may have left something
+            disk.clear_batch(batch_id)
+    names = set(os.listdir(disk.files))
+    lost = [disk.files / n for n in names if not n.endswith(".json") and f"{n}.json" not in names]
+    for path in (*disk.incoming.iterdir(), *lost):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ctime < now - DAY:  # else it may be on its way
+                remove_folder(path) if path.is_dir() else path.unlink()
+
+
+def _size(path: Path, *, of_its_own: bool = False) -> int:
+    """Bytes; 0 if it is not there or, where asked, if it has another name, by which it counts."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0
+    return 0 if of_its_own and found.st_nlink > 1 else found.st_size

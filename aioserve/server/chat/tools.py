@@ -1,0 +1,355 @@
+"""Which tools a request offers, and what binds the reply to a call or a schema: for every API.
+
+Knows what can be meant by tools and schemas. Knows nothing about how models write calls, nor how a
+protocol wraps its tools.
+"""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from aioserve.engine import Conversation
+from aioserve.errors import UNREADABLE, RequestError
+from aioserve.finite_schema import check_finite
+from aioserve.formats import Function, json_rule
+from aioserve.grammar_schema import for_grammar, place_of
+from aioserve.params import SamplingParams, StructuredOutputs
+from aioserve.server.body import convert_part
+from aioserve.server.chat.chat_format import ChatFormat
+from aioserve.server.chat.protocol import (
+    ChatCompletionRequest,
+    FunctionDefinition,
+    NamedToolChoice,
+    Tool,
+)
+from aioserve.server.fields import is_vendors
+
+# What every way to write calls can tell from what stands around it.
+_NAME = re.compile(r"[\w.:/\-]{1,128}", re.ASCII)
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+Choice = Literal["none", "auto", "required"]
+
+
+class Names(NamedTuple):
+    """What a protocol calls its parts, for error messages to its clients."""
+
+    parameters: str = "parameters"
+    chosen: str = "tool_choice.name"  # one that must be called
+
+
+OWN_NAMES = Names()
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """The tools that a reply may call."""
+
+    tools: list[dict[str, Any]]  # as chat templates know them
+    functions: list[Function]  # those of them that may be called
+    paths: dict[str, str]  # by name of a function, where its schema stands in the body
+    must_call: bool
+    is_parallel: bool  # or one call at most
+    is_bound: bool  # a call that the model makes by itself keeps to what it may be
+
+
+def tool_use(
+    offered: Mapping[str, FunctionDefinition],
+    choice: Choice,
+    *,
+    only: Sequence[str] | None = None,
+    is_parallel: bool = True,
+    names: Names = OWN_NAMES,
+) -> ToolUse | None:
+    """What is asked for, with calls of those named in `only`, if it is given; None if no tool may
+    be called. `offered` is by the path of each function in the body. Raises `RequestError`.
+
+    Tools that may not be called (`none`) are not told to the model, either.
+    """
+    if not offered and (choice == "required" or only is not None):
+        raise RequestError("tool_choice needs tools", param="tool_choice")
+    tools: list[dict[str, Any]] = []
+    functions: dict[str, Function] = {}
+    paths: dict[str, str] = {}
+    for path, function in offered.items():
+        if function.name in functions:
+            raise RequestError(
+                f"{path}.name: there are two tools of the name {function.name!r}",
+                param=f"{path}.name",
+            )
+        parameters = _parameters(function, path, names.parameters)
+        functions[function.name] = Function(function.name, parameters, bool(function.strict))
+        paths[function.name] = f"{path}.{names.parameters}"
+        tools.append(_template_tool(function, parameters))
+    if not offered or choice == "none":
+        return None
+    for name in only or ():
+        if name not in functions:
+            raise RequestError(
+                f"{names.chosen} is {name[:128]!r}, which names no tool", param=names.chosen
+            )
+    may_call = [f for f in functions.values() if only is None or f.name in only]
+    return ToolUse(
+        tools=tools,
+        functions=may_call,
+        paths=paths,
+        must_call=choice == "required",
+        is_parallel=is_parallel,
+        is_bound=len(may_call) < len(tools) or any(f.is_strict for f in may_call),
+    )
+
+
+def chat_tool_use(body: ChatCompletionRequest, *, ignore_unknown: bool = False) -> ToolUse | None:
+    """What a chat request asks for, without the tools of vendors."""
+    tools = {
+        i: convert_part(entry, Tool, f"tools[{i}]", ignore_unknown=ignore_unknown)
+        for i, entry in enumerate(body.tools or ())
+        if not is_vendors(entry.get("type"))
+    }
+    offered = {f"tools[{i}].function": tool.function for i, tool in tools.items()}
+    ask = partial(tool_use, offered, names=Names(chosen="tool_choice.function.name"))
+    if not isinstance(body.tool_choice, NamedToolChoice):
+        return ask(body.tool_choice or "auto", is_parallel=body.parallel_tool_calls is not False)
+    name = body.tool_choice.function.name
+    return ask("required", only=[name], is_parallel=False)
+
+
+def _parameters(function: FunctionDefinition, path: str, field: str) -> dict[str, Any]:
+    """Checked, and the name as well."""
+    if not _NAME.fullmatch(function.name):
+        raise RequestError(
+            f"{path}.name: the name of a tool must be 1 to 128 of the characters A-Z, a-z, 0-9, "
+            f"_ - . : and /, got {function.name!r}",
+            param=f"{path}.name",
+        )
+    parameters = _NO_PARAMETERS if function.parameters is None else function.parameters
+    check_parameters(parameters, f"{path}.{field}")
+    if parameters.get("type", "object") != "object":
+        raise RequestError(
+            f"{path}.{field}.type: the parameters of a tool are of type object, got "
+            f"{parameters['type']!r}",
+            param=f"{path}.{field}.type",
+        )
+    return parameters
+
+
+def _template_tool(function: FunctionDefinition, parameters: dict[str, Any]) -> dict[str, Any]:
+    told = {"name": function.name, "description": function.description, "parameters": parameters}
+    told = {key: value for key, value in told.items() if value is not None}
+    return {"type": "function", "function": told}
+
+
+# Whether a JSON schema is one, as far as its shape tells, and where it is not. Knows the keywords
+# that hold schemas or are of one type; others may hold what they like. What a schema means is the
+# business of its compiler.
+
+
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_IN_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = (
+    "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else",
+    "unevaluatedProperties", "unevaluatedItems",
+)  # fmt: skip
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "required": (list, "a list of names"),
+    "enum": (list, "a list"),
+    "$ref": (str, "a text"),
+    "pattern": (str, "a text"),
+    "format": (str, "a text"),
+}
+MAX_DEPTH = 100
+
+
+def check_parameters(schema: Any, path: str) -> None:
+    """Raises `RequestError` for what is no schema, and for one of which no value is finite."""
+    check_schema(schema, path)
+    try:
+        check_finite(schema)
+    except ValueError as error:
+        raise RequestError(f"{path}: {error}", param=path) from error
+
+
+def check_schema(schema: Any, path: str, depth: int = 0) -> None:
+    """Raises `RequestError` with the path, below `path`, of what is wrong."""
+    if isinstance(schema, bool) and depth:
+        return
+    if not isinstance(schema, dict):
+        raise _error(path, "a schema, which is an object", schema)
+    if depth == MAX_DEPTH:
+        raise RequestError(f"the schema is nested deeper than {MAX_DEPTH}", param=path)
+    types = schema.get("type", "object")
+    for kind in types if isinstance(types, list) else [types]:
+        if kind not in _TYPES:
+            raise _error(f"{path}.type", f"one of {', '.join(_TYPES)}", kind)
+    for name, (expected, words) in _KINDS.items():
+        if name in schema and not isinstance(schema[name], expected):
+            raise _error(f"{path}.{name}", words, schema[name])
+    for name in schema.get("required", ()):
+        if not isinstance(name, str):
+            raise _error(f"{path}.required", "a list of names", name)
+    for name in _IN_MAPPINGS:
+        parts = schema.get(name, {})
+        if not isinstance(parts, dict):
+            raise _error(f"{path}.{name}", "an object of schemas", parts)
+        for key, part in parts.items():
+            check_schema(part, f"{path}.{name}.{key}", depth + 1)
+    for name in _IN_LISTS:
+        listed = schema.get(name, [])
+        if not isinstance(listed, list):
+            raise _error(f"{path}.{name}", "a list of schemas", listed)
+        for i, part in enumerate(listed):
+            check_schema(part, f"{path}.{name}[{i}]", depth + 1)
+    for name in _SINGLE:
+        if name in schema:
+            check_schema(schema[name], f"{path}.{name}", depth + 1)
+    items = schema.get("items", True)
+    for i, part in enumerate(items if isinstance(items, list) else [items]):
+        check_schema(part, f"{path}.items" + f"[{i}]" * isinstance(items, list), depth + 1)
+
+
+def _error(path: str, expected: str, got: Any) -> RequestError:
+    shown = repr(got)
+    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+    return RequestError(f"{path} must be {expected}, got {shown}", param=path)
+
+
+# What binds a reply: a call that is forced, a schema of its content, or schemas of its own calls.
+# Knows how both become one grammar, behind reasoning if there is any. Knows nothing about how
+# grammars are compiled.
+
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class NamedFault(RequestError):
+    """What no grammar can keep to, with the field that the client sent as `param`."""
+
+
+async def bind_off_loop(
+    params: SamplingParams,
+    use: ToolUse | None,
+    chat_format: ChatFormat,
+    conversation: Conversation,
+    field: str | None = None,
+) -> SamplingParams:
+    """As `bind`, in a thread if there is anything to bind: rules of large schemas take long, and
+    the chat template may have to be asked whether it begins to reason.
+    """
+    is_free = use is None or not (use.is_bound or use.must_call)
+    if is_free and params.structured_outputs is None:
+        return params
+    return await asyncio.to_thread(bind, params, use, chat_format, conversation, field)
+
+
+def bind(
+    params: SamplingParams,
+    use: ToolUse | None,
+    chat_format: ChatFormat,
+    conversation: Conversation,
+    field: str | None = None,
+) -> SamplingParams:
+    """`params` with all that the reply is bound to, by `field` if not by `structured_outputs`.
+
+    Raises `RequestError` for what `structured_outputs` asks beside tools and is no JSON, schemas
+    that no grammar can keep to, and tools whose schemas make more rules than can be compiled.
+    """
+    wanted = params.structured_outputs
+    if use is None and (wanted is None or not chat_format.tells_apart):
+        return params
+    if use is not None and use.is_bound and not use.must_call and wanted is None:
+        functions = [
+            _sayable(f, use, chat_format)
+            if f.is_strict
+            else msgspec.structs.replace(f, parameters=_ANY_OBJECT)
+            for f in use.functions
+        ]
+        free = chat_format.free_grammar(functions, conversation)
+        return params if free is None else _bound(params, free)
+    rules, kinds = [], []
+    if use is not None and (use.must_call or wanted is not None):
+        kinds.append("calls")
+        functions = [_sayable(f, use, chat_format) for f in use.functions]
+        rules.append(chat_format.call_rules(functions, is_parallel=use.is_parallel))
+    if wanted is not None and not (use and use.must_call):
+        schema = _schema(wanted)
+        if schema is not None:
+            kinds.append("answer")
+            try:
+                schema = for_grammar(schema, closes_objects=chat_format.closes_objects)
+            except ValueError as error:
+                param = field or f"structured_outputs.{wanted.way}"
+                raise NamedFault(f"{param}: {error}", param=param) from error
+            rules += chat_format.answer_rules(json_rule(schema))
+        elif use is None:
+            return params  # it is the whole text that is bound
+        else:
+            raise NamedFault(
+                f"structured_outputs.{wanted.way} leaves no room for the calls of tools: bind the "
+                "content to JSON, or set tool_choice to none",
+                param=f"structured_outputs.{wanted.way}",
+            )
+    if not rules:
+        return params
+    before, thought_rules = chat_format.thought(conversation)
+    reply = " | ".join(kinds)
+    return _bound(params, "\n".join([f"start: {before}({reply})", *thought_rules, *rules]))
+
+
+def _bound(params: SamplingParams, grammar: str) -> SamplingParams:
+    return msgspec.structs.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
+
+
+def _sayable(function: Function, use: ToolUse, chat_format: ChatFormat) -> Function:
+    """`function` with its schema as a grammar keeps to it. Raises `RequestError`."""
+    try:
+        schema = for_grammar(function.parameters, closes_objects=chat_format.closes_objects)
+    except ValueError as error:
+        path = use.paths[function.name]
+        raise NamedFault(f"{path}: {error}", param=path) from error
+    return msgspec.structs.replace(function, parameters=schema)
+
+
+def blame(error: RequestError, use: ToolUse | None, field: str | None) -> None:
+    """Where a grammar is at fault, let the error name what the client sent and asked for that: the
+    tools, or else `field`; None if that is `structured_outputs` itself.
+    """
+    param = error.param or ""
+    if not param.startswith("structured_outputs") or isinstance(error, NamedFault):
+        return
+    if use is None and field is None:
+        return
+    reason = str(error).removeprefix(f"{param}: ")
+    if use is None:
+        error.param, error.args = field, (f"{field}: {reason}",)
+        return
+    error.param, what = "tools", "the tools" if field is None else f"the tools or {field}"
+    error.args = (f"{what} cannot be compiled: {reason}",)
+    for function in use.functions:
+        if place := place_of(reason, function.parameters):
+            error.param = f"{use.paths[function.name]}.{place}"
+            error.args = (f"{error.param}: {reason}",)
+            return
+
+
+def leaves_room_for_reasoning(params: SamplingParams, use: ToolUse | None) -> bool:
+    """Whether a reply is free, or bound to what may follow reasoning, and not all of its text."""
+    wanted = params.structured_outputs
+    return wanted is None or _schema(wanted) is not None or (use is not None and use.must_call)
+
+
+def _schema(wanted: StructuredOutputs) -> dict[str, Any] | None:
+    """The JSON schema that is asked for; None if it is something else."""
+    if wanted.json_object:
+        return {"type": "object"}
+    if not isinstance(wanted.json, str):
+        return wanted.json
+    try:
+        return msgspec.json.decode(wanted.json, type=dict[str, Any])
+    except UNREADABLE as error:
+        raise RequestError(
+            f"structured_outputs.json is no JSON object: {error}", param="structured_outputs.json"
+        ) from error
