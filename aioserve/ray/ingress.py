@@ -28,7 +28,7 @@ from aioserve.ray.settings import ModelSettings
 from aioserve.server.access.access import Access
 from aioserve.server.access.keys import Accounts, Rights
 from aioserve.server.app import build_app, exempt_from_garbage_collection, max_body_mib
-from aioserve.server.responses.answer import ResponseStore
+from aioserve.server.running import ResponseStore
 
 # Of one hop only (RFC 9110, 7.6.1).
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"}

@@ -30,7 +30,6 @@ from aioserve.server.access.origins import (
     check_exposure,
     tell_origin,
 )
-from aioserve.server.batches.runner import open_batches
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, check_formats, say_format
 from aioserve.server.images import IMAGES, ImageLoader
 from aioserve.server.loading import Loading, answering_while_loading
@@ -46,10 +45,16 @@ from aioserve.server.middleware import (
 )
 from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
 from aioserve.server.process import Signals, notify, tell_that_the_loop_turns
-from aioserve.server.responses.answer import RESPONSES, Responses, ResponseStore
-from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES
-from aioserve.server.running import ENGINE, NEEDS, RUNNING, RunningResponses
-from aioserve.server.scoring.routes import open_scoring
+from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES, open_apis
+from aioserve.server.running import (
+    ENGINE,
+    NEEDS,
+    RESPONSES,
+    RUNNING,
+    Responses,
+    ResponseStore,
+    RunningResponses,
+)
 from aioserve.server.sockets import ListenSockets, cannot_listen, open_doors, url_of
 from aioserve.support.arguments import EXIT_ENGINE_DEAD
 
@@ -120,8 +125,7 @@ def build_app(
     if is_for_operators:
         routes = OPERATORS_ROUTES
     else:
-        open_batches(app, max_bytes)
-        open_scoring(app)
+        open_apis(app, max_bytes)
         app[HTTP_COUNTS].more.append(app[CHAT_FORMAT].malformed.tell)
     if server.page and (is_one_for_all or is_for_operators):
         routes = (*routes, *PAGE_ROUTES)

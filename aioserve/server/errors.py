@@ -3,6 +3,7 @@
 Knows nothing about aiohttp. A message reaches the client as it is; a traceback never does.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -26,7 +27,6 @@ from aioserve.errors import (
     UnknownKeyError,
     UnknownModelError,
 )
-from aioserve.server.anthropic.protocol import ErrorDetail, MessagesError
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 #: Seconds, as the field `timeout`.
@@ -126,39 +126,28 @@ def to_wire(error: BaseException) -> tuple[int, ErrorResponse]:
 def status_of(error: type[AioserveError], path: str) -> int:
     """The HTTP status of all errors of that class, on that path."""
     kind = next(kind for kind in _KINDS if issubclass(error, kind.error))
-    return _anthropic_status(kind.status, kind.code) if is_for_anthropic(path) else kind.status
+    style = style_of(path)
+    return kind.status if style is None else style.status(kind.status, kind.code)
 
 
-def is_for_anthropic(path: str) -> bool:
-    """Whether a client of Anthropic's reads what is answered there, and knows its errors."""
-    return path.startswith("/v1/messages")
+class ApiStyle(NamedTuple):
+    """What the clients of an API that is not OpenAI's expect on its paths: errors and headers."""
+
+    prefix: str  # of its paths
+    error: type[msgspec.Struct]  # the body of an error
+    status: Callable[[int, str | None], int]  # from OpenAI's status and code
+    to_error: Callable[[int, ErrorInfo], tuple[int, msgspec.Struct]]  # from OpenAI's status, body
+    key_header: str  # of a request: its key, where it is not in Authorization
+    id_header: str  # of an answer: its id, besides X-Request-Id
 
 
-_OVERLOADED = 529  # Anthropic's, where the limit is the server's and not the client's
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    _OVERLOADED: "overloaded_error",
-}
+#: The styles of the APIs that are loaded.
+STYLES: list[ApiStyle] = []
 
 
-def to_messages_error(status: int, info: ErrorInfo) -> tuple[int, MessagesError]:
-    """The same in Anthropic's words: a full queue is its 529, and the message names the field."""
-    status = _anthropic_status(status, info.code)
-    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    names_field = info.param is None or info.param in info.message
-    message = info.message if names_field else f"{info.param}: {info.message}"
-    # Anthropic's tool runner goes on without a thread where it reads this.
-    is_thread = info.param == "thread"
-    details = {"error_code": "thread_unsupported_request"} if is_thread else msgspec.UNSET
-    return status, MessagesError(error=ErrorDetail(type=kind, message=message, details=details))
-
-
-def _anthropic_status(status: int, code: str | None) -> int:
-    return _OVERLOADED if (status, code) == (429, "engine_overloaded") else status
+def style_of(path: str) -> ApiStyle | None:
+    """The style of the API that a path belongs to; None where it is OpenAI's."""
+    return next((style for style in STYLES if path.startswith(style.prefix)), None)
 
 
 def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> AioserveError:

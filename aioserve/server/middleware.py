@@ -23,7 +23,7 @@ from aioserve.errors import (
 from aioserve.operations.command import Counted
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.connections import Connection
-from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
+from aioserve.server.errors import style_of, to_wire
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 from aioserve.server.running import KEY, MADE_ID, RESPONSE_ID, is_sane_id, make_id
 
@@ -155,8 +155,8 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
     request[HAS_BEGUN] = True
     request_id = _given_request_id(request) or _own_id(request)
     response.headers[REQUEST_ID_HEADER] = request_id
-    if is_for_anthropic(request.path):
-        response.headers["Request-Id"] = request_id
+    if (style := style_of(request.path)) is not None:
+        response.headers[style.id_header] = request_id
 
 
 async def say_when_to_come_again(request: web.Request, response: web.StreamResponse) -> None:
@@ -214,8 +214,8 @@ def _json(
         key = request.get(KEY)
         access.refusals[info.code or f"http_{status}", "" if key is None else key.name] += 1
     body: msgspec.Struct = ErrorResponse(error=info)
-    if is_for_anthropic(request.path):
-        status, body = to_messages_error(status, info)
+    if (style := style_of(request.path)) is not None:
+        status, body = style.to_error(status, info)
     return web.Response(
         body=_encoder.encode(body), status=status, headers=headers, content_type="application/json"
     )

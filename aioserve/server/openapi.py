@@ -35,9 +35,8 @@ from aioserve.params import (
     Range,
     StructuredOutputs,
 )
-from aioserve.server.anthropic.protocol import MessagesError
 from aioserve.server.body import BodyDecoder
-from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic, status_of
+from aioserve.server.errors import STYLES, TIMEOUT_HEADER, status_of, style_of
 from aioserve.server.fields import FIELDS, Unserved
 from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
 from aioserve.support.version import __version__
@@ -126,7 +125,13 @@ class OpenAPIDocument:
             "components": {"schemas": components},
         }
         if self._needs:
-            document["components"]["securitySchemes"] = _SECURITY_SCHEMES
+            document["components"]["securitySchemes"] = {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                **{
+                    style.key_header: {"type": "apiKey", "in": "header", "name": style.key_header}
+                    for style in STYLES
+                },
+            }
         return document
 
     def _finish(self, components: dict[str, Schema], schema_of: Mapping[Any, Schema]) -> None:
@@ -175,19 +180,14 @@ async def serve_document(request: web.Request) -> web.Response:
 ROUTES = (Route("GET", "/openapi.json", serve_document, "This document.", dict[str, Any]),)
 
 
-_SECURITY_SCHEMES: Schema = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-}
-
-
 def _schemes(path: str) -> Sequence[str]:
     """How a key may be shown there."""
-    return tuple(_SECURITY_SCHEMES) if is_for_anthropic(path) else ("bearer",)
+    style = style_of(path)
+    return ("bearer",) if style is None else ("bearer", style.key_header)
 
 
 def _types(routes: Sequence[Route]) -> Iterator[Any]:
-    yield from (ErrorResponse, MessagesError)
+    yield from (ErrorResponse, *(style.error for style in STYLES))
     for route in routes:
         yield from (route.answer, *route.events)
         if route.body is not None:
@@ -202,7 +202,8 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
     if route.events:
         content["text/event-stream"] = {"schema": _event(route.events, schema_of)}
     responses = {str(s): _response(s, content) for s in route.statuses}
-    error = MessagesError if is_for_anthropic(route.path) else ErrorResponse
+    style = style_of(route.path)
+    error = ErrorResponse if style is None else style.error
     for status in _error_statuses(route):
         content = {"application/json": {"schema": schema_of[error]}}
         responses.setdefault(str(status), _response(status, content))

@@ -1,12 +1,14 @@
-"""What an application and its requests share: their ids and keys, and responses that are made.
+"""What an application and its requests share: their ids and keys, and responses.
 
-The id of a response can abort all its requests.
+The id of a response that is being made can abort all its requests; finished ones may be kept.
 """
 
 import contextlib
 import uuid
 from asyncio import Event
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
@@ -89,3 +91,72 @@ RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its 
 MADE_ID = web.RequestKey("MADE_ID", str)  # on one that has no such answer: made for it
 OWN_HINTS = web.RequestKey("OWN_HINTS", dict[str, bool])  # on one of the server's own: its hints
 CHAIN = web.RequestKey("CHAIN", str)  # on one that goes on with a response: the id of the first one
+
+
+# Responses that can be asked for again and gone on with, the newest ones. Bounded by number and by
+# bytes. Knows nothing about what they say.
+
+
+MAX_RESPONSES = 10_000
+MAX_BYTES = 2**26  # of all of them; each is whole, whatever it shares with others
+
+
+class Kept(NamedTuple):
+    """A response, and what led to it: both as JSON."""
+
+    items: bytes  # all input items up to the response, without instructions
+    response: bytes
+    owner: str = ""  # the name of the key that it was asked for with
+    chain: str = ""  # the id of the response that its conversation began with
+
+    def is_for(self, reach: str) -> bool:
+        """Whether a client with the key named `reach` may see it; "" may see all."""
+        return reach in ("", self.owner)
+
+
+class Responses(Protocol):
+    """Where they are kept, wherever that is."""
+
+    async def get(self, response_id: str) -> Kept | None:
+        """None if it was never stored, or is forgotten."""
+
+    async def put(self, response_id: str, kept: Kept) -> None:
+        """Keep it; those that were not asked for the longest are forgotten for it."""
+
+    async def forget(self, response_id: str) -> bool:
+        """Delete the response of that id; False if it is not stored."""
+
+
+RESPONSES = web.AppKey("RESPONSES", Responses)
+
+
+class ResponseStore:
+    """Stored responses, in memory, by their ids."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._num_bytes = 0
+
+    async def get(self, response_id: str) -> Kept | None:
+        """None if it was never stored, or is forgotten."""
+        if response_id in self._kept:
+            self._kept.move_to_end(response_id)
+        return self._kept.get(response_id)
+
+    async def put(self, response_id: str, kept: Kept) -> None:
+        """Keep it; those that were not asked for the longest are forgotten for it."""
+        self._kept[response_id] = kept
+        self._num_bytes += sum(map(len, kept))
+        while len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._kept)))
+
+    async def forget(self, response_id: str) -> bool:
+        """Delete the response of that id; False if it is not stored."""
+        return self._forget(response_id)
+
+    def _forget(self, response_id: str) -> bool:
+        forgotten = self._kept.pop(response_id, ())
+        self._num_bytes -= sum(map(len, forgotten))
+        return bool(forgotten)

@@ -25,7 +25,7 @@ from aioserve.operations import (
 from aioserve.operations.command import AdapterPaths, Command, EngineCommand
 from aioserve.server.access.access import MainAccess, Refusals
 from aioserve.server.access.keys import Claim, Key
-from aioserve.server.responses.answer import ResponseStore
+from aioserve.server.running import ResponseStore
 from aioserve.support.arguments import EXIT_FAILED
 from aioserve.workers.forwarder import Forwarder
 from aioserve.workers.line import Line, OnMessage

@@ -22,7 +22,7 @@ from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
 from aioserve.runner.info import RunnerInfo
 from aioserve.server.access.keys import Claim, Key
-from aioserve.server.responses.answer import Kept
+from aioserve.server.running import Kept
 from aioserve.workers.line import Attachments
 
 

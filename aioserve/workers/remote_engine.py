@@ -27,7 +27,7 @@ from aioserve.operations.command import Answer, Command, Counted, Health
 from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
 from aioserve.server.access.keys import ONE, Claim, Leave
-from aioserve.server.responses.answer import Kept
+from aioserve.server.running import Kept
 from aioserve.support.arguments import EXIT_FAILED
 from aioserve.support.logs import set_log_level
 from aioserve.workers.engine_end import EngineEnd

@@ -39,7 +39,7 @@ from aioserve.outputs import FinishReason
 from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
-from aioserve.server.responses.answer import Kept
+from aioserve.server.running import Kept
 from aioserve.workers import engine_end, remote_engine
 from aioserve.workers.line import Line
 from aioserve.workers.messages import Add, EndLease, Listening, Stopped

@@ -27,7 +27,7 @@ from aioserve.request import (
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.keys import ONE, Claim, Key, Leave
 from aioserve.server.access.origins import check_page, is_near
-from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, is_for_anthropic
+from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, style_of
 from aioserve.server.images import Shown
 from aioserve.server.running import CHAIN, ENGINE, KEY, NEEDS, OWN_HINTS
 
@@ -63,8 +63,8 @@ async def check_key(request: web.Request, handler: Handler) -> web.StreamRespons
     shown = _shown(request)
     if shown is None:
         way = "'Authorization: Bearer KEY'"
-        if is_for_anthropic(request.path):
-            way = f"'x-api-key: KEY' or {way}"
+        if (style := style_of(request.path)) is not None:
+            way = f"'{style.key_header}: KEY' or {way}"
         raise UnknownKeyError(f"{request.path} needs an API key: send {way}")
     key = access.keyring.find(shown)
     if key is None:
@@ -169,8 +169,9 @@ def _route(request: web.Request) -> str:
 
 
 def _shown(request: web.Request) -> str | None:
-    if is_for_anthropic(request.path) and "x-api-key" in request.headers:
-        return request.headers["x-api-key"]
+    style = style_of(request.path)
+    if style is not None and style.key_header in request.headers:
+        return request.headers[style.key_header]
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 

@@ -40,12 +40,13 @@ from aioserve.server.anthropic.protocol import (
     ThinkingBlock,
     ThinkingDelta,
     ToolUseBlock,
+    to_messages_error,
 )
 from aioserve.server.body import BodyDecoder, decode_body
 from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.reply_reader import ReplyReader, with_budget
 from aioserve.server.chat.tools import ToolUse, bind_off_loop, blame
-from aioserve.server.errors import to_messages_error, to_wire
+from aioserve.server.errors import to_wire
 from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import Answer, respond, typed_event
 from aioserve.server.images import IMAGES, ImageParts

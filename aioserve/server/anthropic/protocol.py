@@ -10,7 +10,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
 from aioserve.params import SamplingDefaults, SamplingParams, StructuredOutputs
-from aioserve.server.protocol import Empty, Int, RequestPart, SamplingRequest, Usage
+from aioserve.server.errors import STYLES, ApiStyle
+from aioserve.server.protocol import Empty, ErrorInfo, Int, RequestPart, SamplingRequest, Usage
 
 # Requests
 
@@ -379,3 +380,42 @@ class MessagesError(msgspec.Struct, kw_only=True):
 
     type: Literal["error"] = "error"
     error: ErrorDetail
+
+
+_OVERLOADED = 529  # Anthropic's, where the limit is the server's and not the client's
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    _OVERLOADED: "overloaded_error",
+}
+
+
+def to_messages_error(status: int, info: ErrorInfo) -> tuple[int, MessagesError]:
+    """The same in Anthropic's words: a full queue is its 529, and the message names the field."""
+    status = _anthropic_status(status, info.code)
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    names_field = info.param is None or info.param in info.message
+    message = info.message if names_field else f"{info.param}: {info.message}"
+    # Anthropic's tool runner goes on without a thread where it reads this.
+    is_thread = info.param == "thread"
+    details = {"error_code": "thread_unsupported_request"} if is_thread else msgspec.UNSET
+    return status, MessagesError(error=ErrorDetail(type=kind, message=message, details=details))
+
+
+def _anthropic_status(status: int, code: str | None) -> int:
+    return _OVERLOADED if (status, code) == (429, "engine_overloaded") else status
+
+
+STYLES.append(
+    ApiStyle(
+        "/v1/messages",
+        MessagesError,
+        _anthropic_status,
+        to_messages_error,
+        key_header="x-api-key",
+        id_header="Request-Id",
+    )
+)

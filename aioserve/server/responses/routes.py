@@ -23,7 +23,7 @@ from aioserve.server.generation import respond
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import RequestPart
-from aioserve.server.responses.answer import RESPONSES, Kept, ResponseAnswer
+from aioserve.server.responses.answer import ResponseAnswer
 from aioserve.server.responses.prompt import Offered, template_turns, tools_of
 from aioserve.server.responses.protocol import (
     Deleted,
@@ -42,7 +42,7 @@ from aioserve.server.responses.protocol import (
     ResponsesRequest,
     Whole,
 )
-from aioserve.server.running import CHAIN, ENGINE
+from aioserve.server.running import CHAIN, ENGINE, RESPONSES, Kept
 from aioserve.server.tokenization import preparing
 
 

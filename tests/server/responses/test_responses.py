@@ -12,9 +12,9 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from aioserve.config import EngineConfig, ImageConfig, RunnerConfig, ServerConfig
 from aioserve.errors import RequestError
 from aioserve.server.images import ImageParts
-from aioserve.server.responses.answer import Kept, ResponseStore
 from aioserve.server.responses.prompt import template_turns, tools_of
 from aioserve.server.responses.protocol import InputItem, ResponsesRequest
+from aioserve.server.running import Kept, ResponseStore
 from tests.server.bad_bodies import check, mutations
 from tests.server.raw_client import fail_what_runs
 from tests.server.scripted import HERMES, TWO_CALLS, saying
