@@ -142,6 +142,18 @@ def test_the_scheduler_may_set_computed_tokens_back(batch: InputBatch) -> None:
     assert inputs.sampling.tolist() == [0]
 
 
+def test_a_step_planned_behind_a_token_that_did_not_come_samples_nothing_for_its_drafts(
+    batch: InputBatch,
+) -> None:
+    batch.apply(make_step({"a": 3}, [make_request("a", [1] * 3, [0])]))
+    step = make_step({"a": 2}, cached={"a": (3, [1])})
+    step = msgspec.structs.replace(step, scheduled_spec_decode_tokens={"a": [8]})
+    batch.apply(step)
+    inputs = batch.prepare(step)
+    assert inputs.sampling.tolist() == inputs.logits_indices.tolist() == []
+    assert batch.append(inputs, np.array([], np.int64)) == [[]]
+
+
 def test_new_blocks_are_appended(batch: InputBatch) -> None:
     batch.apply(make_step({"a": 4}, [make_request("a", [1] * 12, [5])]))
     step = make_step({"a": 8}, cached={"a": (4, [9, 2])})

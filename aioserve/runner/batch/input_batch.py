@@ -272,13 +272,13 @@ class InputBatch:
         sampling = np.flatnonzero((ends >= num_tokens) & (begins < num_tokens))
         inputs = self.pack(rows, begins, ends, req_ids, sampling)
         if drafts:  # a row samples after each of its drafts as well
-            counts = np.array([1 + len(drafts.get(row, ())) for row in rows[sampling].tolist()])
-            before_last = [np.arange(count)[::-1] for count in counts.tolist()]
-            indices = np.repeat(inputs.logits_indices, counts) - np.concatenate(before_last)
+            num_drafts = (len(drafts.get(row, ())) for row in rows[sampling].tolist())
+            counts = 1 + np.fromiter(num_drafts, np.int64, len(sampling))
+            last = np.repeat(counts.cumsum() - 1 - inputs.logits_indices, counts)
             inputs = replace(
                 inputs,
                 sampling=np.repeat(sampling, counts),
-                logits_indices=indices,
+                logits_indices=np.arange(len(last)) - last,
                 drafts=drafts,
             )
         for part in self.parts:
