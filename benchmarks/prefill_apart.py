@@ -18,7 +18,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.lab.simulation.run import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 MAX_MODEL_LEN = 16_384
 

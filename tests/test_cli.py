@@ -279,7 +279,7 @@ def test_a_signal_ends_a_server_whose_policy_keeps_raising(tmp_path):
 MORTAL = """
 from aioserve.policies.fcfs import FCFSScheduler
 from aioserve.errors import RunnerDeadError
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 compute = SimulatedRunner._compute
 

@@ -20,7 +20,7 @@ from aioserve.config import (
 )
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 
 @pytest.fixture

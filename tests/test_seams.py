@@ -16,7 +16,7 @@ from aioserve.formats.reply_format import ReplyParser
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import TokenLogprobs
 from aioserve.routing import BaseRouter, Dispatcher, RoutedRequest, RouterError
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
 from aioserve.step_loop import Observers
 from aioserve.testing import SchedulerHarness

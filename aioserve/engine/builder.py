@@ -302,7 +302,7 @@ def _check_chat_template(model_info: ModelInfo) -> None:
 def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     """The runner that the config names; only that one is imported."""
     if config.runner.runner == "simulated":
-        from aioserve.runner.simulation.simulated import SimulatedRunner
+        from aioserve.runner.simulated import SimulatedRunner
 
         return SimulatedRunner(config, model_info)
     from aioserve.runner.devices import choose_device

@@ -77,7 +77,7 @@ def make_connector(
     cache = config.cache
     if cache.kv_connector == "none":
         return None
-    from aioserve.runner.simulation.simulated import SimulatedRunner
+    from aioserve.runner.simulated import SimulatedRunner
 
     worker = runner.make_kv_worker(int(cache.kv_connector_gib * GIB))
     store: BlockStore | None = None

@@ -2,7 +2,7 @@
 
 Four implementations: `cpu.runner.ThreadedRunner` (the model on the CPU, on a thread of its own),
 `cpu.sharded_runner.ShardedRunner` (the same with other processes), `cuda.runner.OverlappedRunner`
-(the model on a device that computes asynchronously) and `simulation.simulated.SimulatedRunner` (a
+(the model on a device that computes asynchronously) and `simulated.SimulatedRunner` (a
 step-time model on the loop's clock). Last, the words in which all of them say that a row of logits
 gives no token.
 """

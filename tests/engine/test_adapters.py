@@ -11,7 +11,7 @@ from aioserve.config import AdapterConfig, ModelConfig, RunnerConfig
 from aioserve.errors import EngineDeadError, RequestTimeoutError, UnknownModelError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:

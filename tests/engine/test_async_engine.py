@@ -22,7 +22,7 @@ from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVEvent
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 from tests.kit import stats_of
 from tests.processes import PATIENCE

@@ -30,7 +30,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
 from aioserve.outputs import FinishReason
 from aioserve.runner.cpu.runner import SleepingRunner
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, RequestStatus
 from tests.kit import run
 from tests.models import make_model

@@ -35,7 +35,7 @@ from aioserve.errors import (
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
 from tests.policy_names import SHIPPED
 from tests.slow import mostly_slow

@@ -15,7 +15,7 @@ from aioserve.errors import AioserveError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, SchedulerOutput
 from tests.kit import stats_of
 

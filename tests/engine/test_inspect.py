@@ -21,7 +21,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.operations import ShowSteps
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 from tests.foreign_policy import FOREIGN
 from tests.kit import run

@@ -17,9 +17,8 @@ from aioserve.config import (
 )
 from aioserve.errors import GrammarLimitError
 from aioserve.params import StructuredOutputs
-from aioserve.runner.batch import grammar_rows, mask_lanes
-from aioserve.runner.batch.grammar_rows import GrammarRows
-from aioserve.runner.batch.mask_lanes import MaskLanes
+from aioserve.runner.batch import grammar_rows
+from aioserve.runner.batch.grammar_rows import GrammarRows, MaskLanes
 from tests.engine.test_async_engine import until_idle
 from tests.engine.test_structured_outputs import of_schema, params, replies, reply
 from tests.kit import stats_of
@@ -58,8 +57,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return masks
 
     monkeypatch.setattr(GrammarRows, "taken", noted)
-    for module in (grammar_rows, mask_lanes):
-        monkeypatch.setattr(module, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(grammar_rows, "SLOW_SECONDS", -1.0)
     monkeypatch.setattr(grammar_rows, "STEP_SECONDS", 0.0)
     fill = MaskLanes._fill
 
@@ -147,10 +145,9 @@ async def test_samples_that_have_said_the_same_share_a_mask(
 
 async def test_rows_that_take_too_much_memory_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter(range(0, 1 << 60, 1 << 30))  # a gigabyte at each look
-    monkeypatch.setattr(mask_lanes, "_resident", lambda: next(resident))
-    for module in (grammar_rows, mask_lanes):
-        monkeypatch.setattr(module, "SLOW_SECONDS", -1.0)
-    monkeypatch.setattr(mask_lanes, "BYTES_PER_SECOND", 1 << 50)
+    monkeypatch.setattr(grammar_rows, "_resident", lambda: next(resident))
+    monkeypatch.setattr(grammar_rows, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(grammar_rows, "BYTES_PER_SECOND", 1 << 50)
     async with AsyncEngine(config()) as engine:
         others = asyncio.create_task(reply(engine, SamplingParams(max_tokens=40)))
         with pytest.raises(GrammarLimitError, match="of memory"):

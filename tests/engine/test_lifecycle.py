@@ -24,7 +24,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
 from aioserve.params import StructuredOutputs
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from tests.processes import PATIENCE, until
 
 CONFIG = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=0.5))

@@ -14,7 +14,7 @@ from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerCon
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
 from tests.models import VOCAB_SIZE, make_model
 

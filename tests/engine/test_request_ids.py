@@ -12,7 +12,7 @@ from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineOverloadedError, RequestFailedError, RequestIdInUseError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 from tests.processes import PATIENCE
 from tests.tokenizing import hold_tokenizing

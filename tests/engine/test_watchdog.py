@@ -25,7 +25,7 @@ from aioserve.engine.watchdog import is_debugged
 from aioserve.errors import EngineDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
 from policies.fcfs import FCFSScheduler
 from tests.processes import PATIENCE, started

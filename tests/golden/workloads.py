@@ -26,7 +26,7 @@ from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import AdapterFiles
 from aioserve.request import EncoderInput
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 MAX_MODEL_LEN = 512
 BEGIN = 100.0  # of the traffic, seconds: whatever a start takes, times are the same

@@ -18,7 +18,7 @@ from aioserve.lab.simulation.run import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.request import WaitReason
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.simulation.simulated_kv import SimulatedBlocks
+from aioserve.runner.simulated_kv import SimulatedBlocks
 from aioserve.scheduler import OnlineStepTime, SchedulerInterface, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.toy_runner import ToyStore

@@ -12,7 +12,7 @@ from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerCon
 from aioserve.errors import AioserveError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 
 MAX_MODEL_LEN = 256

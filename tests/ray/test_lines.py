@@ -29,7 +29,7 @@ from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from aioserve.request import Request, RequestSpec
 from aioserve.routing import RoutedRequest
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 from tests.server.serving import SIMULATED
 

@@ -10,7 +10,7 @@ from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.engine.prompt import Encoded
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.request import EncoderInput
-from aioserve.runner.simulation import simulated
+from aioserve.runner import simulated
 
 
 def generate(num_requests: int, depth: int, **runner: Any) -> tuple[list[list[int]], float]:

@@ -12,7 +12,7 @@ import aioserve
 from aioserve.config import EngineConfig, ModelConfig, ServerConfig
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from tests.seeing_models import make_seeing_model
 from tests.server.serving import SIMULATED, running
 

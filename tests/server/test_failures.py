@@ -8,7 +8,7 @@ import pytest
 
 from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.server.generation import EventStream
 from tests.processes import PATIENCE
 from tests.server.raw_client import RawClient, until_idle

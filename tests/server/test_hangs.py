@@ -44,7 +44,7 @@ STUCK = """
 import asyncio, threading
 from concurrent.futures import ThreadPoolExecutor
 from aioserve.policies.fcfs import FCFSScheduler
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 thread = ThreadPoolExecutor(1, thread_name_prefix="aioserve-runner")
 execute = SimulatedRunner.execute_model
@@ -71,7 +71,7 @@ LOADING = """
 import asyncio, threading
 from concurrent.futures import ThreadPoolExecutor
 from aioserve.policies.fcfs import FCFSScheduler
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 
 async def load(runner):

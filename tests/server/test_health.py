@@ -17,7 +17,7 @@ import pytest
 from aioserve.engine import AsyncEngine
 from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.server.access import connections
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
@@ -206,7 +206,7 @@ SLOW_TO_LOAD = """
 import asyncio
 from pathlib import Path
 from aioserve.policies.fcfs import FCFSScheduler
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 
 async def load(runner):

@@ -37,7 +37,7 @@ from aioserve.operations import (
 from aioserve.operations.command import Counted
 from aioserve.outputs import FinishReason
 from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
 from aioserve.server.running import Kept
 from aioserve.workers import engine_end, remote_engine

@@ -56,7 +56,7 @@ from aioserve.lab.simulation.run import Progress, run_live
 from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_info import ModelInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 NUM_POINTS = 240  # of a curve over time
 NUM_STEPS = 160  # bars in the step timeline of the first configuration

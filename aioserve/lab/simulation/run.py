@@ -44,7 +44,7 @@ from aioserve.lab.workloads.workload import (
 )
 from aioserve.model_info import ModelInfo
 from aioserve.params import SamplingParams
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 _Ts = TypeVarTuple("_Ts")
 

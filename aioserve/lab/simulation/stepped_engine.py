@@ -19,7 +19,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.routing import ReplicaReport, StepTimes
-from aioserve.runner.simulation.simulated import SimulatedRunner, step_time_model
+from aioserve.runner.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed
 from aioserve.step_loop import StepLoop

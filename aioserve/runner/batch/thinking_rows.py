@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aioserve.runner.batch.grammar_rows import GrammarRows
+from aioserve.runner.batch.grammar_rows import GrammarRows, Matcher
 from aioserve.runner.batch.input_batch import BatchPart
-from aioserve.runner.batch.mask_lanes import Matcher
 from aioserve.scheduler.output import NewRequestData
 from aioserve.support.tokens import PROMPT_END_TOKENS, ReasoningTokens, TokensState
 

@@ -25,7 +25,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.runner.profile import StepTimeModel, load_profile
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.output import StepFeatures
 from tests.seeing_models import make_seeing_model

@@ -19,7 +19,7 @@ from aioserve.lab.simulation.run import (
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.model_info import ModelInfo
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.simulation.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner
 
 # 4 ms a step, 50 us a prompt token, 100 us a decode: no other cost, so that times can be computed.
 EXACT = RunnerConfig(runner="simulated", step_context_token_us=0.0)

@@ -22,7 +22,7 @@ from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError
 from aioserve.model_info import ModelInfo
 from aioserve.params import SamplingParams
-from aioserve.runner.cpu import int8_activations
+from aioserve.runner.cpu import models
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_models
 from aioserve.runner.cpu.products import BlockLinear
@@ -190,7 +190,7 @@ def test_what_the_kernels_do_not_serve_whole_is_refused(
     def unavailable() -> None:
         raise KernelsUnavailableError("AIOSERVE_KERNELS=off")
 
-    monkeypatch.setattr(int8_activations, "load_kernels", unavailable)
+    monkeypatch.setattr(models, "load_kernels", unavailable)
     said = refusal(make_config(file, activations="int8"))
     assert said.endswith("needs the compiled kernels of a CPU: AIOSERVE_KERNELS=off")
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Generator, Mapping
 from itertools import accumulate
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import msgspec
@@ -23,7 +23,6 @@ from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.kv_pool import window_spec
 from aioserve.runner.profile import StepTimeModel, load_profile
-from aioserve.runner.simulation.simulated_kv import SimulatedBlocks, SimulatedDirectory
 from aioserve.runner.spec_decode.draft_length import DraftLength
 from aioserve.scheduler.output import (
     CachedRequestData,
@@ -31,6 +30,9 @@ from aioserve.scheduler.output import (
     SchedulerOutput,
     step_features,
 )
+
+if TYPE_CHECKING:
+    from aioserve.runner.simulated_kv import SimulatedBlocks, SimulatedDirectory
 
 Jump = Callable[[float], bool]
 
@@ -254,15 +256,19 @@ class SimulatedRunner(RunnerInterface):
             self.on_step(scheduler_output, output, now, self._busy_until)
         return output, self._busy_until
 
-    def make_kv_worker(self, num_bytes: int) -> SimulatedBlocks:
+    def make_kv_worker(self, num_bytes: int) -> "SimulatedBlocks":
+        from aioserve.runner.simulated_kv import SimulatedBlocks
+
         seconds = 1e-6 * self._step_time.kv_load_token_us * self._block_size
         self._kv_blocks = SimulatedBlocks(num_bytes, self._block_bytes, seconds)
         return self._kv_blocks
 
-    def make_kv_store(self, max_bytes: int) -> SimulatedDirectory:
+    def make_kv_store(self, max_bytes: int) -> "SimulatedDirectory":
         """A directory of at most `max_bytes`, or `kv_directory`. To be called on the event loop."""
         if self.kv_directory is not None:
             return self.kv_directory.shared()
+        from aioserve.runner.simulated_kv import SimulatedDirectory
+
         seconds = 1e-6 * self._step_time.kv_read_token_us * self._block_size
         return SimulatedDirectory(max_bytes, self._block_bytes, seconds)
 

@@ -1,1 +1,0 @@
-"""A runner that computes nothing and takes the time that a profile predicts."""
