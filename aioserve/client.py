@@ -6,23 +6,24 @@ Speaks the wire structs of the server. Loads neither the engine nor torch.
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypedDict, Unpack, cast
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack, cast
 
 import aiohttp
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from aioserve.client_batches import BatchMethods
-from aioserve.client_connection import error_decoder, error_from_wire, with_id
-from aioserve.client_scoring import ScoringMethods
-from aioserve.errors import EngineDeadError, RequestError, RequestFailedError
-from aioserve.operations import (
-    AdapterMethods,
-    ControlMethods,
-    OperatorCommand,
-    PolicyMethods,
-    UpkeepMethods,
+from aioserve.client_connection import (
+    ClientBatches,
+    ClientFiles,
+    Connection,
+    error_decoder,
+    error_from_wire,
+    with_id,
 )
+from aioserve.errors import EngineDeadError, RequestError, RequestFailedError
+from aioserve.operations import OperatorCommand, OperatorMethods
 from aioserve.operations.command import Told
 from aioserve.outputs import RequestOutput, RequestTimes, TokenLogprobs
 from aioserve.params import SamplingDefaults, SamplingParams
@@ -47,6 +48,7 @@ from aioserve.server.protocol import (
     PromptLogprobs,
     StreamOptions,
 )
+from aioserve.server.scoring.protocol import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest
 from aioserve.support.whole_texts import check_one_sample, generate_all, whole_output
 
 _encoder = msgspec.json.Encoder()
@@ -72,9 +74,7 @@ class ClientFields(TypedDict, total=False):
     hints: Hints  # for the server's policy: named values, such as `predicted_output_tokens`
 
 
-class AsyncClient(
-    ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods, ScoringMethods, BatchMethods
-):
+class AsyncClient(OperatorMethods):
     """Requests to one server. Leaving a stream early aborts the request there.
 
     All methods raise what the engine raises: `RequestError` (with `param`),
@@ -86,11 +86,51 @@ class AsyncClient(
             async for output in client.generate("Once", SamplingParams(max_tokens=32)):
                 print(output.text, end="")
 
-    The operators' commands are methods of its bases, as `pause` and `switch_policy`: they need a
+    The operators' commands are methods of its base, as `pause` and `switch_policy`: they need a
     server with admin routes. `files` and `batches` need one with a `--batch-dir`.
 
     A server on a Unix socket (`--uds`) has the address `unix:/path/of/its.sock`.
     """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,  # None: whatever the server has
+        timeout: float | None = None,  # seconds without a byte, waiting in its queue included
+        connect_timeout: float = 10.0,
+        api_key: str | None = None,  # one of the server's, or of what stands before it
+        headers: Mapping[str, str] | None = None,  # of every request
+    ) -> None:
+        self.model = model
+        self._connection = Connection(
+            base_url,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            api_key=api_key,
+            headers=headers,
+        )
+
+    @property
+    def base_url(self) -> str:
+        """The server's address, without a slash at its end."""
+        return self._connection.base_url
+
+    async def __aenter__(self) -> Self:
+        self._connection.session()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections; streams that are still read end with an error."""
+        await self._connection.close()
 
     def generate(
         self,
@@ -219,16 +259,60 @@ class AsyncClient(
             fields,
         )
 
+    async def score(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None
+    ) -> list[float]:
+        """How well each of `documents` fits the query, between 0 and 1, as a reranker model says;
+        in their order. `instruction` is what makes a document fit, in words.
+        """
+        asked = ScoreRequest(
+            model=self.model, text_1=query, text_2=list(documents), instruction=instruction
+        )
+        told = await self._connection.asked(ScoreList, "POST", "/v1/score", _encoder.encode(asked))
+        return [each.score for each in told.data or ()]
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+    ) -> list[Ranked]:
+        """The `top_n` of `documents` that fit the query best, or all, the best first: `index` is
+        the place among `documents`, `relevance_score` lies between 0 and 1.
+        """
+        asked = RerankRequest(
+            model=self.model,
+            query=query,
+            documents=list(documents),
+            top_n=top_n,
+            instruction=instruction,
+            return_documents=False,
+        )
+        told = await self._connection.asked(Ranking, "POST", "/v1/rerank", _encoder.encode(asked))
+        return told.results
+
+    @cached_property
+    def files(self) -> ClientFiles:
+        """Files for batches: upload, download, list and delete them."""
+        return ClientFiles(self._connection)
+
+    @cached_property
+    def batches(self) -> ClientBatches:
+        """Batches: begin, follow, cancel and list them."""
+        return ClientBatches(self._connection)
+
     async def models(self) -> list[ModelCard]:
         """The models that the server serves: id, max_model_len, and what they can do."""
-        return (await self._asked(ModelList, "GET", "/v1/models")).data
+        return (await self._connection.asked(ModelList, "GET", "/v1/models")).data
 
     async def health(self) -> bool:
         """Whether a new request would be served now: False while the server loads, drains, is in
         trouble or is away.
         """
         try:
-            async with self._request("GET", "/ready"):
+            async with self._connection.request("GET", "/ready"):
                 return True
         except EngineDeadError:
             return False
@@ -239,11 +323,11 @@ class AsyncClient(
         """
         http, fields = command.http, command.body()
         body = _encoder.encode(fields) if fields else None
-        async with self._request(http.method, http.path, body) as response:
+        async with self._connection.request(http.method, http.path, body) as response:
             data = await response.read()
         if command.told_type is str:
             return cast(Told, data.decode(errors="replace"))
-        told: Told = self._decoded(msgspec.json.Decoder(command.told_type), data)
+        told: Told = self._connection.decoded(msgspec.json.Decoder(command.told_type), data)
         return told
 
     def _shared(self, params: SamplingParams, *, is_given: bool) -> dict[str, Any]:
@@ -272,14 +356,16 @@ class AsyncClient(
         decoder: msgspec.json.Decoder[Completion] | msgspec.json.Decoder[ChatCompletionChunk],
     ) -> AsyncGenerator[RequestOutput, None]:
         sent, first_tokens = time.monotonic(), dict[int, float]()
-        async with self._request("POST", path, _encoder.encode(body)) as response:
+        async with self._connection.request("POST", path, _encoder.encode(body)) as response:
             async for data in _events(response.content):
                 if data == b"[DONE]":
                     return
                 if data.startswith(b'{"error"'):
-                    info = self._decoded(error_decoder, data, "an event").error
+                    info = self._connection.decoded(error_decoder, data, "an event").error
                     raise error_from_wire(500, info, response)
-                chunk: Completion | ChatCompletionChunk = self._decoded(decoder, data, "an event")
+                chunk: Completion | ChatCompletionChunk = self._connection.decoded(
+                    decoder, data, "an event"
+                )
                 for choice in chunk.choices:
                     if choice.token_ids is UNSET and choice.finish_reason is None:
                         continue  # it only says the role
@@ -302,9 +388,9 @@ class AsyncClient(
         decoder: msgspec.json.Decoder[Completion] | msgspec.json.Decoder[ChatCompletion],
     ) -> AsyncGenerator[RequestOutput, None]:
         sent = time.monotonic()
-        async with self._request("POST", path, _encoder.encode(body)) as response:
+        async with self._connection.request("POST", path, _encoder.encode(body)) as response:
             data = await response.read()
-        reply: Completion | ChatCompletion = self._decoded(decoder, data)
+        reply: Completion | ChatCompletion = self._connection.decoded(decoder, data)
         for choice in reply.choices:
             output = _output(reply, choice, body.prompt_logprobs)
             output.num_output_tokens = len(output.token_ids)

@@ -211,7 +211,7 @@ async def test_cancelling_the_task_aborts_at_the_server(engine, client):
 async def test_a_connection_serves_one_request_after_another(client):
     for _ in range(3):
         await gather(client.generate("Hello", SamplingParams(max_tokens=2)))
-    [connections] = client._session().connector._conns.values()
+    [connections] = client._connection.session().connector._conns.values()
     assert len(connections) == 1
 
 

@@ -10,14 +10,12 @@ from typing import Any
 from aioserve.operations.command import EngineCommand, OperatorCommand, commands_of
 from aioserve.operations.commands import (
     AbortElsewhere,
-    AdapterMethods,
-    ControlMethods,
     EngineState,
     FindReport,
     HealthCheck,
     LoadAdapter,
+    OperatorMethods,
     Pause,
-    PolicyMethods,
     PolicyName,
     Reload,
     ResetPrefixCache,
@@ -31,7 +29,6 @@ from aioserve.operations.commands import (
     Trial,
     TryPolicy,
     UnloadAdapter,
-    UpkeepMethods,
     Wake,
 )
 
@@ -41,16 +38,14 @@ OPERATOR_COMMANDS: tuple[type[OperatorCommand[Any, Any]], ...] = commands_of(Ope
 __all__ = [
     "OPERATOR_COMMANDS",
     "AbortElsewhere",
-    "AdapterMethods",
-    "ControlMethods",
     "EngineCommand",
     "EngineState",
     "FindReport",
     "HealthCheck",
     "LoadAdapter",
     "OperatorCommand",
+    "OperatorMethods",
     "Pause",
-    "PolicyMethods",
     "PolicyName",
     "Reload",
     "ResetPrefixCache",
@@ -64,6 +59,5 @@ __all__ = [
     "Trial",
     "TryPolicy",
     "UnloadAdapter",
-    "UpkeepMethods",
     "Wake",
 ]

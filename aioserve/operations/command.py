@@ -4,7 +4,6 @@ Knows neither the commands nor the engine. A command that an operator gives has 
 """
 
 import re
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast, get_args
 
@@ -90,14 +89,6 @@ class OperatorCommand(EngineCommand[Answer], Generic[Answer, Told], frozen=True)
     def operation(cls) -> str:
         """The name of its method in Python, and of its operation in the OpenAPI document."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-
-
-class Asking(ABC):
-    """Base of the typed methods that stand beside commands: what has `ask` has them all."""
-
-    @abstractmethod
-    async def ask(self, command: OperatorCommand[Any, Told]) -> Told:
-        """Give the command, and return what HTTP answers with."""
 
 
 def commands_of(base: Any) -> tuple[type[Any], ...]:

@@ -3,6 +3,7 @@
 The last ones are what a server asks an engine for its own routes; no operator gives these.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from aioserve.errors import (
 from aioserve.model_source.adapter import NoAdapterError
 from aioserve.operations.command import (
     Arrivals,
-    Asking,
     Counted,
     Done,
     EngineCommand,
@@ -34,6 +34,7 @@ from aioserve.operations.command import (
     Seen,
     State,
     Text,
+    Told,
 )
 from aioserve.support.logs import set_log_level
 
@@ -85,18 +86,6 @@ class UnloadAdapter(OperatorCommand[None, str], frozen=True):
 
     def tell(self, answer: None) -> str:
         return f"Success: LoRA adapter {self.name!r} removed successfully."
-
-
-class AdapterMethods(Asking):
-    """Load and unload adapters from Python, as the commands above do over HTTP."""
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Serve an adapter, a directory of the server's machine, under that name."""
-        await self.ask(LoadAdapter(name, path))
-
-    async def unload_adapter(self, name: str) -> None:
-        """Serve the adapter no more; requests that have it finish."""
-        await self.ask(UnloadAdapter(name))
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -176,36 +165,6 @@ class Reload(OperatorCommand[EngineState, EngineState], frozen=True):
     async def run_on(self, engine: "AsyncEngine") -> EngineState:
         await engine.reload(self.path, running=self.running)
         return EngineState(engine.state)
-
-
-class ControlMethods(Asking):
-    """The same from Python, as the methods of `AsyncEngine` that have these names."""
-
-    async def pause(self, *, running: Running = "keep", arrivals: Arrivals = "wait") -> None:
-        """Return when no step is computed, and none will be until `resume`.
-
-        `running`: what becomes of requests that run or wait. `arrivals`: whether those that come
-        meanwhile wait, or get `EnginePausedError`.
-        """
-        await self.ask(Pause(running, arrivals))
-
-    async def resume(self) -> None:
-        """Go on. Raises `RequestError` for an engine that sleeps."""
-        await self.ask(Resume())
-
-    async def sleep(
-        self, *, weights: bool = False, running: Running = "keep", arrivals: Arrivals = "wait"
-    ) -> None:
-        """Pause, and give back the memory of the KV cache, with `weights` that of the model too."""
-        await self.ask(Sleep(weights, running, arrivals))
-
-    async def wake(self) -> None:
-        """Take back what `sleep` gave, and go on."""
-        await self.ask(Wake())
-
-    async def reload(self, path: str, *, running: Running = "keep") -> None:
-        """Serve the weights of a model directory of the server's machine."""
-        await self.ask(Reload(path, running))
 
 
 class PolicyName(msgspec.Struct):
@@ -318,38 +277,6 @@ class SwitchShadow(OperatorCommand[None, Done], frozen=True):
         return Done()
 
 
-class PolicyMethods(Asking):
-    """Change and try policies from Python, as the commands above do over HTTP."""
-
-    async def switch_policy(
-        self, policy: str, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
-        """Another scheduler policy from the next step on. Returns the name and the options of the
-        one before. Raises `RequestError`, also for a server without admin routes.
-        """
-        before = (await self.ask(SwitchPolicy(policy, dict(options or {})))).before
-        return before.policy, before.options
-
-    async def try_policy(
-        self,
-        policy: str,
-        options: Mapping[str, Any] | None = None,
-        *,
-        seconds: float | None = None,
-        num_requests: int | None = None,
-    ) -> Trial:
-        """Record requests for `seconds`, or until there are `num_requests`, and compare another
-        policy with the one that plans, on them.
-        """
-        return await self.ask(TryPolicy(policy, dict(options or {}), seconds, num_requests))
-
-    async def switch_shadow(
-        self, policy: str | None, options: Mapping[str, Any] | None = None
-    ) -> None:
-        """Have another policy evaluated on the traffic from now on, or none."""
-        await self.ask(SwitchShadow(policy, dict(options or {})))
-
-
 class HealthCheck(EngineCommand[Health], frozen=True):
     """How the engine is; one that is dead answers, too."""
 
@@ -423,8 +350,76 @@ class ResetPrefixCache(OperatorCommand[bool, CacheReset], frozen=True):
         return CacheReset(answer)
 
 
-class UpkeepMethods(Asking):
-    """Keep a server in order from Python, as the commands above do over HTTP."""
+class OperatorMethods(ABC):
+    """The operators' commands as typed methods in Python, of what has `ask`: those of `AsyncEngine`
+    that have these names do the same.
+    """
+
+    @abstractmethod
+    async def ask(self, command: OperatorCommand[Any, Told]) -> Told:
+        """Give the command, and return what HTTP answers with."""
+
+    async def pause(self, *, running: Running = "keep", arrivals: Arrivals = "wait") -> None:
+        """Return when no step is computed, and none will be until `resume`.
+
+        `running`: what becomes of requests that run or wait. `arrivals`: whether those that come
+        meanwhile wait, or get `EnginePausedError`.
+        """
+        await self.ask(Pause(running, arrivals))
+
+    async def resume(self) -> None:
+        """Go on. Raises `RequestError` for an engine that sleeps."""
+        await self.ask(Resume())
+
+    async def sleep(
+        self, *, weights: bool = False, running: Running = "keep", arrivals: Arrivals = "wait"
+    ) -> None:
+        """Pause, and give back the memory of the KV cache, with `weights` that of the model too."""
+        await self.ask(Sleep(weights, running, arrivals))
+
+    async def wake(self) -> None:
+        """Take back what `sleep` gave, and go on."""
+        await self.ask(Wake())
+
+    async def reload(self, path: str, *, running: Running = "keep") -> None:
+        """Serve the weights of a model directory of the server's machine."""
+        await self.ask(Reload(path, running))
+
+    async def switch_policy(
+        self, policy: str, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Another scheduler policy from the next step on. Returns the name and the options of the
+        one before. Raises `RequestError`, also for a server without admin routes.
+        """
+        before = (await self.ask(SwitchPolicy(policy, dict(options or {})))).before
+        return before.policy, before.options
+
+    async def try_policy(
+        self,
+        policy: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        seconds: float | None = None,
+        num_requests: int | None = None,
+    ) -> Trial:
+        """Record requests for `seconds`, or until there are `num_requests`, and compare another
+        policy with the one that plans, on them.
+        """
+        return await self.ask(TryPolicy(policy, dict(options or {}), seconds, num_requests))
+
+    async def switch_shadow(
+        self, policy: str | None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Have another policy evaluated on the traffic from now on, or none."""
+        await self.ask(SwitchShadow(policy, dict(options or {})))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serve an adapter, a directory of the server's machine, under that name."""
+        await self.ask(LoadAdapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve the adapter no more; requests that have it finish."""
+        await self.ask(UnloadAdapter(name))
 
     async def set_log_level(self, level: LogLevel) -> None:
         """Log more, or less, in all processes of the server."""
