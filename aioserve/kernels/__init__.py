@@ -58,11 +58,20 @@ def check_ids(ids: Tensor, count: int) -> None:
         raise IndexError(f"token {most.astype(np.int64)} is outside the vocabulary of {count}")
 
 
+def _raise_shortage(status: int, function: Any, _: tuple[Any, ...]) -> None:
+    """What ctypes calls with the result of a kernel that needs memory of its own: see memory.h."""
+    if status:
+        raise MemoryError(f"there is no memory for what {function.__name__} computes with")
+
+
 class Kernels:
     """One variant of the library.
 
     Nothing but ids is checked per call: tensors are contiguous unless said otherwise, of one dtype
     (float32, bfloat16 or float16; sums are float32), and rows have a multiple of 16 numbers.
+
+    Attention, products, experts, `embed`, `add_low_rank` and `decode` raise `MemoryError` where the
+    system gives them no memory: what they wrote is then worth nothing, and the next call is served.
     """
 
     dtypes = frozenset(_SUFFIXES)
@@ -78,6 +87,12 @@ class Kernels:
                 function.argtypes, function.restype = signature, None
             return functions
 
+        def that_allocates(name: str, *signature: Any) -> dict[torch.dtype, Any]:
+            functions = by_dtype(name, *signature)
+            for function in functions.values():
+                function.restype, function.errcheck = ctypes.c_int, _raise_shortage
+            return functions
+
         self._rms_norm = by_dtype("rms_norm", _P, _P, _F, _P, _I, _I)
         self._add_rms_norm = by_dtype("add_rms_norm", _P, _P, _P, _F, _P, _I, _I)
         self._rope_store = by_dtype("rope_store", *[_P] * 6, *[_I] * 7, _P, _P, _F)
@@ -85,14 +100,14 @@ class Kernels:
         self._silu_and_mul = by_dtype("silu_and_mul", _P, _P, _I, _I)
         self._gelu_tanh_and_mul = by_dtype("gelu_tanh_and_mul", _P, _P, _I, _I)
         attention = (_P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P, _P)
-        self._paged_attention = by_dtype("paged_attention", *attention)
-        self._paged_attention_int8 = by_dtype("paged_attention_int8", *attention)
-        self._route = by_dtype("route", _P, _P, _P, _P, _I)
-        self._mix = by_dtype("mix", *[_P] * 5, _I)
-        self._linear = by_dtype("linear", _P, _P, _P, _I)
-        self._embed = by_dtype("embed", _P, _P, _P, _I)
-        self._decode = by_dtype("decode", _P, _P, _P, _P)
-        self._add_low_rank = by_dtype("add_low_rank", _P, _I, _I, _P, _P, _P, _I, _I)
+        self._paged_attention = that_allocates("paged_attention", *attention)
+        self._paged_attention_int8 = that_allocates("paged_attention_int8", *attention)
+        self._route = that_allocates("route", _P, _P, _P, _P, _I)
+        self._mix = that_allocates("mix", *[_P] * 5, _I)
+        self._linear = that_allocates("linear", _P, _P, _P, _I)
+        self._embed = that_allocates("embed", _P, _P, _P, _I)
+        self._decode = that_allocates("decode", _P, _P, _P, _P)
+        self._add_low_rank = that_allocates("add_low_rank", _P, _I, _I, _P, _P, _P, _I, _I)
         #: Numbers of a vector: how `add_low_rank` wants the first factors.
         self.lanes = _I.in_dll(library, "lanes").value
         #: How `linear` and `decode` want weights; those in blocks are as many outputs wide.

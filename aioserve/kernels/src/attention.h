@@ -261,17 +261,21 @@ static void NAME(combine)(const attention *args, const item *work) {
 }
 #endif
 
-void OVER(paged_attention)(const T *query, int64_t query_token_stride, int64_t query_head_stride,
-                           T *out, const void *key_cache, const void *value_cache,
-                           const int32_t *block_table, int64_t table_width,
-                           const int64_t *query_start_loc, const int64_t *seq_lens, int64_t rows,
-                           int64_t q_heads, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
-                           int64_t block_size, float scaling, int64_t window, float softcap,
-                           const float *sinks, const int64_t *ends) {
+int OVER(paged_attention)(const T *query, int64_t query_token_stride, int64_t query_head_stride,
+                          T *out, const void *key_cache, const void *value_cache,
+                          const int32_t *block_table, int64_t table_width,
+                          const int64_t *query_start_loc, const int64_t *seq_lens, int64_t rows,
+                          int64_t q_heads, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
+                          int64_t block_size, float scaling, int64_t window, float softcap,
+                          const float *sinks, const int64_t *ends) {
     attention args = {query, query_token_stride, query_head_stride, out,
                       key_cache, value_cache, q_heads, kv_heads, key_dim, value_dim, block_size,
                       scaling, window, softcap, sinks, ends};
     plan work = make_plan(&args, block_table, table_width, query_start_loc, seq_lens, rows);
+    if (!work.items) {
+        free(work.rows);
+        return OUT_OF_MEMORY;
+    }
 #pragma omp parallel if (work.size >= PARALLEL_ATTENTION_FROM)
     {
         const int64_t threads = omp_get_num_threads(), rest = work.count / threads / 32;
@@ -295,6 +299,7 @@ void OVER(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
     }
     free(work.items);
     free(work.rows);
+    return DONE;
 }
 
 #undef STEP

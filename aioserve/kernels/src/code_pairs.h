@@ -153,17 +153,20 @@ static void multiply_panel(const bf16 *x, int64_t count, int64_t in, const float
 }
 
 // y [rows, out] = x [rows, in] . weight^T + bias; of bfloat16, or of float where the layer is wide.
-static void linear_codes(const linear *layer, const bf16 *x, void *y, int64_t rows) {
+static int linear_codes(const linear *layer, const bf16 *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const int64_t blocks = ceil_div(rows, larger(BLOCK_NUMBERS / in, MAX_ROWS));
     const int64_t at_once = ceil_div(rows, blocks);
     int has_offset = 0;
     for (int64_t i = 0; i < layer->num_parts; i++) has_offset |= layer->parts[i].has_offset != 0;
-    float *const halves = has_offset ? malloc(rows * in / 16 * sizeof(float)) : 0;
+    float *const halves = has_offset ? take(rows * in / 16 * sizeof(float)) : 0;
+    if (has_offset && !halves) return OUT_OF_MEMORY;
+    int status = DONE;
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         chunk own __attribute__((aligned(64)));
-        float *const sums = aligned_alloc(64, at_once * PANEL * sizeof(float));
+        float *const sums = take_lines(at_once * PANEL * sizeof(float));
+        if (!sums) note_shortage(&status);
         if (has_offset) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < rows * in / 16; i++) halves[i] = sum(load_bf16(x + 16 * i));
@@ -171,6 +174,7 @@ static void linear_codes(const linear *layer, const bf16 *x, void *y, int64_t ro
         // dynamic: on a busy machine a thread may be away for milliseconds
 #pragma omp for schedule(dynamic) nowait
         for (int64_t item = 0; item < blocks * panels; item++) {
+            if (!sums) continue;
             const int64_t row = item / panels * at_once, count = smaller(at_once, rows - row);
             const place at = find_panel(layer, item % panels);
             multiply_panel(x + row * in, count, in,
@@ -181,4 +185,5 @@ static void linear_codes(const linear *layer, const bf16 *x, void *y, int64_t ro
         free(sums);
     }
     free(halves);
+    return status;
 }

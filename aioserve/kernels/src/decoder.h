@@ -51,13 +51,15 @@ typedef struct {
 #endif
 
 // Rows of a weight in blocks, [count, in].
-void NAME(embed)(const linear *table, const int64_t *ids, T *out, int64_t count) {
-    float *row = malloc(table->in * sizeof(float));
+int NAME(embed)(const linear *table, const int64_t *ids, T *out, int64_t count) {
+    float *row = take(table->in * sizeof(float));
+    if (!row) return OUT_OF_MEMORY;
     for (int64_t t = 0; t < count; t++) {
         unpack_row(table, ids[t], row);
         for (int64_t k = 0; k < table->in; k += W) STORE(out + t * table->in + k, load_f32(row + k));
     }
     free(row);
+    return DONE;
 }
 
 static void NAME(take_rows)(T *x, const int64_t *indices, int64_t count, int64_t n) {
@@ -66,27 +68,32 @@ static void NAME(take_rows)(T *x, const int64_t *indices, int64_t count, int64_t
 }
 
 // A product, and what adapters add to it.
-static void NAME(adapted)(const linear *layer, const adapter_rows *adapters, int64_t num_adapters,
-                          int64_t place, const T *x, void *y, int64_t rows) {
-    NAME(linear)(layer, x, y, rows);
+static int NAME(adapted)(const linear *layer, const adapter_rows *adapters, int64_t num_adapters,
+                         int64_t place, const T *x, void *y, int64_t rows) {
+    int status = NAME(linear)(layer, x, y, rows);
     if (num_adapters)
-        NAME(add_low_rank)(adapters, num_adapters, place, x, 0, y, layer->out, layer->is_wide);
+        status |= NAME(add_low_rank)(adapters, num_adapters, place, x, 0, y, layer->out,
+                                     layer->is_wide);
+    return status;
 }
 
 // Logits [num_sampling, vocabulary], float32 where the head is wide. `scratch`: tokens * (2 * hidden
-// + 2 * wide) numbers.
-void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, void *logits) {
+// + 2 * wide) numbers. Without memory it goes on to its end: processes that hold the other shares
+// wait for what it adds up.
+int NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, void *logits) {
     int64_t tokens = step->tokens, hidden = model->hidden;
     T *residual = scratch, *normed = residual + tokens * hidden;
     T *wide = normed + tokens * hidden, *narrow = wide + tokens * model->wide;
-    if (!model->embedding) NAME(embed)(model->table, step->input_ids, residual, tokens);
+    int status = DONE;
+    if (!model->embedding) status |= NAME(embed)(model->table, step->input_ids, residual, tokens);
     else for (int64_t t = 0; t < tokens; t++)
         memcpy(residual + t * hidden, (const T *)model->embedding + step->input_ids[t] * hidden,
                hidden * sizeof(T));
     const decoder_layer *layer = model->layers;
     const adapter_rows *adapters = step->adapters;
     int64_t num = step->num_adapters, place = 0;
-    if (num) NAME(add_low_rank)(adapters, num, 0, 0, step->input_ids, residual, hidden, 0);
+    if (num)
+        status |= NAME(add_low_rank)(adapters, num, 0, 0, step->input_ids, residual, hidden, 0);
     NAME(rms_norm)(residual, layer->input_norm, layer->input_eps, normed, tokens, hidden);
     for (int64_t i = 0; i < model->num_layers; i++, layer++) {
         int is_last = i + 1 == model->num_layers;
@@ -94,15 +101,15 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, vo
             if (step->tap_layers[k] == i)
                 memcpy((T *)step->taps + k * tokens * hidden, residual,
                        tokens * hidden * sizeof(T));
-        NAME(adapted)(&layer->qkv, adapters, num, place++, normed, wide, tokens);
+        status |= NAME(adapted)(&layer->qkv, adapters, num, place++, normed, wide, tokens);
         const int64_t *slots = layer->in_windows ? step->window_slots : step->slots;
         const int32_t *table = layer->in_windows ? step->window_table : step->block_table;
         NAME(rope_store)(wide, layer->cos_sin, step->positions, slots, layer->key_cache,
                         layer->value_cache, tokens, layer->q_heads, layer->kv_heads,
                         layer->head_dim, layer->head_dim, layer->block_size, layer->is_int8,
                         layer->q_norm, layer->k_norm, layer->head_eps);
-        if (is_last && !step->num_sampling) return;
-        (layer->is_int8 ? NAME(paged_attention_int8) : NAME(paged_attention))(
+        if (is_last && !step->num_sampling) return status;
+        status |= (layer->is_int8 ? NAME(paged_attention_int8) : NAME(paged_attention))(
             wide, layer->qkv.out, layer->head_dim, narrow, layer->key_cache, layer->value_cache,
             table, step->table_width, step->query_start_loc, step->seq_lens, step->rows,
             layer->q_heads, layer->kv_heads, layer->head_dim, layer->head_dim, layer->block_size,
@@ -113,22 +120,22 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, vo
             tokens = step->num_sampling;
             adapters = step->sampling_adapters, num = step->num_sampling_adapters;
         }
-        NAME(adapted)(&layer->output, adapters, num, place++, narrow, normed, tokens);
+        status |= NAME(adapted)(&layer->output, adapters, num, place++, narrow, normed, tokens);
         if (model->add_up) model->add_up(normed, tokens * hidden);
         NAME(add_rms_norm)(normed, residual, layer->post_norm, layer->post_eps, normed, tokens,
                           hidden);
         if (layer->experts) {
-            NAME(apply_experts)(layer->experts, normed, normed, tokens);
+            status |= NAME(apply_experts)(layer->experts, normed, normed, tokens);
             place += 2;
         } else {
-            NAME(adapted)(&layer->gate_up, adapters, num, place++, normed, wide, tokens);
+            status |= NAME(adapted)(&layer->gate_up, adapters, num, place++, normed, wide, tokens);
             (layer->is_gelu ? NAME(gelu_tanh_and_mul) : NAME(silu_and_mul))(wide, narrow, tokens,
                                                                             layer->down.in);
-            NAME(adapted)(&layer->down, adapters, num, place++, narrow, normed, tokens);
+            status |= NAME(adapted)(&layer->down, adapters, num, place++, narrow, normed, tokens);
         }
         if (model->add_up) model->add_up(normed, tokens * hidden);
         NAME(add_rms_norm)(normed, residual, is_last ? model->norm : layer[1].input_norm,
                           is_last ? model->eps : layer[1].input_eps, normed, tokens, hidden);
     }
-    NAME(adapted)(&model->head, adapters, num, place, normed, logits, tokens);
+    return status | NAME(adapted)(&model->head, adapters, num, place, normed, logits, tokens);
 }

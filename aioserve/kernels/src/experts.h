@@ -16,10 +16,11 @@ typedef struct {
 } experts;
 
 // The experts of one row, the first of equal ones first, and its shares. `logits` are padded with
-// very low numbers to whole vectors. What is not finite makes all shares NaN.
-static void choose(const experts *all, const float *logits, int32_t *chosen, float *shares) {
+// very low numbers to whole vectors. What is not finite makes all shares NaN. `is_taken`: room for a
+// byte per expert.
+static void choose(const experts *all, const float *logits, char *is_taken, int32_t *chosen,
+                   float *shares) {
     const int64_t num = all->router.out;
-    char is_taken[num];
     memset(is_taken, 0, num);
     for (int64_t k = 0; k < all->top_k; k++) {
         int64_t best = -1;
@@ -51,18 +52,27 @@ static void choose(const experts *all, const float *logits, int32_t *chosen, flo
 #endif
 
 // `chosen` and `shares` [rows, top_k] of x [rows, in], the largest share first.
-void NAME(route)(const experts *all, const T *x, int32_t *chosen, float *shares, int64_t rows) {
+int NAME(route)(const experts *all, const T *x, int32_t *chosen, float *shares, int64_t rows) {
     const int64_t num = all->router.out, padded = ceil_div(num, W) * W, k = all->top_k;
-    T *logits = malloc((rows * num + W) * sizeof(T));
-    NAME(linear)(&all->router, x, logits, rows);
-#pragma omp parallel for if (rows * num * k >= PARALLEL_FROM)
-    for (int64_t row = 0; row < rows; row++) {
-        float numbers[padded];
-        for (int64_t i = 0; i < num; i += W) store_f32(numbers + i, LOAD(logits + row * num + i));
-        for (int64_t i = num; i < padded; i++) numbers[i] = -1e30f;
-        choose(all, numbers, chosen + row * k, shares + row * k);
+    T *logits = take((rows * num + W) * sizeof(T));
+    if (!logits) return OUT_OF_MEMORY;
+    int status = NAME(linear)(&all->router, x, logits, rows);
+#pragma omp parallel if (rows * num * k >= PARALLEL_FROM)
+    {
+        float *const numbers = take(padded * sizeof *numbers + num);
+        if (!numbers) note_shortage(&status);
+#pragma omp for
+        for (int64_t row = 0; row < rows; row++) {
+            if (!numbers) continue;
+            for (int64_t i = 0; i < num; i += W)
+                store_f32(numbers + i, LOAD(logits + row * num + i));
+            for (int64_t i = num; i < padded; i++) numbers[i] = -1e30f;
+            choose(all, numbers, (char *)(numbers + padded), chosen + row * k, shares + row * k);
+        }
+        free(numbers);
     }
     free(logits);
+    return status;
 }
 
 static void NAME(activate)(const experts *all, const T *x, T *out, int64_t rows, int64_t n) {
@@ -76,26 +86,32 @@ static void NAME(activate)(const experts *all, const T *x, T *out, int64_t rows,
 
 // out [rows, in] = what the chosen experts make of x, by shares; `out` may be x. Added up in float32,
 // in the order of the experts.
-void NAME(mix)(const experts *all, const int32_t *chosen, const float *shares, const T *x, T *out,
-               int64_t rows) {
+int NAME(mix)(const experts *all, const int32_t *chosen, const float *shares, const T *x, T *out,
+              int64_t rows) {
     const int64_t num = all->router.out, k = all->top_k, in = all->router.in;
     const int64_t inner = all->down->in;
-    int64_t *ends = calloc(num + 1, sizeof *ends), most = 0;
+    int64_t *const ends = take_zeros((num + 1) * sizeof *ends);
+    int64_t *const picks = take(rows * k * sizeof *picks);  // by expert; those of one by row
+    float *const sums = take_zeros(rows * in * sizeof *sums);
+    T *some = 0;
+    int status = OUT_OF_MEMORY;
+    int64_t most = 0;
+    if (!ends || !picks || !sums) goto end;
     for (int64_t pick = 0; pick < rows * k; pick++) ends[chosen[pick] + 1]++;
     for (int64_t e = 0; e < num; e++) most = larger(most, ends[e + 1]), ends[e + 1] += ends[e];
-    int64_t *picks = malloc(rows * k * sizeof *picks);  // by expert; those of one by row
     for (int64_t pick = 0; pick < rows * k; pick++) picks[ends[chosen[pick]]++] = pick;
-    float *sums = calloc(rows * in, sizeof *sums);
-    T *some = malloc(most * (in + 3 * inner) * sizeof(T));
-    T *both = some + most * in, *gated = both + most * 2 * inner;
+    some = take(most * (in + 3 * inner) * sizeof(T));
+    if (!some) goto end;
+    status = DONE;
+    T *const both = some + most * in, *const gated = both + most * 2 * inner;
     for (int64_t e = 0, first = 0; e < num; first = ends[e++]) {
         const int64_t *own = picks + first, n = ends[e] - first;
         if (!n) continue;
 #pragma omp parallel for if (n * in >= PARALLEL_FROM)
         for (int64_t i = 0; i < n; i++) memcpy(some + i * in, x + own[i] / k * in, in * sizeof(T));
-        NAME(linear)(all->gate_up + e, some, both, n);
+        status |= NAME(linear)(all->gate_up + e, some, both, n);
         NAME(activate)(all, both, gated, n, inner);
-        NAME(linear)(all->down + e, gated, some, n);
+        status |= NAME(linear)(all->down + e, gated, some, n);
 #pragma omp parallel for if (n * in >= PARALLEL_FROM)
         for (int64_t i = 0; i < n; i++) {
             float *to = sums + own[i] / k * in;
@@ -105,16 +121,20 @@ void NAME(mix)(const experts *all, const int32_t *chosen, const float *shares, c
         }
     }
     for (int64_t j = 0; j < rows * in; j += W) STORE(out + j, load_f32(sums + j));
+end:
     free(some);
     free(sums);
     free(picks);
     free(ends);
+    return status;
 }
 
-static void NAME(apply_experts)(const experts *all, const T *x, T *out, int64_t rows) {
-    float *shares = malloc(rows * all->top_k * (sizeof *shares + sizeof(int32_t)));
-    int32_t *chosen = (int32_t *)(shares + rows * all->top_k);
-    NAME(route)(all, x, chosen, shares, rows);
-    NAME(mix)(all, chosen, shares, x, out, rows);
+static int NAME(apply_experts)(const experts *all, const T *x, T *out, int64_t rows) {
+    float *const shares = take(rows * all->top_k * (sizeof *shares + sizeof(int32_t)));
+    if (!shares) return OUT_OF_MEMORY;
+    int32_t *const chosen = (int32_t *)(shares + rows * all->top_k);
+    int status = NAME(route)(all, x, chosen, shares, rows);
+    if (status == DONE) status = NAME(mix)(all, chosen, shares, x, out, rows);
     free(shares);
+    return status;
 }

@@ -2,7 +2,6 @@
 // 32 inputs. Knows no element types and no weights.
 #pragma once
 #include <math.h>
-#include <stdlib.h>
 #include "codes.h"
 #include "plan.h"
 
@@ -22,10 +21,12 @@ typedef struct {
     int64_t zero;  // of codes, for which `start` is made
 } int8_rows;
 
+// Its `bytes` are null where there is no memory.
 static int8_rows allocate_int8(int64_t rows, int64_t in, int64_t zero) {
     int8_rows x = {.in = in, .stride = in + 64, .zero = zero};  // not all rows in one set of the cache
     const int64_t bytes = x.stride + in / INT8_BLOCK * sizeof(int8_share);
-    x.bytes = aligned_alloc(64, (rows * bytes + 63) / 64 * 64);
+    x.bytes = take_lines(rows * bytes);
+    if (!x.bytes) return x;
     x.shares = (int8_share *)(x.bytes + rows * x.stride);
     return x;
 }

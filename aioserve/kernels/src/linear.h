@@ -87,21 +87,24 @@ INLINE void NAME(widen_rows)(const T *x, int64_t stride, int64_t rows, int64_t n
 }
 
 // Up to FEW rows. What an item's next block will be is fetched during this one.
-static void NAME(linear_few)(const linear *layer, const T *x, void *y, int64_t rows) {
+static int NAME(linear_few)(const linear *layer, const T *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = ceil_div(out, PANEL);
     const int64_t at_once = rows <= PAIR_ROWS ? 2 : 1, items = ceil_div(panels, at_once);
     const int64_t x_stride = in + 16, panel_size = in * PANEL;
     const int64_t tiles = ceil_div(rows, MAX_ROWS);
     const T *const weight = layer->weight;
+    int status = DONE;
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t threads = omp_get_num_threads();
         float sums[FEW * PANEL] __attribute__((aligned(64)));
-        float *wide = malloc(rows * x_stride * sizeof(float));
-        NAME(widen_rows)(x, in, rows, in, wide, x_stride);
+        float *const wide = take(rows * x_stride * sizeof(float));
+        if (wide) NAME(widen_rows)(x, in, rows, in, wide, x_stride);
+        else note_shortage(&status);
         // dynamic: on a busy machine a thread may be away for milliseconds
 #pragma omp for schedule(dynamic) nowait
         for (int64_t item = 0; item < items; item++) {
+            if (!wide) continue;
             const int64_t panel = item * at_once, column = panel * PANEL;
             const int count = panels - panel < at_once ? panels - panel : at_once;
             const T *own = weight + panel * panel_size;
@@ -127,6 +130,7 @@ static void NAME(linear_few)(const linear *layer, const T *x, void *y, int64_t r
         }
         free(wide);
     }
+    return status;
 }
 
 // Inputs [start, start + n) of a panel, as floats [n][PANEL].
@@ -162,21 +166,24 @@ static void NAME(multiply_many)(const float *x, int64_t x_stride, int64_t rows, 
     }
 }
 
-static void NAME(linear_many)(const linear *layer, const T *x, void *y, int64_t rows) {
+static int NAME(linear_many)(const linear *layer, const T *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const int64_t x_stride = BLOCK + 16;  // rows of a power of two would share lines of a cache
     const int64_t blocks = ceil_div(rows, MANY);
     const int64_t at_once = ceil_div(ceil_div(rows, blocks), MAX_ROWS) * MAX_ROWS;
+    int status = DONE;
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t share = ceil_div(panels * blocks, 4 * omp_get_num_threads());
         const int64_t group = smaller(MANY_OUTPUTS / PANEL, share);
         const int64_t groups = ceil_div(panels, group);
         float weights[BLOCK * PANEL] __attribute__((aligned(64)));
-        float *wide = malloc((x_stride + group * PANEL) * at_once * sizeof(float));
-        float *sums = wide + x_stride * at_once;
+        float *const wide = take((x_stride + group * PANEL) * at_once * sizeof(float));
+        if (!wide) note_shortage(&status);
 #pragma omp for schedule(dynamic) nowait
         for (int64_t item = 0; item < blocks * groups; item++) {
+            if (!wide) continue;
+            float *const sums = wide + x_stride * at_once;
             const int64_t row = item / groups * at_once, n = smaller(at_once, rows - row);
             const int64_t first = item % groups * group, end = smaller(first + group, panels);
             for (int64_t start = 0; start < in; start += BLOCK) {
@@ -200,19 +207,16 @@ static void NAME(linear_many)(const linear *layer, const T *x, void *y, int64_t 
         }
         free(wide);
     }
+    return status;
 }
 
 // y [rows, out] = x [rows, in] . weight^T + bias; of T, or of float where the layer is wide.
-void NAME(linear)(const linear *layer, const T *x, void *y, int64_t rows) {
-    if (!rows) return;
-    if (layer->is_int8)
-        NAME(linear_int8)(layer, x, y, rows);
-    else if (layer->num_parts && sizeof(T) == 2)
-        NAME(linear_blocks)(layer, x, y, rows);
-    else if (!layer->num_parts && rows <= FEW)
-        NAME(linear_few)(layer, x, y, rows);
-    else
-        NAME(linear_many)(layer, x, y, rows);
+int NAME(linear)(const linear *layer, const T *x, void *y, int64_t rows) {
+    if (!rows) return DONE;
+    if (layer->is_int8) return NAME(linear_int8)(layer, x, y, rows);
+    if (layer->num_parts && sizeof(T) == 2) return NAME(linear_blocks)(layer, x, y, rows);
+    if (!layer->num_parts && rows <= FEW) return NAME(linear_few)(layer, x, y, rows);
+    return NAME(linear_many)(layer, x, y, rows);
 }
 
 #undef LOAD_WEIGHTS

@@ -18,14 +18,16 @@ INLINE void NAME(store_sums)(const linear *layer, const float *sums, void *y, in
     if (count < PANEL) memcpy(own, room, count * size);
 }
 
-static void NAME(linear_blocks)(const linear *layer, const T *x, void *y, int64_t rows) {
+static int NAME(linear_blocks)(const linear *layer, const T *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const product all = begin_product(layer, rows);
+    if (!all.x.values) return OUT_OF_MEMORY;
+    int status = DONE;
     const int64_t sum_bytes = all.at_once * PANEL * sizeof(float);
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
-        float *sums = aligned_alloc(64, ceil_div(sum_bytes + all.room_bytes, 64) * 64);
-        uint8_t *room = (uint8_t *)sums + sum_bytes;
+        float *const sums = take_lines(sum_bytes + all.room_bytes);
+        if (!sums) note_shortage(&status);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) {
             for (int64_t k = 0; k < in; k += SHARED) {
@@ -38,6 +40,8 @@ static void NAME(linear_blocks)(const linear *layer, const T *x, void *y, int64_
         // dynamic: on a busy machine a thread may be away for milliseconds
 #pragma omp for schedule(dynamic, 64 / PANEL) nowait
         for (int64_t panel = 0; panel < panels; panel++) {
+            if (!sums) continue;
+            uint8_t *const room = (uint8_t *)sums + sum_bytes;
             const place at = find_panel(layer, panel);
             if (all.is_unpacked) unpack_codes(&at, in, room);
             for (int64_t first = 0; first < rows; first += all.at_once) {
@@ -50,4 +54,5 @@ static void NAME(linear_blocks)(const linear *layer, const T *x, void *y, int64_
         free(sums);
     }
     free(all.x.values);
+    return status;
 }

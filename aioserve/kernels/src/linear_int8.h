@@ -15,9 +15,11 @@ INLINE void NAME(store_panel)(const linear *layer, const place *at, const float 
         for (int64_t c = 0; c < PANEL; c += W) STORE(y + c, load_f32(sums + r * PANEL + c));
 }
 
-static void NAME(linear_int8)(const linear *layer, const T *x, void *y, int64_t rows) {
+static int NAME(linear_int8)(const linear *layer, const T *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const int8_rows all = allocate_int8(rows, in, layer->parts[0].zero);
+    if (!all.bytes) return OUT_OF_MEMORY;
+    int status = DONE;
     const int64_t at_once = ceil_div(rows, ceil_div(rows, INT8_ROWS_AT_ONCE));
     int64_t room_bytes = 0;
     for (int64_t i = 0; i < layer->num_parts && rows > INT8_TILE_ROWS; i++)
@@ -25,7 +27,8 @@ static void NAME(linear_int8)(const linear *layer, const T *x, void *y, int64_t 
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t bytes = at_once * PANEL * sizeof(float) + room_bytes;
-        float *const sums = aligned_alloc(64, ceil_div(bytes, 64) * 64);
+        float *const sums = take_lines(bytes);
+        if (!sums) note_shortage(&status);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t k = 0; k < in; k += INT8_BLOCK) {
@@ -37,6 +40,7 @@ static void NAME(linear_int8)(const linear *layer, const T *x, void *y, int64_t 
         // dynamic: on a busy machine a thread may be away for milliseconds
 #pragma omp for schedule(dynamic, 64 / PANEL) nowait
         for (int64_t index = 0; index < panels; index++) {
+            if (!sums) continue;
             const place at = find_panel(layer, index);
             const uint8_t *const next = at.panel + omp_get_num_threads() * at.part->panel_bytes;
             const int8_panel panel = open_panel(&at, in, room_bytes ? sums + at_once * PANEL : 0);
@@ -49,4 +53,5 @@ static void NAME(linear_int8)(const linear *layer, const T *x, void *y, int64_t 
         free(sums);
     }
     free(all.bytes);
+    return status;
 }

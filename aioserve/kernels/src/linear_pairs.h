@@ -28,7 +28,7 @@ INLINE void store_outputs(char *to, __mmask16 mask, vf outputs, int64_t size) {
 #ifdef __AMX_BF16__
 #include "panel_tiles.h"
 #include "block_pairs.h"
-#define linear_codes(layer, x, y, rows) (void)(x)
+#define linear_codes(layer, x, y, rows) DONE  // all their rows are rounded: see whole.h
 #else
 #include "panel_pairs.h"
 #include "code_pairs.h"
@@ -36,27 +36,30 @@ INLINE void store_outputs(char *to, __mmask16 mask, vf outputs, int64_t size) {
 #endif
 
 // y [rows, out] = x [rows, in] . weight^T + bias; of bfloat16, or of float where the layer is wide.
-void linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
-    if (!rows) return;
+int linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
+    if (!rows) return DONE;
     if (layer->is_int8 || (layer->num_parts && rows < ROUNDED_FROM)) {
-        if (layer->is_int8) linear_int8_bf16(layer, x, y, rows);
-        else if (rows < KEPT_FROM) linear_blocks_bf16(layer, x, y, rows);
-        else linear_codes(layer, x, y, rows);
-        return;
+        if (layer->is_int8) return linear_int8_bf16(layer, x, y, rows);
+        if (rows < KEPT_FROM) return linear_blocks_bf16(layer, x, y, rows);
+        return linear_codes(layer, x, y, rows);
     }
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const int64_t size = layer->is_wide ? sizeof(float) : sizeof(bf16);
     int64_t at_once = BLOCK_NUMBERS / in / TILE_ROWS * TILE_ROWS;
     at_once = at_once < TILE_ROWS ? TILE_ROWS : at_once;
     const int64_t blocks = ceil_div(rows, at_once), items = blocks * panels;
+    int status = DONE;
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t threads = omp_get_num_threads();
-        bf16 *const room = layer->num_parts ? aligned_alloc(64, 2 * PANEL * in) : 0;
+        bf16 *const room = layer->num_parts ? take_lines(2 * PANEL * in) : 0;
+        const int is_short = layer->num_parts && !room;
+        if (is_short) note_shortage(&status);
         begin_panels(rows / blocks);
         // dynamic: on a busy machine a thread may be away for milliseconds
 #pragma omp for schedule(dynamic) nowait
         for (int64_t item = 0; item < items; item++) {
+            if (is_short) continue;
             const int64_t index = item % panels, block = item / panels;
             const int64_t row = block * rows / blocks, end = (block + 1) * rows / blocks;
             const place at = find_panel(layer, index);
@@ -73,4 +76,5 @@ void linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
         end_panels();
         free(room);
     }
+    return status;
 }

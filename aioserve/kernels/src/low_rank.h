@@ -173,9 +173,10 @@ static void NAME(wide_item)(const low_rank_work *work, int64_t item, void *y, in
 
 // y [tokens][y_stride] += what the adapters of `groups` make of x, for the product at `place`; or of
 // ids, for the embedding, if there is no x. y is of T, or of float if `is_wide`.
-void NAME(add_low_rank)(const adapter_rows *groups, int64_t num_groups, int64_t place, const T *x,
-                        const int64_t *ids, void *y, int64_t y_stride, int64_t is_wide) {
-    low_rank_work *work = malloc(num_groups * sizeof(low_rank_work));
+int NAME(add_low_rank)(const adapter_rows *groups, int64_t num_groups, int64_t place, const T *x,
+                       const int64_t *ids, void *y, int64_t y_stride, int64_t is_wide) {
+    low_rank_work *const work = take(num_groups * sizeof(low_rank_work));
+    if (!work) return OUT_OF_MEMORY;
     int64_t count = 0, num_narrow = 0, num_wide = 0, numbers = 0, products = 0;
     for (int64_t g = 0; g < num_groups; g++) {
         const low_rank *product = x ? groups[g].products + place : groups[g].table;
@@ -193,7 +194,11 @@ void NAME(add_low_rank)(const adapter_rows *groups, int64_t num_groups, int64_t 
         products += x ? groups[g].count * product->ranks * product->in : 0;
         work[count++] = one;
     }
-    float *narrow = malloc(numbers * sizeof(float)), *next = narrow;
+    float *const narrow = take(numbers * sizeof(float)), *next = narrow;
+    if (!narrow) {
+        free(work);
+        return OUT_OF_MEMORY;
+    }
     for (int64_t g = 0; g < count; g++) {
         const low_rank *product = work[g].product;
         work[g].narrow = next;
@@ -220,4 +225,5 @@ void NAME(add_low_rank)(const adapter_rows *groups, int64_t num_groups, int64_t 
     }
     free(narrow);
     free(work);
+    return DONE;
 }

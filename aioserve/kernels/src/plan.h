@@ -1,8 +1,8 @@
 // The work items of one attention call. Knows lengths and positions; knows no numbers.
 #pragma once
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
+#include "memory.h"
 #include "vector.h"
 
 // Measured, on Zen 5 with heads of 64:
@@ -60,7 +60,7 @@ typedef struct {
 } item;
 
 typedef struct {
-    item *items;
+    item *items;    // null: there was no memory for them
     row *rows;
     int64_t count;  // of items
     int64_t size;   // products of all items, about
@@ -151,20 +151,23 @@ static int64_t plan_few(const attention *args, const row *rows, int64_t r, int64
     return count;
 }
 
-// Rows of many queries first, as they take long; those that read the same side by side.
+// Rows of many queries first, as they take long; those that read the same side by side: in the
+// order of their blocks, the longer one first where these begin alike.
 static int compare_rows(const void *left, const void *right) {
     const row *a = left, *b = right;
     if (a->tokens != b->tokens) return a->tokens < b->tokens ? 1 : -1;
     int64_t blocks = smaller(a->whole, b->whole) * PIECE / a->block_size;
     for (int64_t i = 0; i < blocks; i++)
         if (a->blocks[i] != b->blocks[i]) return a->blocks[i] < b->blocks[i] ? -1 : 1;
-    return a->first_token < b->first_token ? -1 : 1;
+    if (a->whole != b->whole) return a->whole < b->whole ? 1 : -1;
+    return (a->first_token > b->first_token) - (a->first_token < b->first_token);
 }
 
 static plan make_plan(const attention *args, const int32_t *block_table, int64_t table_width,
                       const int64_t *query_start_loc, const int64_t *seq_lens, int64_t count) {
     const int64_t total = query_start_loc[count];
-    plan work = {.rows = malloc(count * sizeof(row) + total * (sizeof(int64_t) + sizeof(float *)))};
+    plan work = {.rows = take(count * sizeof(row) + total * (sizeof(int64_t) + sizeof(float *)))};
+    if (!work.rows) return work;
     int64_t *queries = (int64_t *)(work.rows + count), sums = 0;
     float **partials = (float **)(queries + total);
     for (int64_t r = 0; r < count; r++) {
@@ -186,7 +189,8 @@ static plan make_plan(const attention *args, const int32_t *block_table, int64_t
         for (int64_t i = 0; i < work.rows[r].tokens; i++) *queries++ = work.rows[r].first_token + i;
     }
     for (int is_filling = 0; is_filling < 2; is_filling++) {
-        if (is_filling) work.items = malloc(work.count * sizeof(item) + sums * sizeof(float));
+        if (is_filling) work.items = take(work.count * sizeof(item) + sums * sizeof(float));
+        if (is_filling && !work.items) return work;
         float *place = (float *)(work.items + work.count);
         work.count = 0;
         for (int64_t r = 0; r < count; r++) {

@@ -40,10 +40,12 @@ typedef struct {
     int64_t in, stride;
 } whole_rows;
 
+// Its `values` are null where there is no memory.
 static whole_rows allocate_whole(int64_t rows, int64_t in) {
     whole_rows x = {.in = in, .stride = in + 32};
     const int64_t bytes = x.stride * 2 + in / SHARED * sizeof(share);
-    x.values = aligned_alloc(64, ceil_div(rows * bytes, 64) * 64);
+    x.values = take_lines(rows * bytes);
+    if (!x.values) return x;
     x.shares = (share *)(x.values + rows * x.stride);
     return x;
 }
