@@ -1,17 +1,15 @@
 // Checks every kernel of one built variant against loops over single numbers, in double.
 //
-//     cc -O2 -o check_kernels check_kernels.c -ldl -lm
+//     cc -O2 -o check_kernels check_kernels.c -ldl -lm  # with shortage.c beside it
 //     ./check_kernels .../_avx2.so
 //
 // For processors that have no torch at hand: it runs in an emulator. Knows the exported functions
 // by name, and repeats their structs; knows nothing else about them. Prints what failed, then
 // "N passed, N failed".
-#include <dlfcn.h>
+#include "shortage.c"
 #include <math.h>
 #include <stdarg.h>
-#include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -172,6 +170,16 @@ static void *function(const char *base, type t) {
     }
     return found;
 }
+
+// With each of its allocations refused in turn, a call of `kernel` says so, and keeps none.
+#define CHECK_SHORTAGES(kernel, call)                                                        \
+    for (int nth = 1, refused = 1; refused; nth++) {                                         \
+        refuse((const void *)(kernel), nth);                                                 \
+        const int status = (call);                                                           \
+        refused = was_refused();                                                             \
+        if (refused != status) fail("allocation %d: %d, but it says %d", nth, refused, status); \
+        if (refused < 0) break;                                                              \
+    }
 
 // Kernels
 
@@ -406,10 +414,10 @@ static void check_rope(type t) {
         }
 }
 
-typedef void attention_function(const void *, int64_t, int64_t, void *, const void *, const void *,
-                                const int32_t *, int64_t, const int64_t *, const int64_t *, int64_t,
-                                int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, float,
-                                const float *, const int64_t *);
+typedef int attention_function(const void *, int64_t, int64_t, void *, const void *, const void *,
+                               const int32_t *, int64_t, const int64_t *, const int64_t *, int64_t,
+                               int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, float,
+                               const float *, const int64_t *);
 
 typedef struct {
     int64_t heads, kv_heads, key_dim, value_dim, block_size, window;
@@ -526,10 +534,11 @@ static void check_attention(type t, int is_int8) {
         void *out = allocate(tokens * c->heads * c->value_dim * SIZES[t]);
         float *sinks = allocate(c->heads * sizeof *sinks), scaling = 1 / sqrtf(c->key_dim);
         for (int64_t h = 0; h < c->heads; h++) sinks[h] = normal();
-        paged_attention(query, stride, c->key_dim, out, keys, values, table, width, starts, lengths,
-                        ROWS, c->heads, c->kv_heads, c->key_dim, c->value_dim, c->block_size,
-                        scaling, c->window, c->softcap, c->has_sinks ? sinks : 0,
-                        c->has_images ? ends : 0);
+        CHECK_SHORTAGES(paged_attention,
+            paged_attention(query, stride, c->key_dim, out, keys, values, table, width, starts,
+                            lengths, ROWS, c->heads, c->kv_heads, c->key_dim, c->value_dim,
+                            c->block_size, scaling, c->window, c->softcap, c->has_sinks ? sinks : 0,
+                            c->has_images ? ends : 0))
         for (int r = 0; r < ROWS; r++)
             for (int64_t token = 0; token < rows[r][0]; token++)
                 for (int64_t h = 0; h < c->heads; h++) {
@@ -568,7 +577,7 @@ typedef struct {
     int32_t is_wide, is_int8;
 } linear;
 
-typedef void linear_function(const linear *, const void *, void *, int64_t);
+typedef int linear_function(const linear *, const void *, void *, int64_t);
 
 // [out / panel][in / depth][panel][depth], zeros at the end.
 static linear pack(const int64_t *panel, type t, const void *weight, const void *bias, int64_t in,
@@ -606,7 +615,7 @@ static void check_linear(type t) {
             char *y = allocate((rows * out + 64) * SIZES[to]), *row = allocate(out * SIZES[to]);
             linear layer = pack(panel, t, weight, bias, in, out);
             layer.is_wide = is_wide;
-            product(&layer, x, y, rows);
+            CHECK_SHORTAGES(product, product(&layer, x, y, rows))
             for (int64_t j = 0; j < rows * out; j++) {
                 double v = has_bias ? get(t, bias, j % out) : 0, scale = fabs(v);
                 for (int64_t k = 0; k < in; k++) {
@@ -651,8 +660,8 @@ static void *panels_of(type t, const void *matrix, int64_t n, int64_t k, int64_t
 }
 
 static void check_low_rank(type t) {
-    void (*add)(const adapter_rows *, int64_t, int64_t, const void *, const int64_t *, void *,
-                int64_t, int64_t) = function("add_low_rank", t);
+    int (*add)(const adapter_rows *, int64_t, int64_t, const void *, const int64_t *, void *,
+               int64_t, int64_t) = function("add_low_rank", t);
     const int64_t *panel = function("panel", t), *lanes = dlsym(library, "lanes");
     if (!add || !panel || !lanes) return;
     enum { IN = 272, OUT = 150, ROWS = 40, RANK = 17 };
@@ -670,7 +679,7 @@ static void check_low_rank(type t) {
             const int64_t ranks = (RANK + *lanes - 1) / *lanes * *lanes;
             const int64_t wide = is_table ? ROWS : IN;
             as[g] = random_numbers(t, RANK * wide, 0.2), bs[g] = random_numbers(t, OUT * RANK, 0.2);
-            void *a = panels_of(t, as[g], RANK, IN, *lanes);
+            void *a = is_table ? 0 : panels_of(t, as[g], RANK, IN, *lanes);
             if (is_table) {  // [tokens][ranks]
                 memset(a = allocate(ROWS * ranks * SIZES[t]), 0, ROWS * ranks * SIZES[t]);
                 for (int64_t i = 0; i < RANK * ROWS; i++)
@@ -709,6 +718,7 @@ static void check_low_rank(type t) {
                 compare(to, "out", r * OUT + o, get(to, y, r * OUT + o), v, scale, 1);
             }
         }
+        CHECK_SHORTAGES(add, add(groups, 2, 1, is_table ? 0 : x, ids, y, OUT, is_wide))
         end();
     }
 }
@@ -782,7 +792,7 @@ static void check_blocks(type t, int is_int8) {
     const int64_t *kept_from = dlsym(library, "kept_from");
     linear_function *product = function("linear", t);
     const int64_t *panel = function("panel", t);
-    void (*embed)(const linear *, const int64_t *, void *, int64_t) = function("embed", t);
+    int (*embed)(const linear *, const int64_t *, void *, int64_t) = function("embed", t);
     if (!product || !panel || !embed) return;
     const block_part kinds[] = {{.bits = 4, .group = 32, .zero = 8},
                                 {.bits = 4, .group = 32, .has_offset = 1},
@@ -814,7 +824,7 @@ static void check_blocks(type t, int is_int8) {
             const type to = is_wide ? F32 : t;
             char *y = allocate((rows[i] * out + 64) * SIZES[to]), *row = allocate(in * SIZES[t]);
             linear layer = {0, bias, in, out, parts, 2, is_wide, is_int8};
-            product(&layer, x, y, rows[i]);
+            CHECK_SHORTAGES(product, product(&layer, x, y, rows[i]))
             for (int64_t j = 0; j < rows[i] * out; j++) {
                 double v = get(t, bias, j % out), scale = fabs(v);
                 for (int64_t k = 0; k < in; k++) {
@@ -829,7 +839,7 @@ static void check_blocks(type t, int is_int8) {
             for (int64_t j = 0; j < 64 * SIZES[to]; j++)
                 if (y[rows[i] * out * SIZES[to] + j] != 0x5a) fail("it wrote beyond its end");
             const int64_t id = below(out);
-            embed(&layer, &id, row, 1);
+            CHECK_SHORTAGES(embed, embed(&layer, &id, row, 1))
             for (int64_t k = 0; k < in; k++) {
                 const double weight = plain[id * in + k];
                 compare(t, "row", k, get(t, row, k), weight, fabs(weight), 1);
@@ -872,7 +882,7 @@ typedef struct {
     int64_t num_taps;
 } decoder_step;
 
-typedef void decode_function(const decoder *, const decoder_step *, void *, void *);
+typedef int decode_function(const decoder *, const decoder_step *, void *, void *);
 
 // The same weights as they were before they were packed.
 typedef struct {
@@ -974,9 +984,9 @@ typedef struct {
     float alpha, limit;
 } experts;
 
-typedef void route_function(const experts *, const void *, int32_t *, float *, int64_t);
-typedef void mix_function(const experts *, const int32_t *, const float *, const void *, void *,
-                          int64_t);
+typedef int route_function(const experts *, const void *, int32_t *, float *, int64_t);
+typedef int mix_function(const experts *, const int32_t *, const float *, const void *, void *,
+                         int64_t);
 
 static double clamped(double gate, double up, double alpha, double limit) {
     gate = fmin(gate, limit), up = fmax(fmin(up, limit), -limit);
@@ -1010,7 +1020,7 @@ static void check_experts(type t) {
         void *x = random_numbers(t, ROWS * HIDDEN, 1), *logits = allocate(ROWS * NUM * SIZES[t]);
         int32_t *chosen = allocate(ROWS * NUM * sizeof *chosen);
         float *shares = allocate(ROWS * NUM * sizeof *shares);
-        route(&all, x, chosen, shares, ROWS);
+        CHECK_SHORTAGES(route, route(&all, x, chosen, shares, ROWS))
         multiply(t, router, bias, HIDDEN, NUM, x, logits, ROWS);
         for (int64_t row = 0; row < ROWS; row++) {  // of near ties either is right
             const int32_t *own = chosen + row * top_k;
@@ -1033,7 +1043,7 @@ static void check_experts(type t) {
         }
         void *out = allocate(ROWS * HIDDEN * SIZES[t]), *wide = allocate(2 * INNER * SIZES[t]);
         void *narrow = allocate(INNER * SIZES[t]), *made = allocate(HIDDEN * SIZES[t]);
-        mix(&all, chosen, shares, x, out, ROWS);
+        CHECK_SHORTAGES(mix, mix(&all, chosen, shares, x, out, ROWS))
         double error = 0, size = 0;
         for (int64_t row = 0; row < ROWS; row++) {
             double sums[HIDDEN] = {0};
@@ -1173,6 +1183,8 @@ static void check_decode(type t) {
         decode(&model, &step, scratch, logits);
         for (int64_t j = 0; j < VOCABULARY * SIZES[t]; j++)
             if (((char *)logits)[j] != 0x5a) fail("it wrote logits that nobody wants");
+        step.num_sampling = sizeof sampling / sizeof *sampling;
+        CHECK_SHORTAGES(decode, decode(&model, &step, scratch, logits))
         end();
     }
 }
