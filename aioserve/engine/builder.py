@@ -7,32 +7,21 @@ task; the caller owns the parts.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.decision_log.recorder import RecordingScheduler
-from aioserve.decision_log.writer import LogWriter
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.admission import Admission, ImageMemory, QueueShares
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
-from aioserve.engine.kv_connector import HeldBack, check_connector, make_connector
-from aioserve.engine.kv_events import KVEventRelay
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor, OutputRouter
-from aioserve.engine.request_log import (
-    RequestLog,
-    Timelines,
-    Tracing,
-    check_installed,
-    make_exporter,
-)
-from aioserve.engine.shadow import ShadowBuilder, ShadowTurns, shadow_settings
 from aioserve.engine.stream import Claims
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
@@ -44,6 +33,12 @@ from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterfac
 from aioserve.scheduler.blame import blamed
 from aioserve.step_loop import StepLoop
 from aioserve.support.files import check_writable
+
+if TYPE_CHECKING:
+    from aioserve.engine.kv_events import KVEventRelay
+    from aioserve.engine.request_log import RequestLog
+    from aioserve.engine.shadow import ShadowBuilder, ShadowTurns
+    from aioserve.engine.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +53,12 @@ class EngineParts(NamedTuple):
     output_processor: OutputProcessor
     clock: Clock
     max_model_len: int  # the setting, or what the KV pool can hold
-    kv_events: KVEventRelay | None
-    shadow_turns: ShadowTurns | None
-    request_log: RequestLog | None
+    kv_events: "KVEventRelay | None"
+    shadow_turns: "ShadowTurns | None"
+    request_log: "RequestLog | None"
     arrivals: Admission
     delivery: OutputRouter
-    tracing: Tracing | None
+    tracing: "Tracing | None"
     claims: Claims  # on request ids, by readers in this process or in workers
 
     async def close(self) -> None:
@@ -97,29 +92,46 @@ class EngineBuilder:
         """`runner` replaces the one that the settings name. Begins the request log. To be called on
         the loop that the engine will live in. Raises `ConfigError` for what cannot work.
         """
+        self.config, self._metrics = config, metrics
         self._model_info = model_info
         self._clock = clock_of(asyncio.get_running_loop())
         self._policy = load_policy(config.scheduler.policy)
         if issubclass(self._policy, BaseScheduler):
             self._policy.parse_options(config.scheduler.options)
             self._policy.check_limits(config.scheduler, model_info.max_model_len)
-        self.shadows = ShadowBuilder(config, model_info, self._clock, metrics.shadow)
+        if config.shadow.shadow_policy is not None:
+            self.shadows  # noqa: B018 - which refuses one that cannot work
         check_writable(config.scheduler.decision_log, "decision log")
         check_writable(config.scheduler.request_log, "request log")
-        check_connector(config, self._policy)
+        if config.cache.kv_connector != "none":
+            from aioserve.engine.kv_connector import check_connector
+
+            check_connector(config, self._policy)
         _check_chat_template(model_info)
         if config.server.otlp_traces_endpoint is not None:
+            from aioserve.engine.tracing import check_installed
+
             check_installed()
         if runner is None:
             config.check_effects()
             runner = make_runner(config, model_info)
         self.runner = runner
-        self.config, self._metrics = config, metrics
         self.adapters = Adapters(config, runner, metrics.adapters)
         self._connector: KVConnectorBase | None = None
         self._request_log: RequestLog | None = None
         if config.scheduler.request_log is not None:
-            self._request_log = RequestLog(config.scheduler.request_log, self._clock())
+            from aioserve.engine import request_log
+
+            self._request_log = request_log.RequestLog(config.scheduler.request_log, self._clock())
+
+    @cached_property
+    def shadows(self) -> "ShadowBuilder":
+        """Makes shadows; loaded when the first one is wanted. Raises `ConfigError` for a shadow
+        policy that cannot work.
+        """
+        from aioserve.engine.shadow import ShadowBuilder
+
+        return ShadowBuilder(self.config, self._model_info, self._clock, self._metrics.shadow)
 
     async def close(self) -> None:
         """Nothing will be built, or that has failed: give back what there is."""
@@ -137,9 +149,12 @@ class EngineBuilder:
         check_row_values(self._policy, info)
         self.config = config = _with_runner(self.config, info)
         clock, metrics = self._clock, self._metrics
-        self._connector = make_connector(
-            config, self._model_info, self.runner, metrics.kv_connector
-        )
+        if config.cache.kv_connector != "none":
+            from aioserve.engine.kv_connector import make_connector
+
+            self._connector = make_connector(
+                config, self._model_info, self.runner, metrics.kv_connector
+            )
         kv_cache = make_kv_cache(
             config.cache, info, record_events=on_kv_event is not None, connector=self._connector
         )
@@ -155,7 +170,9 @@ class EngineBuilder:
                 config.scheduler, policy=FALLBACK_POLICY, options={}, victim="policy"
             ),
         )
-        turns = self.shadows.follow(loop, config, info, max_model_len)
+        turns = None
+        if config.shadow.shadow_policy is not None:
+            turns = self.shadows.follow(loop, config, info, max_model_len)
         input_processor = InputProcessor(
             self._model_info,
             max_model_len,
@@ -167,6 +184,8 @@ class EngineBuilder:
         tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer
         tracing = None
         if config.server.otlp_traces_endpoint is not None:
+            from aioserve.engine.tracing import Timelines, Tracing, make_exporter
+
             exporter = make_exporter(config.server.otlp_traces_endpoint)
             timelines = Timelines()
             loop.observers.subscribe(timelines)
@@ -177,6 +196,8 @@ class EngineBuilder:
         loop.observers.subscribe(output_processor)
         relay = None
         if on_kv_event is not None:
+            from aioserve.engine.kv_events import KVEventRelay
+
             relay = KVEventRelay(
                 kv_cache, on_kv_event, lambda error: loop.log.log("on_kv_event", error)
             )
@@ -186,6 +207,8 @@ class EngineBuilder:
         delivery = OutputRouter(output_processor, clock)
         sink: OutputSink = delivery
         if kv_cache.connector is not None and config.cache.kv_connector == "disk":
+            from aioserve.engine.kv_connector import HeldBack
+
             sink = HeldBack(delivery, kv_cache.connector, output_processor.reader_of, config.cache)
         core = EngineCore(loop, self.runner, sink, clock=clock)
         return EngineParts(
@@ -221,6 +244,9 @@ class EngineBuilder:
         with blamed(self._policy, "__init__()"):
             if settings.decision_log is None:
                 return make_policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
+            from aioserve.decision_log.recorder import RecordingScheduler
+            from aioserve.decision_log.writer import LogWriter
+
             sink = LogWriter(Path(settings.decision_log))
             try:
                 return RecordingScheduler(
@@ -281,7 +307,12 @@ def check_policies(config: EngineConfig) -> None:
     """Raises `ConfigError` if the policy or its shadow is not to be found, or has no such options:
     what can be said of them without a model.
     """
-    for each in filter(None, (config.scheduler, shadow_settings(config))):
+    wanted = [config.scheduler]
+    if config.shadow.shadow_policy is not None:
+        from aioserve.engine.shadow import shadow_settings
+
+        wanted += filter(None, [shadow_settings(config)])
+    for each in wanted:
         policy = load_policy(each.policy)
         if issubclass(policy, BaseScheduler):
             policy.parse_options(each.options)

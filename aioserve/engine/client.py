@@ -27,7 +27,6 @@ from aioserve.engine.input_processor import (
     read_embedding,
 )
 from aioserve.engine.prompt import ReadMedia
-from aioserve.engine.request_log import log_prompt, operation_of
 from aioserve.engine.stream import Claims, Origin, RequestStream, Samples
 from aioserve.errors import RequestAbortedError, RequestError, UnknownModelError
 from aioserve.model_info import ModelInfo
@@ -35,7 +34,6 @@ from aioserve.operations.command import Answer, EngineCommand
 from aioserve.outputs import EmbeddingOutput, RequestOutput
 from aioserve.params import PoolingParams, SamplingDefaults, SamplingParams
 from aioserve.request import NO_HINTS, Hints, RequestSpec
-from aioserve.support.whole_texts import check_one_sample, generate_all, whole_output
 
 NO_HEADERS: Mapping[str, str] = {}
 
@@ -178,9 +176,13 @@ class EngineClient(ABC):
             sampling = parts.input_processor.sampling.complete(params)
         request_id = request_id or f"req-{uuid4().hex}"
         if self.config.server.log_prompts:
+            from aioserve.engine.request_log import log_prompt
+
             log_prompt(request_id, prompt, sampling)
         model, operation = self.config.model.served_name, ""
         if self.config.server.otlp_traces_endpoint is not None:
+            from aioserve.engine.tracing import operation_of
+
             operation = operation_of(prompt, is_pooled=pooling is not None)
         with self._claimed(request_id, sampling.n, parts.claims) as samples:
             samples.origin = Origin(client, adapter or model, operation, dict(trace_headers))
@@ -235,6 +237,8 @@ class EngineClient(ABC):
         Raises what `add_request` and the stream raise, and `RequestError` if `n` is not 1. One
         that a time limit or `abort` has ended is an output as well: its finish reason says so.
         """
+        from aioserve.support.whole_texts import check_one_sample, whole_output
+
         check_one_sample(sampling_params)
         self._alive()
         params = sampling_params or self.sampling_defaults.fill({})
@@ -262,6 +266,8 @@ class EngineClient(ABC):
         is raised, whose `results` has the texts and the errors. Raises `RequestError` at once for
         what cannot be meant, as a single text in the place of a list.
         """
+        from aioserve.support.whole_texts import generate_all
+
         self._alive()
         return await generate_all(
             lambda prompt, params, own: self.generate_one(prompt, params, **own),

@@ -8,14 +8,15 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Annotated, Any, TypeVar, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from aioserve.engine.multimodal_prompts import MultimodalProcessor
 from aioserve.engine.prompt import (
     MARK,
+    NO_IMAGES,
+    NO_VIDEOS,
     Conversation,
     Encoded,
     Messages,
@@ -30,13 +31,17 @@ from aioserve.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
-from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal import MultimodalPrompt
 from aioserve.multimodal.families import family_of
 from aioserve.outputs import EmbeddingOutput, FinishReason
 from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_FORCED_TOKENS, PoolingParams, SamplingParams
 from aioserve.runner.info import RunnerInfo
+
+if TYPE_CHECKING:
+    from aioserve.engine.multimodal_prompts import MultimodalProcessor
+    from aioserve.grammars import GrammarCompiler
+
 
 R = TypeVar("R")
 
@@ -61,12 +66,14 @@ class InputProcessor:
         model_info: ModelInfo,
         max_model_len: int,
         seed: int,
-        grammars: GrammarCompiler | None = None,
+        grammars: "GrammarCompiler | None" = None,
         *,
         runner_info: RunnerInfo,
     ) -> None:
         """`grammars` is what the runner masks by; None if it does not."""
         self._grammars = grammars
+        self._model_info, self._runner_info = model_info, runner_info
+        self._marks_contents = model_info.config.content_special_tokens == "text"
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
         family = family_of(model_info) if runner_info.supports_images else None
@@ -75,9 +82,8 @@ class InputProcessor:
         self._max_model_len = max_model_len
         if self._has_tokenizer:
             self._tokenizer = model_info.tokenizer
-            self._illustrations = MultimodalProcessor(model_info, self._tokenizer, runner_info)
-            self._chat_template = self._illustrations.template
-            self._content = self._illustrations.content
+            if family is not None or model_info.config.content_special_tokens == "text":
+                self._illustrations  # noqa: B018 - which says at the start what cannot be read
             self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if self._backend is not None:
                 self._backend.no_truncation()
@@ -98,7 +104,20 @@ class InputProcessor:
     @property
     def media(self) -> ReadMedia:
         """What prompts may hold besides text."""
-        return self._illustrations.media if self._has_tokenizer else ReadMedia.none(NO_TOKENIZER)
+        if not self._has_tokenizer:
+            return ReadMedia.none(NO_TOKENIZER)
+        if family_of(self._model_info) is None:
+            return ReadMedia(NO_IMAGES, NO_VIDEOS)
+        return self._illustrations.media
+
+    @cached_property
+    def _illustrations(self) -> "MultimodalProcessor":
+        """What reads conversations, images and videos: loaded for the first of them, on the event
+        loop, where a model of text alone is served.
+        """
+        from aioserve.engine.multimodal_prompts import MultimodalProcessor
+
+        return MultimodalProcessor(self._model_info, self._tokenizer, self._runner_info)
 
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
         """What `params` leave to a prompt."""
@@ -186,6 +205,7 @@ class InputProcessor:
     async def _encode_conversation(
         self, conversation: Conversation, room: PromptLimit
     ) -> list[int]:
+        self._illustrations  # noqa: B018 - here, where no thread makes a second one
         messages = conversation.messages
         length = sum(len(message["content"] or "") for message in messages)
         is_long = (
@@ -228,8 +248,8 @@ class InputProcessor:
         """Let the threads end; requests that still wait for them are refused afterwards."""
         for executor in (self._executor, self._template_executor, self._image_executor):
             executor.shutdown(wait=False)
-        if self._has_tokenizer:
-            self._chat_template.close()
+        if "_illustrations" in self.__dict__:
+            self._illustrations.template.close()
 
     def _least_tokens_of(self, text: str) -> int:
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
@@ -257,7 +277,7 @@ class InputProcessor:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
     def _render(self, conversation: Conversation, room: PromptLimit) -> str:
-        text = self._chat_template.render(conversation)
+        text = self._illustrations.template.render(conversation)
         room.check(room.kept(self._least_tokens_of(unmarked(text))), "at least ")
         return text
 
@@ -269,8 +289,8 @@ class InputProcessor:
 
     def _encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:
-            if self._content is not None and MARK in text:
-                ids = self._content.encode(text)
+            if self._marks_contents and MARK in text:
+                ids = self._illustrations.encode_marked(text)
             elif self._backend is None:
                 ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
             else:

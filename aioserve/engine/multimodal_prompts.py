@@ -54,6 +54,11 @@ class MultimodalProcessor:
         self.content = ContentText(tokenizer) if as_text else None
         self.template = ChatTemplate(tokenizer, placeholders, content=self.content)
 
+    def encode_marked(self, text: str) -> list[int]:
+        """The token ids of a rendered prompt with the marks of `content` in it."""
+        assert self.content is not None
+        return self.content.encode(text)
+
     def look_at(self, prompt: MultimodalPrompt, room: PromptLimit) -> tuple[str | Messages, int]:
         """The words of a prompt, without its images and videos, and how many tokens those stand for
         at least.

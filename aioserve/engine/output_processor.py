@@ -3,7 +3,9 @@
 Knows what a reader is told when a step or a policy fails. Knows no settings and no scheduler.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from aioserve.engine.detokenizer import (
     ByteLevelDetokenizer,
@@ -13,7 +15,10 @@ from aioserve.engine.detokenizer import (
     StopStringMatcher,
 )
 from aioserve.engine.metrics import RequestCounts
-from aioserve.engine.request_log import RequestLog, Tracing, log_request
+
+if TYPE_CHECKING:
+    from aioserve.engine.request_log import RequestLog
+    from aioserve.engine.tracing import Tracing
 from aioserve.engine.stream import Claims, RequestStream, Samples, SampleState, wants_only_end
 from aioserve.errors import GrammarLimitError, PolicyError, RequestFailedError, RequestRejectedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, NewTokens, RequestOutput, RequestTimes
@@ -24,6 +29,9 @@ from aioserve.step_loop import FAULTS, FailureLog, StepObserver
 # Turns tokens into text for the readers, and finds stop strings in it. One loop over a step's
 # outputs; it runs while the next step computes. Knows no scheduler: ids of requests that a stop
 # string has ended are returned to the caller.
+
+# The logger of `log_request`, which is loaded once its lines are wanted.
+_lines = logging.getLogger("aioserve.engine.request_log")
 
 
 class RequestState(SampleState):
@@ -130,8 +138,8 @@ class OutputProcessor(StepObserver):
         self,
         tokenizer: object,
         metrics: RequestCounts,
-        request_log: RequestLog | None = None,
-        tracing: Tracing | None = None,
+        request_log: "RequestLog | None" = None,
+        tracing: "Tracing | None" = None,
         *,
         clock: Callable[[], float],
         may_wait: bool = True,
@@ -355,7 +363,9 @@ class OutputProcessor(StepObserver):
 def _log_if_read_here(
     state: SampleState, num_tokens: int, reason: FinishReason, now: float
 ) -> None:
-    if state.is_read_here:
+    if state.is_read_here and _lines.isEnabledFor(logging.INFO):
+        from aioserve.engine.request_log import log_request
+
         log_request(state, num_tokens, reason, now)
 
 

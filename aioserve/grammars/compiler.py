@@ -19,7 +19,6 @@ import msgspec
 
 from aioserve.config import StructuredOutputsConfig
 from aioserve.errors import EngineOverloadedError, RequestError, first_line
-from aioserve.grammars.tokenizer import matching_tokenizer
 from aioserve.model_info import ModelInfo
 from aioserve.params import StructuredOutputs
 from aioserve.support.tokens import TokenBytes
@@ -300,6 +299,8 @@ class GrammarCompiler:
 
     def _get_tokenizer(self) -> "LLTokenizer":
         if self._tokenizer is None:
+            from aioserve.grammars.tokenizer import matching_tokenizer
+
             info = self._model_info
             self._tokenizer = matching_tokenizer(
                 info.tokenizer, info.vocab_size, info.eos_token_ids

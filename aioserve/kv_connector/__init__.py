@@ -1,6 +1,11 @@
-"""Keeps KV blocks outside the paged cache: in host memory, and in a directory."""
+"""Keeps KV blocks outside the paged cache: in host memory, and in a directory.
 
-from aioserve.kv_connector.directory import BlockDirectory
+What a runner needs is here; what keeps blocks is loaded when an engine is to have a connector.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from aioserve.kv_connector.interface import (
     BlockStore,
     HostMemoryWorker,
@@ -8,7 +13,10 @@ from aioserve.kv_connector.interface import (
     SlotGroup,
     fingerprint,
 )
-from aioserve.kv_connector.offloading import OffloadingConnector, Role
+
+if TYPE_CHECKING:
+    from aioserve.kv_connector.directory import BlockDirectory
+    from aioserve.kv_connector.offloading import OffloadingConnector, Role
 
 __all__ = [
     "BlockDirectory",
@@ -20,3 +28,15 @@ __all__ = [
     "SlotGroup",
     "fingerprint",
 ]
+
+_LOADED_LATER = {
+    "BlockDirectory": "directory",
+    "OffloadingConnector": "offloading",
+    "Role": "offloading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOADED_LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LOADED_LATER[name]}"), name)

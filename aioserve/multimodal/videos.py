@@ -15,12 +15,12 @@ from msgspec import Meta
 
 from aioserve.errors import ConfigError, RequestError, one_line
 from aioserve.model_info import ModelInfo
+from aioserve.multimodal import Video
 from aioserve.multimodal.families import Family
 from aioserve.multimodal.prompt import (
     Mark,
     Prepared,
     PreparedInput,
-    Video,
     VideoSize,
     frame_as_rgb,
     video_size_of,

@@ -5,35 +5,37 @@ does it. Messages between processes, routes, the OpenAPI document, the table in 
 and the methods of `AsyncClient` are made of that. Loads no engine.
 """
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from aioserve.operations.command import EngineCommand, OperatorCommand, commands_of
-from aioserve.operations.commands import (
-    AbortElsewhere,
-    EngineState,
-    FindReport,
-    HealthCheck,
-    LoadAdapter,
-    OperatorMethods,
-    Pause,
-    PolicyName,
-    Reload,
-    ResetPrefixCache,
-    Resume,
-    SetLogLevel,
-    ShowMetrics,
-    ShowSteps,
-    Sleep,
-    SwitchPolicy,
-    SwitchShadow,
-    Trial,
-    TryPolicy,
-    UnloadAdapter,
-    Wake,
-)
+from aioserve.operations.command import EngineCommand, OperatorCommand
 
-#: Of operators, in the order of the docs.
-OPERATOR_COMMANDS: tuple[type[OperatorCommand[Any, Any]], ...] = commands_of(OperatorCommand)
+if TYPE_CHECKING:
+    from aioserve.operations.commands import (
+        OPERATOR_COMMANDS,
+        AbortElsewhere,
+        EngineState,
+        FindReport,
+        HealthCheck,
+        LoadAdapter,
+        OperatorMethods,
+        Pause,
+        PolicyName,
+        Reload,
+        ResetPrefixCache,
+        Resume,
+        SetLogLevel,
+        ShowMetrics,
+        ShowSteps,
+        Sleep,
+        SwitchPolicy,
+        SwitchShadow,
+        Trial,
+        TryPolicy,
+        UnloadAdapter,
+        Wake,
+    )
+
 
 __all__ = [
     "OPERATOR_COMMANDS",
@@ -61,3 +63,10 @@ __all__ = [
     "UnloadAdapter",
     "Wake",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Commands are loaded when the first one is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("aioserve.operations.commands"), name)

@@ -35,6 +35,7 @@ from aioserve.operations.command import (
     State,
     Text,
     Told,
+    commands_of,
 )
 from aioserve.support.logs import set_log_level
 
@@ -428,3 +429,11 @@ class OperatorMethods(ABC):
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; True if the KV cache is now empty."""
         return (await self.ask(ResetPrefixCache())).empty
+
+
+#: The commands of operators, in the order of the docs.
+OPERATOR_COMMANDS: tuple[type[OperatorCommand[Any, Any]], ...] = commands_of(OperatorCommand)
+
+
+#: The commands of operators, in the order of the docs.
+OPERATOR_COMMANDS: tuple[type[OperatorCommand[Any, Any]], ...] = commands_of(OperatorCommand)

@@ -10,7 +10,7 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine.live_feed import FeedObserver
-from aioserve.engine.request_log import Timelines
+from aioserve.engine.tracing import Timelines
 from aioserve.testing import SchedulerHarness
 from tests.engine.pausing_policy import PausesAtEveryTurn
 from tests.kit import greedy, stats_of

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from aioserve import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
-from aioserve.engine.request_log import Timelines, Tracing
+from aioserve.engine.tracing import Timelines, Tracing
 from aioserve.errors import ConfigError
 from tests.engine.pausing_policy import PausesAtEveryTurn
 from tests.server.serving import SIMULATED
@@ -34,7 +34,7 @@ def traced(endpoint: str = ENDPOINT, **cache: Any) -> EngineConfig:
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Where the engine's spans go; all are there once it has been shut down."""
     memory = InMemorySpanExporter()
-    monkeypatch.setattr("aioserve.engine.builder.make_exporter", lambda endpoint: memory)
+    monkeypatch.setattr("aioserve.engine.tracing.make_exporter", lambda endpoint: memory)
     return memory
 
 
