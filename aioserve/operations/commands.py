@@ -433,7 +433,3 @@ class OperatorMethods(ABC):
 
 #: The commands of operators, in the order of the docs.
 OPERATOR_COMMANDS: tuple[type[OperatorCommand[Any, Any]], ...] = commands_of(OperatorCommand)
-
-
-#: The commands of operators, in the order of the docs.
-OPERATOR_COMMANDS: tuple[type[OperatorCommand[Any, Any]], ...] = commands_of(OperatorCommand)
