@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.config import SchedulerConfig
-from aioserve.decision_log.recorder import RecordingScheduler
-from aioserve.decision_log.writer import LogWriter
+from aioserve.decision_log.recorder import LogWriter, RecordingScheduler
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams

@@ -25,8 +25,7 @@ from typing import NamedTuple
 import zmq
 
 from aioserve.outputs import EngineCoreOutput
-from aioserve.workers.line import Line
-from aioserve.workers.messages import ToWorker, decoder, encoder
+from aioserve.workers.messages import Line, ToWorker, decoder, encoder
 
 ROOT = Path(__file__).parents[1]
 POLL_SECONDS = 0.25  # between looks at the lag of the loops

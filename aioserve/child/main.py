@@ -11,7 +11,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from aioserve.child.orders import receive
+from aioserve.child.engine_process import receive
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 from aioserve.support.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.support.logs import set_up_logging

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.decision_log.chronicle import Chronicle
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog
 from aioserve.decision_log.recorder import RecordingScheduler, RecordSink
 from aioserve.decision_log.records import (
     Added,

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aioserve.config import EngineConfig
-from aioserve.decision_log.delegate import chain, innermost
 from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.core import EngineCore
@@ -18,6 +17,7 @@ from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, Inv
 from aioserve.operations.command import Arrivals, Running, State
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler
+from aioserve.scheduler.delegate import chain, innermost
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.decision_log.delegate import innermost
 from aioserve.engine.clock import Clock, LoopLag
 from aioserve.engine.core import EngineLoop
 from aioserve.engine.metrics import EngineMetrics, Latencies
@@ -28,6 +27,7 @@ from aioserve.operations.command import Seen
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.registry import OptionField, describe_options, describe_policies
 from aioserve.step_loop import StepObserver
 from aioserve.support.version import __version__

@@ -18,15 +18,14 @@ from pathlib import Path
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.decision_log.delegate import innermost, without
-from aioserve.decision_log.recorder import LOG_SETTINGS, RecordingScheduler
+from aioserve.decision_log.recorder import LOG_SETTINGS, LogWriter, RecordingScheduler
 from aioserve.decision_log.records import Closed
-from aioserve.decision_log.writer import LogWriter
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineLoop
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.operations.command import Report
 from aioserve.scheduler import BaseScheduler, load_policy
+from aioserve.scheduler.delegate import innermost, without
 
 logger = logging.getLogger(__name__)
 

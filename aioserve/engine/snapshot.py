@@ -7,11 +7,11 @@ from typing import Literal
 
 import msgspec
 
-from aioserve.decision_log.delegate import chain
 from aioserve.engine.builder import EngineParts
 from aioserve.operations.command import State
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
+from aioserve.scheduler.delegate import chain
 
 RequestState = Literal["waiting", "preempted", "paused", "running"]
 

@@ -2,21 +2,61 @@
 
 import inspect
 import logging
+import math
 import re
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingContext,
+    AutoscalingPolicy,
+    RequestRouterConfig,
+)
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.ray.groups import Autoscaling, ReplicaGroup, names_of
 from aioserve.ray.ingress import Ingress
 from aioserve.ray.replica import EngineReplica
-from aioserve.ray.settings import ModelSettings, RaySettings, check_served
+from aioserve.ray.settings import (
+    Autoscaling,
+    ModelSettings,
+    RaySettings,
+    ReplicaGroup,
+    check_served,
+    names_of,
+)
+
+
+class TokensQueued:
+    """Autoscaling policy: enough replicas that none has more prompt tokens in its queue, nor more
+    of its KV cache in use, than its target, were both spread evenly.
+    """
+
+    def __init__(
+        self, target_queued_prompt_tokens: float = 8192.0, target_kv_cache_usage: float = 0.8
+    ) -> None:
+        """Both are of one replica; the usage is a share, 0 to 1."""
+        self._tokens = target_queued_prompt_tokens
+        self._usage = target_kv_cache_usage
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """The number that is wanted, before Ray's delays and bounds."""
+        metrics = context.aggregated_metrics or {}
+        tokens = sum(metrics.get("queued_prompt_tokens", {}).values())
+        usage = sum(metrics.get("kv_cache_usage", {}).values())
+        if not metrics and context.current_num_replicas:
+            return context.target_num_replicas, {}  # no replica has reported yet
+        wanted = max(tokens / self._tokens, usage / self._usage)
+        busy = sum(metrics.get("num_requests", {}).values()) > 0
+        return max(math.ceil(wanted), int(busy)), {}
+
+
+# Puts an application of Ray Serve together from its settings. Knows no request.
+
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +150,7 @@ def _autoscaling(settings: Autoscaling) -> AutoscalingConfig:
         downscale_delay_s=settings.downscale_delay_s,
         look_back_period_s=settings.look_back_period_s,
         policy=AutoscalingPolicy(
-            policy_function="aioserve.ray.autoscaling:TokensQueued",
+            policy_function="aioserve.ray.app:TokensQueued",
             policy_kwargs={
                 "target_queued_prompt_tokens": settings.target_queued_prompt_tokens,
                 "target_kv_cache_usage": settings.target_kv_cache_usage,

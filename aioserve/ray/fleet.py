@@ -1,27 +1,62 @@
 """The replicas of one model as an ingress reaches them: a line to each, and what each tells.
 
-A line that is gone is made anew while Ray says that its replica lives. Knows lines and tickets;
-does not know how a replica is chosen.
+The ingress keeps the tokens of requests that may move, since another replica may go on with them.
 """
 
 import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from aioserve.errors import AioserveError, EngineDeadError
 from aioserve.kv_cache.block_pool import KVEvent
+from aioserve.outputs import EngineCoreOutput
 from aioserve.ray.kv_feed import Listener, Ticket, attach, follow
 from aioserve.ray.line import connecting_line
-from aioserve.ray.movable import Movable, keep_tokens
 from aioserve.routing import Dispatcher, ReplicaReport, RouterError, SentLoad
-from aioserve.workers.engine_end import EngineEnd
 from aioserve.workers.messages import Quit, ToWorker
-from aioserve.workers.remote_delivery import RemoteDelivery
+from aioserve.workers.remote_engine import EngineEnd, RemoteDelivery
+
+
+class Movable(ABC):
+    """A request whose replica may end its part before the reply is complete."""
+
+    @abstractmethod
+    def keep(self, output: EngineCoreOutput) -> bool:
+        """Keep the tokens of an output. Whether its end is that of the replica's part alone."""
+
+    @abstractmethod
+    def has_left(self) -> None:
+        """The replica has ended its part, and all tokens of it have been delivered."""
+
+
+def keep_tokens(calls: Mapping[str, object], said: ToWorker) -> tuple[ToWorker, list[Movable]]:
+    """What readers are to hear of `said`, and the requests that have left the replica by it;
+    `calls` are the requests of the replica, by id.
+    """
+    left: list[Movable] = []
+    outputs: list[EngineCoreOutput] = []
+    for output in said.outputs:
+        call = calls.get(output.request_id)
+        if isinstance(call, Movable) and call.keep(output):
+            left.append(call)
+            if not output.new_token_ids:
+                continue
+            output = msgspec.structs.replace(output, finish_reason=None, stop_reason=None)
+        outputs.append(output)
+    return (msgspec.structs.replace(said, outputs=outputs) if left else said), left
+
+
+# The replicas of one model as an ingress reaches them: a line to each, and what each tells. A line
+# that is gone is made anew while Ray says that its replica lives. Knows lines and tickets; does not
+# know how a replica is chosen.
+
 
 logger = logging.getLogger(__name__)
 

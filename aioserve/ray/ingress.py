@@ -1,11 +1,13 @@
 """HTTP for any number of models on Ray Serve: the server's own routes in front of replicas.
 
-Ray's proxies speak ASGI, our handlers aiohttp: between them lies a Unix socket of this process.
-Knows no fields of any body but `model`.
+Streams pass through Ray, whose messages cost as much as dozens of tokens, at a pace; or go past
+its proxies, by a port of the ingress.
 """
 
 import asyncio
 import contextlib
+import os
+import socket
 import tempfile
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,17 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import ClientResponse, ClientSession, ClientTimeout, UnixConnector, web
+from aiohttp import ClientResponse, ClientSession, ClientTimeout, UnixConnector, hdrs, web
+from aiohttp.typedefs import Handler
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from aioserve.config import EngineConfig
-from aioserve.ray.direct_port import DirectPort
+from aioserve.ray.chooser import render
 from aioserve.ray.front import RayFront
-from aioserve.ray.pace import Pace
-from aioserve.ray.router_metrics import render
 from aioserve.ray.settings import ModelSettings
 from aioserve.server.access.access import Access
 from aioserve.server.access.keys import Accounts, Rights
@@ -237,3 +238,123 @@ class Ingress:
                 cards += msgspec.json.decode(await response.read(), type=_ModelList).data
         body = msgspec.json.encode({"object": "list", "data": cards})
         return Response(body, media_type="application/json")
+
+
+# How often a stream is passed on through Ray, whose messages cost as much as dozens of tokens. A
+# lone stream goes on piece by piece. The more there are, the longer each gathers what comes, so
+# that all of them together stay below a share of one core.
+
+
+# Seconds between two pieces of a stream for each stream beside it, and at most. A message costs the
+# ingress and the proxy half a millisecond together; these are half of one core for both. Guesses.
+SECONDS_PER_STREAM = 1e-3
+MAX_SECONDS = 0.05
+
+
+class Pace:
+    """Of all streams of one ingress."""
+
+    def __init__(self) -> None:
+        self._num_streams = 0
+
+    async def pieces(self, response: ClientResponse) -> AsyncIterator[bytes]:
+        """The body of `response` in pieces; the first one and the end at once."""
+        content = response.content
+        with self._counted():
+            async for piece in content.iter_any():
+                yield piece
+                seconds = self.seconds
+                if seconds and not content.at_eof():
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(content.wait_eof(), seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Between two pieces of a stream, with as many streams as there are now."""
+        return min((self._num_streams - 1) * SECONDS_PER_STREAM, MAX_SECONDS)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+
+# The port on which an ingress serves HTTP without Ray's proxies, and how it is left. Ray waits for
+# requests that its proxies have sent; those of this port are waited for here. Other ingresses of
+# the node may share the port. Knows sockets and aiohttp; knows no model.
+
+
+_PORT_BACKLOG = 1024  # connections that the system keeps while the loop is busy
+
+# Seconds in which a connection that a client has kept may bring another request, once the ingress
+# goes: its answer closes the connection. Then it is closed without one. A guess.
+KEPT_SECONDS = 5.0
+LOOK_SECONDS = 0.05  # between two looks whether requests are left
+
+
+class DirectPort:
+    """Of one application, made before that is set up."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._num_requests = 0
+        self._is_leaving = False
+        self._server: web.Server
+        self._listening: asyncio.Server | None = None
+
+        @web.middleware
+        async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._num_requests += 1
+            try:
+                return await handler(request)
+            finally:
+                self._num_requests -= 1
+
+        app.middlewares.insert(0, counted)
+        app.on_response_prepare.append(self._close_behind)
+
+    async def start(self, server: web.Server, host: str, port: int) -> None:
+        """Listen, beside other ingresses of this node. Raises `OSError`."""
+        self._server = server
+        self._listening = await asyncio.get_running_loop().create_server(
+            server, host, port, reuse_port=True, backlog=_PORT_BACKLOG
+        )
+
+    async def leave(self) -> None:
+        """Take no more connections; return when all that came by those that there are is
+        answered.
+        """
+        if self._listening is None:
+            return
+        self._is_leaving = True
+        loop = asyncio.get_running_loop()
+        for accepted in _close(self._listening):
+            await loop.connect_accepted_socket(self._server, accepted)
+        over = loop.time() + KEPT_SECONDS
+        while self._num_requests or (  # noqa: ASYNC110
+            self._server.connections and loop.time() < over
+        ):
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _close_behind(self, _: web.Request, response: web.StreamResponse) -> None:
+        """Signal handler, before headers leave: the client asks another ingress next time."""
+        if self._is_leaving:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"
+
+
+def _close(listening: asyncio.Server) -> list[socket.socket]:
+    """Close a server; what the system has accepted for it until then, which it would reset."""
+    doors = [socket.socket(fileno=os.dup(sock.fileno())) for sock in listening.sockets]
+    listening.close()  # the duplicates go on listening
+    accepted: list[socket.socket] = []
+    for door in doors:
+        with door, contextlib.suppress(OSError):  # none is left
+            while True:
+                with contextlib.suppress(ConnectionError):  # that one has left
+                    accepted.append(door.accept()[0])
+    for sock in accepted:
+        sock.setblocking(False)
+    return accepted

@@ -1,11 +1,12 @@
-"""An engine in another process, as its front half in a worker: what the server asks of an engine.
+"""An engine in another process, as its front half in a worker: what the server asks of one.
 
-Tokenizes, detokenizes and finds stop strings here; all else is the engine's. Knows no HTTP.
+Requests go out over a line; answers and outputs come in, and are made into text for the readers of
+this process.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, NamedTuple, cast
 
@@ -18,26 +19,29 @@ from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
 from aioserve.engine.metric_families import Histogram
 from aioserve.engine.output_processor import OutputProcessor
-from aioserve.engine.stream import Claims, Samples
+from aioserve.engine.stream import Claims, Origin, Samples, SampleState
 from aioserve.engine.watchdog import LoopMonitor
-from aioserve.errors import EngineDeadError
+from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, SetLogLevel
 from aioserve.operations.command import Answer, Command, Counted, Health
+from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
 from aioserve.server.access.keys import ONE, Claim, Leave
 from aioserve.server.running import Kept
 from aioserve.support.arguments import EXIT_FAILED
 from aioserve.support.logs import set_log_level
-from aioserve.workers.engine_end import EngineEnd
-from aioserve.workers.line import Line, OnMessage
+from aioserve.support.version import __version__
 from aioserve.workers.messages import (
     NO_ANSWER,
     TO_WORKER,
     Abort,
     AbortHere,
+    Add,
     Ask,
+    Attachments,
+    Calls,
     Drop,
     EndLease,
     EnterAccount,
@@ -45,23 +49,206 @@ from aioserve.workers.messages import (
     Failure,
     FindResponse,
     ForgetResponse,
+    Greeting,
+    Hello,
     HostCommand,
     KeepResponse,
     KnowAdapters,
     KnowKeys,
+    Line,
     Listen,
     Listening,
+    MakeLine,
     MakeReport,
+    MessageToEngine,
+    OnMessage,
     Prepared,
     Quit,
     Reply,
     Report,
+    Stopped,
+    ToEngine,
     ToWorker,
     Welcome,
+    arrays_of,
     decoder,
+    encode_spec,
     encoder,
 )
-from aioserve.workers.remote_delivery import RemoteDelivery
+
+_greeting = decoder(Greeting)
+_to_worker = decoder(ToWorker)
+
+
+class EngineEnd:
+    """To be used, and closed, on the loop on which it was made."""
+
+    def __init__(self, make_line: MakeLine, on_fault: Callable[[Exception], None]) -> None:
+        """`on_fault` gets what was raised when a message is lost: a client that waits for what it
+        held would wait for ever. Raises what `make_line` does.
+        """
+        self.calls = Calls()
+        self._on_fault = on_fault
+        self._take: Callable[[ToWorker], None] | None = None
+        self._greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._early: list[bytes] = []  # what came right after the greeting
+        self._accepting: dict[int, Callable[[], None]] = {}  # by number of a call
+        self._unsent: list[MessageToEngine] = []
+        self._unsent_arrays: list[Any] = []  # theirs, in their order
+        self._is_sending_soon = False
+        self.line = make_line(self._on_message, self._send)
+
+    async def greet(self, welcome_type: Any) -> Any:
+        """Greet the engine; returns what it welcomes us with. Raises `ConfigError` if it refuses
+        us.
+        """
+        self.line.send(encoder.encode(Hello(__version__)))
+        greeting: Greeting = _greeting.decode(await self._greeting)
+        if greeting.refusal:
+            raise ConfigError(f"the engine refuses this worker: {greeting.refusal}")
+        return decoder(welcome_type).decode(greeting.welcome)
+
+    def open(self, take: Callable[[ToWorker], None]) -> None:
+        """From now on `take` gets what the engine says, answers apart; first what it has said."""
+        self._take = take
+        for message in self._early:
+            self._on_message(message)
+        self._early = []
+
+    def add(
+        self,
+        spec: RequestSpec,
+        adapter: str,
+        seconds: float | None,
+        origin: Origin,
+        accept: Callable[[], None],
+        *,
+        hands_over: bool = False,
+    ) -> "asyncio.Future[bytes]":
+        """Send a request. The future is done when it is accepted, or has the error; `accept` is
+        called before any output of it is taken. `hands_over`: another engine will go on with it.
+        """
+        forms, arrays = arrays_of(spec)
+        number, future = self.calls.begin()
+        # Not before: until then there may be outputs of one that had its id, and was dropped.
+        self._accepting[number] = accept
+        future.add_done_callback(lambda _: self._accepting.pop(number))
+        sent = encode_spec(spec.without_arrays())  # these are attached
+        self.say(Add(number, *sent, adapter, seconds, origin, forms, hands_over), arrays)
+        return future
+
+    def say(self, message: MessageToEngine, arrays: Attachments = ()) -> None:
+        """What comes in one turn of the loop goes in one message."""
+        self._unsent.append(message)
+        self._unsent_arrays += arrays
+        if not self._is_sending_soon:
+            self._is_sending_soon = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def fail(self, error: Exception) -> None:
+        """The engine will say nothing more, neither to a call nor to a greeting."""
+        self.calls.fail(error)
+        if not self._greeting.done():
+            self._greeting.set_exception(error)
+            self._greeting.exception()  # seen, whether or not it is awaited
+
+    def _send(self) -> None:
+        self._is_sending_soon = False
+        try:
+            message = encoder.encode(ToEngine(self._unsent)) if self._unsent else b""
+        except Exception as error:  # it would be in the way of all that comes after it
+            self._unsent, self._unsent_arrays = [], []
+            self._on_fault(error)
+            return
+        if message and self.line.send(message, self._unsent_arrays):
+            self._unsent, self._unsent_arrays = [], []
+
+    def _on_message(self, message: bytes, _: Attachments = ()) -> None:
+        if not self._greeting.done():
+            self._greeting.set_result(message)
+            return
+        if self._take is None:
+            self._early.append(message)
+            return
+        try:
+            said: ToWorker = _to_worker.decode(message)
+            for one in said.messages:
+                if isinstance(one, Reply):
+                    self._settle(one)
+            self._take(said)
+        except Exception as error:  # as in one process: to go on without it may tell nonsense
+            self._on_fault(error)
+
+    def _settle(self, reply: Reply) -> None:
+        accept = self._accepting.get(reply.call_id)
+        if accept is not None and reply.failure is None and self.calls.is_open(reply.call_id):
+            accept()
+        error = None if reply.failure is None else reply.failure.to_error()
+        self.calls.settle(reply.call_id, bytes(reply.answer), error)
+
+
+# Outputs of an engine in another process, made into text for the readers of this one. Knows no
+# line: what a stop string has ended is returned, for the engine to be told.
+
+
+class _StopCounts:
+    """Counts nothing but the tokens of those that a stop string has ended: the engine does."""
+
+    def __init__(self) -> None:
+        self.num_generation_tokens = 0
+        self.num_tokens: dict[str, int] = {}
+
+    def on_prompt_computed(self, state: SampleState, now: float) -> None:
+        pass
+
+    def on_next_tokens(self, seconds: float, num_requests: int) -> None:
+        pass
+
+    def on_finished(
+        self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
+    ) -> None:
+        if reason is FinishReason.STOP:
+            self.num_tokens[state.request.request_id] = num_output_tokens
+
+
+class RemoteDelivery:
+    """All requests that have a reader here."""
+
+    def __init__(self, tokenizer: object, clock: Clock) -> None:
+        self._counts = _StopCounts()
+        self._clock = clock
+        self.processor = OutputProcessor(tokenizer, self._counts, clock=clock, may_wait=False)
+
+    def deliver(self, said: ToWorker) -> Stopped | None:
+        """To their readers; what the engine has to be told."""
+        now = self._clock()
+        for request_id, num_tokens in said.num_cached_tokens.items():
+            self.processor.set_num_cached_tokens(request_id, num_tokens)
+        for request_id, seconds in said.since_first_token.items():
+            self.processor.set_first_token_time(request_id, now - seconds)
+        outputs = said.outputs
+        if said.vectors:
+            outputs = [_with_vector(output, said.vectors) for output in outputs]
+        told = None
+        if stopped := self.processor.process_outputs(outputs, now):
+            counted = self._counts.num_tokens
+            told = Stopped({sample_id: counted[sample_id] for sample_id in stopped})
+        self._counts.num_tokens.clear()
+        return told
+
+
+def _with_vector(output: EngineCoreOutput, vectors: Mapping[str, bytes]) -> EngineCoreOutput:
+    import numpy as np
+
+    if output.request_id not in vectors:
+        return output
+    vector = np.frombuffer(vectors[output.request_id], dtype="<f4").astype(np.float32)
+    return msgspec.structs.replace(output, embedding=vector)
+
+
+# An engine in another process, as its front half in a worker: what the server asks of an engine.
+# Tokenizes, detokenizes and finds stop strings here; all else is the engine's. Knows no HTTP.
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,10 @@ import pytest
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
-from aioserve.decision_log.chronicle import Chronicle
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog
+from aioserve.decision_log.recorder import FRAME_BYTES, LogWriter
 from aioserve.decision_log.records import Added, Closed, Discarded, Planned, Updated
 from aioserve.decision_log.replay import replay
-from aioserve.decision_log.writer import FRAME_BYTES, LogWriter
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.request import RequestSpec

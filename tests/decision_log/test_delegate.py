@@ -5,9 +5,9 @@ from aioserve.policies.fcfs import FCFSScheduler
 from aioserve.policies.priority import PriorityScheduler
 
 from aioserve.config import SchedulerConfig
-from aioserve.decision_log.delegate import DelegatingScheduler, innermost, without
 from aioserve.errors import ConfigError
 from aioserve.scheduler import SchedulerInterface
+from aioserve.scheduler.delegate import DelegatingScheduler, innermost, without
 from aioserve.testing import SchedulerHarness
 
 

@@ -16,8 +16,7 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
-from aioserve.decision_log.chronicle import Chronicle, Life
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog, Life
 from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.decision_log.records import AnyRecord, Discarded, Header, Planned, Record, Switched
 from aioserve.decision_log.replay import replay

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import uvloop
 
-from aioserve.decision_log.chronicle import Chronicle
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog
 from aioserve.engine.clock import LAG_PROBE_SECONDS, LoopLag, clock_of, is_real
 from aioserve.lab import VirtualClockEventLoop
 from tests.lab.traffic import record

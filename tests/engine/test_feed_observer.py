@@ -10,7 +10,6 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
-from aioserve.decision_log.delegate import DelegatingScheduler
 from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.live_feed import Ended, Events, FeedObserver, shown_id
 from aioserve.engine.prompt import Encoded
@@ -18,6 +17,7 @@ from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import EncoderInput, RequestStatus
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.delegate import DelegatingScheduler
 
 
 def shown(counts: dict[str, int]) -> dict[str, int]:

@@ -11,8 +11,7 @@ the images 0 and 1. Knows what calls of a scheduler mean; how a log holds them, 
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from aioserve.decision_log.chronicle import Chronicle
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog
 from aioserve.decision_log.records import (
     Added,
     AnyRecord,

@@ -10,12 +10,11 @@ from typing import Any
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.outputs import RequestOutput
-from aioserve.ray.directory import publish
-from aioserve.ray.door import Door
 from aioserve.ray.front import RayFront
 from aioserve.ray.kv_feed import KVFeed, model_of
-from aioserve.ray.replica import ReplicaInfo
-from aioserve.ray.report import Reporter
+from aioserve.ray.line import Door
+from aioserve.ray.replica import ReplicaInfo, Reporter
+from aioserve.ray.router import publish
 from aioserve.ray.settings import ModelSettings
 from aioserve.routing import Dispatcher
 from aioserve.runner.interface import RunnerInterface

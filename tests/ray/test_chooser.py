@@ -13,8 +13,7 @@ from aioserve.routing import BaseRouter, Dispatcher, ReplicaView, RoutedRequest
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
     pytest.importorskip("ray", reason="pip install 'ray[serve]'")
-    from aioserve.ray.chooser import AccountSeat, OwnChooser
-    from aioserve.ray.router_metrics import RouterMetrics
+    from aioserve.ray.chooser import AccountSeat, OwnChooser, RouterMetrics
 
 pytestmark = pytest.mark.dist
 

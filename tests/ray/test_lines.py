@@ -39,11 +39,10 @@ with warnings.catch_warnings():  # Ray's own
     from aioserve.ray import call as ray_call
     from aioserve.ray import fleet as ray_fleet
     from aioserve.ray import front as ray_front
-    from aioserve.ray import replica_groups
-    from aioserve.ray.door import IngressClient
     from aioserve.ray.front import RayFront
     from aioserve.ray.kv_feed import Ticket, attach
-    from aioserve.workers import engine_end
+    from aioserve.ray.line import IngressClient
+    from aioserve.workers import remote_engine
     from tests.ray.joined import Joined, Replica, is_idle, joined, whole
 
 pytestmark = pytest.mark.dist
@@ -420,7 +419,7 @@ async def test_an_ingress_of_another_version_gets_no_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with joined(SLOW, num_replicas=1) as both:
-        monkeypatch.setattr(engine_end, "__version__", "0.0.1")
+        monkeypatch.setattr(remote_engine, "__version__", "0.0.1")
         for client in list(both.replicas[0].door._clients):
             client.refuse()
         async with asyncio.timeout(20):
@@ -439,7 +438,7 @@ async def test_a_ticket_with_a_wrong_token_leads_to_no_line() -> None:
 async def test_an_ingress_waits_for_a_replica_of_its_own_version_and_settings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replica_groups, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(ray_front, "PATIENCE_SECONDS", 0.1)
     async with joined(SLOW, num_replicas=1) as both:
         own = await both.handles[0].describe.remote()
         answers = [

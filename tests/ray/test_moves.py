@@ -24,9 +24,9 @@ with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
     pytest.importorskip("ray", reason="pip install 'ray[serve]'")
     from aioserve.kv_connector import BlockDirectory
-    from aioserve.ray.door import IngressClient
     from aioserve.ray.front import RayFront
-    from aioserve.ray.groups import ReplicaGroup
+    from aioserve.ray.line import IngressClient
+    from aioserve.ray.settings import ReplicaGroup
     from tests.ray.joined import Joined, Replica, is_idle, joined, whole
 
 pytestmark = pytest.mark.dist

@@ -6,8 +6,7 @@ import yaml
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.ray.groups import names_of
-from aioserve.ray.settings import RaySettings, check_served
+from aioserve.ray.settings import RaySettings, check_served, names_of
 
 CONFIGS = Path(__file__).parents[2] / "configs/ray"
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.decision_log.chronicle import Chronicle
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog
 from aioserve.decision_log.replay import replay
 from aioserve.errors import PolicyError
 from aioserve.lab.simulation.run import simulate

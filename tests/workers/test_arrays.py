@@ -8,10 +8,10 @@ import zmq
 from aioserve.engine.stream import Origin
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.request import EncoderInput, RequestSpec
-from aioserve.workers.line import Line
 from aioserve.workers.messages import (
     Add,
     Drop,
+    Line,
     ToEngine,
     arrays_of,
     decode_spec,

@@ -2,7 +2,7 @@
 
 from aioserve.errors import RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, TokenLogprobs
-from aioserve.workers.forwarder import Outbox
+from aioserve.workers.host import Outbox
 from aioserve.workers.messages import Failed, Failure
 
 FAILURE = Failure.of(RequestFailedError("its step"))

@@ -39,10 +39,10 @@ from aioserve.outputs import FinishReason
 from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
+from aioserve.server.responses.answer import Kept
 from aioserve.server.running import Kept
-from aioserve.workers import engine_end, remote_engine
-from aioserve.workers.line import Line
-from aioserve.workers.messages import Add, EndLease, Listening, Stopped
+from aioserve.workers import remote_engine
+from aioserve.workers.messages import Add, EndLease, Line, Listening, Stopped
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 from tests.adapters import make_adapter
 from tests.processes import PATIENCE
@@ -388,7 +388,7 @@ async def test_an_engine_that_shuts_down_ends_the_requests_of_its_workers():
 
 async def test_a_worker_of_another_version_is_refused(monkeypatch):
     async with joined(SIMULATED) as (_, host, _, [client]):
-        monkeypatch.setattr(engine_end, "__version__", "0.0.1")
+        monkeypatch.setattr(remote_engine, "__version__", "0.0.1")
         address = client._line._socket.last_endpoint.decode() + "-new"
         host.open("late", address, lambda: None)
         late = RemoteEngine(address)

@@ -11,8 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from aioserve.decision_log.chronicle import Chronicle, Life, StepLife
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog, Life, StepLife
 from aioserve.decision_log.records import (
     AnyRecord,
     Discarded,

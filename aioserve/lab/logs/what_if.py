@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.decision_log.chronicle import Chronicle, Life
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog, Life
 from aioserve.decision_log.recorder import RecordingScheduler, RecordSink
 from aioserve.decision_log.records import Header, Record, Reset
 from aioserve.engine.core import EngineCore, EngineLoop

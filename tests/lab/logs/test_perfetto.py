@@ -11,8 +11,7 @@ import pytest
 import uvloop
 
 from aioserve.cli import main as command
-from aioserve.decision_log.chronicle import Chronicle
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.reader import Chronicle, DecisionLog
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.lab.logs.perfetto import trace_events
 from tests.lab.traffic import record
