@@ -244,8 +244,7 @@ class EngineBuilder:
         with blamed(self._policy, "__init__()"):
             if settings.decision_log is None:
                 return make_policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
-            from aioserve.decision_log.recorder import RecordingScheduler
-            from aioserve.decision_log.writer import LogWriter
+            from aioserve.decision_log.recorder import LogWriter, RecordingScheduler
 
             sink = LogWriter(Path(settings.decision_log))
             try:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aioserve.config import EngineConfig
-from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.core import EngineCore
 from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, InvariantError
@@ -200,6 +199,8 @@ class Control:
             self._check_trial(what)
 
     def _check_trial(self, what: str) -> None:
+        from aioserve.decision_log.recorder import RecordingScheduler
+
         if any(
             isinstance(watcher, RecordingScheduler) for watcher in chain(self._core.loop.scheduler)
         ):

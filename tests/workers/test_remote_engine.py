@@ -39,7 +39,6 @@ from aioserve.outputs import FinishReason
 from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
-from aioserve.server.responses.answer import Kept
 from aioserve.server.running import Kept
 from aioserve.workers import remote_engine
 from aioserve.workers.messages import Add, EndLease, Line, Listening, Stopped
