@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.size import LIMITS, measure
+from tests.size import LIMITS, ROOT, loaded_files, measure
 
 
 @pytest.mark.parametrize("scenario", LIMITS)
@@ -10,3 +10,33 @@ def test_a_scenario_loads_no_more_than_its_limit(scenario: str) -> None:
     found, limit = measure(scenario), LIMITS[scenario]
     assert found.modules <= limit.modules
     assert found.lines <= limit.lines
+
+
+def test_a_text_prompt_loads_no_part_of_the_runner_that_it_does_not_ask_for() -> None:
+    runner = ROOT / "aioserve/runner"
+    found = loaded_files("an embedded engine, one text prompt")
+    names = {str(path.relative_to(runner)) for path in found if path.is_relative_to(runner)}
+    assert "batch/input_batch.py" in names
+    folders = {name.partition("/")[0] for name in names if "/" in name}
+    assert folders == {"attention", "batch", "cpu", "fused"}
+    assert (
+        names
+        & {
+            "adapters.py",
+            "host_blocks.py",
+            "batch/adapter_rows.py",
+            "batch/grammar_rows.py",
+            "batch/prompt_rows.py",
+            "batch/state_rows.py",
+            "batch/thinking_rows.py",
+            "cpu/asked_results.py",
+            "cpu/beside_blocks.py",
+            "cpu/experts.py",
+            "cpu/host_copies.py",
+            "cpu/low_rank.py",
+            "cpu/state_steps.py",
+            "fused/fuse.py",
+            "fused/recognize.py",
+        }
+        == set()
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.batch.input_batch import BatchPart, InputBatch
+from aioserve.runner.batch.input_batch import BatchPart, InputBatch, LaterPart
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 BLOCK_SIZE = 4
@@ -221,3 +221,38 @@ def test_a_part_is_called_from_the_first_request_that_asks_for_it_to_the_last() 
     steps = ["set asks", "prepare", "append [[5], [6]]", "extend by [3]", "drop True"]
     assert part.calls == steps
     assert (part.rows, part.errors) == ({}, {})
+
+
+def test_a_later_part_is_made_once_by_the_first_request_that_asks_and_keeps_its_place() -> None:
+    made: list[Counted] = []
+
+    def make() -> Counted:
+        made.append(Counted())
+        return made[-1]
+
+    before, behind = Counted(), Counted()
+    batch = InputBatch(
+        4, 30, BLOCK_SIZE, [before, LaterPart(("adapter_id", "cache_salt"), make), behind]
+    )
+    first = make_step({"plain": 3}, [make_request("plain", [1, 2, 3], [0])])
+    batch.apply(first)
+    batch.append(batch.prepare(first), np.array([4]))
+    assert (made, batch.parts) == ([], (before, behind))
+    new = [
+        msgspec.structs.replace(make_request(name, [1, 2], [block]), cache_salt="mine")
+        for name, block in (("asks", 1), ("asks too", 2))
+    ]
+    second = make_step({"plain": 1, "asks": 2, "asks too": 2}, new, {"plain": (3, [3])})
+    batch.apply(second)
+    batch.append(batch.prepare(second), np.array([5, 6, 7]))
+    assert batch.parts == (before, *made, behind)
+    assert [part.calls for part in made] == [before.calls]
+    assert sorted(made[0].rows) == sorted(before.rows)
+
+
+def test_another_field_makes_a_later_part_that_it_is_not_set_in() -> None:
+    part = Counted()
+    batch = InputBatch(3, 30, BLOCK_SIZE, [LaterPart(("adapter_id", "cache_salt"), lambda: part)])
+    asks = msgspec.structs.replace(make_request("asks", [1, 2], [1]), adapter_id="some")
+    batch.apply(make_step({"asks": 2}, [asks]))
+    assert (batch.parts, part.rows) == ((part,), {})
