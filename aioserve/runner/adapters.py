@@ -143,7 +143,7 @@ class AdapterOwners:
 
 # Where a model takes adapters: which of its modules, how large they are, where their outputs go.
 # Puts files on them, or says why they do not fit. Knows names of modules and shapes; how a product
-# is added to is known to `low_rank` and to callers that give another way.
+# is added to is said above, or by callers that give another way.
 
 
 _NUM_COMPARED = 16  # rows or columns of a weight that an adapter brings along

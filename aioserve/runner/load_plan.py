@@ -18,7 +18,7 @@ from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec, WindowLa
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.served_model import ServedModel
 
-if TYPE_CHECKING:  # `draft_source` brings `transformers`
+if TYPE_CHECKING:  # `model_drafter` brings `transformers`
     from aioserve.grammars import GrammarCompiler
     from aioserve.kv_cache import WindowSpec
     from aioserve.runner.spec_decode.drafter import Drafter

@@ -197,10 +197,7 @@ def _resident() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-# Where each row of the persistent batch stands in its grammar, and which tokens may come next.
-# Masks are made on threads of their own while the step computes, within the bounds of `mask_lanes`:
-# a row whose mask comes too late sits the step out. Knows rows and token ids; knows nothing about
-# logits, nor how grammars are compiled.
+# The rows of the batch that have grammars, and the masks of their steps.
 
 
 logger = logging.getLogger(__name__)

@@ -124,7 +124,7 @@ class ThreadedRunner(RunnerInterface):
 
 
 # The model on its thread, which can give back its memory for a while, and change its weights. What
-# that takes of the model knows `resident`. Free of torch, as the runner is.
+# that takes of the model knows `ResidentModel`. Free of torch, as the runner is.
 
 
 class SleepingRunner(ThreadedRunner):

@@ -180,8 +180,8 @@ def rope_store(
 
 
 # Triton kernels of the device path: a draw per row of logits, and the limits of top-k and top-p.
-# The noise is that of `runner.noise`, bit for bit. Imported only where Triton is; knows tensors,
-# nothing about requests. The interpreter (TRITON_INTERPRET=1) runs all of it without a card.
+# The noise is that of `batch.sampling_columns`, bit for bit. Imported only where Triton is; knows
+# tensors, nothing about requests. TRITON_INTERPRET=1 runs all of it without a card.
 
 
 CHUNK = 4096  # logits of one program: 38 programs for a vocabulary of 152k, a guess

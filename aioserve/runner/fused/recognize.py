@@ -66,7 +66,7 @@ def find_activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
 
 # Finds the parts of a layer of experts in modules of `transformers`, by structure and numbers. Such
 # layers are a router, a linear layer whose largest logits choose, and experts, whose weights lie in
-# one tensor. What they add up to is for `proof` to show.
+# one tensor. What they add up to is for `fuse` to show.
 
 
 _NUM_ROWS = 8  # of noise, by which a router is recognized
@@ -220,7 +220,7 @@ def _activation(experts: Any) -> tuple[ExpertActivation, bool]:
 
 # Finds the parts of a Llama-like decoder in a tree of `transformers` modules, by structure. What
 # has one part more, or one of another kind, is not Llama-like, whatever its class is called.
-# Whether the parts are used as Llama uses them is for `proof` to show.
+# Whether the parts are used as Llama uses them is for `fuse` to show.
 
 
 _ROPE_CHUNK = 4096  # positions: bounds what a table needs beside itself

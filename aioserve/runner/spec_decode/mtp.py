@@ -250,7 +250,7 @@ def whole_head(halves: Halves, dtype: torch.dtype, hidden_size: int, ranks: Rank
 
 
 # The MTP layer of a served model: found in the model's own checkpoint, and loaded beside it. Knows
-# names of weights and settings; what the layer computes is known to `mtp`.
+# names of weights and settings.
 
 
 logger = logging.getLogger(__name__)
