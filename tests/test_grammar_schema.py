@@ -12,9 +12,9 @@ import pytest
 
 from aioserve.config import ModelConfig, StructuredOutputsConfig
 from aioserve.errors import RequestError
-from aioserve.grammar_pattern import MAX_REPETITION, check_repetitions, names_of
-from aioserve.grammar_schema import LARGEST, MAX_COUNT, MAX_DEPTH, for_grammar, place_of
 from aioserve.grammars import GrammarCompiler
+from aioserve.grammars.pattern import MAX_REPETITION, check_repetitions, names_of
+from aioserve.grammars.schema import LARGEST, MAX_COUNT, MAX_DEPTH, for_grammar, place_of
 from aioserve.model_info import ModelInfo
 from aioserve.params import StructuredOutputs
 
