@@ -79,7 +79,7 @@ SCENARIOS = {
 LIMITS = {
     "an embedded engine, one text prompt": Loaded(135, 31_500),
     "the server, one streamed chat completion": Loaded(205, 49_500),
-    "compare fcfs chunked_prefill": Loaded(152, 37_500),
+    "compare fcfs chunked_prefill": Loaded(130, 31_900),
     "importing a policy": Loaded(33, 7_700),
 }
 
