@@ -310,8 +310,8 @@ class TrimsContent(HermesParser):
     """Space at the ends of a reply without calls is gone."""
 
     def flush(self) -> list[Event]:
-        self._space = []
-        return super().flush()
+        events = super().flush()
+        return [e for e in events if not isinstance(e, Content) or e.text.strip()]
 
 
 @caught_by("make_id gives 'call_1'")
