@@ -19,7 +19,6 @@ from aioserve.errors import (
     UnknownAdapterError,
     UnknownModelError,
 )
-from aioserve.model_source.adapter import NoAdapterError
 from aioserve.operations.command import (
     Arrivals,
     Counted,
@@ -65,6 +64,8 @@ class LoadAdapter(OperatorCommand[None, str], frozen=True):
         return f"Success: LoRA adapter {self.name!r} added successfully."
 
     def refusal(self, error: AioserveError) -> RequestError:
+        from aioserve.model_source.adapter import NoAdapterError
+
         if isinstance(error, NoAdapterError):
             return UnknownAdapterError(str(error), param="lora_path")
         return super().refusal(error)

@@ -8,7 +8,7 @@ model; knows nothing about requests or the batch.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.adapter import AdapterFiles, LowRank
+
+if TYPE_CHECKING:
+    from aioserve.model_source.adapter import AdapterFiles, LowRank
 
 Place: TypeAlias = Hashable  # a product of a model, by whatever it calls it
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -192,7 +194,7 @@ class AdapterSites:
         self._make_product, self._make_table = make_product, make_table
 
     @torch.inference_mode()
-    def put(self, files: AdapterFiles) -> Adapter:
+    def put(self, files: "AdapterFiles") -> Adapter:
         """The adapter on this model. Raises `ConfigError` that names the first that does not fit:
         it was made for another model.
         """
@@ -201,7 +203,7 @@ class AdapterSites:
         except ConfigError as error:
             raise ConfigError(f"adapter {files.path}: {error}") from None
 
-    def _put(self, files: AdapterFiles) -> Adapter:
+    def _put(self, files: "AdapterFiles") -> Adapter:
         pieces: dict[Place, list[Piece]] = {}
         for name, part in files.modules.items():
             site = self._find(name)
@@ -226,7 +228,7 @@ class AdapterSites:
             files.num_parameters * self.dtype.itemsize,
         )
 
-    def _piece(self, part: LowRank, site: Site) -> Piece:
+    def _piece(self, part: "LowRank", site: Site) -> Piece:
         a = part.a[:, site.inputs].to(self._device, self.dtype)
         b = (part.b[site.outputs].float() * part.scale).to(self._device, self.dtype)
         return Piece(site.begin, a, b)
@@ -253,7 +255,7 @@ class AdapterSites:
             raise ConfigError(f"it brings another {name} than the model's, which is not served")
 
 
-def _check_shape(name: str, part: LowRank, num_outputs: int, num_inputs: int) -> None:
+def _check_shape(name: str, part: "LowRank", num_outputs: int, num_inputs: int) -> None:
     found = (len(part.b), part.a.shape[1])
     if found != (num_outputs, num_inputs):
         raise ConfigError(

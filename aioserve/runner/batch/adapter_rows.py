@@ -4,13 +4,17 @@ A row keeps its adapter whatever is unloaded meanwhile. Knows rows and requests'
 nothing about models or files.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from aioserve.model_source.adapter import AdapterFiles
 from aioserve.runner.adapters import Adapter, AdapterOwners, AdapterSites
 from aioserve.runner.attention.backend import ADAPTERS, StepInputs
 from aioserve.runner.batch.input_batch import BatchPart
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.model_source.adapter import AdapterFiles
 
 
 class AdapterRows(BatchPart[Adapter]):
@@ -49,7 +53,7 @@ class LoadedAdapters:
     def __init__(self, sites: AdapterSites, rows: AdapterRows) -> None:
         self._sites, self._rows = sites, rows
 
-    def put(self, files: AdapterFiles) -> Adapter:
+    def put(self, files: "AdapterFiles") -> Adapter:
         """Put an adapter where the model computes, from any thread; raises what `AdapterSites.put`
         raises.
         """
