@@ -40,3 +40,12 @@ def test_a_text_prompt_loads_no_part_of_the_runner_that_it_does_not_ask_for() ->
         }
         == set()
     )
+
+
+def test_a_text_prompt_loads_no_part_of_the_engine_that_it_does_not_ask_for() -> None:
+    found = loaded_files("an embedded engine, one text prompt")
+    names = {path.stem for path in found if path.parent == ROOT / "aioserve/engine"}
+    assert "input_processor" in names
+    asked_for = "live_feed shadow policy_trials tracing request_log control snapshot kv_events"
+    asked_for += " kv_connector multimodal_prompts chat_template template_renderer template_process"
+    assert names & set(asked_for.split()) == set()
