@@ -11,11 +11,11 @@ from aioserve.server import admin, completions, embeddings, openapi, operators, 
 from aioserve.server.anthropic import messages as anthropic
 from aioserve.server.batches import files as kept_files
 from aioserve.server.batches import routes as batches
-from aioserve.server.batches.runner import open_batches
 from aioserve.server.chat import routes as chat
 from aioserve.server.operators import route_of
 from aioserve.server.page import routes as page
 from aioserve.server.responses import routes as responses
+from aioserve.server.running import ENGINE
 from aioserve.server.scoring import routes as scoring
 
 _GENERATING = (completions, chat, embeddings, responses, anthropic, kept_files, batches)
@@ -36,5 +36,8 @@ def open_apis(app: web.Application, max_bytes: int) -> None:
     """Give an application what APIs keep in it: batches and scores. `max_bytes` is the limit of a
     body. Raises `ConfigError` for settings that an API cannot have.
     """
-    open_batches(app, max_bytes)
+    if app[ENGINE].config.batches.batch_dir is not None:  # what runs them is not loaded otherwise
+        from aioserve.server.batches.runner import open_batches
+
+        open_batches(app, max_bytes)
     scoring.open_scoring(app)

@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import msgspec
+from aiohttp import web
 
 from aioserve.config import BatchConfig
 from aioserve.errors import UNREADABLE, ConfigError, RequestError
 from aioserve.server.batches.protocol import Batch, FileObject
+from aioserve.server.errors import UnknownBatchError
 
 logger = logging.getLogger(__name__)
 
@@ -282,6 +284,19 @@ class Disk:
         owned = [i for i in self.batch_ids() if reach in ("", self.owner_of(i))]
         found = [self.find_batch(batch_id, reach) for batch_id in owned]
         return [stored for stored in found if stored is not None]
+
+
+DISK = web.AppKey("DISK", Disk)
+
+
+def disk_of(request: web.Request) -> Disk:
+    """The directory. Raises `UnknownBatchError` that says how to have one."""
+    disk = request.app.get(DISK)
+    if disk is None:
+        raise UnknownBatchError(
+            "this server keeps no files and runs no batches: start it with --batch-dir DIRECTORY"
+        )
+    return disk
 
 
 def remove_folder(path: Path) -> None:

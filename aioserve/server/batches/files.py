@@ -17,9 +17,17 @@ from aiohttp.http import HttpProcessingError
 
 from aioserve.errors import RequestError, one_line
 from aioserve.server.access.gate import owner_of, reach_of
-from aioserve.server.batches.disk import DAY, MIB, Disk, StoredFile, check_room, make_id, private
+from aioserve.server.batches.disk import (
+    DAY,
+    MIB,
+    Disk,
+    StoredFile,
+    check_room,
+    disk_of,
+    make_id,
+    private,
+)
 from aioserve.server.batches.protocol import FileDeleted, FileForm, FileList, FileObject, FilesPage
-from aioserve.server.batches.runner import disk_of
 from aioserve.server.body import decode_query
 from aioserve.server.errors import (
     BodyTimeoutError,

@@ -10,10 +10,9 @@ from aiohttp import web
 
 from aioserve.errors import RequestError
 from aioserve.server.access.gate import owner_of, reach_of
-from aioserve.server.batches.disk import Disk, StoredBatch, check_room, make_id
+from aioserve.server.batches.disk import Disk, StoredBatch, check_room, disk_of, make_id
 from aioserve.server.batches.files import page_of
 from aioserve.server.batches.protocol import Batch, BatchesPage, BatchList, BatchRequest
-from aioserve.server.batches.runner import disk_of
 from aioserve.server.body import BodyDecoder, decode_body, decode_query
 from aioserve.server.errors import UnknownBatchError
 from aioserve.server.openapi import Route

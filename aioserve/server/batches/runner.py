@@ -32,11 +32,11 @@ from aioserve.operations.command import Counted
 from aioserve.server import completions, embeddings
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.keys import Key
-from aioserve.server.batches.disk import Disk, StoredBatch, is_full, sweep, usage
+from aioserve.server.batches.disk import DISK, Disk, StoredBatch, is_full, sweep, usage
 from aioserve.server.batches.protocol import Batch, LineResponse, LineResult, Status
 from aioserve.server.batches.work import Answered, Work, result_id
 from aioserve.server.chat import routes as chat
-from aioserve.server.errors import UnknownBatchError, status_of
+from aioserve.server.errors import status_of
 from aioserve.server.middleware import HTTP_COUNTS, answer_errors
 from aioserve.server.responses import routes as responses
 from aioserve.server.running import ENGINE, KEY, OWN_HINTS, RESPONSE_ID, make_id
@@ -248,21 +248,14 @@ async def _again_and_again(look: Callable[[], Coroutine[Any, Any, None]], second
         await asyncio.sleep(seconds)
 
 
-# Where an application keeps the directory of batches, and what it says if there is none.
-
-
-_DISK = web.AppKey("DISK", Disk)
+# Begins with the application.
 
 
 def open_batches(app: web.Application, max_bytes: int) -> None:
-    """Keep files and batches for this application, if the settings name a directory; `max_bytes` is
+    """Keep files and batches for this application in the directory of the settings; `max_bytes` is
     the limit of a body. Batches run while the application does. Raises `ConfigError`.
     """
-    settings = app[ENGINE].config.batches
-    if settings.batch_dir is None:
-        return
-    disk = app[_DISK] = Disk(settings)
-
+    disk = app[DISK] = Disk(app[ENGINE].config.batches)
     runner = Runner(app, disk, max_bytes)
     app[HTTP_COUNTS].more.append(runner.tell)
 
@@ -282,16 +275,6 @@ def open_batches(app: web.Application, max_bytes: int) -> None:
             disk.close()
 
     app.cleanup_ctx.append(run)
-
-
-def disk_of(request: web.Request) -> Disk:
-    """The directory. Raises `UnknownBatchError` that says how to have one."""
-    disk = request.app.get(_DISK)
-    if disk is None:
-        raise UnknownBatchError(
-            "this server keeps no files and runs no batches: start it with --batch-dir DIRECTORY"
-        )
-    return disk
 
 
 # Requests of the server's own: the handlers of the API, asked without a connection. A line of a
