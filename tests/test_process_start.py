@@ -61,13 +61,19 @@ except TemplateTooSlowError:
     assert done.stdout == "ended\n", done.stderr
 
 
+def accepts(uds: str) -> bool:
+    """Whether a server listens there: its socket has a name some time before."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(uds) == 0
+
+
 @pytest.mark.parametrize("closed", [(0,), (1,), (0, 1), (0, 1, 2)])
 def test_no_socket_takes_the_place_of_a_standard_stream(
     closed: tuple[int, ...], tmp_path: Path
 ) -> None:
     policy = tmp_path / "prints.py"
     policy.write_text(
-        "from policies.fcfs import FCFSScheduler\n\n\n"
+        "from aioserve.policies.fcfs import FCFSScheduler\n\n\n"
         "class Prints(FCFSScheduler):\n"
         '    """Prints."""\n\n'
         "    def schedule(self):\n"
@@ -77,7 +83,7 @@ def test_no_socket_takes_the_place_of_a_standard_stream(
     uds = str(tmp_path / "socket")
     command = [*careless(f"[os.close(n) for n in {closed}]"), "-m", "aioserve", *SIMULATED]
     with started(*command, "--uds", uds, "--policy", f"{policy}:Prints") as process:
-        until(lambda: os.path.exists(uds) or process.poll() is not None, "it listens")
+        until(lambda: accepts(uds) or process.poll() is not None, "it listens")
         files = {n: os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (0, 1, 2)}
         assert all(files[n] == os.devnull for n in closed)
         with socket.socket(socket.AF_UNIX) as client:

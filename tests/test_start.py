@@ -19,7 +19,7 @@ import pytest
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
 from aioserve.support.progress import BAR, BesideBars, show_no_bars, stage
-from tests.processes import serving, started, until
+from tests.processes import PATIENCE, serving, started, until
 
 ROOT = Path(__file__).parents[1]
 TITLES = ["Loading weights", "Trying layers", "Checking fused layers", "Laying out weights"]
@@ -191,7 +191,12 @@ def test_a_line_of_the_log_takes_bars_away_for_its_time(monkeypatch: pytest.Monk
 def test_the_parent_of_a_clone_called_aioserve_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "aioserve").symlink_to(ROOT)
     result = subprocess.run(
-        [sys.executable, "-m", "aioserve"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "aioserve"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
