@@ -106,7 +106,7 @@ def test_packages_that_are_missing_or_of_a_wrong_version_come_with_the_line_that
     monkeypatch.syspath_prepend(str(tmp_path))
     first, *_ = look_at_packages(has_card=False)
     assert first.state == "missing"
-    assert "aioserve needs msgspec>=99, and 0." in first.text
+    assert "aioserve-engine needs msgspec>=99, and 0." in first.text
     assert "; no-such-thing is not installed; " in first.text
     assert first.text.endswith("nor-this is not installed, which middle needs")
     assert first.remedy == "pip install 'msgspec>=99' 'no-such-thing<3,>=2' 'nor-this'"
