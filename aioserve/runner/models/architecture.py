@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
-from aioserve.runner.models.long_rope import check_rope
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.multimodal.families import FAMILIES
+from aioserve.runner.models.long_rope import check_rope
 
 if TYPE_CHECKING:
     pass
-
 
 
 _SERVED_LAYER_TYPES = {

@@ -22,13 +22,12 @@ from aioserve.model_source.quantized import (
     unpacked,
     weights_of_experts,
 )
-from aioserve.runner.fused.decoder import Place
-from aioserve.runner.fused.ops import NotFusedError
-from aioserve.runner.fused.decoder import LOGITS_DTYPE
+from aioserve.runner.fused.decoder import LOGITS_DTYPE, Place
 from aioserve.runner.fused.ops import (
     Embedding,
     Linear,
     Mixture,
+    NotFusedError,
     Ops,
     PlainLinear,
     Routes,
