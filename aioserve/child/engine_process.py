@@ -263,7 +263,7 @@ class EngineProcess:
         self._client: AsyncClient | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="aioserve-client", daemon=True
+            target=_turn, args=(self._loop,), name="aioserve-client", daemon=True
         )
         self._owner = os.getpid()
         self._guard = threading.Lock()  # held while it starts or closes
@@ -310,7 +310,6 @@ class EngineProcess:
                 raise EngineStartError("start() was called before: make another EngineProcess")
             child = self._child = Child(self.config)
             self._thread.start()
-            weakref.finalize(self, _stop, self._loop).atexit = False  # dropped without `close`
             client = AsyncClient(f"unix:{child.path}")
             try:
                 self._run(self._until_ready(client, child))
@@ -320,6 +319,8 @@ class EngineProcess:
                 self._is_closed = True
                 raise
             self._client = client
+            # Dropped without `close`: the process ends with `child`, and the thread by this.
+            weakref.finalize(self, _end_turns, self._loop, client).atexit = False
 
     def close(self) -> None:
         """End the engine and its process: requests of other threads may finish for
@@ -485,7 +486,20 @@ async def _close(outputs: AsyncGenerator[RequestOutput, None]) -> None:
     await outputs.aclose()
 
 
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    """Have the thread of a loop end."""
-    with contextlib.suppress(RuntimeError):  # it is closed
-        loop.call_soon_threadsafe(loop.stop)
+def _turn(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop on its thread until it is stopped."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _end_turns(loop: asyncio.AbstractEventLoop, client: AsyncClient) -> None:
+    """Have a loop and its thread end, once the client is closed. Waits for nothing."""
+
+    async def end() -> None:
+        await _settle(client)
+        loop.stop()
+
+    if not loop.is_closed():
+        asyncio.run_coroutine_threadsafe(end(), loop)

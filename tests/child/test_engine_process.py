@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -239,16 +240,17 @@ def test_closing_lets_calls_of_other_threads_end_and_leaves_nothing():
         next(engine.generate("Hello"))
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # as of every loop and process
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_one_that_is_dropped_without_close_leaves_no_thread_and_no_process():
     before = set(threading.enumerate())
     engine = EngineProcess(SIMULATED)
     engine.start()
     pid = engine.pid
     assert engine.generate_one("x", SHORT).finish_reason is FinishReason.LENGTH
-    del engine
-    gc.collect()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        del engine
+        gc.collect()
+    assert [str(one.message) for one in told] == [f"subprocess {pid} is still running"]
     until(lambda: not set(threading.enumerate()) - before, "its threads end")
     stat = Path(f"/proc/{pid}/stat")
     until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", "its process ends")
