@@ -25,7 +25,7 @@ ROOT = Path(aioserve.__file__).parent
 WAY = (
     *("server/middleware.py", "server/access/gate.py", "server/body.py"),
     *("server/completions.py", "server/chat/routes.py", "server/generation.py"),
-    *("server/running.py", "server/collected.py", "server/sse.py"),
+    *("server/running.py",),
     *("engine/client.py", "engine/input_processor.py", "engine/admission.py"),
     *("engine/async_engine.py", "engine/stream.py", "engine/output_processor.py"),
     *("engine/core.py", "step_loop.py", "engine/metrics.py", "engine/request_log.py"),
