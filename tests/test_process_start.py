@@ -6,9 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.processes import JSON, PATIENCE, read_lines, serving, started, until
@@ -114,3 +117,22 @@ def test_a_signal_at_any_moment_of_the_start_ends_it_with_exit_code_0(
         assert process.wait(PATIENCE) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_template_process_that_stands_still_costs_one_conversation() -> None:
+    """Those behind it are served by a new process; text prompts are served meanwhile."""
+    with serving(*SIMULATED) as (process, url):
+        read_lines(process)
+        assert chat(url) == 200
+        for child in psutil.Process(process.pid).children():
+            if any("template" in word for word in child.cmdline()):
+                child.suspend()
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(chat, url) for _ in range(4)]
+            refused = [error for one in asked if (error := one.exception()) is not None]
+        (error,) = refused
+        assert isinstance(error, urllib.error.HTTPError)
+        with error:
+            assert error.code == 503
+            assert int(error.headers["Retry-After"]) >= 1
+            assert json.load(error)["error"]["code"] == "template_stalled"

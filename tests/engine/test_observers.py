@@ -11,7 +11,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine import kv_connector, output_processor
+from aioserve.engine import kv_connector, output_processor, request_log
 from aioserve.engine.kv_connector import HeldBack
 from aioserve.engine.live_feed import FeedObserver
 from aioserve.engine.metrics import EngineMetrics
@@ -96,7 +96,7 @@ def cancels_in_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fails_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_processor, "log_request", fails)
+    monkeypatch.setattr(request_log, "log_request", fails)
 
 
 def fails_in_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
