@@ -54,9 +54,8 @@ def test_a_text_prompt_loads_no_part_of_the_engine_that_it_does_not_ask_for() ->
 def test_a_text_prompt_loads_no_other_kind_of_model_and_no_log() -> None:
     """No GGUF, quantized checkpoint, adapter or download; no decision log, worker or format."""
     found = loaded_files("an embedded engine, one text prompt")
-    names = {
-        str(path.relative_to(ROOT / "aioserve")) for path in found if path.is_relative_to(ROOT)
-    }
+    package = ROOT / "aioserve"
+    names = {str(path.relative_to(package)) for path in found if path.is_relative_to(package)}
     sources = {name for name in names if name.startswith("model_source/")}
     kinds = {"__init__", "directory", "quantized", "source", "stated_values"}
     assert sources <= {f"model_source/{kind}.py" for kind in kinds}

@@ -123,6 +123,7 @@ async def test_an_observer_that_raises_ends_no_stream(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)  # at which requests have lines
     breaks(monkeypatch)
     async with AsyncEngine(make_config(shadow=ShadowConfig(shadow_policy="fcfs"))) as engine:
         await all_are_served(engine)

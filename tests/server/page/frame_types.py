@@ -51,7 +51,9 @@ def declaration(struct: type[msgspec.Struct]) -> str:
 
 
 def declarations() -> str:
-    structs = [each for each in vars(live_feed).values() if issubclass_of_struct(each)]
+    own = (live_feed.__name__, "aioserve.scheduler.registry")  # where `OptionField` stands
+    found = [each for each in vars(live_feed).values() if issubclass_of_struct(each)]
+    structs = [each for each in found if each.__module__ in own]
     return "\n".join([_HEAD, *map(declaration, structs)])
 
 
