@@ -179,7 +179,7 @@ async def test_the_tokens_that_a_request_may_use_are_held_until_its_end(locked):
         body = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
         async with session.post(f"{locked.url}/v1/completions", json=body) as stream:
             await stream.content.readline()  # it is longer than a minute's tokens, and has them all
-            answer = await ask(locked, DORA)
+            answer = await ask(locked, DORA, max_tokens=1000)  # half a minute of its tokens
             assert answer.status == 429
             assert "tokens a minute" in answer.json()["error"]["message"]
             assert 1 <= int(answer.headers["Retry-After"]) <= 60
