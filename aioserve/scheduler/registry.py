@@ -32,6 +32,9 @@ def available_policies() -> dict[str, EntryPoint]:
     return installed(GROUP, "policy", zoo_entry_points())
 
 
+#: Schedulers of other engines, by names that no list shows: each needs the package of its engine.
+FOREIGN = {"vllm": "aioserve.vllm.foreign:VLLMScheduler"}
+
 _POLICY = Kind(
     word="policy",
     words="policies",
@@ -49,7 +52,7 @@ def load_policy(spec: str) -> type[SchedulerInterface]:
     Raises `UnknownPolicyError` that lists what there is, or `ConfigError` if it is no scheduler or
     cannot be imported: then with the file and line of the error, which is the cause.
     """
-    policy = _POLICY.load(spec)
+    policy = _POLICY.load(FOREIGN.get(spec, spec))
     version = getattr(policy, "policy_api", POLICY_API)
     if version != POLICY_API:
         remedy = "upgrade aioserve" if version > POLICY_API else "CHANGELOG.md says what changed"

@@ -37,6 +37,8 @@ def import_named(path: str, word: str, unknown: type[ConfigError]) -> ModuleType
 def _import_module(name: str, word: str, unknown: type[ConfigError]) -> ModuleType:
     try:
         return importlib.import_module(name)
+    except ConfigError:
+        raise  # the module says itself what it lacks
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _not_importable(error, name, word) from error  # something that it imports

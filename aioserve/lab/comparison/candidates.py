@@ -17,6 +17,7 @@ from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_info import ModelInfo
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
+from aioserve.scheduler.registry import FOREIGN
 from aioserve.support.files import config_names
 from aioserve.support.plugins import is_zoo_name
 
@@ -86,7 +87,7 @@ def _load(
         own, usual = (_flat(msgspec.to_builtins(c)) for c in (_load(path, (), ()), EngineConfig()))
         left = [(name, value) for name, value in defaults if own.get(name) == usual.get(name)]
         overrides = [*left, *overrides]
-    is_policy = ":" in path or path.endswith(".py")
+    is_policy = ":" in path or path.endswith(".py") or path in FOREIGN
     if is_policy or (path in available_policies() and path not in config_names()):
         return EngineConfig.load(None, [("scheduler.policy", path), *overrides])
     return EngineConfig.load(path, overrides)

