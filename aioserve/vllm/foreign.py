@@ -11,13 +11,18 @@ which no model, no worker and no device is used.
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import aioserve
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError, EngineOverloadedError, RequestError
+from aioserve.errors import (
+    ConfigError,
+    EngineOverloadedError,
+    PolicyError,
+    RequestError,
+    one_line,
+)
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import (
     EngineCoreOutput,
@@ -46,7 +51,6 @@ try:
         DeviceConfig,
         LoRAConfig,
         ModelConfig,
-        SpeculativeConfig,
         VllmConfig,
     )
     from vllm.config import SchedulerConfig as TheirSchedulerConfig
@@ -58,13 +62,17 @@ try:
     from vllm.v1.core.sched.output import SchedulerOutput as TheirSchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.outputs import ModelRunnerOutput as TheirRunnerOutput
     from vllm.v1.request import Request as TheirRequest
     from vllm.v1.request import RequestStatus as TheirStatus
     from vllm.v1.structured_output import StructuredOutputManager
 except ImportError as error:
     raise ConfigError(f"the scheduler vllm needs vLLM ({error}): {INSTALL_LINE}") from error
+
+# A plain decoder of text: which one plays no part in what is decided. vLLM takes seconds to look at
+# it, which are those of the import, not of the first scheduler.
+_FOLDER = Path(aioserve.__file__).parent / "embedded"
+_MODEL = ModelConfig(model=str(_FOLDER), skip_tokenizer_init=True, dtype="float32")
 
 #: By how a request is ended from outside, how vLLM is told. It knows no timeout and no rejection.
 _STATUS = {
@@ -89,7 +97,9 @@ class VLLMScheduler(SchedulerInterface):
     class Options(PolicyOptions):
         policy: Literal["fcfs", "priority"] = "fcfs"  # vLLM's --scheduling-policy
         reserve_full_isl: bool = True  # admit a prompt only if all of it fits the free KV blocks
-        watermark: float = 0.0  # share of the KV blocks left free by admissions; cache.watermark is aioserve's  # noqa: E501
+        watermark: float = (
+            0.0  # share of the KV blocks left free by admissions; cache.watermark is aioserve's  # noqa: E501
+        )
 
     def __init__(
         self,
@@ -114,7 +124,7 @@ class VLLMScheduler(SchedulerInterface):
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"vLLM refuses these settings: {error}") from error
+            raise ConfigError(f"vLLM refuses these settings: {one_line(error)}") from error
         self._hasher: Any = None
         if kv_cache.enable_prefix_caching:
             digest = get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo)
@@ -131,7 +141,6 @@ class VLLMScheduler(SchedulerInterface):
         self._num_steps = self._num_preemptions = 0
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._num_queried_tokens = self._num_hit_tokens = 0
-        self._num_draft_tokens = self._num_accepted_tokens = 0
 
     # Requests come and go.
 
@@ -251,7 +260,6 @@ class VLLMScheduler(SchedulerInterface):
             if blocks is not None and blocks[0]:
                 new_block_ids[names[number]] = _own_ids(blocks)
         finished = [self._ended.pop(number) for number in sorted(plan.finished_req_ids, key=int)]
-        drafts = plan.scheduled_spec_decode_tokens
         self._count(plan)
         output = SchedulerOutput(
             step_id=self._num_steps,
@@ -261,7 +269,6 @@ class VLLMScheduler(SchedulerInterface):
             total_num_scheduled_tokens=plan.total_num_scheduled_tokens,
             preempted_req_ids=[requests[n].request_id for n in preempted if n in requests],
             finished_req_ids=finished,
-            scheduled_spec_decode_tokens={names[n]: list(ids) for n, ids in drafts.items()},
         )
         if tokens:
             self._planned[output.step_id] = plan, names
@@ -272,16 +279,15 @@ class VLLMScheduler(SchedulerInterface):
     ) -> NewRequestData:
         """A request that enters the batch, for the first time or anew."""
         request = self._requests[number]
-        known = self._theirs.requests[number].all_token_ids
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_computed
         request.status = RequestStatus.RUNNING
-        self._num_queried_tokens += len(known)
+        self._num_queried_tokens += request.num_tokens
         self._num_hit_tokens += num_computed
         assert blocks is not None
         return NewRequestData(
             request_id=request.request_id,
-            token_ids=list(known),
+            token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             sampling_params=request.sampling_params,
             stop_token_ids=request.stop_token_ids,
@@ -300,23 +306,17 @@ class VLLMScheduler(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        if model_runner_output.draft_token_ids:
+            raise PolicyError("the scheduler vllm of the lab verifies no draft tokens: guess none")
         plan, names = self._planned.pop(scheduler_output.step_id)
         numbers = list(names)
         sampled = [list(token_ids) for token_ids in model_runner_output.sampled_token_ids]
-        for number, token_ids in zip(numbers, sampled, strict=True):
-            if token_ids and (drafts := plan.scheduled_spec_decode_tokens.get(number)):
-                self._num_draft_tokens += len(drafts)
-                self._num_accepted_tokens += len(token_ids) - 1
         result = TheirRunnerOutput(
             req_ids=numbers,
             req_id_to_index={number: row for row, number in enumerate(numbers)},
             sampled_token_ids=sampled,
         )
         outputs = self._theirs.update_from_output(plan, result)
-        if guesses := model_runner_output.draft_token_ids:
-            known = {names[number]: number for number in numbers}
-            told = {known[name]: ids for name, ids in guesses.items() if name in known}
-            self._theirs.update_draft_token_ids(DraftTokenIds(list(told), list(told.values())))
         now = self._clock()
         return {
             client: EngineCoreOutputs(
@@ -340,6 +340,8 @@ class VLLMScheduler(SchedulerInterface):
         logprobs = result.logprobs.get(request_id)
         if request.sampling_params.max_tokens == 0:  # its prompt is computed: that was all
             token_ids, logprobs = [], None
+        request.token_ids += token_ids
+        request.num_tokens += len(token_ids)
         return EngineCoreOutput(
             request_id,
             token_ids,
@@ -384,8 +386,8 @@ class VLLMScheduler(SchedulerInterface):
             num_decode_tokens=self._num_decode_tokens,
             num_prefix_queried_tokens=self._num_queried_tokens,
             num_prefix_hit_tokens=self._num_hit_tokens,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=self._num_accepted_tokens,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
             policy=self._config.policy,
         )
 
@@ -423,13 +425,6 @@ def _check_request(request: Request) -> None:
         raise RequestError(f"the scheduler vllm of the lab takes no {', '.join(found)}")
 
 
-@cache
-def _model() -> ModelConfig:
-    """A plain decoder of text: which one plays no part in what is decided."""
-    folder = Path(aioserve.__file__).parent / "embedded"
-    return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32")
-
-
 def _settings(
     config: SchedulerConfig,
     options: VLLMScheduler.Options,
@@ -437,7 +432,7 @@ def _settings(
     max_model_len: int,
 ) -> VllmConfig:
     """vLLM's defaults, with the limits of these settings."""
-    model = copy.copy(_model())
+    model = copy.copy(_MODEL)
     model.max_model_len = max_model_len  # of the settings, whatever positions the model has
     scheduler = TheirSchedulerConfig(
         max_model_len=max_model_len,
@@ -459,30 +454,13 @@ def _settings(
         device_config=DeviceConfig(device="cpu"),
         lora_config=LoRAConfig(max_loras=config.max_loras, max_cpu_loras=config.max_loras),
     )
-    if kv_cache.max_draft_tokens and config.depth == 1:
-        settings.speculative_config = _speculation(settings, kv_cache.max_draft_tokens)
     # What vLLM makes of these for the device that it finds here is for a device.
     settings.scheduler_config.async_scheduling = config.depth > 1
     settings.cache_config.num_gpu_blocks = kv_cache.pool.num_blocks + 1  # its first is never used
     return settings
 
 
-def _speculation(settings: VllmConfig, num_drafts: int) -> SpeculativeConfig:
-    """Draft tokens that the runner guesses by itself, as from n-grams: the scheduler verifies as
-    many as it has room for.
-    """
-    return SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=num_drafts,
-        prompt_lookup_max=2,
-        target_model_config=settings.model_config,
-        target_parallel_config=settings.parallel_config,
-    )
-
-
-def _make_scheduler(
-    settings: VllmConfig, kv_cache: KVCacheManager, *, is_ahead: bool
-) -> Scheduler:
+def _make_scheduler(settings: VllmConfig, kv_cache: KVCacheManager, *, is_ahead: bool) -> Scheduler:
     """The scheduler that vLLM would take, for one group of layers with full attention."""
     spec = FullAttentionSpec(
         block_size=kv_cache.block_size, num_kv_heads=1, head_size=64, dtype=torch.float32

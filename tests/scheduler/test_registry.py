@@ -58,6 +58,16 @@ def test_a_policy_can_be_a_module_and_class() -> None:
     assert load_policy("aioserve.policies.fcfs:FCFSScheduler") is load_policy("fcfs")
 
 
+def test_the_scheduler_of_another_engine_is_in_no_list_and_names_the_package_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.config", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "aioserve.vllm.foreign", raising=False)
+    assert "vllm" not in available_policies()
+    with pytest.raises(ConfigError, match="^the scheduler vllm needs vLLM .*: pip install vllm"):
+        load_policy("vllm")
+
+
 def test_a_policy_can_be_a_file_and_class(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(POLICY_FILE)
