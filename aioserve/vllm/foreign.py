@@ -98,7 +98,7 @@ class VLLMScheduler(SchedulerInterface):
         policy: Literal["fcfs", "priority"] = "fcfs"  # vLLM's --scheduling-policy
         reserve_full_isl: bool = True  # admit a prompt only if all of it fits the free KV blocks
         watermark: float = (
-            0.0  # share of the KV blocks left free by admissions; cache.watermark is aioserve's  # noqa: E501
+            0.0  # share of the KV blocks left free by admissions; cache.watermark is aioserve's
         )
 
     def __init__(

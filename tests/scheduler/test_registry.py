@@ -64,7 +64,7 @@ def test_the_scheduler_of_another_engine_is_in_no_list_and_names_the_package_tha
     monkeypatch.setitem(sys.modules, "vllm.config", None)  # as where it is not installed
     monkeypatch.delitem(sys.modules, "aioserve.vllm.foreign", raising=False)
     assert "vllm" not in available_policies()
-    with pytest.raises(ConfigError, match="^the scheduler vllm needs vLLM .*: pip install vllm"):
+    with pytest.raises(ConfigError, match=r"^the scheduler vllm needs vLLM .*: pip install vllm"):
         load_policy("vllm")
 
 
