@@ -6,14 +6,15 @@ Importing this package loads no torch; the names below are imported when they ar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from aioserve.support.old_names import find_old_names
 from aioserve.support.version import __version__
 
 if TYPE_CHECKING:
-    from aioserve.child import EngineProcess
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
-    from aioserve.multimodal import MultimodalPrompt, Video
+    from aioserve.features.multimodal import MultimodalPrompt, Video
+    from aioserve.fleet.child import EngineProcess
     from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, RequestTimes
     from aioserve.params import PoolingParams, SamplingParams
 
@@ -22,16 +23,16 @@ _HOMES = {
     "AsyncEngine": "aioserve.engine",
     "EmbeddingOutput": "aioserve.outputs",
     "EngineConfig": "aioserve.config",
-    "EngineProcess": "aioserve.child",
+    "EngineProcess": "aioserve.fleet.child",
     "EngineSnapshot": "aioserve.engine",
     "FinishReason": "aioserve.outputs",
-    "MultimodalPrompt": "aioserve.multimodal",
+    "MultimodalPrompt": "aioserve.features.multimodal",
     "PoolingParams": "aioserve.params",
     "RequestOutput": "aioserve.outputs",
     "RequestStream": "aioserve.engine",
     "RequestTimes": "aioserve.outputs",
     "SamplingParams": "aioserve.params",
-    "Video": "aioserve.multimodal",
+    "Video": "aioserve.features.multimodal",
 }
 
 __all__ = [
@@ -51,6 +52,8 @@ __all__ = [
     "Video",
     "__version__",
 ]
+
+find_old_names()
 
 
 def __getattr__(name: str) -> Any:

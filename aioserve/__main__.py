@@ -12,7 +12,7 @@ def main() -> int:
     if is_server:
         end_at_sigterm()
     try:
-        from aioserve.cli import main as run
+        from aioserve.cli.main import main as run
     except ModuleNotFoundError as error:
         print(f"aioserve: error: {way_out(error)}", file=sys.stderr)  # noqa: T201
         return 1

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.model_info import ModelInfo
-from aioserve.model_source.adapter import read_adapter
+from aioserve.features.lora.peft_directory import read_adapter
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput

@@ -43,9 +43,9 @@ from agent_processes import CodexClients
 from neighbour import is_ready
 
 from aioserve.config import EngineConfig
-from aioserve.decision_log.reader import DecisionLog
 from aioserve.lab.bench.exchange import Exchange
 from aioserve.lab.comparison.measures import programs_of
+from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.what_if import read_traffic
 from aioserve.lab.simulation.outcome import RequestOutcome
 from aioserve.lab.simulation.run import simulate, simulated

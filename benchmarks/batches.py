@@ -37,7 +37,7 @@ from aioserve.lab.workloads.synthetic import Poisson, generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.support.files import find_workload
 
-POLICY = "aioserve.server.batches.policy:OfflineScheduler"
+POLICY = "aioserve.apis.batches.policy:OfflineScheduler"
 BLIND = "chunked_prefill"  # serves lines like all others, in chunks of the same size
 MAX_MODEL_LEN = 4096
 KV_BLOCKS = 4096

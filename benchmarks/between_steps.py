@@ -27,7 +27,7 @@ from make_model import SHAPES, model_path
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine.builder import make_runner
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.scheduler import SchedulerOutput

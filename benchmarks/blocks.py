@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from aioserve.features.quantized.blocks import quantize
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.model_source.quantized import quantize
 from aioserve.runner.cpu.products import BlockLinear, PanelLinear, pack_linear
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # (outputs, inputs) of a layer

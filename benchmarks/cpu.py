@@ -23,7 +23,7 @@ from steps import CASES, Case, StepBench, floor
 
 from aioserve.config import ModelConfig
 from aioserve.kernels import KernelsUnavailableError, load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.memory import CPU_TYPES

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.config import SchedulerConfig
-from aioserve.decision_log.recorder import LogWriter, RecordingScheduler
 from aioserve.kv_cache import KVCacheManager
+from aioserve.lab.decision_log.recorder import LogWriter, RecordingScheduler
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from aioserve.config import ModelConfig
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.cpu.encoder_attention import NAME
 

@@ -20,7 +20,7 @@ from make_model import SHAPES, model_path
 from steps import Case, StepBench
 
 from aioserve.config import ModelConfig
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import machine
 
 CASES = (Case(1, 128), Case(4, 128), Case(16, 128), Case(0, 0, 512))

@@ -17,12 +17,12 @@ import random
 import time
 from contextlib import nullcontext
 
+from aioserve.fleet.routing import ReplicaReport, RoutedRequest, available_routers, make_dispatcher
 from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.lab.comparison.candidates import load_candidates, prepare
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.workloads.synthetic import WorkloadSource
-from aioserve.routing import ReplicaReport, RoutedRequest, available_routers, make_dispatcher
 from aioserve.support.arguments import assignment
 
 H200 = [

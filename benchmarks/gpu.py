@@ -31,14 +31,14 @@ from make_model import SHAPES, _write_tokenizer
 
 from aioserve import AsyncEngine
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.model_info import ModelInfo
+from aioserve.gpu.cuda.device import Device
+from aioserve.gpu.cuda.executor import StepExecutor
+from aioserve.gpu.cuda.fused import CudaPlace
+from aioserve.gpu.cuda.load import make_executor
+from aioserve.gpu.cuda.runner import OverlappedRunner
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
-from aioserve.runner.cuda.device import Device
-from aioserve.runner.cuda.executor import StepExecutor
-from aioserve.runner.cuda.fused import CudaPlace
-from aioserve.runner.cuda.load import make_executor
-from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.runner.loader import prepare_model
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -411,7 +411,7 @@ def make_device(is_rehearsal: bool) -> Device:
         return device
     if not torch.cuda.is_available():
         sys.exit("no CUDA card here; --rehearse runs the script on the CPU")
-    from aioserve.runner.cuda.cuda_device import CudaDevice
+    from aioserve.gpu.cuda.cuda_device import CudaDevice
 
     return CudaDevice()
 

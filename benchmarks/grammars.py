@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from aioserve.config import ModelConfig
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "schemas.json").read_text("utf-8"))
 MOST_TOKENS = 300

@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aioserve.config import EngineConfig
-from aioserve.decision_log.reader import DecisionLog
 from aioserve.lab.calibration import write_profile
 from aioserve.lab.comparison.candidates import load_candidates
+from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.what_if import read_traffic
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import run_live, simulate, simulated

@@ -29,7 +29,7 @@ import torch
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.kv_cache import StateSlots
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput

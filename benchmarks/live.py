@@ -15,7 +15,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig
 from aioserve.engine.builder import make_runner
 from aioserve.lab.simulation.outcome import DelegatingRunner
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerOutput

@@ -26,7 +26,7 @@ import torch
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig
 from aioserve.kernels import load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.products import PanelLinear
 from aioserve.runner.fused.model import FusedModel

@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "models"
-TOKENIZER = ROOT / "aioserve" / "embedded"
+TOKENIZER = ROOT / "aioserve" / "model_source" / "embedded"
 NUM_POSITIONS = 16_384
 
 # Of models with experts: few layers, 0.8 GB of experts.

@@ -18,10 +18,10 @@ import numpy as np
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.features.grammars.rows import GrammarRows
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
-from aioserve.runner.batch.grammar_rows import GrammarRows
 
 RECORD = {
     "type": "object",

@@ -36,7 +36,7 @@ import aiohttp
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.engine.live_feed import AWAY_SECONDS, FeedObserver, LiveFeed
-from aioserve.operations import ShowSteps
+from aioserve.engine.operations import ShowSteps
 
 ROOT = Path(__file__).parents[1]
 TICK = 1 / os.sysconf("SC_CLK_TCK")

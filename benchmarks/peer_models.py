@@ -49,7 +49,7 @@ def _write_directory() -> None:
     from transformers import AutoTokenizer
 
     from aioserve.config import ModelConfig
-    from aioserve.model_info import ModelInfo
+    from aioserve.model_source.info import ModelInfo
 
     source = FILES[BFLOAT16]
     info = ModelInfo(ModelConfig(model=str(source)))

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import EMBEDDED_MODEL, CacheConfig, ModelConfig
-from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized import quantize
+from aioserve.features.quantized.blocks import quantize
+from aioserve.model_source.info import ModelInfo
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 REPLY_TOKENS = 64

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.lab.simulation.run import VirtualClockEventLoop
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 
 MAX_MODEL_LEN = 16_384

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aioserve.config import ModelConfig
 from aioserve.kernels import load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.products import PanelLinear
 
 DTYPE = torch.bfloat16

@@ -21,7 +21,7 @@ from steps import Case, StepBench
 
 from aioserve.config import ModelConfig
 from aioserve.kernels import load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import machine
 
 KINDS = (None, "int4", "int8")  # of --quantization

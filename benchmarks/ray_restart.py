@@ -190,7 +190,7 @@ def deploy(given: argparse.Namespace, direct: int, max_num_seqs: int) -> None:
     """Deploy the application, and return when it runs as it is to."""
     from ray import serve
 
-    from aioserve.ray import build_app
+    from aioserve.fleet.ray import build_app
 
     cpu = {"num_cpus": 0.1}
     model: dict[str, Any] = {

@@ -25,13 +25,13 @@ from ray import serve
 
 from aioserve.config import EngineConfig
 from aioserve.errors import AioserveError
+from aioserve.fleet.ray import build_app
+from aioserve.fleet.ray.front import RayFront
+from aioserve.fleet.ray.settings import ModelSettings
 from aioserve.lab.simulation.run import Clients
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload, build_prompt
 from aioserve.params import SamplingParams
-from aioserve.ray import build_app
-from aioserve.ray.front import RayFront
-from aioserve.ray.settings import ModelSettings
 
 SETTINGS: dict[str, Any] = {
     "runner.runner": "simulated",

@@ -117,7 +117,7 @@ def start_ray(settings: dict[str, Any]) -> list[Way]:
     import ray
     from ray import serve
 
-    from aioserve.ray import build_app
+    from aioserve.fleet.ray import build_app
 
     port, direct = free_port(), free_port()
     ray.init(

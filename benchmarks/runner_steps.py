@@ -43,7 +43,7 @@ class RunnerWork:
         import torch
 
         from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-        from aioserve.model_info import ModelInfo
+        from aioserve.model_source.info import ModelInfo
         from aioserve.runner.cpu.load import load_on_cpu
 
         blocks_each = -(-(PROMPT_TOKENS + LIFE + 1) // BLOCK_SIZE)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.engine.shadow import LAG_SECONDS
+from aioserve.lab.shadow import LAG_SECONDS
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 200, 100
 

@@ -39,7 +39,7 @@ from lines import Panel, draw
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-MODEL = Path(__file__).parents[1] / "aioserve" / "embedded"
+MODEL = Path(__file__).parents[1] / "aioserve" / "model_source" / "embedded"
 PATIENCE = 60.0  # seconds after which a request counts as unanswered
 POLICIES = [
     *("fcfs", "priority", "chunked_prefill", "hrrn", "fair"),
@@ -59,7 +59,7 @@ IDLE = re.compile(r"^aioserve_(?:num_requests_\w+|kv_cache_used_blocks) (\S+)$",
 def serve(words: list[str]) -> int:
     """The command line of aioserve; a line on stdin is answered by one of JSON on stdout."""
     import aioserve.runner.cpu.load  # noqa: F401  # torch with it: traced, it would take a minute
-    from aioserve.cli import main
+    from aioserve.cli.main import main
 
     tracemalloc.start()
     threading.Thread(target=answer_looks, daemon=True).start()

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig, SpeculationConfig
+from aioserve.features.spec_decode.ngram import NgramText
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.synthetic import (
     ClientClass,
@@ -37,7 +38,6 @@ from aioserve.lab.workloads.synthetic import (
     WorkloadSpec,
     generate,
 )
-from aioserve.runner.spec_decode.ngram import NgramText
 
 ROOT = Path(__file__).parents[1]
 LINES = 30  # of code in a prompt

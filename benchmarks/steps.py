@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from floors import Floors, Time, samples, summary
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput

@@ -26,7 +26,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.engine.builder import make_runner
 from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
 from aioserve.lab.simulation.outcome import DelegatingRunner
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.scheduler import SchedulerOutput
 

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import zmq
 
+from aioserve.fleet.workers.messages import Line, ToWorker, decoder, encoder
 from aioserve.outputs import EngineCoreOutput
-from aioserve.workers.messages import Line, ToWorker, decoder, encoder
 
 ROOT = Path(__file__).parents[1]
 POLL_SECONDS = 0.25  # between looks at the lag of the loops

@@ -6,7 +6,8 @@
 read and call: attributes of classes with a comment `#:`, those that `__init__` assigns, with the
 comments beside them (or beside the field of `RequestSpec` that it assigns), properties and methods.
 `fields.md` says of every known field of a body what becomes of it on each route that generates.
-The table of operators' routes in `operations.md` is made of the commands of `aioserve.operations`.
+The table of operators' routes in `operations.md` is made of the commands in
+`aioserve.engine.operations`.
 """
 
 import ast
@@ -18,8 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from aioserve.apis.anthropic import messages
+from aioserve.apis.responses import routes as responses
+from aioserve.engine.operations import OPERATOR_COMMANDS
 from aioserve.kv_cache import KVCacheManager, StatePool, WindowPool
-from aioserve.operations import OPERATOR_COMMANDS
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import (
     AdmissionPart,
@@ -40,10 +43,8 @@ from aioserve.scheduler import (
 )
 from aioserve.scheduler.registry import read_options
 from aioserve.server import completions
-from aioserve.server.anthropic import messages
 from aioserve.server.chat import routes as chat
 from aioserve.server.fields import FIELDS, Hint, Rule, Skipped, Unserved, rules_of
-from aioserve.server.responses import routes as responses
 
 HERE = Path(__file__).parent
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from aioserve.cli import main as aioserve
+from aioserve.cli.main import main as aioserve
 from aioserve.lab.comparison.measures import number, parse_measure
 from aioserve.lab.mispredict import KINDS, Curves, draw, in_words
 from aioserve.lab.search.commands import render_tuning

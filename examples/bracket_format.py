@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from aioserve.formats import (
+from aioserve.features.formats import (
     Beginning,
     Call,
     CallParser,

@@ -61,7 +61,7 @@ def merge(model: Path, adapter: Path, path: Path) -> Path:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from aioserve.model_source.adapter import read_adapter
+    from aioserve.features.lora.peft_directory import read_adapter
 
     shutil.copytree(model, path)
     weights = load_file(model / "model.safetensors")

@@ -1,8 +1,8 @@
-"""Random weights in the formats of `aioserve.model_source.quantized`."""
+"""Random weights in the formats of `aioserve.features.quantized.blocks`."""
 
 import torch
 
-from aioserve.model_source.quantized import QuantizedWeight, format_of
+from aioserve.features.quantized.blocks import QuantizedWeight, format_of
 
 # Bytes of a block where a float16 number lies, which may not be infinite or none.
 _HALVES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}

@@ -17,8 +17,8 @@ from typing import Any
 
 from aioserve.config import ModelConfig, StructuredOutputsConfig
 from aioserve.errors import RequestError
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
 
 PACKAGE = "jsonschema==4.26.0"

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from aioserve.config import ModelConfig
-from aioserve.model_info import ModelInfo
-from aioserve.multimodal import Video
-from aioserve.multimodal.families import family_of
-from aioserve.multimodal.prompt import load_processor
-from aioserve.multimodal.videos import VideoProcessor
+from aioserve.features.multimodal import Video
+from aioserve.features.multimodal.families import family_of
+from aioserve.features.multimodal.prompt import load_processor
+from aioserve.features.multimodal.videos import VideoProcessor
+from aioserve.model_source.info import ModelInfo
 
 NUM_TOKENS = 12
 EMBEDDED = Path(__file__).parents[1] / "aioserve" / "embedded"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from tests import processes
 
 HEAD = "from aioserve.scheduler import BaseScheduler\n\n\nclass Mine(BaseScheduler):\n"  # 4 lines

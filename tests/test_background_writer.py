@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.errors import ConfigError
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.support.files import begin_log
 from aioserve.support.logs import BackgroundWriter, Gaps, dropped_lines

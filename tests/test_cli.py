@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import COMMANDS, build_parser, load_config, main
+from aioserve.cli.main import COMMANDS, build_parser, load_config, main
 from aioserve.config import COMMON_SETTINGS, EngineConfig, iter_settings
 from aioserve.errors import ConfigError
 from aioserve.scheduler import available_policies
@@ -178,8 +178,8 @@ def test_help_lists_every_policy_with_a_line(capsys):
 
 def test_help_and_version_load_nothing_heavy():
     code = (
-        "import sys, aioserve.cli\n"
-        "aioserve.cli.build_parser().format_help()\n"
+        "import sys, aioserve.cli.main\n"
+        "aioserve.cli.main.build_parser().format_help()\n"
         "heavy = {'torch', 'transformers', 'aiohttp', 'aioserve.engine', 'aioserve.server'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
@@ -272,7 +272,7 @@ def test_a_signal_ends_a_server_whose_policy_keeps_raising(tmp_path):
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=20)
         assert process.returncode == 0
-        assert 1 <= stderr.count("failure_log: policy Failing failed") <= 2  # not one a step
+        assert 1 <= stderr.count("step_loop: policy Failing failed") <= 2  # not one a step
 
 
 # A policy file runs in the server's process: it breaks the runner at the hundredth step.
@@ -379,7 +379,7 @@ def test_configurations_that_cannot_work_are_one_line_and_no_traceback(tmp_path,
 
 
 def test_a_corrupt_model_file_is_one_line_that_names_it(tmp_path, capsys):
-    embedded = Path(__file__).parents[1] / "aioserve" / "embedded"
+    embedded = Path(__file__).parents[1] / "aioserve" / "model_source" / "embedded"
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         folder = shutil.copytree(embedded, tmp_path / name)
         (folder / name).write_bytes(b"\x00 not what it should be")

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.config import (
     CacheConfig,
     ImageConfig,
@@ -19,7 +19,7 @@ from aioserve.config import (
     Section,
 )
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 
 

@@ -19,13 +19,13 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.input_token_count_params import InputTokenCountParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
+from aioserve.apis.anthropic import messages
+from aioserve.apis.responses import routes as response
 from aioserve.server import completions, embeddings
-from aioserve.server.anthropic import messages
 from aioserve.server.body import BodyDecoder
 from aioserve.server.chat import routes as chat
 from aioserve.server.chat.protocol import ChatCompletionRequest
 from aioserve.server.protocol import CompletionRequest, SamplingRequest
-from aioserve.server.responses import routes as response
 from aioserve.support.version import __version__
 
 ROOT = Path(__file__).parents[1]

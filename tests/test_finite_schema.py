@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
-from aioserve.grammars.schema import check_finite
+from aioserve.features.grammars.schema import check_finite
 from tests.server.bad_bodies import check
 from tests.server.serving import running
 

@@ -12,10 +12,10 @@ import pytest
 
 from aioserve.config import ModelConfig, StructuredOutputsConfig
 from aioserve.errors import RequestError
-from aioserve.grammars import GrammarCompiler
-from aioserve.grammars.pattern import MAX_REPETITION, check_repetitions, names_of
-from aioserve.grammars.schema import LARGEST, MAX_COUNT, MAX_DEPTH, for_grammar, place_of
-from aioserve.model_info import ModelInfo
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.features.grammars.pattern import MAX_REPETITION, check_repetitions, names_of
+from aioserve.features.grammars.schema import LARGEST, MAX_COUNT, MAX_DEPTH, for_grammar, place_of
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
 
 INFO = ModelInfo(ModelConfig())
@@ -102,7 +102,7 @@ import asyncio, json, random, resource, sys
 import jsonschema
 from llguidance import LLMatcher, LLTokenizer
 from aioserve.config import StructuredOutputsConfig
-from aioserve.grammars.translation import grammar_of
+from aioserve.features.grammars.translation import grammar_of
 from aioserve.params import StructuredOutputs
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 rng, tokenizer, num_served = random.Random(int(sys.argv[1])), LLTokenizer("byte"), 0

@@ -7,8 +7,8 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.decision_log.reader import DecisionLog
 from aioserve.errors import RequestError
+from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.what_if import make_workload, read_traffic
 from aioserve.request import MAX_HINTS, Hints, RequestSpec
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo, find_model
+from aioserve.model_source.info import ModelInfo, find_model
 
 EMBEDDED = find_model(ModelConfig()).path
 
@@ -77,7 +77,7 @@ def test_a_request_for_shorter_vectors_loads_no_heavy_library() -> None:
     code = (
         "import sys\n"
         "from aioserve.config import ModelConfig\n"
-        "from aioserve.model_info import ModelInfo\n"
+        "from aioserve.model_source.info import ModelInfo\n"
         "assert not ModelInfo(ModelConfig()).matryoshka_dimensions\n"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )

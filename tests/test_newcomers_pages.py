@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import TOOLS, build_parser, load_config
+from aioserve.cli.main import TOOLS, build_parser, load_config
 from tests.processes import PATIENCE
 
 ROOT = Path(__file__).parents[1]

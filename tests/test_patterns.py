@@ -21,14 +21,20 @@ CALLS = {"compile", "search", "match", "fullmatch", "split", "findall", "findite
 
 #: By file: how many of its patterns are no literal, and why their time is bounded.
 MADE = {
-    "aioserve/formats/call_parser.py": (1, "words of the code, and repetitions with an end"),
-    "aioserve/formats/grammar.py": (1, "marks of the tokenizer, escaped, one or another"),
-    "aioserve/formats/harmony.py": (2, "marks that stand in the code, escaped"),
-    "aioserve/formats/text.py": (1, "marks of a format, escaped, one or another"),
-    "aioserve/model_source/adapter.py": (2, "words of the code; an adapter's, with a time limit"),
+    "aioserve/features/formats/call_parser.py": (
+        1,
+        "words of the code, and repetitions with an end",
+    ),
+    "aioserve/features/formats/grammar.py": (1, "marks of the tokenizer, escaped, one or another"),
+    "aioserve/features/formats/harmony.py": (2, "marks that stand in the code, escaped"),
+    "aioserve/features/formats/text.py": (1, "marks of a format, escaped, one or another"),
+    "aioserve/features/lora/peft_directory.py": (
+        2,
+        "words of the code; an adapter's, with a time limit",
+    ),
     "aioserve/support/files.py": (1, "the name of a log, escaped, and digits"),
-    "aioserve/multimodal/prompt.py": (1, "marks of the model, escaped, one or another"),
-    "aioserve/server/batches/disk.py": (1, "the kind of a file, which stands in the code"),
+    "aioserve/features/multimodal/prompt.py": (1, "marks of the model, escaped, one or another"),
+    "aioserve/apis/batches/disk.py": (1, "the kind of a file, which stands in the code"),
     "aioserve/testing/formats/bound.py": (1, "marks of a format, escaped, one or another"),
     "aioserve/testing/story.py": (1, "a name of a policy's parts, escaped; in its tests"),
 }

@@ -59,7 +59,7 @@ def new_loop_has(name: str) -> None:
 
 TABLE = (
     Private(
-        "aioserve.multimodal.prompt",
+        "aioserve.features.multimodal.prompt",
         "_get_num_multimodal_tokens",
         "No other method counts an image's tokens without preparing the image.",
         "An image counts as one token until it is prepared; long prompts are refused later.",

@@ -10,9 +10,9 @@ import torch
 import torch.distributed
 
 from aioserve.errors import ConfigError
+from aioserve.features.multimodal.prompt import ImageProcessor
 from aioserve.lab.simulation.run import VirtualClockEventLoop
-from aioserve.model_info import ModelInfo
-from aioserve.multimodal.prompt import ImageProcessor
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner import loader
 from aioserve.runner.cpu import products
 from aioserve.runner.cpu.models import load_model_on_cpu
@@ -41,9 +41,9 @@ def test_every_row_is_tried() -> None:
     assert tried == {(row.module, row.name) for row in TABLE}
 
 
-@without("aioserve.multimodal.prompt", "_get_num_multimodal_tokens")
+@without("aioserve.features.multimodal.prompt", "_get_num_multimodal_tokens")
 def test_an_image_counts_as_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioserve.multimodal.prompt.size_of", lambda image, name: (64, 64))
+    monkeypatch.setattr("aioserve.features.multimodal.prompt.size_of", lambda image, name: (64, 64))
     processor: Any = object.__new__(ImageProcessor)
     processor._processor = SimpleNamespace()
     processor._family = SimpleNamespace(beside=False)

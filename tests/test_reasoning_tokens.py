@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioserve.config import ModelConfig
-from aioserve.formats import MARKS, Marks, Reasoning, ReasoningParser, joined
-from aioserve.model_info import ModelInfo
+from aioserve.features.formats import MARKS, Marks, Reasoning, ReasoningParser, joined
+from aioserve.model_source.info import ModelInfo
 from aioserve.support.tokens import ReasoningTokens, TokenBytes
 
 # Marks, beginnings of them, space, text, and a character of several bytes.

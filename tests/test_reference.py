@@ -50,7 +50,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
     )
     for name in TOKENIZER_FILES:
-        shutil.copy(Path(aioserve.__file__).parent / "embedded" / name, path)
+        shutil.copy(Path(aioserve.__file__).parent / "model_source" / "embedded" / name, path)
     return path
 
 

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from aioserve import AsyncEngine, SamplingParams
+from aioserve.engine.step_loop import Observers
 from aioserve.errors import ConfigError, PolicyError, RequestFailedError
-from aioserve.formats.marked_json import HermesParser
-from aioserve.formats.reply_format import ReplyParser
-from aioserve.model_info import ModelInfo
+from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.reply_format import ReplyParser
+from aioserve.fleet.routing import BaseRouter, Dispatcher, RoutedRequest, RouterError
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import TokenLogprobs
-from aioserve.routing import BaseRouter, Dispatcher, RoutedRequest, RouterError
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
-from aioserve.step_loop import Observers
 from aioserve.testing import SchedulerHarness
 from tests.server.serving import SIMULATED
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.config import ModelConfig
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.support.progress import BAR, BesideBars, show_no_bars, stage
 from tests.processes import PATIENCE, serving, started, until
 
@@ -31,7 +31,7 @@ def test_the_first_line_is_logged_before_anything_heavy_is_imported() -> None:
 import sys
 for name in ("aiohttp", "torch", "transformers"):
     sys.modules[name] = None
-from aioserve.cli import main
+from aioserve.cli.main import main
 main(["--policy", "fcfs"])
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -117,7 +117,7 @@ class Hub(BaseHTTPRequestHandler):
     sha = "5" * 40
 
     def do_GET(self, with_body: bool = True) -> None:
-        files = {path.name: path for path in (ROOT / "aioserve/embedded").iterdir()}
+        files = {path.name: path for path in (ROOT / "aioserve/model_source/embedded").iterdir()}
         path = self.path.partition("?")[0]
         if path == "/api/models/owner/name/revision/main":
             body = json.dumps({"id": "owner/name", "sha": self.sha, "siblings": []}).encode()

@@ -3,7 +3,8 @@
 Reads a script in the "tiny Shakespeare" layout, makes chat conversations of it, trains a
 tokenizer and a Llama, and writes a Hugging Face model directory. The shipped weights:
 
-    python training/train_embedded.py --data tinyshakespeare.txt --out aioserve/embedded
+    python training/train_embedded.py --out aioserve/model_source/embedded \
+        --data tinyshakespeare.txt
 """
 
 from __future__ import annotations

@@ -20,19 +20,12 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts, check_row_values
 from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import is_real
 from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.metrics import EngineMetrics
-from aioserve.engine.status import health_of, policy_error_of, settings_as_labels
-from aioserve.engine.stream import Origin, RequestStream, Samples, SampleState
-from aioserve.engine.watchdog import LoopMonitor, StateLog, Watchdog
-from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
-from aioserve.kv_cache import KVEvent
-from aioserve.model_info import ModelInfo
-from aioserve.operations.command import (
+from aioserve.engine.operations.command import (
     Answer,
     Arrivals,
     Counted,
@@ -42,6 +35,13 @@ from aioserve.operations.command import (
     Seen,
     State,
 )
+from aioserve.engine.status import health_of, policy_error_of, settings_as_labels
+from aioserve.engine.stream import Origin, RequestStream, Samples, SampleState
+from aioserve.engine.watchdog import LoopMonitor, StateLog, Watchdog
+from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
+from aioserve.features.lora.manager import Adapters
+from aioserve.kv_cache import KVEvent
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.info import RunnerInfo

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.adapters import Adapters
 from aioserve.engine.admission import Admission, ImageMemory, QueueShares
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
@@ -22,23 +21,24 @@ from aioserve.engine.input_processor import InputProcessor, PoolingValidator
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor, OutputRouter
+from aioserve.engine.step_loop import StepLoop
 from aioserve.engine.stream import Claims
 from aioserve.errors import ConfigError
+from aioserve.features.lora.manager import Adapters
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.request import ENTROPY, check_names, find_function
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.step_loop import StepLoop
 from aioserve.support.files import check_writable
 
 if TYPE_CHECKING:
     from aioserve.engine.kv_events import KVEventRelay
     from aioserve.engine.request_log import RequestLog
-    from aioserve.engine.shadow import ShadowBuilder, ShadowTurns
     from aioserve.engine.tracing import Tracing
+    from aioserve.lab.shadow import ShadowBuilder, ShadowTurns
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class EngineBuilder:
         check_writable(config.scheduler.decision_log, "decision log")
         check_writable(config.scheduler.request_log, "request log")
         if config.cache.kv_connector != "none":
-            from aioserve.engine.kv_connector import check_connector
+            from aioserve.features.kv_connector.engine_side import check_connector
 
             check_connector(config, self._policy)
         _check_chat_template(model_info)
@@ -129,7 +129,7 @@ class EngineBuilder:
         """Makes shadows; loaded when the first one is wanted. Raises `ConfigError` for a shadow
         policy that cannot work.
         """
-        from aioserve.engine.shadow import ShadowBuilder
+        from aioserve.lab.shadow import ShadowBuilder
 
         return ShadowBuilder(self.config, self._model_info, self._clock, self._metrics.shadow)
 
@@ -150,7 +150,7 @@ class EngineBuilder:
         self.config = config = _with_runner(self.config, info)
         clock, metrics = self._clock, self._metrics
         if config.cache.kv_connector != "none":
-            from aioserve.engine.kv_connector import make_connector
+            from aioserve.features.kv_connector.engine_side import make_connector
 
             self._connector = make_connector(
                 config, self._model_info, self.runner, metrics.kv_connector
@@ -207,7 +207,7 @@ class EngineBuilder:
         delivery = OutputRouter(output_processor, clock)
         sink: OutputSink = delivery
         if kv_cache.connector is not None and config.cache.kv_connector == "disk":
-            from aioserve.engine.kv_connector import HeldBack
+            from aioserve.features.kv_connector.engine_side import HeldBack
 
             sink = HeldBack(delivery, kv_cache.connector, output_processor.reader_of, config.cache)
         core = EngineCore(loop, self.runner, sink, clock=clock)
@@ -244,7 +244,7 @@ class EngineBuilder:
         with blamed(self._policy, "__init__()"):
             if settings.decision_log is None:
                 return make_policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
-            from aioserve.decision_log.recorder import LogWriter, RecordingScheduler
+            from aioserve.lab.decision_log.recorder import LogWriter, RecordingScheduler
 
             sink = LogWriter(Path(settings.decision_log))
             try:
@@ -308,7 +308,7 @@ def check_policies(config: EngineConfig) -> None:
     """
     wanted = [config.scheduler]
     if config.shadow.shadow_policy is not None:
-        from aioserve.engine.shadow import shadow_settings
+        from aioserve.lab.shadow import shadow_settings
 
         wanted += filter(None, [shadow_settings(config)])
     for each in wanted:
@@ -345,10 +345,10 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
                 "before what to guess from is known: give --pipeline-depth 1, or --device cpu"
             )
         if config.runner.tensor_parallel_size > 1:
-            from aioserve.runner.cuda.sharded_runner import ShardedOverlappedRunner
+            from aioserve.gpu.cuda.sharded_runner import ShardedOverlappedRunner
 
             return ShardedOverlappedRunner(config, model_info)
-        from aioserve.runner.cuda.runner import OverlappedRunner
+        from aioserve.gpu.cuda.runner import OverlappedRunner
 
         return OverlappedRunner.on_cuda(config, model_info)
     if config.runner.tensor_parallel_size > 1:

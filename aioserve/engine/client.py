@@ -26,11 +26,11 @@ from aioserve.engine.input_processor import (
     Prompt,
     read_embedding,
 )
+from aioserve.engine.operations.command import Answer, EngineCommand
 from aioserve.engine.prompt import ReadMedia
 from aioserve.engine.stream import Claims, Origin, RequestStream, Samples
 from aioserve.errors import RequestAbortedError, RequestError, UnknownModelError
-from aioserve.model_info import ModelInfo
-from aioserve.operations.command import Answer, EngineCommand
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EmbeddingOutput, RequestOutput
 from aioserve.params import PoolingParams, SamplingDefaults, SamplingParams
 from aioserve.request import NO_HINTS, Hints, RequestSpec

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aioserve.config import EngineConfig
-from aioserve.engine.adapters import Adapters
 from aioserve.engine.core import EngineCore
+from aioserve.engine.operations.command import Arrivals, Running, State
 from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, InvariantError
-from aioserve.operations.command import Arrivals, Running, State
+from aioserve.features.lora.manager import Adapters
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler
 from aioserve.scheduler.delegate import chain, innermost
@@ -199,7 +199,7 @@ class Control:
             self._check_trial(what)
 
     def _check_trial(self, what: str) -> None:
-        from aioserve.decision_log.recorder import RecordingScheduler
+        from aioserve.lab.decision_log.recorder import RecordingScheduler
 
         if any(
             isinstance(watcher, RecordingScheduler) for watcher in chain(self._core.loop.scheduler)

@@ -1,6 +1,6 @@
 """The engine task: drives the step loop on asyncio, between a runner and the readers of outputs.
 
-Decides nothing about a step: `aioserve.step_loop` does. Knows nothing about text, HTTP or tensors.
+Decides nothing about a step: the step loop does. Knows nothing about text, HTTP or tensors.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from aioserve.config import SchedulerConfig
+from aioserve.engine.step_loop import StepLoop
 from aioserve.errors import RunnerDeadError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.interface import RunnerInterface, check_result, check_started
-from aioserve.step_loop import StepLoop
 
 # Event loops round their timers to a millisecond, so a timer may fire early: it is set again, for
 # this many seconds at least.

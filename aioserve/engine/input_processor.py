@@ -31,16 +31,16 @@ from aioserve.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
-from aioserve.model_info import ModelInfo
-from aioserve.multimodal import MultimodalPrompt
-from aioserve.multimodal.families import family_of
+from aioserve.features.multimodal import MultimodalPrompt
+from aioserve.features.multimodal.families import family_of
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EmbeddingOutput, FinishReason
 from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_FORCED_TOKENS, PoolingParams, SamplingParams
 from aioserve.runner.info import RunnerInfo
 
 if TYPE_CHECKING:
-    from aioserve.engine.multimodal_prompts import MultimodalProcessor
-    from aioserve.grammars import GrammarCompiler
+    from aioserve.features.grammars import GrammarCompiler
+    from aioserve.features.multimodal.engine_prompts import MultimodalProcessor
 
 
 R = TypeVar("R")
@@ -115,7 +115,7 @@ class InputProcessor:
         """What reads conversations, images and videos: loaded for the first of them, on the event
         loop, where a model of text alone is served.
         """
-        from aioserve.engine.multimodal_prompts import MultimodalProcessor
+        from aioserve.features.multimodal.engine_prompts import MultimodalProcessor
 
         return MultimodalProcessor(self._model_info, self._tokenizer, self._runner_info)
 

@@ -7,8 +7,8 @@ blocks.
 import asyncio
 from collections.abc import Callable
 
+from aioserve.engine.step_loop import FAULTS, StepObserver
 from aioserve.kv_cache import KVCacheManager, KVEvent
-from aioserve.step_loop import FAULTS, StepObserver
 
 
 class KVEventRelay(StepObserver):

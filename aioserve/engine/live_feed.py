@@ -21,15 +21,15 @@ from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.clock import Clock, LoopLag
 from aioserve.engine.core import EngineLoop
 from aioserve.engine.metrics import EngineMetrics, Latencies
-from aioserve.engine.shadow import ShadowMetrics
+from aioserve.engine.operations.command import Seen
+from aioserve.engine.step_loop import StepObserver
 from aioserve.errors import EngineDeadError, RequestError
-from aioserve.operations.command import Seen
+from aioserve.lab.shadow import ShadowMetrics
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.registry import OptionField, describe_options, describe_policies
-from aioserve.step_loop import StepObserver
 from aioserve.support.version import __version__
 
 # What a page that watches the scheduler at work is told: plain data, a few times a second. Requests

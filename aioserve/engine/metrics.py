@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from aioserve.engine.adapters import AdapterMetrics
 from aioserve.engine.metric_families import (
     LENGTH_BUCKETS,
     Histogram,
@@ -21,14 +20,15 @@ from aioserve.engine.metric_families import (
     family_by,
     scheduler_metrics,
 )
+from aioserve.engine.operations.command import Counted, State, count_dropped_lines
 from aioserve.engine.stream import SampleState
-from aioserve.operations.command import Counted, State, count_dropped_lines
+from aioserve.features.lora.manager import AdapterMetrics
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
 
 if TYPE_CHECKING:
-    from aioserve.engine.kv_connector import KVConnectorMetrics
-    from aioserve.engine.shadow import ShadowMetrics
+    from aioserve.features.kv_connector.engine_side import KVConnectorMetrics
+    from aioserve.lab.shadow import ShadowMetrics
 
 
 class Latencies:
@@ -121,14 +121,14 @@ class EngineMetrics(Collector):
     @cached_property
     def shadow(self) -> "ShadowMetrics":
         """What the shadow policy would have done; registered when it is asked for."""
-        from aioserve.engine.shadow import ShadowMetrics
+        from aioserve.lab.shadow import ShadowMetrics
 
         return ShadowMetrics(self._registry)
 
     @cached_property
     def kv_connector(self) -> "KVConnectorMetrics":
         """What the KV connector does; registered when it is asked for."""
-        from aioserve.engine.kv_connector import KVConnectorMetrics
+        from aioserve.features.kv_connector.engine_side import KVConnectorMetrics
 
         return KVConnectorMetrics(self._registry)
 

@@ -19,12 +19,12 @@ from aioserve.engine.metrics import RequestCounts
 if TYPE_CHECKING:
     from aioserve.engine.request_log import RequestLog
     from aioserve.engine.tracing import Tracing
+from aioserve.engine.step_loop import FAULTS, FailureLog, StepObserver
 from aioserve.engine.stream import Claims, RequestStream, Samples, SampleState, wants_only_end
 from aioserve.errors import GrammarLimitError, PolicyError, RequestFailedError, RequestRejectedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, NewTokens, RequestOutput, RequestTimes
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
-from aioserve.step_loop import FAULTS, FailureLog, StepObserver
 
 # Turns tokens into text for the readers, and finds stop strings in it. One loop over a step's
 # outputs; it runs while the next step computes. Knows no scheduler: ids of requests that a stop

@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.decision_log.recorder import LOG_SETTINGS, LogWriter, RecordingScheduler
-from aioserve.decision_log.records import Closed
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineLoop
+from aioserve.engine.operations.command import Report
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.operations.command import Report
+from aioserve.lab.decision_log.recorder import LOG_SETTINGS, LogWriter, RecordingScheduler
+from aioserve.lab.decision_log.records import Closed
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.scheduler.delegate import innermost, without
 
@@ -39,7 +39,9 @@ COMPARE_SECONDS = 300.0  # until a comparison is given up
 NUM_KEPT = 8  # reports; they are asked for soon, or never
 
 # Beside a server that is busy it gets what is left.
-RUN = "import os, sys; os.nice(10); from aioserve.cli import main; sys.exit(main(sys.argv[1:]))"
+RUN = (
+    "import os, sys; os.nice(10); from aioserve.cli.main import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 class PolicyTrials:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from aioserve.engine.builder import EngineParts
-from aioserve.operations.command import State
+from aioserve.engine.operations.command import State
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.scheduler.delegate import chain

@@ -10,7 +10,7 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.engine.builder import EngineParts
 from aioserve.engine.metrics import EngineMetrics
-from aioserve.operations.command import Health
+from aioserve.engine.operations.command import Health
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface
 from aioserve.support.version import __version__
 

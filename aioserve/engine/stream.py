@@ -11,11 +11,11 @@ from types import TracebackType
 
 import msgspec
 
+from aioserve.engine.step_loop import FAULTS
 from aioserve.errors import RequestIdInUseError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.step_loop import FAULTS
 
 # The queue between the engine and the one reader of a request. Bounded without waiting: a slow
 # reader gets fewer, longer deltas. Knows nothing about scheduling.

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioserve.engine.prompt import Conversation, Encoded
+from aioserve.engine.step_loop import StepObserver
 from aioserve.engine.stream import SampleState
 from aioserve.errors import ConfigError
-from aioserve.multimodal import MultimodalPrompt
+from aioserve.features.multimodal import MultimodalPrompt
 from aioserve.outputs import FinishReason
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
-from aioserve.step_loop import StepObserver
 from aioserve.support.version import __version__
 
 if TYPE_CHECKING:

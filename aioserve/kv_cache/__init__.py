@@ -33,9 +33,9 @@ from aioserve.kv_cache.resource import AdapterSlots, EncoderLimits, LimitOf, Res
 from aioserve.kv_cache.retention import Retention
 
 if TYPE_CHECKING:
-    from aioserve.kv_cache.encoder import Ahead
-    from aioserve.kv_cache.states import StatePool, StateSlots
-    from aioserve.kv_cache.windows import WindowBlocks, WindowPool
+    from aioserve.features.multimodal.encoder_cache import Ahead
+    from aioserve.features.states.slots import StatePool, StateSlots
+    from aioserve.features.states.windows import WindowBlocks, WindowPool
 
 __all__ = [
     "BLOCKS",
@@ -72,18 +72,18 @@ __all__ = [
 ]
 
 _LOADED_LATER = {
-    "Ahead": "encoder",
-    "StatePool": "states",
-    "StateSlots": "states",
-    "WindowBlocks": "windows",
-    "WindowPool": "windows",
+    "Ahead": "aioserve.features.multimodal.encoder_cache",
+    "StatePool": "aioserve.features.states.slots",
+    "StateSlots": "aioserve.features.states.slots",
+    "WindowBlocks": "aioserve.features.states.windows",
+    "WindowPool": "aioserve.features.states.windows",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LOADED_LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LOADED_LATER[name]}"), name)
+    return getattr(importlib.import_module(_LOADED_LATER[name]), name)
 
 
 def make_resources(
@@ -98,11 +98,11 @@ def make_resources(
     """
     resources: list[Resource] = []
     if num_state_slots is not None:
-        from aioserve.kv_cache.states import StatePool
+        from aioserve.features.states.slots import StatePool
 
         resources.append(StatePool(num_state_slots, block_size, keeps_snapshots=keeps_prefixes))
     if windows is not None:
-        from aioserve.kv_cache.windows import WindowPool
+        from aioserve.features.states.windows import WindowPool
 
         resources.append(WindowPool(windows, block_size, keeps_prefixes=keeps_prefixes))
     return resources
@@ -112,7 +112,7 @@ def make_limits(max_loras: int, encoder: EncoderLimits, pool: BlockPool) -> list
     """What settings of the scheduler limit, whatever the model: these come and go with policies."""
 
     def make_encoder() -> Resource:
-        from aioserve.kv_cache.encoder import EncoderOutputs
+        from aioserve.features.multimodal.encoder_cache import EncoderOutputs
 
         return EncoderOutputs(encoder, pool)
 

@@ -21,8 +21,8 @@ from aioserve.kv_cache.retention import Leases, Retention
 from aioserve.request import Request, RequestStatus, WaitReason
 
 if TYPE_CHECKING:
-    from aioserve.kv_cache.states import StatePool
-    from aioserve.kv_cache.windows import WindowPool
+    from aioserve.features.states.slots import StatePool
+    from aioserve.features.states.windows import WindowPool
 
 
 class KVCacheManager:

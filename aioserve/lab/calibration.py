@@ -24,12 +24,12 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
 from aioserve.errors import ConfigError, RequestError
+from aioserve.features.multimodal import MultimodalPrompt
 from aioserve.kv_cache import Ahead
 from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
 from aioserve.lab.simulation.outcome import DelegatingRunner
 from aioserve.lab.terminal import progress
 from aioserve.lab.workloads.workload import text_tokens
-from aioserve.multimodal import MultimodalPrompt
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput
@@ -349,7 +349,7 @@ async def _timed_engine(
     config: EngineConfig,
 ) -> AsyncIterator[tuple[AsyncEngine, StepTimer]]:
     from aioserve.engine.builder import make_runner
-    from aioserve.model_info import ModelInfo
+    from aioserve.model_source.info import ModelInfo
 
     scheduler = msgspec.structs.replace(
         config.scheduler, policy="chunked_prefill", options={}, pipeline_depth=1

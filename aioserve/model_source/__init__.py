@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from aioserve.model_source.source import ModelSource
 
 if TYPE_CHECKING:
+    from aioserve.features.gguf.file import GgufFile
     from aioserve.model_source.directory import Directory
-    from aioserve.model_source.gguf_file import GgufFile
 
-_HOMES = {"Directory": "directory", "GgufFile": "gguf_file"}  # loaded when a model is such
+_HOMES = {
+    "Directory": "aioserve.model_source.directory",
+    "GgufFile": "aioserve.features.gguf.file",
+}  # loaded when a model is such
 
 __all__ = ["Directory", "GgufFile", "ModelSource"]
 
@@ -21,4 +24,4 @@ __all__ = ["Directory", "GgufFile", "ModelSource"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -22,7 +22,7 @@ from aioserve.model_source.stated_values import check_config
 from aioserve.params import SamplingDefaults, read_defaults
 
 if TYPE_CHECKING:
-    from aioserve.model_source.checkpoint import Stored
+    from aioserve.features.quantized.checkpoint import Stored
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Directory(ModelSource):
     def num_bytes(
         self, itemsize: int, *, keeps_blocks: bool = False, rounding: Rounding | None = None
     ) -> float:
-        from aioserve.model_source.quantized import bytes_in_memory, keeps_numbers
+        from aioserve.features.quantized.blocks import bytes_in_memory, keeps_numbers
 
         def rounded(name: str, shape: tuple[int, ...]) -> str | None:
             if rounding is None or len(shape) != 2 or shape[1] % _group(rounding.inner):
@@ -210,7 +210,7 @@ class Directory(ModelSource):
 
     def stored_kinds(self, outline: Any) -> dict[str, str]:
         with ExitStack() as files:
-            from aioserve.model_source.checkpoint import kinds_of
+            from aioserve.features.quantized.checkpoint import kinds_of
 
             return kinds_of(self._find_weights(files)[0], outline)
 
@@ -285,7 +285,7 @@ class Directory(ModelSource):
         from torch import nn
         from transformers import AutoModelForCausalLM
 
-        from aioserve.model_source.quantized import (
+        from aioserve.features.quantized.blocks import (
             QuantizedWeight,
             attach,
             keeps_numbers,
@@ -385,7 +385,7 @@ class Directory(ModelSource):
         if not self.quantization_config:
             return {}, tensors
         try:
-            from aioserve.model_source.checkpoint import find_weights
+            from aioserve.features.quantized.checkpoint import find_weights
 
             return find_weights(self.quantization_config, tensors)
         except ConfigError as error:
@@ -419,7 +419,7 @@ class Directory(ModelSource):
 
 def _group(kind: str) -> int:
     """Inputs that share a scale."""
-    from aioserve.model_source.quantized import format_of
+    from aioserve.features.quantized.blocks import format_of
 
     return format_of(kind).inputs
 

@@ -13,11 +13,11 @@ from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from aioserve.grammars import GrammarCompiler
+    from aioserve.features.grammars import GrammarCompiler
+    from aioserve.features.grammars.rows import GrammarRows
+    from aioserve.features.lora.rows import AdapterRows
     from aioserve.kv_cache import WindowSpec
-    from aioserve.runner.batch.adapter_rows import AdapterRows
-    from aioserve.runner.batch.grammar_rows import GrammarRows
-    from aioserve.runner.spec_decode.drafter import Drafter, DraftRows
+    from aioserve.runner.batch.drafter import Drafter, DraftRows
 
 _GRAMMAR, _BUDGET = "sampling_params.structured_outputs", "sampling_params.thinking_budget"
 
@@ -51,11 +51,11 @@ class BatchParts:
             model.image_encoder,
         ]
         if model.states is not None:
-            from aioserve.runner.batch.state_rows import StateRows
+            from aioserve.features.states.rows import StateRows
 
             parts.append(StateRows(max_num_seqs, model.states.take_back))
         if windows is not None:
-            from aioserve.runner.batch.state_rows import WindowRows
+            from aioserve.features.states.rows import WindowRows
 
             parts.append(WindowRows(max_num_seqs, max_model_len, block_size))
         # A budget's matcher stands among those of grammars.
@@ -77,26 +77,26 @@ class BatchParts:
     @cached_property
     def grammars(self) -> "GrammarRows":
         """Matchers by row."""
-        from aioserve.runner.batch.grammar_rows import GrammarRows
+        from aioserve.features.grammars.rows import GrammarRows
 
         return GrammarRows(self._compiler, self._vocab_size, self._eos_token_ids)
 
     @cached_property
     def adapters(self) -> "AdapterRows":
         """Loaded LoRA adapters, and those of rows."""
-        from aioserve.runner.batch.adapter_rows import AdapterRows
+        from aioserve.features.lora.rows import AdapterRows
 
         return AdapterRows()
 
     @cached_property
     def drafts(self) -> "DraftRows":
         """The part that guesses tokens, by the drafter or where a grammar leaves no choice."""
-        from aioserve.runner.spec_decode.drafter import DraftRows
+        from aioserve.runner.batch.drafter import DraftRows
 
         return DraftRows(self.drafter, self.sampling, self.grammars)
 
     def _thinking_rows(self) -> BatchPart[Any]:
-        from aioserve.runner.batch.thinking_rows import ThinkingRows
+        from aioserve.features.grammars.thinking import ThinkingRows
 
         return ThinkingRows(self._compiler, self.grammars)
 

@@ -20,9 +20,9 @@ from aioserve.runner.info import RunnerInfo
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.grammars import GrammarCompiler
-    from aioserve.kv_connector import KVConnectorWorker
-    from aioserve.model_source.adapter import AdapterFiles
+    from aioserve.features.grammars import GrammarCompiler
+    from aioserve.features.kv_connector import KVConnectorWorker
+    from aioserve.features.lora.peft_directory import AdapterFiles
 
 
 class RunnerInterface(ABC):

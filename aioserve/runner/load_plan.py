@@ -13,17 +13,17 @@ import torch
 
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec, WindowLayers
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.served_model import ServedModel
 
 if TYPE_CHECKING:  # `model_drafter` brings `transformers`
-    from aioserve.grammars import GrammarCompiler
+    from aioserve.features.grammars import GrammarCompiler
+    from aioserve.features.spec_decode.model_drafter import Draft, DraftRunner
+    from aioserve.gpu.tensor_parallel.group import Ranks
     from aioserve.kv_cache import WindowSpec
-    from aioserve.runner.spec_decode.drafter import Drafter
-    from aioserve.runner.spec_decode.model_drafter import Draft, DraftRunner
-    from aioserve.runner.tensor_parallel.group import Ranks
+    from aioserve.runner.batch.drafter import Drafter
 
 #: Choices of `cache.kv_cache_dtype` besides "auto": the side that serves each, and the type.
 _KV_TYPES = {"int8": ("the CPU", torch.int8), "fp8": ("CUDA", torch.float8_e4m3fn)}
@@ -107,7 +107,7 @@ class LoadPlan:
         speculation = self.config.speculation
         if self.ranks is None or self.ranks.is_first:  # guesses reach the others with the steps
             if speculation.speculative_method == "ngram":
-                from aioserve.runner.spec_decode.ngram import ngram_drafter
+                from aioserve.features.spec_decode.ngram import ngram_drafter
 
                 drafter = ngram_drafter(speculation)
             if self.draft is not None:

@@ -18,17 +18,23 @@ from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized import (
+from aioserve.features.lora.hooks import HookedAdapters
+from aioserve.features.lora.products import TokenAdapters
+from aioserve.features.multimodal.families import family_of
+from aioserve.features.multimodal.image_encoder import ImageEncoder
+from aioserve.features.multimodal.vision_language import TextPart, load_parts
+from aioserve.features.quantized.blocks import (
     attached,
     has_quantized_layers,
     quantize_experts,
     quantize_linears,
     told_of_weights,
 )
+from aioserve.features.states.layers import StatefulLayers
+from aioserve.gpu.tensor_parallel.group import together
+from aioserve.gpu.tensor_parallel.shard import check_groups, shard
+from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
-from aioserve.multimodal.families import family_of
-from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
@@ -52,7 +58,6 @@ from aioserve.runner.models.attention_probe import (
     tap_layers,
     use_default_attention,
 )
-from aioserve.runner.models.hooked_adapters import HookedAdapters
 from aioserve.runner.models.long_rope import set_long_factors
 from aioserve.runner.models.own_products import (
     are_stored,
@@ -63,12 +68,7 @@ from aioserve.runner.models.own_products import (
     widen_head,
 )
 from aioserve.runner.models.row_by_row import RowByRowModel
-from aioserve.runner.models.stateful_layers import StatefulLayers
-from aioserve.runner.multimodal.image_encoder import ImageEncoder
-from aioserve.runner.multimodal.vision_language import TextPart, load_parts
 from aioserve.runner.served_model import Halves, ServedModel, Taps
-from aioserve.runner.tensor_parallel.group import together
-from aioserve.runner.tensor_parallel.shard import check_groups, shard
 from aioserve.support.progress import as_stage
 
 

@@ -14,8 +14,9 @@ from zlib import crc32
 import msgspec
 
 from aioserve.config import EngineConfig, SimulatorConfig
+from aioserve.features.spec_decode.draft_length import DraftLength
 from aioserve.kv_cache import Ahead, WindowSpec
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.params import PoolingParams
 from aioserve.request import ROW_VALUES, invented
@@ -23,7 +24,6 @@ from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.kv_pool import window_spec
 from aioserve.runner.profile import StepTimeModel, load_profile
-from aioserve.runner.spec_decode.draft_length import DraftLength
 from aioserve.scheduler.output import (
     CachedRequestData,
     NewRequestData,
@@ -32,7 +32,7 @@ from aioserve.scheduler.output import (
 )
 
 if TYPE_CHECKING:
-    from aioserve.runner.simulated_kv import SimulatedBlocks, SimulatedDirectory
+    from aioserve.features.kv_connector.simulated import SimulatedBlocks, SimulatedDirectory
 
 Jump = Callable[[float], bool]
 
@@ -257,7 +257,7 @@ class SimulatedRunner(RunnerInterface):
         return output, self._busy_until
 
     def make_kv_worker(self, num_bytes: int) -> "SimulatedBlocks":
-        from aioserve.runner.simulated_kv import SimulatedBlocks
+        from aioserve.features.kv_connector.simulated import SimulatedBlocks
 
         seconds = 1e-6 * self._step_time.kv_load_token_us * self._block_size
         self._kv_blocks = SimulatedBlocks(num_bytes, self._block_bytes, seconds)
@@ -267,7 +267,7 @@ class SimulatedRunner(RunnerInterface):
         """A directory of at most `max_bytes`, or `kv_directory`. To be called on the event loop."""
         if self.kv_directory is not None:
             return self.kv_directory.shared()
-        from aioserve.runner.simulated_kv import SimulatedDirectory
+        from aioserve.features.kv_connector.simulated import SimulatedDirectory
 
         seconds = 1e-6 * self._step_time.kv_read_token_us * self._block_size
         return SimulatedDirectory(max_bytes, self._block_bytes, seconds)

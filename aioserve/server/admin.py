@@ -11,9 +11,9 @@ from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aioserve.engine import EngineClient
+from aioserve.engine.operations import HealthCheck, ShowMetrics
+from aioserve.engine.operations.command import Health, Readiness
 from aioserve.errors import UnknownKeyError, UnknownModelError
-from aioserve.operations import HealthCheck, ShowMetrics
-from aioserve.operations.command import Health, Readiness
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
 from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.openapi import Route

@@ -13,8 +13,8 @@ from socket import socket
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from aioserve.engine.operations.command import Health
 from aioserve.errors import EngineDeadError
-from aioserve.operations.command import Health
 from aioserve.server.access.connections import BACKLOG, Acceptor
 from aioserve.server.access.origins import HOSTS, Hosts, check_caller
 from aioserve.server.admin import TELLS

@@ -14,13 +14,13 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
+from aioserve.engine.operations.command import Counted
 from aioserve.errors import (
     AioserveError,
     EngineOverloadedError,
     RequestError,
     UnknownKeyError,
 )
-from aioserve.operations.command import Counted
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.connections import Connection
 from aioserve.server.errors import style_of, to_wire

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from aioserve.engine.operations import AbortElsewhere, OperatorCommand
+from aioserve.engine.operations.command import FilePath
 from aioserve.errors import ConfigError, PolicyError
-from aioserve.operations import AbortElsewhere, OperatorCommand
-from aioserve.operations.command import FilePath
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import BodyDecoder, check_path, decode_body
 from aioserve.server.errors import UnknownRequestError

@@ -1,22 +1,22 @@
 """The modules that have routes, and which of these an application has: the one list of APIs.
 
 Each declares its own, once: its handler, and what the OpenAPI document says of it. Those of
-operators follow from `aioserve.operations`. Knows no route.
+operators follow from `aioserve.engine.operations`. Knows no route.
 """
 
 from aiohttp import web
 
-from aioserve.operations import OPERATOR_COMMANDS
+from aioserve.apis.anthropic import messages as anthropic
+from aioserve.apis.batches import files as kept_files
+from aioserve.apis.batches import routes as batches
+from aioserve.apis.page import routes as page
+from aioserve.apis.responses import routes as responses
+from aioserve.apis.scoring import routes as scoring
+from aioserve.engine.operations import OPERATOR_COMMANDS
 from aioserve.server import admin, completions, embeddings, openapi, operators, tokenization
-from aioserve.server.anthropic import messages as anthropic
-from aioserve.server.batches import files as kept_files
-from aioserve.server.batches import routes as batches
 from aioserve.server.chat import routes as chat
 from aioserve.server.operators import route_of
-from aioserve.server.page import routes as page
-from aioserve.server.responses import routes as responses
 from aioserve.server.running import ENGINE
-from aioserve.server.scoring import routes as scoring
 
 _GENERATING = (completions, chat, embeddings, responses, anthropic, kept_files, batches)
 _APIS = (*_GENERATING, scoring, tokenization, operators, admin, openapi)
@@ -37,7 +37,7 @@ def open_apis(app: web.Application, max_bytes: int) -> None:
     body. Raises `ConfigError` for settings that an API cannot have.
     """
     if app[ENGINE].config.batches.batch_dir is not None:  # what runs them is not loaded otherwise
-        from aioserve.server.batches.runner import open_batches
+        from aioserve.apis.batches.runner import open_batches
 
         open_batches(app, max_bytes)
     scoring.open_scoring(app)

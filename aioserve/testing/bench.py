@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 
 from aioserve.config import SchedulerConfig
+from aioserve.engine.step_loop import StepLoop, StepObserver
 from aioserve.errors import StalledError
+from aioserve.features.kv_connector import OffloadingConnector
 from aioserve.kv_cache import (
     AllBlocksCleared,
     BlockPool,
@@ -24,12 +26,10 @@ from aioserve.kv_cache import (
     WindowSpec,
     make_resources,
 )
-from aioserve.kv_connector import OffloadingConnector
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, hinted_flag
 from aioserve.scheduler.blame import blamed
-from aioserve.step_loop import StepLoop, StepObserver
 from aioserve.testing.calls import Call
 from aioserve.testing.ledger import Drafter, Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row

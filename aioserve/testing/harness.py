@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from aioserve.engine.step_loop import StepInFlight
 from aioserve.errors import (
     AioserveError,
     EngineOverloadedError,
@@ -29,7 +30,6 @@ from aioserve.scheduler import (
     load_policy,
     make_successor,
 )
-from aioserve.step_loop import StepInFlight
 from aioserve.testing import comparisons, invariants
 from aioserve.testing.bench import Bench
 from aioserve.testing.calls import kept

@@ -58,7 +58,7 @@ def _policy_subject(config: pytest.Config, policy: type) -> Any:
 
 
 def _load_format(config: pytest.Config, spec: str) -> type:
-    from aioserve.formats import load_format
+    from aioserve.features.formats import load_format
 
     return load_format(spec)
 
@@ -70,7 +70,7 @@ def _format_subject(config: pytest.Config, kind: type) -> Any:
 
 
 def _load_router(config: pytest.Config, spec: str) -> type:
-    from aioserve.routing import load_router
+    from aioserve.fleet.routing import load_router
 
     router = load_router(spec)
     router.parse_options(config.getoption("--aioserve-router-options"))
@@ -84,7 +84,7 @@ def _router_subject(config: pytest.Config, kind: type) -> Any:
 
 
 def _load_autoscaler(config: pytest.Config, spec: str) -> type:
-    from aioserve.routing import load_autoscaler
+    from aioserve.fleet.routing import load_autoscaler
 
     autoscaler = load_autoscaler(spec)
     autoscaler.parse_options(config.getoption("--aioserve-autoscaler-options"))

@@ -25,7 +25,7 @@ from aioserve.testing.violation import ContractViolation
 T = TypeVar("T")
 
 #: Packages of aioserve that hold what contracts look at.
-OPEN = ("aioserve.policies.", "aioserve.routers.")
+OPEN = ("aioserve.policies.", "aioserve.fleet.routers.")
 
 #: Attributes of a scheduler that its base sets, once.
 FIXED = (

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aioserve.features.kv_connector import BlockStore, KVConnectorWorker, SlotGroup
 from aioserve.kv_cache import BLOCKS, Ahead, KVConnectorMetadata, StatePool, WindowPool, WindowSpec
-from aioserve.kv_connector import BlockStore, KVConnectorWorker, SlotGroup
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.params import PoolingParams
 from aioserve.request import ROW_VALUES, EncoderInput, invented

@@ -10,7 +10,7 @@ from make_model import SHAPES, make_model
 from steps import Case, StepBench, floor
 
 from aioserve.config import ModelConfig
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 
 SMALL = Case(decodes=3, context=40, prompt=70)
 

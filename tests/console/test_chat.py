@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from aioserve import AsyncEngine
-from aioserve.cli import build_parser, main
+from aioserve.cli.chat import CONTROL
+from aioserve.cli.main import build_parser, main
 from aioserve.config import EngineConfig, RunnerConfig
-from aioserve.console.chat import CONTROL
 from aioserve.model_source.downloads import DOWNLOADS
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
@@ -27,7 +27,7 @@ from tests.console.terminal import Terminal, at_terminal
 from tests.processes import PATIENCE, serving, until
 
 SIMULATED = ("--runner", "simulated", "--step-base-ms", "1", "--enable-admin")
-EMBEDDED = Path(__file__).parents[2] / "aioserve/embedded"
+EMBEDDED = Path(__file__).parents[2] / "aioserve/model_source/embedded"
 
 
 @pytest.fixture(scope="module")

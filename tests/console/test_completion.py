@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import COMMANDS, TOOLS, main
+from aioserve.cli.main import COMMANDS, TOOLS, main
 from aioserve.config import iter_settings
 from aioserve.scheduler import available_policies
 from aioserve.support.files import config_names

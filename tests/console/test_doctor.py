@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import main
-from aioserve.console.doctor import EXTRAS, look_at_packages
+from aioserve.cli.doctor import EXTRAS, look_at_packages
+from aioserve.cli.main import main
 from aioserve.kernels.library import VARIANTS, choose_variant, usable_variants
 from tests import processes
 

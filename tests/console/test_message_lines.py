@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.console.chat import read_message
+from aioserve.cli.chat import read_message
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from aioserve.console.chat import WordWrap
+from aioserve.cli.chat import WordWrap
 
 
 def wrapped(text: str, width: int, sizes: random.Random | None = None) -> str:

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from aioserve import AsyncEngine, SamplingParams
-from aioserve.cli import main as command
-from aioserve.decision_log.reader import Chronicle, DecisionLog
-from aioserve.decision_log.recorder import FRAME_BYTES, LogWriter
-from aioserve.decision_log.records import Added, Closed, Discarded, Planned, Updated
-from aioserve.decision_log.replay import replay
+from aioserve.cli.main import main as command
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog
+from aioserve.lab.decision_log.recorder import FRAME_BYTES, LogWriter
+from aioserve.lab.decision_log.records import Added, Closed, Discarded, Planned, Updated
+from aioserve.lab.decision_log.replay import replay
 from aioserve.request import RequestSpec
 from tests.lab.traffic import make_config, record, serve
 from tests.processes import PATIENCE

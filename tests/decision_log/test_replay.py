@@ -15,14 +15,21 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, SamplingParams
-from aioserve.cli import main as command
-from aioserve.decision_log.reader import Chronicle, DecisionLog, Life
-from aioserve.decision_log.recorder import RecordingScheduler
-from aioserve.decision_log.records import AnyRecord, Discarded, Header, Planned, Record, Switched
-from aioserve.decision_log.replay import replay
+from aioserve.cli.main import main as command
 from aioserve.engine import builder
 from aioserve.errors import RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog, Life
+from aioserve.lab.decision_log.recorder import RecordingScheduler
+from aioserve.lab.decision_log.records import (
+    AnyRecord,
+    Discarded,
+    Header,
+    Planned,
+    Record,
+    Switched,
+)
+from aioserve.lab.decision_log.replay import replay
 from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 from tests.engine.test_policy_failures import BAD, RaisesInUpdate, RaisesMidway, ReturnsAnOldStep
@@ -260,7 +267,7 @@ def test_the_command_says_identical_or_where_not(
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.endswith("requests, identical")
     assert json.loads(last)["identical"] is True
-    monkeypatch.setattr("aioserve.decision_log.replay.load_policy", lambda spec: CountsTo)
+    monkeypatch.setattr("aioserve.lab.decision_log.replay.load_policy", lambda spec: CountsTo)
     assert command(["replay", str(path)]) == 1
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "chunked_prefill: today's code diverges in step 30"

@@ -9,13 +9,13 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import AdapterConfig, ModelConfig, RunnerConfig
 from aioserve.errors import EngineDeadError, RequestTimeoutError, UnknownModelError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.model_source.adapter import AdapterFiles
+    from aioserve.features.lora.peft_directory import AdapterFiles
 
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
 ENDLESS = SamplingParams(max_tokens=3000, ignore_eos=True, detokenize=False)

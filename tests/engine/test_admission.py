@@ -203,7 +203,7 @@ async def test_text_with_a_token_that_the_model_has_no_weights_for_is_refused(
 ) -> None:
     """Else a row beyond the end of the embedding would be read."""
     path = tmp_path / "model"
-    shutil.copytree(Path(aioserve.__file__).parent / "embedded", path)
+    shutil.copytree(Path(aioserve.__file__).parent / "model_source" / "embedded", path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken("<|late|>", special=True)])
     tokenizer.save(str(path / "tokenizer.json"))

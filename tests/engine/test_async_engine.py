@@ -20,7 +20,7 @@ from aioserve.errors import (
 )
 from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVEvent
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput

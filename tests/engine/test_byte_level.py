@@ -18,7 +18,7 @@ from aioserve.engine.detokenizer import (
 )
 from aioserve.support.tokens import REPLACEMENT
 
-PATH = str(Path(aioserve.__file__).parent / "embedded/tokenizer.json")
+PATH = str(Path(aioserve.__file__).parent / "model_source/embedded/tokenizer.json")
 
 
 class Wrapped:

@@ -12,7 +12,7 @@ from aioserve.engine.chat_template import ChatTemplate
 from aioserve.engine.prompt import Conversation
 from aioserve.engine.template_renderer import TemplateTooSlowError
 from aioserve.errors import RequestError, TemplateStalledError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from tests.processes import PATIENCE
 from tests.slow import mostly_slow
 

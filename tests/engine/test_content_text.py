@@ -12,7 +12,7 @@ from aioserve.engine import Conversation
 from aioserve.engine.chat_template import ChatTemplate, ContentText
 from aioserve.engine.prompt import unmarked
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from tests.added_tokens import FAMILIES, Family, family_model
 
 TEMPLATE = """

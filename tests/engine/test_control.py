@@ -19,6 +19,7 @@ from aioserve.config import (
     SchedulerConfig,
 )
 from aioserve.engine.core import EngineCore
+from aioserve.engine.operations import HealthCheck
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -26,8 +27,7 @@ from aioserve.errors import (
     PolicyError,
     RunnerDeadError,
 )
-from aioserve.model_info import ModelInfo
-from aioserve.operations import HealthCheck
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason
 from aioserve.runner.cpu.runner import SleepingRunner
 from aioserve.runner.simulated import SimulatedRunner

@@ -18,7 +18,9 @@ from aioserve.engine.detokenizer import (
 )
 from tests.slow import mostly_slow
 
-TOKENIZER = Tokenizer.from_file(str(Path(aioserve.__file__).parent / "embedded/tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(
+    str(Path(aioserve.__file__).parent / "model_source/embedded/tokenizer.json")
+)
 
 
 def decode(token_ids: list[int]) -> str:

@@ -12,13 +12,13 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig, SpeculationConfig
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.records import FORMAT_VERSION, MAGIC, Planned
-from aioserve.decision_log.replay import replay
+from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
+from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.ngram import NgramText
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.records import FORMAT_VERSION, MAGIC, Planned
+from aioserve.lab.decision_log.replay import replay
 from aioserve.outputs import RequestOutput
-from aioserve.runner.cpu.drafts import CpuDraftRunner
-from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
-from aioserve.runner.spec_decode.ngram import NgramText
 from aioserve.scheduler import Request, SchedulerOutput
 from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate
 from tests.kit import run, stats_of, tokens_of

@@ -19,15 +19,16 @@ import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
+from aioserve.features.spec_decode import cpu_passes
+from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
+from aioserve.features.spec_decode.draft_length import ModelDraftLength
+from aioserve.features.spec_decode.model_drafter import DraftModel
 from aioserve.outputs import RequestOutput
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.input_batch import InputBatch
-from aioserve.runner.cpu import drafts, load
+from aioserve.runner.cpu import load
 from aioserve.runner.cpu.attention import AttentionBackend, create_attention_backend
-from aioserve.runner.cpu.drafts import CpuDraftRunner
 from aioserve.runner.cpu.sampler import SampledTokens, sample
-from aioserve.runner.spec_decode.draft_length import ModelDraftLength
-from aioserve.runner.spec_decode.model_drafter import DraftModel
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.models import make_model
 from tests.slow import mostly_slow
@@ -35,7 +36,7 @@ from tests.slow import mostly_slow
 # The loop is the subject of other tests; these load two models each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 ITSELF = SpeculationConfig(speculative_method="draft", draft_model="embedded")
 
 
@@ -131,7 +132,7 @@ async def test_a_draft_model_has_read_what_it_says(
         return served[-1]
 
     monkeypatch.setattr(load, "create_attention_backend", create)
-    monkeypatch.setattr(drafts, "sample", sample_badly)
+    monkeypatch.setattr(cpu_passes, "sample", sample_badly)
     monkeypatch.setattr(ModelDraftLength, "limits", limits)
     monkeypatch.setattr(DraftModel, "guesses", checked)
     guessed, stats = await generate(ITSELF)
@@ -203,8 +204,8 @@ async def test_guesses_taken_unseen_would_be_noticed(
 
     def take_all(self: InputBatch, inputs: StepInputs, token_ids: IntArray) -> list[list[int]]:
         for index, row in enumerate(inputs.rows.tolist()):
-            if drafts := inputs.drafts.get(row):
-                token_ids[np.flatnonzero(inputs.sampling == index)[:-1]] = drafts
+            if cpu_passes := inputs.drafts.get(row):
+                token_ids[np.flatnonzero(inputs.sampling == index)[:-1]] = cpu_passes
         return append(self, inputs, token_ids)
 
     monkeypatch.setattr(InputBatch, "append", take_all)

@@ -20,10 +20,7 @@ from aioserve.config import (
     SchedulerConfig,
     ShadowConfig,
 )
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.engine.input_processor import PoolingValidator
-from aioserve.engine.shadow import LAG_SECONDS
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -32,7 +29,10 @@ from aioserve.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
-from aioserve.model_info import ModelInfo
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
+from aioserve.lab.shadow import LAG_SECONDS
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
@@ -40,7 +40,7 @@ from tests.greedy import GreedyReference
 from tests.policy_names import SHIPPED
 from tests.slow import mostly_slow
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 MEAN, LAST = PoolingParams(pooling="mean"), PoolingParams(pooling="last")
 SIMULATED = EngineConfig(
     runner=RunnerConfig(runner="simulated", step_base_ms=1, step_prefill_token_us=1)

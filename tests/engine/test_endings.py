@@ -13,7 +13,7 @@ from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import builder
 from aioserve.errors import AioserveError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, SchedulerOutput

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import uvloop
 
-from aioserve.decision_log.reader import Chronicle, DecisionLog
 from aioserve.engine.clock import LAG_PROBE_SECONDS, LoopLag, clock_of, is_real
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog
 from tests.lab.traffic import record
 from tests.processes import PATIENCE
 

@@ -15,10 +15,10 @@ from aioserve.config import (
     SchedulerConfig,
     ShadowConfig,
 )
+from aioserve.engine.operations import ShowSteps
 from aioserve.kv_cache import WindowSpec
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.model_info import ModelInfo
-from aioserve.operations import ShowSteps
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner

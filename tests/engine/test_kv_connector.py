@@ -19,10 +19,9 @@ from aioserve.config import (
     RunnerConfig,
     SchedulerConfig,
 )
-from aioserve.engine import kv_connector
 from aioserve.errors import ConfigError, RequestFailedError
+from aioserve.features.kv_connector import BlockDirectory, OffloadingConnector, engine_side
 from aioserve.kv_cache import KVConnectorStats
-from aioserve.kv_connector import BlockDirectory, OffloadingConnector
 from tests.adapters import make_adapter
 from tests.engine.pausing_policy import OffloadsAtEveryTurn
 from tests.models import make_model
@@ -237,7 +236,7 @@ async def test_a_disk_that_hangs_holds_no_end_back_for_ever(
 ) -> None:
     may_write = threading.Event()
     monkeypatch.setattr(BlockDirectory, "_write_one", lambda *_: may_write.wait(PATIENCE))
-    monkeypatch.setattr(kv_connector, "HOLD_SECONDS", 0.01)
+    monkeypatch.setattr(engine_side, "HOLD_SECONDS", 0.01)
     cache = {"kv_connector": "disk", "kv_connector_path": str(tmp_path), "num_kv_blocks": 100}
     async with AsyncEngine(settings(base, **cache, kv_role="producer")) as engine:
         assert await run_all(engine) == expected

@@ -16,9 +16,9 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import GrammarLimitError
+from aioserve.features.grammars import rows
+from aioserve.features.grammars.rows import GrammarRows, MaskLanes
 from aioserve.params import StructuredOutputs
-from aioserve.runner.batch import grammar_rows
-from aioserve.runner.batch.grammar_rows import GrammarRows, MaskLanes
 from tests.engine.test_async_engine import until_idle
 from tests.engine.test_structured_outputs import of_schema, params, replies, reply
 from tests.kit import stats_of
@@ -57,8 +57,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return masks
 
     monkeypatch.setattr(GrammarRows, "taken", noted)
-    monkeypatch.setattr(grammar_rows, "SLOW_SECONDS", -1.0)
-    monkeypatch.setattr(grammar_rows, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(rows, "STEP_SECONDS", 0.0)
     fill = MaskLanes._fill
 
     def slowly(self: MaskLanes, job: Any) -> Any:
@@ -145,9 +145,9 @@ async def test_samples_that_have_said_the_same_share_a_mask(
 
 async def test_rows_that_take_too_much_memory_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter(range(0, 1 << 60, 1 << 30))  # a gigabyte at each look
-    monkeypatch.setattr(grammar_rows, "_resident", lambda: next(resident))
-    monkeypatch.setattr(grammar_rows, "SLOW_SECONDS", -1.0)
-    monkeypatch.setattr(grammar_rows, "BYTES_PER_SECOND", 1 << 50)
+    monkeypatch.setattr(rows, "_resident", lambda: next(resident))
+    monkeypatch.setattr(rows, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(rows, "BYTES_PER_SECOND", 1 << 50)
     async with AsyncEngine(config()) as engine:
         others = asyncio.create_task(reply(engine, SamplingParams(max_tokens=40)))
         with pytest.raises(GrammarLimitError, match="of memory"):

@@ -8,8 +8,8 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
 from tests.kit import run
 from tests.lab.traffic import record
 

@@ -13,6 +13,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
+from aioserve.engine.operations import HealthCheck
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -20,8 +21,7 @@ from aioserve.errors import (
     ForeignLoopError,
     RunnerDeadError,
 )
-from aioserve.model_info import ModelInfo
-from aioserve.operations import HealthCheck
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner

@@ -14,10 +14,10 @@ from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
 from aioserve.engine import live_feed as gallery
 from aioserve.engine import live_feed as onlooker
 from aioserve.engine.live_feed import AWAY_SECONDS, NUM_KEPT, shown_id
+from aioserve.engine.operations import ShowSteps
+from aioserve.engine.operations.command import Seen
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.operations import ShowSteps
-from aioserve.operations.command import Seen
 from tests.foreign_policy import FOREIGN
 
 CONFIG = EngineConfig(

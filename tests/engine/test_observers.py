@@ -11,15 +11,16 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine import kv_connector, output_processor, request_log
-from aioserve.engine.kv_connector import HeldBack
+from aioserve.engine import output_processor, request_log
 from aioserve.engine.live_feed import FeedObserver
 from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.operations import ShowSteps
 from aioserve.engine.output_processor import OutputRouter
-from aioserve.engine.shadow import Shadow, ShadowTurns
 from aioserve.errors import RequestFailedError
+from aioserve.features.kv_connector import engine_side
+from aioserve.features.kv_connector.engine_side import HeldBack
 from aioserve.kv_cache import KVConnectorBase
-from aioserve.operations import ShowSteps
+from aioserve.lab.shadow import Shadow, ShadowTurns
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request
 
@@ -201,7 +202,7 @@ async def test_a_client_process_that_cannot_be_reached_harms_no_other(
 async def test_the_end_of_an_old_request_is_not_told_to_a_new_one_of_the_same_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_connector, "HOLD_SECONDS", 30.0)
+    monkeypatch.setattr(engine_side, "HOLD_SECONDS", 30.0)
     is_saved: list[Callable[[], None]] = []
 
     class Saves:

@@ -14,10 +14,10 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import builder
+from aioserve.engine.operations import HealthCheck
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import PolicyError, RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.operations import HealthCheck
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, RequestOutput
 from aioserve.request import RequestStatus
 from aioserve.scheduler import Request, SchedulerInterface, SchedulerOutput

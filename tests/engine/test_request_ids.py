@@ -10,7 +10,7 @@ from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineOverloadedError, RequestFailedError, RequestIdInUseError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput

@@ -11,11 +11,11 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.records import Updated
-from aioserve.decision_log.replay import replay
 from aioserve.errors import ConfigError, EngineStartError
-from aioserve.runner.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.records import Updated
+from aioserve.lab.decision_log.replay import replay
 from aioserve.scheduler import SchedulerOutput
 from tests.engine.test_speculation import NGRAM, NONE
 from tests.kit import greedy, run, small_config, tokens_of

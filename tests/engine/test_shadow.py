@@ -26,7 +26,7 @@ def _a_stopwatch_that_no_machine_delays(monkeypatch: pytest.MonkeyPatch) -> None
     """What the shadow costs is told by how often it looks: 20 us each time."""
     ticks = itertools.count()
     stopwatch = SimpleNamespace(perf_counter=lambda: 20e-6 * next(ticks))
-    monkeypatch.setattr("aioserve.engine.shadow.time", stopwatch)
+    monkeypatch.setattr("aioserve.lab.shadow.time", stopwatch)
 
 
 async def serve_many(engine: AsyncEngine) -> list[list[int]]:

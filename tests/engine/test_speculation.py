@@ -9,11 +9,11 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
+from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.params import StructuredOutputs
 from aioserve.runner import devices
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
 from tests.slow import mostly_slow
 
 # The loop is the subject of other tests; these load a model each.

@@ -14,11 +14,11 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import GrammarLimitError, RequestError
-from aioserve.grammars import compiler as grammars
+from aioserve.features.grammars import compiler as grammars
+from aioserve.features.grammars import rows
+from aioserve.features.grammars.rows import GrammarRows
 from aioserve.outputs import RequestOutput
 from aioserve.params import StructuredOutputs
-from aioserve.runner.batch import grammar_rows
-from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.server.errors import to_wire
 from tests.kit import stats_of
 from tests.slow import mostly_slow
@@ -120,7 +120,7 @@ async def test_forced_tokens_go_into_the_step_behind_the_one_in_flight(
 ) -> None:
     ways = [params(temperature=0, way=of_schema(name)) for name in ("tool call", "enum")]
     settings = config("float32", pipeline_depth=2)
-    monkeypatch.setattr(grammar_rows, "STEP_SECONDS", 60.0)  # no row sits out on a slow machine
+    monkeypatch.setattr(rows, "STEP_SECONDS", 60.0)  # no row sits out on a slow machine
     async with AsyncEngine(settings) as engine:
         ahead = await replies(engine, ways)
         stats = stats_of(engine)

@@ -21,13 +21,13 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import RequestError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import RequestOutput
 from aioserve.params import StructuredOutputs, ThinkingBudget
 from aioserve.support.tokens import ReasoningTokens, TokenBytes
 from tests.kit import stats_of
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 PROMPT = "What news, my lord?"
 END = "</think>"
 TOKENIZER = ModelInfo(ModelConfig()).tokenizer

@@ -21,10 +21,10 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ServerConfig
 from aioserve.engine import watchdog
+from aioserve.engine.operations import HealthCheck
 from aioserve.engine.watchdog import is_debugged
 from aioserve.errors import EngineDeadError
-from aioserve.model_info import ModelInfo
-from aioserve.operations import HealthCheck
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
 from policies.fcfs import FCFSScheduler

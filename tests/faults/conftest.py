@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from aioserve import step_loop
+from aioserve.engine import step_loop
 
 NAME = "injected"
 

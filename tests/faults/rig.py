@@ -16,7 +16,7 @@ from aioserve.engine.input_processor import InputProcessor, SamplingValidator
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.request_log import RequestLog
 from aioserve.errors import EngineDeadError
-from aioserve.runner.simulated_kv import SimulatedDirectory
+from aioserve.features.kv_connector.simulated import SimulatedDirectory
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from aioserve.testing.faults import (

@@ -25,7 +25,7 @@ from tests.adapters import make_adapter
 from tests.faults.rig import LENGTHS, Parts, Reference, Rig, reference_of
 
 IS_LONG = "AIOSERVE_FAULT_DAYS" in os.environ
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 ASKS: tuple[dict[str, Any], ...] = (
     {"prompt": "Once upon a time", "ignore_eos": True},
     {"prompt": "Once upon a time there was a king", "ignore_eos": True, "logprobs": 2},

@@ -4,7 +4,7 @@
 channels is content.
 """
 
-from aioserve.formats import (
+from aioserve.features.formats import (
     Beginning,
     Call,
     CallParser,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from aioserve.formats import MARKS, Choice
+from aioserve.features.formats import MARKS, Choice
 from tests.formats.round_trip import ALIKE, BUT_SPACE, LEFT_OUT, OTHERWISE, REFUSED, Trip
 
 PAGE = Path(__file__).parents[2] / "docs" / "chat-templates.md"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from aioserve.engine import Conversation
 from aioserve.engine.chat_template import ChatTemplate
 from aioserve.errors import RequestError
-from aioserve.formats import (
+from aioserve.features.formats import (
     Arguments,
     Call,
     Choice,

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioserve.formats import Arguments, Call, CallParser, Content, Event, Function, joined
-from aioserve.formats.call_block import DeepSeekV31Parser
-from aioserve.formats.marked_json import HermesParser
-from aioserve.formats.mistral import MistralParser
-from aioserve.formats.plain_json import Llama3Parser, PlainJsonParser
+from aioserve.features.formats import Arguments, Call, CallParser, Content, Event, Function, joined
+from aioserve.features.formats.call_block import DeepSeekV31Parser
+from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.mistral import MistralParser
+from aioserve.features.formats.plain_json import Llama3Parser, PlainJsonParser
 
 PARSERS = [HermesParser, Llama3Parser, MistralParser, DeepSeekV31Parser, PlainJsonParser]
 FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.formats import (
+from aioserve.features.formats import (
     MARKS,
     SHIPPED,
     Marks,
@@ -17,15 +17,15 @@ from aioserve.formats import (
     choose,
     load_format,
 )
-from aioserve.formats.marked_json import HermesParser
-from aioserve.formats.mistral import MistralParser
-from aioserve.formats.plain_json import Llama3Parser
+from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.mistral import MistralParser
+from aioserve.features.formats.plain_json import Llama3Parser
 from tests.formats.channels import ChannelFormat
 
 CHANNELS = f"{Path(__file__).with_name('channels.py')}:ChannelFormat"
 MARKED = """
-from aioserve.formats import Marks
-from aioserve.formats.marked_json import HermesParser
+from aioserve.features.formats import Marks
+from aioserve.features.formats.marked_json import HermesParser
 
 class Marked(HermesParser):
     marks = Marks("<hm>", "</hm>")
@@ -91,11 +91,11 @@ def test_a_format_that_ships_is_found_by_the_least_evidence(name):
 def test_only_formats_that_a_template_may_show_are_loaded():
     program = """
 import sys
-from aioserve.formats import choose
+from aioserve.features.formats import choose
 assert choose("auto", "auto", "<tool_call>").name == "hermes"
-assert "aioserve.formats.marked_json" in sys.modules
+assert "aioserve.features.formats.marked_json" in sys.modules
 others = {"call_block", "tagged_formats", "noted_calls", "harmony", "mistral", "plain_json"}
-assert not {name for name in others if f"aioserve.formats.{name}" in sys.modules}
+assert not {name for name in others if f"aioserve.features.formats.{name}" in sys.modules}
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -126,7 +126,9 @@ def test_a_format_of_another_package_is_found_by_name_and_asked_first(tmp_path, 
         EntryPoint("strange", "strange_format:Marked", "aioserve.formats"),
         EntryPoint("broken", "no_such_module:Marked", "aioserve.formats"),
     ]
-    monkeypatch.setattr("aioserve.formats.registry.installed_entry_points", lambda group: found)
+    monkeypatch.setattr(
+        "aioserve.features.formats.registry.installed_entry_points", lambda group: found
+    )
     monkeypatch.setattr("aioserve.support.plugins.installed_entry_points", lambda group: found)
     assert available_formats().keys() == {*SHIPPED, "strange", "broken"}
     assert choose("strange", "auto", "").name == "strange"

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from aioserve.formats import choose, load_format
+from aioserve.features.formats import choose, load_format
 from aioserve.testing.formats.contract import FormatContract
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.formats import Arguments, Call, Content, Function, Reasoning, choose, joined
-from aioserve.formats.harmony import HarmonyParser
+from aioserve.features.formats import Arguments, Call, Content, Function, Reasoning, choose, joined
+from aioserve.features.formats.harmony import HarmonyParser
 
 FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"

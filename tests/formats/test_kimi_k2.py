@@ -2,8 +2,8 @@
 
 import pytest
 
-from aioserve.formats import Arguments, Call, Content, Function, joined
-from aioserve.formats.call_block import KimiK2Parser
+from aioserve.features.formats import Arguments, Call, Content, Function, joined
+from aioserve.features.formats.call_block import KimiK2Parser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 

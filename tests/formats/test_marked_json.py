@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from aioserve.formats import Arguments, Call, Content, Function, choose, joined
-from aioserve.formats.marked_json import (
+from aioserve.features.formats import Arguments, Call, Content, Function, choose, joined
+from aioserve.features.formats.marked_json import (
     AprielParser,
     GraniteParser,
     HermesParser,

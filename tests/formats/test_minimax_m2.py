@@ -2,8 +2,8 @@
 
 import pytest
 
-from aioserve.formats import Arguments, Call, Content, Function, joined
-from aioserve.formats.tagged_formats import MiniMaxM2Parser
+from aioserve.features.formats import Arguments, Call, Content, Function, joined
+from aioserve.features.formats.tagged_formats import MiniMaxM2Parser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "number"}, "b": {"type": "string"}}})]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from aioserve.formats import (
+from aioserve.features.formats import (
     Arguments,
     Call,
     Content,
@@ -16,14 +16,14 @@ from aioserve.formats import (
     choose,
     joined,
 )
-from aioserve.formats.notation import GEMMA, PYTHON, NotedArguments
-from aioserve.formats.noted_calls import (
+from aioserve.features.formats.notation import GEMMA, PYTHON, NotedArguments
+from aioserve.features.formats.noted_calls import (
     Gemma4Parser,
     Lfm2Parser,
     Llama4PythonicParser,
     Olmo3Parser,
 )
-from aioserve.formats.plain_json import Llama4JsonParser
+from aioserve.features.formats.plain_json import Llama4JsonParser
 
 SCHEMA = {
     "type": "object",

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from aioserve.formats import Arguments, Call, Content, Function, Reply, SaidCall, joined
-from aioserve.formats.tagged_formats import Qwen3CoderParser
+from aioserve.features.formats import Arguments, Call, Content, Function, Reply, SaidCall, joined
+from aioserve.features.formats.tagged_formats import Qwen3CoderParser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 SCHEMA = {

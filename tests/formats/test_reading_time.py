@@ -5,9 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioserve.formats import SHIPPED, Arguments, Call, Content, Function
-from aioserve.formats.registry import load_format
-from aioserve.formats.reply_format import Marks, ReasoningParser, Reply, ReplyFormat, SaidCall
+from aioserve.features.formats import SHIPPED, Arguments, Call, Content, Function
+from aioserve.features.formats.registry import load_format
+from aioserve.features.formats.reply_format import (
+    Marks,
+    ReasoningParser,
+    Reply,
+    ReplyFormat,
+    SaidCall,
+)
 from aioserve.server.chat.reply_reader import HeldCalls
 
 TEXT, LIST, OBJECT = ({"type": name} for name in ("string", "array", "object"))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioserve.formats import (
+from aioserve.features.formats import (
     MARKS,
     Call,
     Content,
@@ -15,7 +15,7 @@ from aioserve.formats import (
     choose_reasoning,
     joined,
 )
-from aioserve.formats.marked_json import HermesParser
+from aioserve.features.formats.marked_json import HermesParser
 
 
 def parse(name, pieces, prompt_end="", calls=None):

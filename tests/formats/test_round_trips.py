@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.formats import SHIPPED
+from aioserve.features.formats import SHIPPED
 from tests.formats.page import PAGE, Row, render
 from tests.formats.round_trip import ALIKE, BUT_SPACE, OTHERWISE, RoundTrips
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from aioserve.formats import Arguments, Call, Content, Function, joined
-from aioserve.formats.tagged_formats import SeedOssParser
+from aioserve.features.formats import Arguments, Call, Content, Function, joined
+from aioserve.features.formats.tagged_formats import SeedOssParser
 from tests.formats.round_trip import ALIKE, RoundTrips
 
 SCHEMA = {"properties": {"a": {"type": "object"}, "b": {"type": "string"}, "c": {"type": "array"}}}

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from aioserve.config import ModelConfig
-from aioserve.formats import Function, Reply, SaidCall, load_format
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.formats import Function, Reply, SaidCall, load_format
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
 from aioserve.server.chat.chat_format import ChatFormat
 from tests.server.scripted import make_model

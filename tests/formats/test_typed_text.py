@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from aioserve.formats import typed_json
-from aioserve.formats.text import forms
+from aioserve.features.formats import typed_json
+from aioserve.features.formats.text import forms
 
 SCHEMA = {
     "properties": {

@@ -27,21 +27,21 @@ from aioserve.config import (
     RunnerConfig,
     ServerConfig,
 )
-from aioserve.decision_log.reader import DecisionLog
 from aioserve.engine import AsyncEngine
 from aioserve.engine.chat_template import ChatTemplate
 from aioserve.engine.prompt import Conversation
 from aioserve.engine.template_process import syntax_error
 from aioserve.errors import ConfigError, RequestError
-from aioserve.grammars import GrammarCompiler
-from aioserve.kv_connector import BlockDirectory
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.features.kv_connector import BlockDirectory
+from aioserve.features.lora.peft_directory import read_adapter, stored_parameters
+from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.perfetto import write_trace
 from aioserve.lab.logs.what_if import make_workload, read_traffic
 from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.lab.workloads.traces import read_trace
-from aioserve.model_info import ModelInfo, find_model
-from aioserve.model_source.adapter import read_adapter, stored_parameters
+from aioserve.model_source.info import ModelInfo, find_model
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.runner.profile import load_profile
 from aioserve.server.access.keys import read_keys

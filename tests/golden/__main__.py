@@ -10,8 +10,8 @@ import tempfile
 from argparse import ArgumentParser
 from pathlib import Path
 
-from aioserve.decision_log.reader import DecisionLog
 from aioserve.errors import ConfigError
+from aioserve.lab.decision_log.reader import DecisionLog
 from tests.golden.files import CASES, FOLDER, LOGGED, log_path, read_lines, write_lines
 from tests.golden.lines import difference, lines_of
 from tests.golden.workloads import record

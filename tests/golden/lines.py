@@ -11,8 +11,8 @@ the images 0 and 1. Knows what calls of a scheduler mean; how a log holds them, 
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from aioserve.decision_log.reader import Chronicle, DecisionLog
-from aioserve.decision_log.records import (
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog
+from aioserve.lab.decision_log.records import (
     Added,
     AnyRecord,
     Discarded,
@@ -22,7 +22,7 @@ from aioserve.decision_log.records import (
     Reset,
     Updated,
 )
-from aioserve.decision_log.replay import Replay, agree
+from aioserve.lab.decision_log.replay import Replay, agree
 from aioserve.request import RequestStatus
 
 NUM_BEFORE, NUM_AFTER = 4, 3  # lines of context that a difference is shown with

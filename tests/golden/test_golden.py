@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
 from aioserve.request import WaitReason
 from tests.golden.files import CASES, COMMAND, FOLDER, LOGGED, POLICIES, log_path, read_lines
 from tests.golden.lines import difference, lines_of

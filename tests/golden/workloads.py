@@ -22,9 +22,9 @@ from aioserve.config import (
 )
 from aioserve.engine.prompt import Encoded
 from aioserve.errors import AioserveError
+from aioserve.features.lora.peft_directory import AdapterFiles
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.model_info import ModelInfo
-from aioserve.model_source.adapter import AdapterFiles
+from aioserve.model_source.info import ModelInfo
 from aioserve.request import EncoderInput
 from aioserve.runner.simulated import SimulatedRunner
 

@@ -26,7 +26,7 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
-from aioserve.model_source.adapter import read_adapter
+from aioserve.features.lora.peft_directory import read_adapter
 from aioserve.runner.batch import sampling_columns
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import ALL_LINEAR, make_adapter, merge
@@ -64,8 +64,8 @@ def settings(path: Path, depth: int = 2, dtype: str = "bfloat16", **runner: Any)
 
 
 def build(config: EngineConfig) -> Any:
-    from aioserve.model_info import ModelInfo
-    from aioserve.runner.cuda.load import load_on_cuda
+    from aioserve.gpu.cuda.load import load_on_cuda
+    from aioserve.model_source.info import ModelInfo
 
     return load_on_cuda(config, ModelInfo(config.model))
 
@@ -146,7 +146,7 @@ def check_close(a: list[dict[str, dict[int, float]]], b: list[Any], tolerance: f
 
 @torch.inference_mode()
 def test_triton_draws_what_the_cpu_draws() -> None:
-    from aioserve.runner.cuda import sampler, triton_kernels
+    from aioserve.gpu.cuda import sampler, triton_kernels
 
     rng = np.random.default_rng(0)
     keys = torch.from_numpy(rng.integers(-(1 << 31), 1 << 31, (2, 64)).astype(np.int32))
@@ -176,7 +176,7 @@ def test_flashinfer_and_graphs_are_plain_torch_attention(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replays see lengths that are far from those at capture; pages of three requests."""
-    from aioserve.runner.cuda import load
+    from aioserve.gpu.cuda import load
 
     replayed = run(build(settings(path)), 40)
     eager = run(build(settings(path, enforce_eager=True)), 40)
@@ -254,7 +254,7 @@ def with_tokenizer(path: Path) -> Path:
     import aioserve
 
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(aioserve.__file__).parent / "embedded" / name, path)
+        shutil.copy(Path(aioserve.__file__).parent / "model_source" / "embedded" / name, path)
     return path
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from aioserve.config import ModelConfig
 from aioserve.engine.detokenizer import DetokenizerChoice
-from aioserve.grammars import GrammarCompiler
-from aioserve.grammars.tokenizer import SeenTokenizer
-from aioserve.model_info import ModelInfo
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.features.grammars.tokenizer import SeenTokenizer
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
 from tests.added_tokens import FAMILIES, family_model
 

@@ -6,8 +6,8 @@ import pytest
 
 from aioserve.config import ModelConfig
 from aioserve.errors import RequestError
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
 
 INFO = ModelInfo(ModelConfig())

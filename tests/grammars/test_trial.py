@@ -10,10 +10,10 @@ import pytest
 
 from aioserve.config import ModelConfig
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.grammars import GrammarCompiler
-from aioserve.grammars import compiler as grammars
-from aioserve.grammars.trial import Setup, Trials
-from aioserve.model_info import ModelInfo
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.features.grammars import compiler as grammars
+from aioserve.features.grammars.trial import Setup, Trials
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
 
 INFO = ModelInfo(ModelConfig())

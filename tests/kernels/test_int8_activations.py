@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from aioserve.features.quantized.blocks import FORMATS, QuantizedWeight, quantize
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.model_source.quantized import FORMATS, QuantizedWeight, quantize
 from aioserve.runner.cpu.products import BlockLinear
 from tests.blocks import random_weight
 from tests.int8_activations import int8_rows, quantized_rows

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from aioserve.features.lora.cpu_products import CompiledProduct, CompiledTable
+from aioserve.features.lora.products import Piece
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.runner.adapters import Piece
-from aioserve.runner.cpu.low_rank import CompiledProduct, CompiledTable
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.kv_connector import OffloadingConnector
+from aioserve.features.kv_connector import OffloadingConnector
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.kv_connector import BlockDirectory
+from aioserve.features.kv_connector import BlockDirectory
 from tests.processes import PATIENCE
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from aioserve.kv_connector import fingerprint
+from aioserve.features.kv_connector import fingerprint
 
 
 def test_a_changed_model_has_another_fingerprint(tmp_path: Path) -> None:

@@ -11,14 +11,18 @@ from prometheus_client import CollectorRegistry
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig
-from aioserve.engine.kv_connector import KVConnectorMetrics, check_connector, make_connector
 from aioserve.errors import ConfigError
-from aioserve.kv_connector import offloading
+from aioserve.features.kv_connector import offloading
+from aioserve.features.kv_connector.engine_side import (
+    KVConnectorMetrics,
+    check_connector,
+    make_connector,
+)
+from aioserve.features.kv_connector.simulated import SimulatedBlocks
 from aioserve.lab.simulation.run import VirtualClockEventLoop
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.request import WaitReason
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.simulated_kv import SimulatedBlocks
 from aioserve.scheduler import OnlineStepTime, SchedulerInterface, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.toy_runner import ToyStore

@@ -10,7 +10,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import CacheConfig
-from aioserve.kv_connector import BlockDirectory
+from aioserve.features.kv_connector import BlockDirectory
 from tests.kit import greedy, make_prompts, small_config, tokens_of
 from tests.kv_connector.serving import connector_stats, run_all
 from tests.models import make_model

@@ -18,15 +18,8 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.engine import EngineClient
 from aioserve.errors import RunnerDeadError
-from aioserve.model_info import ModelInfo
-from aioserve.model_source.directory import Directory
-from aioserve.runner.cpu import rank
-from aioserve.runner.cpu.runner import ThreadedRunner
-from aioserve.runner.cpu.sharded_runner import ShardedRunner
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.tensor_parallel.plan import check_model
-from aioserve.runner.tensor_parallel.processes import (
+from aioserve.gpu.tensor_parallel.plan import check_model
+from aioserve.gpu.tensor_parallel.processes import (
     Answer,
     Message,
     Start,
@@ -34,6 +27,13 @@ from aioserve.runner.tensor_parallel.processes import (
     encode,
     memory_file,
 )
+from aioserve.model_source.directory import Directory
+from aioserve.model_source.info import ModelInfo
+from aioserve.runner.cpu import rank
+from aioserve.runner.cpu.runner import ThreadedRunner
+from aioserve.runner.cpu.sharded_runner import ShardedRunner
+from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInterface
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_device_runner
 from tests.workers.joined import connected

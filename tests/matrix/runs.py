@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from aioserve import AsyncEngine, MultimodalPrompt, PoolingParams, SamplingParams
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.engine import EngineClient
-from aioserve.formats import Call, Function
-from aioserve.formats.marked_json import HermesParser
-from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.features.formats import Call, Function
+from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
 from tests.kit import stats_of
 from tests.matrix.asks import STOPS, Ask
 from tests.matrix.built import Builds

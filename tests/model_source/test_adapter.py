@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.adapter import read_adapter, stored_parameters
+from aioserve.features.lora.peft_directory import read_adapter, stored_parameters
 
 KEY = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.config import ModelConfig
 from aioserve.errors import AioserveError, ConfigError
-from aioserve.model_info import ModelInfo
 from aioserve.model_source import downloads
 from aioserve.model_source.downloads import DOWNLOADS, Download, fetch_if_missing
+from aioserve.model_source.info import ModelInfo
 from tests.gguf_models import write_gguf
 from tests.models import make_model
 

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
-from aioserve.model_source.gguf_architectures import ARCHITECTURES
-from aioserve.model_source.gguf_config import (
+from aioserve.features.gguf.architectures import ARCHITECTURES
+from aioserve.features.gguf.config import (
     DIVISORS,
     LONG,
     OF_STRETCHES,
@@ -27,7 +26,8 @@ from aioserve.model_source.gguf_config import (
     RopeTensors,
     read_fields,
 )
-from aioserve.model_source.gguf_header import read_header, unpack
+from aioserve.features.gguf.header import read_header, unpack
+from aioserve.model_source.info import ModelInfo
 from tests.gguf_written import WRITTEN, Written, make_written
 from tests.slow import mostly_slow
 

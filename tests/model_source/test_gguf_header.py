@@ -7,7 +7,7 @@ import gguf
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.gguf_header import read_header
+from aioserve.features.gguf.header import read_header
 from tests.gguf_models import write_gguf
 from tests.models import make_model
 

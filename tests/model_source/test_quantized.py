@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioserve.model_source.quantized import FORMATS, QuantizedWeight, quantize
+from aioserve.features.quantized.blocks import FORMATS, QuantizedWeight, quantize
 from tests.blocks import random_weight
 
 

@@ -10,9 +10,9 @@ import pytest
 import aioserve
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 
 
 def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from aioserve.errors import RequestError
-from aioserve.multimodal.decoding import (
+from aioserve.features.multimodal.decoding import (
     FORMATS,
     EncodedImage,
     decode,

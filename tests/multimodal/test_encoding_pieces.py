@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from aioserve.config import ModelConfig
+from aioserve.features.multimodal.families import family_of
+from aioserve.features.multimodal.prompt import ImageProcessor
+from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import usable_variants
-from aioserve.model_info import ModelInfo
-from aioserve.multimodal.families import family_of
-from aioserve.multimodal.prompt import ImageProcessor
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.encoder_attention import use_kernels
-from aioserve.runner.multimodal.vision_language import load_parts
 from tests.multimodal.pictures import picture
 from tests.multimodal.test_vision_language import cut_layers
 from tests.seeing_models import make_seeing_model
@@ -50,7 +50,7 @@ def test_a_step_of_an_image_is_a_part_of_a_layer(
         expected = encode()
     pieces, product = encoder._pieces, torch.nn.functional.linear
     monkeypatch.setattr(
-        "aioserve.runner.multimodal.encoding_pieces.F.linear",
+        "aioserve.features.multimodal.encoding_pieces.F.linear",
         lambda *args: (count(), product(*args))[1],
     )
     reached = []

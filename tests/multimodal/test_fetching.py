@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from aioserve.errors import RequestError
-from aioserve.multimodal import fetching
-from aioserve.multimodal.fetching import MAX_REDIRECTS, ImageFetcher, is_public
+from aioserve.features.multimodal import fetching
+from aioserve.features.multimodal.fetching import MAX_REDIRECTS, ImageFetcher, is_public
 
 IMAGE = b"bytes of an image"
 

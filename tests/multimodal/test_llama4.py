@@ -18,7 +18,7 @@ from tests.seeing_models import Seeing
 
 pytest.importorskip("PIL")
 
-from aioserve.multimodal.processors import Llama4ImageProcessor
+from aioserve.features.multimodal.processors import Llama4ImageProcessor
 
 THEIRS = "transformers.models.llama4.image_processing_llama4"
 #: What `Llama4ImageProcessor` of transformers 5.23.0 makes of `picture`, with torchvision 0.28.0

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from aioserve.runner.multimodal.encoding_pieces import PausedCall
+from aioserve.features.multimodal.encoding_pieces import PausedCall
 
 
 def counting(places: list[int], num_pauses: int) -> PausedCall[str]:

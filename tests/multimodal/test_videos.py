@@ -12,14 +12,14 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, SamplingParams, Video
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.engine import RequestStream
 from aioserve.errors import RequestError, RequestFailedError
-from aioserve.model_info import ModelInfo
-from aioserve.multimodal.decoding import EncodedImage
-from aioserve.multimodal.videos import VideoProcessor
-from aioserve.runner.multimodal.encoding_pieces import EncodingPieces
+from aioserve.features.multimodal.decoding import EncodedImage
+from aioserve.features.multimodal.encoding_pieces import EncodingPieces
+from aioserve.features.multimodal.videos import VideoProcessor
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
+from aioserve.model_source.info import ModelInfo
 from tests.matrix.places import RunnerOfThreads, loading_one_at_a_time
 from tests.multimodal.pictures import bomb
 from tests.processes import COMPUTING_SECONDS
@@ -191,7 +191,7 @@ async def test_ranks_turn_videos_by_time_as_one_process_does(
 async def test_tokens_of_a_quantized_text_model_are_those_of_its_rounded_weights(
     seeing: Callable[[str], Seeing],
 ) -> None:
-    from aioserve.model_source.quantized import quantize
+    from aioserve.features.quantized.blocks import quantize
 
     model = seeing(ONE)
     rounded = copy.copy(model)

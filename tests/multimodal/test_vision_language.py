@@ -16,19 +16,19 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, PoolingParams, SamplingParams
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.engine.prompt import Encoded
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
-from aioserve.model_info import ModelInfo
-from aioserve.multimodal.decoding import EncodedImage
-from aioserve.multimodal.families import FAMILIES
-from aioserve.multimodal.prompt import ImageProcessor
+from aioserve.features.multimodal.decoding import EncodedImage
+from aioserve.features.multimodal.encoding_pieces import EncodingPieces
+from aioserve.features.multimodal.families import FAMILIES
+from aioserve.features.multimodal.image_encoder import ImageEncoder
+from aioserve.features.multimodal.prompt import ImageProcessor
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
+from aioserve.model_source.info import ModelInfo
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.fused import WholeDecoder
-from aioserve.runner.multimodal.encoding_pieces import EncodingPieces
-from aioserve.runner.multimodal.image_encoder import ImageEncoder
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
@@ -125,8 +125,8 @@ def settings_of(kind: str, case: str) -> dict[str, Any]:
 
 def cut_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let images that are encoded in pieces stop within layers, though they are small."""
-    monkeypatch.setattr("aioserve.runner.multimodal.encoding_pieces.MULTIPLICATIONS", 1)
-    monkeypatch.setattr("aioserve.runner.multimodal.encoding_pieces.LEAST_ROWS", 7)
+    monkeypatch.setattr("aioserve.features.multimodal.encoding_pieces.MULTIPLICATIONS", 1)
+    monkeypatch.setattr("aioserve.features.multimodal.encoding_pieces.LEAST_ROWS", 7)
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, but=["chunks"]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.operations import (
+from aioserve.engine.operations import (
     OPERATOR_COMMANDS,
     AbortElsewhere,
     EngineCommand,
@@ -23,9 +23,9 @@ from aioserve.operations import (
     UnloadAdapter,
     Wake,
 )
-from aioserve.operations.command import Counted, Health, Report, commands_of
-from aioserve.operations.commands import PolicyName
-from aioserve.workers.messages import TO_HOST, decoder, encoder
+from aioserve.engine.operations.command import Counted, Health, Report, commands_of
+from aioserve.engine.operations.commands import PolicyName
+from aioserve.fleet.workers.messages import TO_HOST, decoder, encoder
 
 #: A command of each kind, and an answer to it.
 ANSWERED = [

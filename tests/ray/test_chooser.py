@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from aioserve.routing import BaseRouter, Dispatcher, ReplicaView, RoutedRequest
+from aioserve.fleet.routing import BaseRouter, Dispatcher, ReplicaView, RoutedRequest
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
     pytest.importorskip("ray", reason="pip install 'ray[serve]'")
-    from aioserve.ray.chooser import AccountSeat, OwnChooser, RouterMetrics
+    from aioserve.fleet.ray.chooser import AccountSeat, OwnChooser, RouterMetrics
 
 pytestmark = pytest.mark.dist
 
@@ -40,7 +40,7 @@ async def test_an_error_of_the_router_reaches_no_request_and_is_logged(
     spec: Any = None  # what Ray's own router would be asked with
     metrics = RouterMetrics("m", "grudging", lambda: len(fleet.lines))
     chooser = OwnChooser(dispatcher, fleet, 4, metrics)
-    with caplog.at_level(logging.ERROR, "aioserve.ray.chooser"):
+    with caplog.at_level(logging.ERROR, "aioserve.fleet.ray.chooser"):
         seat = await chooser.choose(RoutedRequest(num_tokens=100), frozenset(), spec)
         assert isinstance(seat, AccountSeat)
         seat.has_started()

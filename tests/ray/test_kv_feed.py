@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 import zmq
 
+from aioserve.fleet.ray.kv_feed import KVFeed, Listener, Ticket, follow
+from aioserve.fleet.routing import ReplicaReport
 from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from aioserve.ray.kv_feed import KVFeed, Listener, Ticket, follow
-from aioserve.routing import ReplicaReport
 
 
 def stored(name: str) -> BlockStored:

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aioserve.config import EngineConfig, RunnerConfig
+from aioserve.engine.operations import ResetPrefixCache, ShowMetrics
 from aioserve.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -22,13 +23,12 @@ from aioserve.errors import (
     RequestIdInUseError,
     RunnerDeadError,
 )
+from aioserve.fleet.routing import RoutedRequest
 from aioserve.kv_cache.block_pool import hash_blocks
-from aioserve.model_info import ModelInfo
-from aioserve.operations import ResetPrefixCache, ShowMetrics
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from aioserve.request import Request, RequestSpec
-from aioserve.routing import RoutedRequest
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 from tests.server.serving import SIMULATED
@@ -36,13 +36,13 @@ from tests.server.serving import SIMULATED
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
     pytest.importorskip("ray", reason="pip install 'ray[serve]'")
-    from aioserve.ray import call as ray_call
-    from aioserve.ray import fleet as ray_fleet
-    from aioserve.ray import front as ray_front
-    from aioserve.ray.front import RayFront
-    from aioserve.ray.kv_feed import Ticket, attach
-    from aioserve.ray.line import IngressClient
-    from aioserve.workers import remote_engine
+    from aioserve.fleet.ray import call as ray_call
+    from aioserve.fleet.ray import fleet as ray_fleet
+    from aioserve.fleet.ray import front as ray_front
+    from aioserve.fleet.ray.front import RayFront
+    from aioserve.fleet.ray.kv_feed import Ticket, attach
+    from aioserve.fleet.ray.line import IngressClient
+    from aioserve.fleet.workers import remote_engine
     from tests.ray.joined import Joined, Replica, is_idle, joined, whole
 
 pytestmark = pytest.mark.dist
@@ -307,7 +307,7 @@ async def test_a_router_of_a_file_refuses_lets_wait_and_may_be_wrong(
     monkeypatch.setattr(ray_call, "MAX_WAIT_SECONDS", 0.3)
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "from aioserve.routing import BaseRouter, Refuse, Wait\n"
+        "from aioserve.fleet.routing import BaseRouter, Refuse, Wait\n"
         "class Mine(BaseRouter):\n"
         "    def choose(self, request, replicas):\n"
         "        if request.user == 'refused':\n"
@@ -584,7 +584,7 @@ async def test_what_an_operator_asks_is_refused_in_words() -> None:
 async def test_decisions_are_counted_by_outcome_with_reasons_times_and_ages(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "from aioserve.routing import BaseRouter, Refuse, Wait\n"
+        "from aioserve.fleet.routing import BaseRouter, Refuse, Wait\n"
         "class Mine(BaseRouter):\n"
         "    uses_reports = True\n"
         "    def choose(self, request, replicas):\n"

@@ -23,10 +23,10 @@ from tests.seeing_models import make_seeing_model, picture
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
     pytest.importorskip("ray", reason="pip install 'ray[serve]'")
-    from aioserve.kv_connector import BlockDirectory
-    from aioserve.ray.front import RayFront
-    from aioserve.ray.line import IngressClient
-    from aioserve.ray.settings import ReplicaGroup
+    from aioserve.features.kv_connector import BlockDirectory
+    from aioserve.fleet.ray.front import RayFront
+    from aioserve.fleet.ray.line import IngressClient
+    from aioserve.fleet.ray.settings import ReplicaGroup
     from tests.ray.joined import Joined, Replica, is_idle, joined, whole
 
 pytestmark = pytest.mark.dist
@@ -286,7 +286,7 @@ async def test_a_request_with_an_image_is_split(tmp_path: Path) -> None:
 
 
 FILLS_ONE = """
-from aioserve.routers.llumnix import Llumnix
+from aioserve.fleet.routers.llumnix import Llumnix
 
 class Mine(Llumnix):
     rebalance_seconds = 0.1
@@ -358,7 +358,7 @@ async def test_a_request_that_is_ended_in_any_phase_leaves_nothing(
 
 
 MIGRATES = """
-from aioserve.routing import BaseRouter, Migrate
+from aioserve.fleet.routing import BaseRouter, Migrate
 
 class Mine(BaseRouter):
     rebalance_seconds = {seconds}
@@ -418,7 +418,7 @@ async def test_a_request_that_is_migrated_to_and_fro_is_the_one_of_one_engine(
 
 
 async def test_the_metrics_tell_how_many_have_moved(tmp_path: Path) -> None:
-    from aioserve.operations import ShowMetrics
+    from aioserve.engine.operations import ShowMetrics
 
     async with joined(sharing(tmp_path), router="prefill_decode", groups=APART) as both:
         front = both.fronts[0]
@@ -429,7 +429,7 @@ async def test_the_metrics_tell_how_many_have_moved(tmp_path: Path) -> None:
 
 
 RESTLESS = """
-from aioserve.routing import BaseRouter, Migrate
+from aioserve.fleet.routing import BaseRouter, Migrate
 
 class Mine(BaseRouter):
     rebalance_seconds = 0.02

@@ -17,7 +17,7 @@ with warnings.catch_warnings():  # Ray's own
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from aioserve.ray import build_app
+    from aioserve.fleet.ray import build_app
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.ray import build_app
+from aioserve.fleet.ray import build_app
 from tests.processes import COMPUTING_SECONDS
 
 with warnings.catch_warnings():  # Ray's own

@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, SamplingParams
 from aioserve.errors import ConfigError
-from aioserve.ray import build_app
+from aioserve.fleet.ray import build_app
 from tests.multimodal.pictures import data_url, encoded
 from tests.processes import COMPUTING_SECONDS, JSON
 from tests.seeing_models import make_seeing_model, picture
@@ -143,7 +143,7 @@ def test_replicas_that_fit_nowhere_are_told_in_a_line(
     build_app({"models": [{"ray_actor_options": {"num_cpus": 1000, "resources": {"card": 1}}}]})
     with pytest.raises(ConfigError, match=r"the deployment of 'embedded' cannot be: .*num_cpu\b"):
         build_app({"models": [{"ray_actor_options": {"num_cpu": 1}}]})
-    lines = [record.message for record in caplog.records if record.name == "aioserve.ray.app"]
+    lines = [record.message for record in caplog.records if record.name == "aioserve.fleet.ray.app"]
     assert lines[0].startswith(
         "a replica of 'embedded' needs CPU 1000, card 1, and no node of this"
     )
@@ -248,7 +248,7 @@ async def test_a_router_of_a_file_refuses_lets_wait_and_hears_what_replicas_repo
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "from aioserve.routing import BaseRouter, Refuse, RouterOptions, Wait\n"
+        "from aioserve.fleet.routing import BaseRouter, Refuse, RouterOptions, Wait\n"
         "class Mine(BaseRouter):\n"
         "    uses_reports = True\n"
         "    class Options(RouterOptions):\n"

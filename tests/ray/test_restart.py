@@ -18,7 +18,7 @@ with warnings.catch_warnings():  # Ray's own
     ray = pytest.importorskip("ray", reason="pip install 'ray[serve]'")
     from ray import serve
 
-    from aioserve.ray import build_app
+    from aioserve.fleet.ray import build_app
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]
 

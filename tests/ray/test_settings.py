@@ -6,7 +6,7 @@ import yaml
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.ray.settings import RaySettings, check_served, names_of
+from aioserve.fleet.ray.settings import RaySettings, check_served, names_of
 
 CONFIGS = Path(__file__).parents[2] / "configs/ray"
 

@@ -17,7 +17,7 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.engine.detokenizer import DetokenizerChoice
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from tests.kit import stats_of, tokens_of
 from tests.real_models.conftest import Model
 from tests.real_models.reference import perplexity

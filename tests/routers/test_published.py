@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from aioserve.errors import ConfigError
+from aioserve.fleet.routing import Dispatcher, ReplicaReport, RoutedRequest, make_dispatcher
 from aioserve.kv_cache.block_pool import BlockStored
-from aioserve.routing import Dispatcher, ReplicaReport, RoutedRequest, make_dispatcher
 
 SIZE = 16
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.kv_cache.block_pool import BlockStored
-from aioserve.routing import (
+from aioserve.fleet.routing import (
     REPORTED,
     BaseRouter,
     Dispatcher,
@@ -24,6 +23,7 @@ from aioserve.routing import (
     make_dispatcher,
     short_name,
 )
+from aioserve.kv_cache.block_pool import BlockStored
 
 
 class Clock:
@@ -207,7 +207,7 @@ def test_what_is_no_answer_is_an_error_that_names_the_router(
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "from aioserve.routing import BaseRouter, Refuse, ReplicaView, Wait\n"
+        "from aioserve.fleet.routing import BaseRouter, Refuse, ReplicaView, Wait\n"
         "class Mine(BaseRouter):\n"
         "    def choose(self, request, replicas):\n"
         f"        return {answer}\n"
@@ -250,7 +250,7 @@ def test_a_file_of_the_package_is_a_router_by_its_name() -> None:
     known = available_routers()
     assert {"round_robin", "least_work", "two_choices", "prefix", "session"} <= set(known)
     for name in known:
-        assert load_router(name).__module__ == f"aioserve.routers.{name}"
+        assert load_router(name).__module__ == f"aioserve.fleet.routers.{name}"
 
 
 @pytest.mark.parametrize(

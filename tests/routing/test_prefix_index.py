@@ -3,8 +3,8 @@
 import random
 from collections import OrderedDict
 
+from aioserve.fleet.routing import PrefixIndex
 from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored
-from aioserve.routing import PrefixIndex
 
 
 def block(*path: int) -> bytes:

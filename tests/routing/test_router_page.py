@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aioserve.cli import main
-from aioserve.lab.simulation.fleet_plan import FleetSpec
-from aioserve.ray.settings import RaySettings
-from aioserve.routing import (
+from aioserve.cli.main import main
+from aioserve.fleet.ray.settings import RaySettings
+from aioserve.fleet.routing import (
     FleetView,
     ReplicaView,
     RoutedRequest,
@@ -19,6 +18,7 @@ from aioserve.routing import (
     load_autoscaler,
     load_router,
 )
+from aioserve.lab.simulation.fleet_plan import FleetSpec
 from tests import processes
 
 PAGE = (Path(__file__).parents[2] / "docs/writing-a-router.md").read_text()

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from aioserve.fleet.routing import Dispatcher, RoutedRequest, available_routers, make_dispatcher
 from aioserve.kv_cache.block_pool import BlockStored
-from aioserve.routing import Dispatcher, RoutedRequest, available_routers, make_dispatcher
 
 SIZE = 16
 

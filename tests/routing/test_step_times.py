@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.routing import ReplicaView, StepTimes
+from aioserve.fleet.routing import ReplicaView, StepTimes
 
 
 def test_a_line_is_found_and_follows_what_changes() -> None:

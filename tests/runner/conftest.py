@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioserve.kernels import load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.loader import named_dtype
 from tests.greedy import GreedyReference

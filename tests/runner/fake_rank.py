@@ -5,7 +5,7 @@ it does: it fails, leaves, waits for steps, stays when it should end, or is deaf
 import os
 import sys
 
-from aioserve.runner.tensor_parallel.processes import Answer, FirstRank, Start, decode
+from aioserve.gpu.tensor_parallel.processes import Answer, FirstRank, Start, decode
 
 if __name__ == "__main__":
     first = FirstRank(int(sys.argv[1]))

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.adapter import read_adapter
+from aioserve.features.lora.peft_directory import read_adapter
+from aioserve.features.lora.products import TokenAdapters
 from aioserve.params import PoolingParams, SamplingParams
-from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.fused.decoder import FusedDecoder

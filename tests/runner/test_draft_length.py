@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.runner.spec_decode.draft_length import TRIAL_INTERVAL, DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.draft_length import TRIAL_INTERVAL, DraftLength, ModelDraftLength
 
 
 def learned(num_rows: int, base: float, per_token: float) -> DraftLength:

@@ -19,12 +19,12 @@ import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
-from aioserve.runner.cuda import flashinfer_attention
-from aioserve.runner.cuda import load as cuda_load
-from aioserve.runner.cuda.executor import capture_sizes
+from aioserve.features.spec_decode.draft_length import ModelDraftLength
+from aioserve.features.spec_decode.head_drafter import HeadDrafter
+from aioserve.gpu.cuda import flashinfer_attention
+from aioserve.gpu.cuda import load as cuda_load
+from aioserve.gpu.cuda.executor import capture_sizes
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.spec_decode.draft_length import ModelDraftLength
-from aioserve.runner.spec_decode.head_drafter import HeadDrafter
 from tests.eagle_models import DIM, EPS, LAYERS, THETA, make_head
 from tests.models import make_model
 from tests.runner.cuda.fake_device import FakeDevice
@@ -34,7 +34,7 @@ from tests.runner.test_stateful_models import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 
 
 class Reference:

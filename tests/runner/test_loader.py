@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.cpu.attention import create_attention_backend

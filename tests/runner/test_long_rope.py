@@ -11,9 +11,9 @@ import torch
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig, SpeculationConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
+from aioserve.features.spec_decode.drafts import find_draft
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.models.long_rope import has_long_factors, with_factors_chosen
-from aioserve.runner.spec_decode.drafts import find_draft
 from tests.gguf_written import WRITTEN, make_written
 from tests.greedy import GreedyReference
 from tests.kit import greedy, small_config, tokens_of

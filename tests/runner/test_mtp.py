@@ -26,9 +26,9 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
+from aioserve.features.spec_decode.draft_length import ModelDraftLength
+from aioserve.features.spec_decode.head_drafter import HeadDrafter
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.spec_decode.draft_length import ModelDraftLength
-from aioserve.runner.spec_decode.head_drafter import HeadDrafter
 from tests.adapters import make_adapter
 from tests.engine.test_speculation import check_equal, generate
 from tests.gguf_models import write_gguf
@@ -308,7 +308,7 @@ async def test_no_kind_of_request_gets_other_tokens(tmp_path: Path) -> None:
     """Grammars, several samples, log probabilities, stop strings and penalties, beside each other,
     on a model whose layers have states.
     """
-    embedded = Path(aioserve.__file__).parent / "embedded"
+    embedded = Path(aioserve.__file__).parent / "model_source" / "embedded"
     eos = json.loads((embedded / "config.json").read_text())["eos_token_id"]
     fields = {"vocab_size": 2048, "max_position_embeddings": 256, "eos_token_id": eos}
     model = make_mtp_model("qwen3_5_text", tmp_path / "model", **fields)

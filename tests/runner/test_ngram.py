@@ -4,9 +4,9 @@ import random
 
 import msgspec
 
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.ngram import MAX_MATCH, NgramDrafter, NgramText
 from aioserve.params import SamplingParams
-from aioserve.runner.spec_decode.draft_length import DraftLength
-from aioserve.runner.spec_decode.ngram import MAX_MATCH, NgramDrafter, NgramText
 from aioserve.scheduler.output import NewRequestData
 
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized import quantize
+from aioserve.features.quantized.blocks import quantize
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.models import load_model_on_cpu
 from tests.adapters import ATTENTION, make_adapter, merge
 from tests.architectures import tiny

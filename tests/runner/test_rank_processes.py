@@ -14,8 +14,8 @@ import pytest
 
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import RunnerDeadError
-from aioserve.runner.tensor_parallel import processes
-from aioserve.runner.tensor_parallel.processes import OtherRanks, Sampled
+from aioserve.gpu.tensor_parallel import processes
+from aioserve.gpu.tensor_parallel.processes import OtherRanks, Sampled
 from tests.processes import COMPUTING_SECONDS, PATIENCE, until
 
 FAKE = "tests.runner.fake_rank"

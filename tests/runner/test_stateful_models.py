@@ -19,10 +19,10 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
-from aioserve.runner.cpu.beside_blocks import choose_num_state_slots
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.states.cpu_memory import choose_num_state_slots
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.spec_decode.draft_length import DraftLength
 from tests.kit import expected_tokens, greedy, make_prompts, small_config, stats_of, tokens_of
 from tests.models import edit_config, make_model
 from tests.slow import mostly_slow

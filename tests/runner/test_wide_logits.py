@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from aioserve.features.lora.cpu_products import CompiledProduct
+from aioserve.features.lora.products import Piece, TorchProduct
 from aioserve.kernels import Kernels, load_kernels, usable_variants
-from aioserve.model_info import ModelInfo
-from aioserve.runner.adapters import Piece, TorchProduct
-from aioserve.runner.cpu.low_rank import CompiledProduct
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cpu.products import BlockLinear, PanelLinear
 from aioserve.runner.fused.model import FusedModel

@@ -8,8 +8,8 @@ import pytest
 
 from aioserve import SamplingParams
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.features.kv_connector import OffloadingConnector
 from aioserve.kv_cache import KVCacheManager, offload_price
-from aioserve.kv_connector import OffloadingConnector
 from aioserve.lab.comparison.measures import RunMeasures
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest

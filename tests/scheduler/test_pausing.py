@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.decision_log.reader import Chronicle, DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.errors import PolicyError
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog
+from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.params import PoolingParams

@@ -7,9 +7,9 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.errors import PolicyError, RequestRejectedError
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.run import simulate

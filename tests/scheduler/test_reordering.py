@@ -9,9 +9,9 @@ import pytest
 
 from aioserve import EngineConfig
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.errors import PolicyError
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.request import Request

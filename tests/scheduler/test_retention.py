@@ -14,10 +14,10 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import replay
 from aioserve.errors import PolicyError
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.request import Hints, Request
@@ -354,7 +354,7 @@ def test_the_shadow_of_a_policy_with_ranks_has_ranks_of_its_own(
 ) -> None:
     ticks = itertools.count()  # what it costs is told by how often it looks
     stopwatch = SimpleNamespace(perf_counter=lambda: 20e-6 * next(ticks))
-    monkeypatch.setattr("aioserve.engine.shadow.time", stopwatch)
+    monkeypatch.setattr("aioserve.lab.shadow.time", stopwatch)
     file = tmp_path / "keeps_chats.py"
     file.write_text(KEEPS_CHATS)
     watched = ShadowConfig(shadow_policy=str(file), shadow_max_share=1.0)

@@ -10,13 +10,13 @@ from llguidance import LLMatcher
 
 import aioserve
 from aioserve.config import EngineConfig, ModelConfig, ServerConfig
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.seeing_models import make_seeing_model
 from tests.server.serving import SIMULATED, running
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 
 HERMES = """
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}

@@ -11,12 +11,12 @@ import aiohttp
 
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import AsyncEngine, EngineClient
+from aioserve.fleet.workers.remote_engine import RemoteResponses
 from aioserve.runner.interface import RunnerInterface
 from aioserve.server.app import listening
 from aioserve.server.middleware import HttpCounts
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind
-from aioserve.workers.remote_engine import RemoteResponses
 from tests.server.conformity import check_answer
 from tests.workers.joined import connected
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from aioserve.errors import RunnerDeadError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.server.generation import EventStream
 from tests.processes import PATIENCE

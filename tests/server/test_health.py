@@ -15,14 +15,14 @@ import aiohttp
 import pytest
 
 from aioserve.engine import AsyncEngine
-from aioserve.model_info import ModelInfo
-from aioserve.operations import HealthCheck
+from aioserve.engine.operations import HealthCheck
+from aioserve.engine.step_loop import StepLoop
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.server.access import connections
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind, bind_beside, bind_unix
-from aioserve.step_loop import StepLoop
 from tests.processes import PATIENCE, read_lines, started, until
 from tests.server.serving import SIMULATED
 

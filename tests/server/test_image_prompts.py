@@ -15,6 +15,7 @@ from aiohttp import web
 from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncClient, MultimodalPrompt, SamplingParams
+from aioserve.apis.responses.protocol import InputItem
 from aioserve.config import (
     AccessConfig,
     CacheConfig,
@@ -25,13 +26,12 @@ from aioserve.config import (
     SchedulerConfig,
 )
 from aioserve.engine import Conversation
-from aioserve.multimodal import decoding, fetching
-from aioserve.multimodal import prompt as processing
+from aioserve.features.multimodal import decoding, fetching
+from aioserve.features.multimodal import prompt as processing
 from aioserve.request import WaitReason
 from aioserve.scheduler import SchedulerOutput
 from aioserve.server.app import listening
 from aioserve.server.chat.protocol import ContentPart
-from aioserve.server.responses.protocol import InputItem
 from aioserve.server.sockets import bind
 from tests.multimodal.pictures import bomb, data_url, encoded
 from tests.policy_names import SHIPPED
@@ -518,7 +518,7 @@ async def test_what_takes_long_is_done_off_the_loop(seeing, monkeypatch):
             return work(*args)
 
         monkeypatch.setattr(decoding, name, noting)
-        monkeypatch.setattr(f"aioserve.server.images.{name}", noting, raising=False)
+        monkeypatch.setattr(f"aioserve.features.multimodal.bodies.{name}", noting, raising=False)
     async with seeing() as server:
         await look(server, url_of(0))
     assert threads.keys() == {"decode", "decode_base64", "read_header"}

@@ -10,8 +10,8 @@ from aiohttp import web
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.multimodal import MultimodalPrompt, fetching
-from aioserve.server.images import ImageLoader, ImageParts, joined
+from aioserve.features.multimodal import MultimodalPrompt, fetching
+from aioserve.features.multimodal.bodies import ImageLoader, ImageParts, joined
 from tests.multimodal.pictures import bomb, data_url, encoded, picture
 from tests.processes import PATIENCE
 from tests.server.bad_bodies import check

@@ -12,7 +12,7 @@ import pytest
 
 import aioserve
 from aioserve import AsyncEngine, EngineConfig
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
@@ -29,7 +29,7 @@ PROMPT = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "return_tok
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_model("llama", tmp_path_factory.mktemp("served") / "base", vocab_size=2048)
     for name in TOKENIZER_FILES:
-        shutil.copy(Path(aioserve.__file__).parent / "embedded" / name, path)
+        shutil.copy(Path(aioserve.__file__).parent / "model_source" / "embedded" / name, path)
     return path
 
 

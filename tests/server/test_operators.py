@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from aioserve import AsyncClient
+from aioserve.engine.operations import OPERATOR_COMMANDS, EngineState, OperatorCommand, Pause
+from aioserve.engine.operations.command import FilePath, Http
 from aioserve.errors import EngineDeadError, EnginePausedError, RequestError
-from aioserve.operations import OPERATOR_COMMANDS, EngineState, OperatorCommand, Pause
-from aioserve.operations.command import FilePath, Http
 from aioserve.server.operators import route_of
 
 ADMIN = {"enable_admin": True}

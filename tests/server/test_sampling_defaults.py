@@ -10,13 +10,13 @@ import pytest
 from aioserve import AsyncClient, AsyncEngine, SamplingParams
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
 from aioserve.model_source.downloads import DOWNLOADS
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import NO_DEFAULTS, SamplingDefaults
 from aioserve.server.app import say_chat_limit
 from tests.server.serving import running
 
-EMBEDDED = Path(__file__).parents[2] / "aioserve/embedded"
+EMBEDDED = Path(__file__).parents[2] / "aioserve/model_source/embedded"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 

@@ -11,7 +11,7 @@ import aioserve
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
 from tests.server.serving import running
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 
 IDS = [5, 6, 7, 8]
 SHOWN = [None, *({str(i): {"logprob": 0.0, "rank": 1}} for i in IDS[1:])]

@@ -8,7 +8,7 @@ import pytest
 
 import aioserve
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who's there?"}]
 
 

@@ -21,7 +21,7 @@ from aioserve.config import (
     SchedulerConfig,
 )
 from aioserve.engine import Conversation
-from aioserve.multimodal import decoding
+from aioserve.features.multimodal import decoding
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from tests.multimodal.pictures import bomb, data_url, encoded
@@ -178,7 +178,7 @@ async def test_frames_are_decoded_off_the_loop(model, monkeypatch):
     for name, module in (
         ("decode", decoding),
         ("read_header", decoding),
-        ("read_frames", "aioserve.server.images"),
+        ("read_frames", "aioserve.features.multimodal.bodies"),
     ):
         place = module if isinstance(module, str) else module.__name__
         work = getattr(__import__(place, fromlist=[name]), name)

@@ -8,13 +8,13 @@ import pytest
 from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.config import SchedulerConfig
+from aioserve.engine.step_loop import StepInFlight, StepLoop, StepObserver
 from aioserve.errors import PolicyError, StalledError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.scheduler import SchedulerOutput
-from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
 
 
 class Notes(StepObserver):
@@ -181,7 +181,7 @@ def test_a_simulation_raises_what_a_server_tells_to_its_requests() -> None:
 
 def test_the_loop_needs_neither_asyncio_streams_nor_the_engine() -> None:
     code = (
-        "import sys, aioserve.step_loop; "
+        "import sys, aioserve.engine.step_loop; "
         "print([m for m in sys.modules if m.startswith(('torch', 'aiohttp', 'aioserve.engine', "
         "'aioserve.runner', 'aioserve.server'))])"
     )

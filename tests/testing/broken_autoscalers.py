@@ -8,7 +8,7 @@ import random
 import time
 from typing import Any
 
-from aioserve.routing import AutoscalerInterface, FleetView, RoutedRequest
+from aioserve.fleet.routing import AutoscalerInterface, FleetView, RoutedRequest
 
 CAUGHT_BY: dict[type[AutoscalerInterface], str] = {}  # a regular expression of the message
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from aioserve.formats import (
+from aioserve.features.formats import (
     Arguments,
     Beginning,
     Call,
@@ -23,7 +23,7 @@ from aioserve.formats import (
     SaidCall,
     any_of,
 )
-from aioserve.formats.marked_json import HermesParser
+from aioserve.features.formats.marked_json import HermesParser
 from tests.formats.channels import ChannelFormat
 
 CAUGHT_BY: dict[type[ReplyFormat], str] = {}  # a regular expression of the message

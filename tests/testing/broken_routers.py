@@ -7,8 +7,8 @@ import random
 import time
 from typing import Any
 
-from aioserve.routers.session import SessionSticky
-from aioserve.routing import (
+from aioserve.fleet.routers.session import SessionSticky
+from aioserve.fleet.routing import (
     Answer,
     BaseRouter,
     Migrate,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.routing import AutoscalerInterface, available_autoscalers, load_autoscaler
+from aioserve.fleet.routing import AutoscalerInterface, available_autoscalers, load_autoscaler
 from aioserve.testing.autoscalers.contract import AutoscalerContract, AutoscalerSubject
 from tests import processes
 from tests.slow import mostly_slow
@@ -18,7 +18,7 @@ FEW = ("Fraction", "NeverGrows")  # of the planted bugs
 
 MINE = """
 import math
-from aioserve.routing import AutoscalerInterface, AutoscalerOptions
+from aioserve.fleet.routing import AutoscalerInterface, AutoscalerOptions
 
 
 class Good(AutoscalerInterface):

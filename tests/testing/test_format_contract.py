@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.formats import SHIPPED, ReplyFormat, load_format
+from aioserve.features.formats import SHIPPED, ReplyFormat, load_format
 from aioserve.testing.formats.contract import FormatContract, FormatSubject
 from aioserve.testing.violation import FormatViolation
 from tests.formats.channels import ChannelFormat

@@ -9,7 +9,7 @@ import pytest
 from tests import processes
 
 MINE = """
-from aioserve.formats.marked_json import HermesParser
+from aioserve.features.formats.marked_json import HermesParser
 
 
 class Good(HermesParser):

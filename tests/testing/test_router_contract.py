@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.routing import BaseRouter, available_routers, load_router
+from aioserve.fleet.routing import BaseRouter, available_routers, load_router
 from aioserve.testing.routers.contract import RouterContract, RouterSubject
 from tests import processes
 from tests.slow import mostly_slow
@@ -24,7 +24,7 @@ FEW = ("AlwaysFirst", "LeavesOneOut")  # of the planted bugs
 ONE_OF_A_KIND = ("prefix", "session", "prefill_decode", "llumnix")
 
 MINE = """
-from aioserve.routing import BaseRouter, RouterOptions
+from aioserve.fleet.routing import BaseRouter, RouterOptions
 
 
 class Good(BaseRouter):

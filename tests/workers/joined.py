@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
+from aioserve.fleet.workers.host import Host, WorkerClient
+from aioserve.fleet.workers.remote_engine import RemoteEngine
 from aioserve.outputs import RequestOutput
 from aioserve.server.access.access import MainAccess
-from aioserve.workers.host import Host, WorkerClient
-from aioserve.workers.remote_engine import RemoteEngine
 
 
 class Joined(NamedTuple):

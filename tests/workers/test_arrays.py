@@ -6,9 +6,7 @@ import numpy as np
 import zmq
 
 from aioserve.engine.stream import Origin
-from aioserve.params import SamplingParams, StructuredOutputs
-from aioserve.request import EncoderInput, RequestSpec
-from aioserve.workers.messages import (
+from aioserve.fleet.workers.messages import (
     Add,
     Drop,
     Line,
@@ -19,6 +17,8 @@ from aioserve.workers.messages import (
     encode_spec,
     encoder,
 )
+from aioserve.params import SamplingParams, StructuredOutputs
+from aioserve.request import EncoderInput, RequestSpec
 
 
 def spec_of(*arrays, **fields) -> RequestSpec:

@@ -1,9 +1,9 @@
 """What waits for a worker that does not read: nothing of it is lost, and nobody gets another's."""
 
 from aioserve.errors import RequestFailedError
+from aioserve.fleet.workers.host import Outbox
+from aioserve.fleet.workers.messages import Failed, Failure
 from aioserve.outputs import EngineCoreOutput, FinishReason, TokenLogprobs
-from aioserve.workers.host import Outbox
-from aioserve.workers.messages import Failed, Failure
 
 FAILURE = Failure.of(RequestFailedError("its step"))
 

@@ -4,10 +4,10 @@ import pytest
 
 from aioserve.engine import AsyncEngine
 from aioserve.errors import WorkerError
+from aioserve.fleet.workers import pool
+from aioserve.fleet.workers.pool import WorkerPool
 from aioserve.server.access.access import MainAccess
 from aioserve.server.sockets import ListenSockets
-from aioserve.workers import pool
-from aioserve.workers.pool import WorkerPool
 from tests.server.serving import SIMULATED
 
 

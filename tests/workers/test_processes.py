@@ -241,7 +241,7 @@ def test_a_second_signal_drops_what_still_runs():
 def workers_begin_with(code: str, folder: Path) -> dict[str, str]:
     """An environment in which every worker, and no other process, first runs `code`."""
     (folder / "sitecustomize.py").write_text(
-        f"import sys\nif 'aioserve.workers.worker' in sys.orig_argv:\n    {code}\n"
+        f"import sys\nif 'aioserve.fleet.workers.worker' in sys.orig_argv:\n    {code}\n"
     )
     return {**os.environ, "PYTHONPATH": str(folder)}
 

@@ -11,6 +11,18 @@ import pytest
 
 import aioserve
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine.operations import (
+    AbortElsewhere,
+    HealthCheck,
+    LoadAdapter,
+    ResetPrefixCache,
+    SetLogLevel,
+    ShowMetrics,
+    SwitchPolicy,
+    UnloadAdapter,
+    commands,
+)
+from aioserve.engine.operations.command import Counted
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.errors import (
     ConfigError,
@@ -22,27 +34,15 @@ from aioserve.errors import (
     RunnerDeadError,
     UnknownModelError,
 )
-from aioserve.model_source.adapter import NoAdapterError
-from aioserve.operations import (
-    AbortElsewhere,
-    HealthCheck,
-    LoadAdapter,
-    ResetPrefixCache,
-    SetLogLevel,
-    ShowMetrics,
-    SwitchPolicy,
-    UnloadAdapter,
-    commands,
-)
-from aioserve.operations.command import Counted
+from aioserve.features.lora.peft_directory import NoAdapterError
+from aioserve.fleet.workers import remote_engine
+from aioserve.fleet.workers.messages import Add, EndLease, Line, Listening, Stopped
+from aioserve.fleet.workers.remote_engine import RemoteEngine, RemoteResponses
 from aioserve.outputs import FinishReason
 from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
 from aioserve.server.running import Kept
-from aioserve.workers import remote_engine
-from aioserve.workers.messages import Add, EndLease, Line, Listening, Stopped
-from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 from tests.adapters import make_adapter
 from tests.processes import PATIENCE
 from tests.server.serving import SIMULATED
@@ -501,7 +501,8 @@ async def test_what_the_server_asks_is_answered_by_the_whole():
 
 
 async def test_an_adapter_that_one_worker_loads_is_known_to_all_when_that_is_answered(tmp_path):
-    path = make_adapter(Path(aioserve.__file__).parent / "embedded", tmp_path / "a")
+    embedded = Path(aioserve.__file__).parent / "model_source" / "embedded"
+    path = make_adapter(embedded, tmp_path / "a")
     params = SamplingParams(temperature=0, max_tokens=9)
     async with joined(MODEL, 2) as (engine, _, [one, other], _):
         await one.ask(LoadAdapter("a", str(path)))

@@ -8,14 +8,14 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
+from aioserve.engine.operations import AbortElsewhere, ShowMetrics
 from aioserve.errors import KeyLimitError
-from aioserve.operations import AbortElsewhere, ShowMetrics
+from aioserve.fleet.workers.messages import EndLease
+from aioserve.fleet.workers.remote_engine import RemoteResponses
 from aioserve.params import SamplingParams
 from aioserve.server.app import listening
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind
-from aioserve.workers.messages import EndLease
-from aioserve.workers.remote_engine import RemoteResponses
 from tests.server.serving import SIMULATED
 from tests.workers.joined import joined, read
 

@@ -15,7 +15,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.scheduler.registry import FOREIGN
 from aioserve.support.files import config_names

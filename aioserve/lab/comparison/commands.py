@@ -10,6 +10,7 @@ from typing import Any
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.fleet.routing import available_routers
 from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
@@ -32,7 +33,6 @@ from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
-from aioserve.routing import available_routers
 from aioserve.support.arguments import Parser
 from aioserve.support.files import write
 
@@ -178,8 +178,8 @@ def _replayed(
     scheduler, which a configuration may state otherwise, and what that server measured; None where
     the requests are not those of the log, one for one.
     """
-    from aioserve.decision_log.reader import DecisionLog
     from aioserve.lab.comparison.document import measure_recorded
+    from aioserve.lab.decision_log.reader import DecisionLog
     from aioserve.lab.logs.what_if import (
         make_limits,
         make_settings,

@@ -55,7 +55,7 @@ from aioserve.lab.simulation.parallel import simulate_all
 from aioserve.lab.simulation.run import Progress, run_live
 from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
 from aioserve.lab.workloads.workload import Workload
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 
 NUM_POINTS = 240  # of a curve over time

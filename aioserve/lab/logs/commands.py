@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from aioserve.decision_log.reader import DecisionLog
-from aioserve.decision_log.replay import Divergence, replay
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.replay import Divergence, replay
 from aioserve.lab.logs.perfetto import write_trace
 from aioserve.lab.logs.what_if import WhatIf, what_if
 from aioserve.lab.terminal import legend

@@ -11,8 +11,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from aioserve.decision_log.reader import Chronicle, DecisionLog, Life, StepLife
-from aioserve.decision_log.records import (
+from aioserve.errors import AioserveError
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog, Life, StepLife
+from aioserve.lab.decision_log.records import (
     AnyRecord,
     Discarded,
     Planned,
@@ -20,8 +21,7 @@ from aioserve.decision_log.records import (
     Switched,
     Updated,
 )
-from aioserve.decision_log.replay import Replay, agree
-from aioserve.errors import AioserveError
+from aioserve.lab.decision_log.replay import Replay, agree
 from aioserve.request import WaitReason
 
 ENGINE, REQUESTS = 1, 2  # the two groups of tracks, "processes" to a viewer

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.decision_log.reader import Chronicle, DecisionLog, Life
-from aioserve.decision_log.recorder import RecordingScheduler, RecordSink
-from aioserve.decision_log.records import Header, Record, Reset
 from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.kv_cache import make_kv_cache
+from aioserve.engine.step_loop import StepLoop
 from aioserve.errors import AioserveError, ConfigError, RequestRejectedError
 from aioserve.kv_cache import WindowSpec
 from aioserve.lab.calibration import fit_step_time
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog, Life
+from aioserve.lab.decision_log.recorder import RecordingScheduler, RecordSink
+from aioserve.lab.decision_log.records import Header, Record, Reset
 from aioserve.lab.simulation.run import VirtualClockEventLoop, raised_not_logged
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
@@ -33,7 +34,6 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_features
-from aioserve.step_loop import StepLoop
 
 BLOCK = 16  # tokens: what prompts share is found in multiples of this
 

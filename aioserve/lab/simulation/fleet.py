@@ -15,6 +15,14 @@ from itertools import islice
 from aioserve.config import EngineConfig
 from aioserve.engine.core import TIMER_SECONDS
 from aioserve.errors import EngineOverloadedError
+from aioserve.fleet.routing import (
+    MAX_WAIT_SECONDS,
+    MIN_WAIT_SECONDS,
+    Assignment,
+    Refuse,
+    Wait,
+    make_dispatcher,
+)
 from aioserve.lab.simulation.fleet_changes import (
     Deploys,
     Handovers,
@@ -37,14 +45,6 @@ from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
 from aioserve.lab.workloads.workload import Workload, followers, replied_to
 from aioserve.outputs import FinishReason
 from aioserve.request import Request
-from aioserve.routing import (
-    MAX_WAIT_SECONDS,
-    MIN_WAIT_SECONDS,
-    Assignment,
-    Refuse,
-    Wait,
-    make_dispatcher,
-)
 
 NUM_STATES = 250  # points of queue and memory that are kept of a run, about
 

@@ -13,11 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError, EngineOverloadedError, place_of
-from aioserve.lab.simulation.fleet_replicas import FleetOutcome, Seat
-from aioserve.lab.simulation.stepped_engine import SteppedEngine
-from aioserve.lab.workloads.incidents import Deploy
-from aioserve.request import Request
-from aioserve.routing import (
+from aioserve.fleet.routing import (
     Assignment,
     AutoscalerInterface,
     Dispatcher,
@@ -29,6 +25,10 @@ from aioserve.routing import (
     load_autoscaler,
     short_name,
 )
+from aioserve.lab.simulation.fleet_replicas import FleetOutcome, Seat
+from aioserve.lab.simulation.stepped_engine import SteppedEngine
+from aioserve.lab.workloads.incidents import Deploy
+from aioserve.request import Request
 
 
 class Chosen(Protocol):

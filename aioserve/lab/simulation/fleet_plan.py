@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.fleet.routing import check_roles, load_router
 from aioserve.lab.simulation.fleet_changes import (
     AutoscalerChoice,
     Autoscaling,
@@ -20,7 +21,6 @@ from aioserve.lab.simulation.fleet_changes import (
 )
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload
-from aioserve.routing import check_roles, load_router
 from aioserve.support.files import find_fleet, read_struct
 
 Count = Annotated[int, Meta(ge=1)]

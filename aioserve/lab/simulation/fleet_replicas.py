@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from aioserve.fleet.routing import Assignment, ReplicaReport, RoutedRequest
 from aioserve.lab.simulation.outcome import RunOutcome, extra_stop_ids
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
 from aioserve.lab.workloads.workload import Workload, build_images, build_prompt
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.routing import Assignment, ReplicaReport, RoutedRequest
 
 
 class Sent:

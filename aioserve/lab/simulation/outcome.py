@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 
 from aioserve.engine.clock import clock_of
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface

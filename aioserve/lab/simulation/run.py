@@ -18,9 +18,9 @@ from typing import Any, TypeVarTuple, Unpack
 
 import msgspec
 
-from aioserve import step_loop as failure_log
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
+from aioserve.engine import step_loop as failure_log
 from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
 from aioserve.engine.prompt import Encoded
@@ -42,7 +42,7 @@ from aioserve.lab.workloads.workload import (
     replied_to,
     text_tokens,
 )
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.simulated import SimulatedRunner
 

@@ -13,16 +13,16 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
+from aioserve.engine.step_loop import StepLoop
+from aioserve.fleet.routing import ReplicaReport, StepTimes
 from aioserve.kv_cache import KVCacheManager, KVEvent
 from aioserve.lab.simulation.outcome import RunObserver
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.routing import ReplicaReport, StepTimes
 from aioserve.runner.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.step_loop import StepLoop
 
 # Plans many pure-decode steps at once, for the simulator. Does the bookkeeping of
 # `Step.run_decodes`, `Step.output` and `take_results`, in the same order. Knows no time. Valid only

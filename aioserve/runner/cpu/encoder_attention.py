@@ -14,9 +14,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from aioserve.features.multimodal.encoding_pieces import may_stop, rows_at_once
+from aioserve.features.multimodal.image_encoder import ImageEncoder
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
-from aioserve.runner.multimodal.encoding_pieces import may_stop, rows_at_once
-from aioserve.runner.multimodal.image_encoder import ImageEncoder
 
 NAME = "aioserve_encoder"
 MULTIPLE, MAX_HEAD_DIM = 16, 256  # of the sizes of heads that the kernels serve

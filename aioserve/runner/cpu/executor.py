@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from aioserve.config import CacheConfig, EngineConfig
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.request import ROW_VALUES
 from aioserve.runner.attention.backend import (
@@ -38,12 +38,12 @@ from aioserve.runner.load_plan import LoadPlan
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.runner.adapters import Adapter
-    from aioserve.runner.batch.adapter_rows import LoadedAdapters
-    from aioserve.runner.batch.grammar_rows import Masks
+    from aioserve.features.grammars.rows import Masks
+    from aioserve.features.kv_connector.cpu_copies import HostCopies
+    from aioserve.features.kv_connector.host_blocks import HostBlocks, SharedSlots
+    from aioserve.features.lora.products import Adapter
+    from aioserve.features.lora.rows import LoadedAdapters
     from aioserve.runner.cpu.asked_results import Looked, RowValueStep
-    from aioserve.runner.cpu.host_copies import HostCopies
-    from aioserve.runner.host_blocks import HostBlocks, SharedSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class StepExecutor:
     @cached_property
     def copies(self) -> "HostCopies":
         """What a KV connector keeps of this model, and its copies in host memory."""
-        from aioserve.runner.cpu.host_copies import HostCopies
+        from aioserve.features.kv_connector.cpu_copies import HostCopies
 
         parts = self.parts
         return HostCopies(self._backend, self._model, parts.drafter, parts.sizes[-1])
@@ -156,7 +156,7 @@ class StepExecutor:
     @cached_property
     def adapters(self) -> "LoadedAdapters":
         """Loads and drops LoRA adapters."""
-        from aioserve.runner.batch.adapter_rows import LoadedAdapters
+        from aioserve.features.lora.rows import LoadedAdapters
 
         return LoadedAdapters(self._model.adapter_sites, self.parts.adapters)
 

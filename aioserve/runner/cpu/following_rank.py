@@ -12,15 +12,11 @@ import numpy as np
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RequestFailedError
-from aioserve.model_info import ModelInfo, read_same_model
-from aioserve.model_source.adapter import read_adapter
-from aioserve.runner.adapters import Adapter
-from aioserve.runner.cpu.executor import ResidentModel, StepExecutor
-from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.cpu.sampler import SampledTokens
-from aioserve.runner.host_blocks import SharedSlots
-from aioserve.runner.tensor_parallel.group import SharedError
-from aioserve.runner.tensor_parallel.processes import (
+from aioserve.features.kv_connector.host_blocks import SharedSlots
+from aioserve.features.lora.peft_directory import read_adapter
+from aioserve.features.lora.products import Adapter
+from aioserve.gpu.tensor_parallel.group import SharedError
+from aioserve.gpu.tensor_parallel.processes import (
     DropAdapter,
     FirstRank,
     Free,
@@ -34,7 +30,11 @@ from aioserve.runner.tensor_parallel.processes import (
     UseAdapter,
     decode,
 )
-from aioserve.runner.tensor_parallel.rank_process import meet
+from aioserve.gpu.tensor_parallel.rank_process import meet
+from aioserve.model_source.info import ModelInfo, read_same_model
+from aioserve.runner.cpu.executor import ResidentModel, StepExecutor
+from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.sampler import SampledTokens
 
 
 class FollowingRank:

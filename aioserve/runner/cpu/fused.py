@@ -68,16 +68,16 @@ from aioserve.runner.fused.ops import (
 )
 
 if TYPE_CHECKING:  # what few models need is loaded where it is used
-    from aioserve.model_source.quantized import QuantizedWeight
-    from aioserve.runner.adapters import (
+    from aioserve.features.lora.cpu_products import CompiledAdapter
+    from aioserve.features.lora.products import (
         Adapter,
         LowRankProduct,
         LowRankTable,
         Piece,
         TokenAdapters,
     )
-    from aioserve.runner.cpu.low_rank import CompiledAdapter
-    from aioserve.runner.tensor_parallel.group import Ranks
+    from aioserve.features.quantized.blocks import QuantizedWeight
+    from aioserve.gpu.tensor_parallel.group import Ranks
 
 
 class WholeDecoder(FusedDecoder):
@@ -189,7 +189,7 @@ class WholeDecoder(FusedDecoder):
         return (*arrays, *map(len, arrays))
 
     def _compiled(self, adapter: "Adapter") -> "CompiledAdapter":
-        from aioserve.runner.cpu.low_rank import CompiledAdapter
+        from aioserve.features.lora.cpu_products import CompiledAdapter
 
         found = self._compiled_adapters.get(adapter)
         if found is None:
@@ -264,7 +264,7 @@ def _experts_struct(experts: object) -> Any:
 
 def _serve_all(tokens: "TokenAdapters") -> bool:
     """Whether the kernels serve all adapters of the tokens."""
-    from aioserve.runner.cpu.low_rank import CompiledAdapter
+    from aioserve.features.lora.cpu_products import CompiledAdapter
 
     return all(CompiledAdapter.serves(adapter) for adapter, _ in tokens.groups)
 
@@ -386,14 +386,14 @@ class CompiledOps(PackedOps):
         return BlockEmbedding(head, dtype) if isinstance(head, BlockLinear) else None
 
     def low_rank_product(self, pieces: "Sequence[Piece]") -> "LowRankProduct":
-        from aioserve.runner.cpu.low_rank import CompiledProduct
+        from aioserve.features.lora.cpu_products import CompiledProduct
 
         if CompiledProduct.serves(pieces):
             return CompiledProduct(self._kernels, pieces)
         return super().low_rank_product(pieces)
 
     def low_rank_table(self, piece: "Piece") -> "LowRankTable":
-        from aioserve.runner.cpu.low_rank import CompiledTable
+        from aioserve.features.lora.cpu_products import CompiledTable
 
         return CompiledTable(self._kernels, piece)
 
@@ -478,7 +478,7 @@ class CpuPlace(Place):
     def own_forward(
         self, module: nn.Module, known: Callable[[], Tensor | None]
     ) -> Callable[..., Any]:
-        from aioserve.runner.cpu.state_steps import with_own_steps
+        from aioserve.features.states.cpu_steps import with_own_steps
 
         return with_own_steps(module, known)
 

@@ -14,7 +14,7 @@ import torch
 
 from aioserve.config import EngineConfig
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import AttentionBackend, PagedRows, create_attention_backend
@@ -26,10 +26,10 @@ from aioserve.runner.load_plan import LoadPlan, plan_load
 from aioserve.runner.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from aioserve.grammars import GrammarCompiler
-    from aioserve.runner.cpu.drafts import CpuDraftRunner
-    from aioserve.runner.spec_decode.model_drafter import Draft
-    from aioserve.runner.tensor_parallel.group import Ranks
+    from aioserve.features.grammars import GrammarCompiler
+    from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
+    from aioserve.features.spec_decode.model_drafter import Draft
+    from aioserve.gpu.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _make_backend(plan: LoadPlan) -> AttentionBackend:
 
 
 def _make_draft_runner(plan: LoadPlan) -> "CpuDraftRunner":
-    from aioserve.runner.cpu.drafts import CpuDraftRunner
+    from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
 
     block_size = plan.config.cache.block_size
     backend = create_attention_backend(plan.specs[1], plan.num_blocks, block_size)
@@ -104,7 +104,7 @@ def _with_others(plan: LoadPlan) -> LoadPlan:
     is_set = cache.num_state_slots is not None or cache.num_window_blocks is not None
     if not is_set and plan.model.states is None and not any(windows):
         return plan
-    from aioserve.runner.cpu.beside_blocks import with_states, with_windows
+    from aioserve.features.states.cpu_memory import with_states, with_windows
 
     return with_windows(with_states(plan))
 

@@ -12,8 +12,13 @@ import msgspec
 
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
+from aioserve.features.multimodal.image_encoder import encoder_cache_bytes, sees_images
+from aioserve.features.spec_decode.drafts import find_draft, load_draft
+from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
+from aioserve.gpu.tensor_parallel.group import Ranks, together
+from aioserve.gpu.tensor_parallel.plan import shares_heads
 from aioserve.kernels import KernelsUnavailableError, load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.encoder_attention import use_kernels
@@ -27,12 +32,7 @@ from aioserve.runner.fused.ops import Mixture
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.models.own_products import EachExpert
-from aioserve.runner.multimodal.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.spec_decode.drafts import find_draft, load_draft
-from aioserve.runner.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
-from aioserve.runner.tensor_parallel.group import Ranks, together
-from aioserve.runner.tensor_parallel.plan import shares_heads
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.kernels import Kernels, load_kernels
 from aioserve.kernels.library import cpu_flags, extension
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.cpu.fused import CompiledOps, CpuPlace, WholeDecoder
 from aioserve.runner.cpu.kv_memory import map_memory

@@ -6,9 +6,9 @@ Light until it is told what to load: from then on `following_rank` does what it 
 import sys
 from collections.abc import Callable
 
-from aioserve.model_info import ModelInfo
-from aioserve.runner.tensor_parallel.processes import FirstRank, Message, Start
-from aioserve.runner.tensor_parallel.rank_process import run_rank
+from aioserve.gpu.tensor_parallel.processes import FirstRank, Message, Start
+from aioserve.gpu.tensor_parallel.rank_process import run_rank
+from aioserve.model_source.info import ModelInfo
 
 
 def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:

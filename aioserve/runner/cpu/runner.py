@@ -13,8 +13,8 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RunnerDeadError
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo, read_same_model
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.model_source.info import ModelInfo, read_same_model
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
@@ -22,8 +22,8 @@ from aioserve.scheduler.output import SchedulerOutput
 from aioserve.support.progress import interruptible
 
 if TYPE_CHECKING:
-    from aioserve.kv_connector import KVConnectorWorker
-    from aioserve.model_source.adapter import AdapterFiles
+    from aioserve.features.kv_connector import KVConnectorWorker
+    from aioserve.features.lora.peft_directory import AdapterFiles
     from aioserve.runner.cpu.executor import ResidentModel, StepExecutor
 
 

@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
-from aioserve.model_info import ModelInfo
-from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.cpu.runner import SleepingRunner
-from aioserve.runner.tensor_parallel.plan import check_model, check_settings
-from aioserve.runner.tensor_parallel.processes import (
+from aioserve.gpu.tensor_parallel.plan import check_model, check_settings
+from aioserve.gpu.tensor_parallel.processes import (
     DropAdapter,
     Free,
     Load,
@@ -26,16 +23,19 @@ from aioserve.runner.tensor_parallel.processes import (
     Step,
     UseAdapter,
 )
-from aioserve.runner.tensor_parallel.watch import FirstRankRunner
+from aioserve.gpu.tensor_parallel.watch import FirstRankRunner
+from aioserve.model_source.info import ModelInfo
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.cpu.runner import SleepingRunner
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioserve.kv_connector import KVConnectorWorker
-    from aioserve.model_source.adapter import AdapterFiles
-    from aioserve.runner.adapters import Adapter
-    from aioserve.runner.batch.grammar_rows import Masks
+    from aioserve.features.grammars.rows import Masks
+    from aioserve.features.kv_connector import KVConnectorWorker
+    from aioserve.features.lora.peft_directory import AdapterFiles
+    from aioserve.features.lora.products import Adapter
     from aioserve.runner.batch.sampling_columns import SamplingInputs
     from aioserve.runner.cpu.executor import StepExecutor
     from aioserve.runner.cpu.sampler import SampledTokens
@@ -109,7 +109,7 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
             super()._load_again(info)
 
     def _make_host_blocks(self, num_bytes: int) -> "KVConnectorWorker":
-        from aioserve.runner.host_blocks import SharedSlots
+        from aioserve.features.kv_connector.host_blocks import SharedSlots
 
         assert self._executor is not None, "awake"
         of_first = self._executor.copies.bytes_of_first
@@ -138,7 +138,7 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
         """The other ranks do the same as the block. Raises `SharedError` if all have heard that it
         cannot be done; for all else that goes wrong `RunnerDeadError`.
         """
-        from aioserve.runner.tensor_parallel.group import SharedError
+        from aioserve.gpu.tensor_parallel.group import SharedError
 
         try:
             self._others.tell(message)

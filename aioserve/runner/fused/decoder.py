@@ -34,8 +34,8 @@ from aioserve.runner.fused.ops import (
 from aioserve.runner.served_model import Taps
 
 if TYPE_CHECKING:
-    from aioserve.runner.adapters import TokenAdapters
-    from aioserve.runner.tensor_parallel.group import Ranks
+    from aioserve.features.lora.products import TokenAdapters
+    from aioserve.gpu.tensor_parallel.group import Ranks
 
 
 class AllReduceLinear:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.quantized import attached, stands_in, unpacked, unpacked_in_turn
+from aioserve.features.quantized.blocks import attached, stands_in, unpacked, unpacked_in_turn
+from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.runner.attention import StepInputs
 from aioserve.runner.fused.decoder import (
     LOGITS_DTYPE,
@@ -47,7 +48,6 @@ from aioserve.runner.fused.recognize import (
     find_parts,
 )
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.support.progress import stage
 
 if TYPE_CHECKING:

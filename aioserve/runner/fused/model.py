@@ -31,10 +31,10 @@ from aioserve.runner.fused.decoder import (
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 
 if TYPE_CHECKING:  # what few models need, or what brings `transformers`
-    from aioserve.runner.adapters import AdapterSites, Site, TokenAdapters
+    from aioserve.features.lora.products import AdapterSites, Site, TokenAdapters
+    from aioserve.features.multimodal.image_encoder import ImageEncoder
+    from aioserve.gpu.tensor_parallel.group import Ranks
     from aioserve.runner.fused.recognize import MRoPERows
-    from aioserve.runner.multimodal.image_encoder import ImageEncoder
-    from aioserve.runner.tensor_parallel.group import Ranks
 
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj")
 _TABLE = re.compile(r"(?:\w+\.)*embed_tokens")
@@ -105,7 +105,7 @@ class FusedModel(ServedModel, Halves):
 
 def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device) -> "AdapterSites":
     """All linear layers but those of experts, the embedding and the head."""
-    from aioserve.runner.adapters import AdapterSites, Site
+    from aioserve.features.lora.products import AdapterSites, Site
 
     (tokens, hidden), head = decoder.embedding.shape, decoder.head
     ranks, of_head = None, slice(None)
@@ -137,7 +137,7 @@ def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device)
 def _layer_sites(
     index: int, layer: DecoderLayer, hidden: int, ranks: "Ranks | None"
 ) -> "dict[str, Site]":
-    from aioserve.runner.adapters import Site
+    from aioserve.features.lora.products import Site
 
     attention, mlp = layer.attention, layer.mlp
     queries = attention.num_heads * attention.head_dim

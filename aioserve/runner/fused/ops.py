@@ -16,8 +16,8 @@ from torch import Tensor
 from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, ModelInputs
 
 if TYPE_CHECKING:
-    from aioserve.model_source.quantized import QuantizedWeight
-    from aioserve.runner.adapters import LowRankProduct, LowRankTable, Piece
+    from aioserve.features.lora.products import LowRankProduct, LowRankTable, Piece
+    from aioserve.features.quantized.blocks import QuantizedWeight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
@@ -177,13 +177,13 @@ class Ops(ABC):
 
     def low_rank_product(self, pieces: "Sequence[Piece]") -> "LowRankProduct":
         """The addition of an adapter to a product, by `pieces` in the order of their outputs."""
-        from aioserve.runner.adapters import TorchProduct
+        from aioserve.features.lora.products import TorchProduct
 
         return TorchProduct(pieces)
 
     def low_rank_table(self, piece: "Piece") -> "LowRankTable":
         """The addition of an adapter to the embedding."""
-        from aioserve.runner.adapters import TorchTable
+        from aioserve.features.lora.products import TorchTable
 
         return TorchTable(piece)
 

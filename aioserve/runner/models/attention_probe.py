@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aioserve.errors import one_line
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
     AttentionProbe,

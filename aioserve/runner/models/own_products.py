@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.quantized import (
+from aioserve.features.quantized.blocks import (
     attached,
     quantized_experts,
     stands_in,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from aioserve.errors import one_line
-from aioserve.runner.adapters import AdapterSites
+from aioserve.features.lora.products import AdapterSites
 from aioserve.runner.attention.backend import (
     KVCacheSpec,
     LayerAttention,

@@ -1,7 +1,7 @@
 """How one model writes replies: its format, with its tokenizer and its chat template.
 
 Knows the grammars of bound replies, and counts malformed calls. Which format it is, is chosen in
-`aioserve.formats`.
+`aioserve.features.formats`.
 """
 
 import logging
@@ -17,8 +17,9 @@ from aioserve.config import ServerConfig
 from aioserve.engine import AsyncEngine, Conversation
 from aioserve.engine.chat_template import ChatTemplate
 from aioserve.engine.detokenizer import special_token_ids
+from aioserve.engine.operations.command import Counted
 from aioserve.errors import RequestError
-from aioserve.formats import (
+from aioserve.features.formats import (
     ANY,
     Beginning,
     Function,
@@ -34,7 +35,6 @@ from aioserve.formats import (
     literal_with,
     text_until,
 )
-from aioserve.operations.command import Counted
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,15 @@ from aiohttp import web
 from msgspec import UNSET
 
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.formats import Arguments, Call, Content, Event, Reasoning, ReplyParser, joined
+from aioserve.features.formats import (
+    Arguments,
+    Call,
+    Content,
+    Event,
+    Reasoning,
+    ReplyParser,
+    joined,
+)
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import SamplingParams, ThinkingBudget
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, MalformedCalls

@@ -14,8 +14,8 @@ import msgspec
 
 from aioserve.engine import Conversation
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.formats import Function, json_rule
-from aioserve.grammars.schema import check_finite, for_grammar, place_of
+from aioserve.features.formats import Function, json_rule
+from aioserve.features.grammars.schema import check_finite, for_grammar, place_of
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.server.body import convert_part
 from aioserve.server.chat.chat_format import ChatFormat

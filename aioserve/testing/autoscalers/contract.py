@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
         "the contract of autoscalers needs pytest: pip install pytest hypothesis"
     ) from error
 
-from aioserve.routing import AutoscalerInterface
+from aioserve.fleet.routing import AutoscalerInterface
 from aioserve.testing.autoscalers import rules
 from aioserve.testing.autoscalers.toy_fleet import AutoscalerSubject
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from aioserve.routing import FleetView, ReplicaView, RoutedRequest, load_autoscaler
+from aioserve.fleet.routing import FleetView, ReplicaView, RoutedRequest, load_autoscaler
 from aioserve.testing import hash_order
 from aioserve.testing.autoscalers.toy_fleet import (
     Answer,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.routing import (
+from aioserve.fleet.routing import (
     AutoscalerInterface,
     FleetView,
     ReplicaReport,

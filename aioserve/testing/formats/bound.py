@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioserve.formats import (
+from aioserve.features.formats import (
     Arguments,
     Call,
     Function,

@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
         f"the contract of reply formats needs {error.name}: pip install pytest hypothesis"
     ) from error
 
-from aioserve.formats import (
+from aioserve.features.formats import (
     SPACE,
     Arguments,
     Call,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
-from aioserve.formats import (
+from aioserve.features.formats import (
     SPACE,
     Arguments,
     Call,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from aioserve.formats import SPACE, Function, Reply, ReplyFormat, SaidCall
+from aioserve.features.formats import SPACE, Function, Reply, ReplyFormat, SaidCall
 
 NAMES = ("add", "get_weather", "get-time", "a", "search_the_files_2", "ns.tool", "Sell_It")
 KEYS = ("a", "city", "is_it", "n_items", "x-y", "Data", "arguments", "name")

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
         "the contract of routers needs pytest: pip install pytest hypothesis"
     ) from error
 
-from aioserve.routing import BaseRouter
+from aioserve.fleet.routing import BaseRouter
 from aioserve.testing.routers import cost, rules
 from aioserve.testing.routers.toy_fleet import RouterSubject
 

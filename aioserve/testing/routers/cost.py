@@ -10,8 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from aioserve.kv_cache.block_pool import BlockStored
-from aioserve.routing import (
+from aioserve.fleet.routing import (
     REPORTED,
     BaseRouter,
     Dispatcher,
@@ -19,6 +18,7 @@ from aioserve.routing import (
     RoutedRequest,
     load_router,
 )
+from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.testing import hash_order
 from aioserve.testing.cost import MANY, MOST_BYTES, WAVE, size_of
 from aioserve.testing.routers.toy_fleet import BLOCK_SIZE, RouterSubject, prompt
@@ -36,7 +36,7 @@ NUM_BLOCKS = 24  # of a prompt, the first of which every replica holds
 REST_SECONDS = 3600.0  # between waves of requests: what is kept for a time may go
 
 #: Modules of the sender, whose lines are not the router's.
-OF_SENDER = "aioserve.routing.dispatcher", "aioserve.routing.views"
+OF_SENDER = "aioserve.fleet.routing.dispatcher", "aioserve.fleet.routing.views"
 
 Lines = Counter[tuple[CodeType, int]]
 
@@ -234,7 +234,7 @@ def answers(subject: RouterSubject) -> list[str]:
 def _own_code(kind: type) -> Iterator[CodeType]:
     """Code of the class, of its bases that are no part of the seam, and functions within."""
     for base in kind.__mro__:
-        if base.__module__.startswith(("aioserve.routing", "builtins", "abc")):
+        if base.__module__.startswith(("aioserve.fleet.routing", "builtins", "abc")):
             continue
         for value in vars(base).values():
             function = getattr(value, "__func__", getattr(value, "fget", value))

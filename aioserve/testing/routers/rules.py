@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from aioserve.routing import Dispatcher, RoutedRequest, Wait
+from aioserve.fleet.routing import Dispatcher, RoutedRequest, Wait
 from aioserve.testing.routers.toy_fleet import (
     FULL,
     NUM_SEATS,

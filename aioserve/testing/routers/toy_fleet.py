@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.kv_cache.block_pool import BlockRemoved, BlockStored, KVEvent
-from aioserve.request import Hints
-from aioserve.routing import (
+from aioserve.fleet.routing import (
     MAX_WAIT_SECONDS,
     MIN_WAIT_SECONDS,
     Assignment,
@@ -27,6 +25,8 @@ from aioserve.routing import (
     RoutedRequest,
     Wait,
 )
+from aioserve.kv_cache.block_pool import BlockRemoved, BlockStored, KVEvent
+from aioserve.request import Hints
 
 NUM_SEATS = 8
 NUM_BLOCKS = 400

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.lab.bench.commands import render, summarize
 from aioserve.lab.bench.exchange import Load, Target

@@ -21,7 +21,7 @@ from aioserve.lab.calibration import (
     write_profile,
 )
 from aioserve.lab.simulation.run import VirtualClockEventLoop, simulated
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.runner.profile import StepTimeModel, load_profile

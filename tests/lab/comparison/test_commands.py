@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.lab.comparison.measures import aborts, programs_of
 from aioserve.lab.workloads.synthetic import generate, read_spec
 from tests import processes
@@ -348,7 +348,7 @@ LONG = ["compare", FCFS, CHUNKED, "--workload", MIXED, "--seeds", "100"]
 SAYS_WHEN_IT_RUNS = """
 import sys
 from multiprocessing.process import BaseProcess
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.lab.simulation import run
 def say(*arguments, make=run._EngineClients.__init__, **options):
     print("running", flush=True)

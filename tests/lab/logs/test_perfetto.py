@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from aioserve.cli import main as command
-from aioserve.decision_log.reader import Chronicle, DecisionLog
+from aioserve.cli.main import main as command
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog
 from aioserve.lab.logs.perfetto import trace_events
 from tests.lab.traffic import record
 
@@ -152,7 +152,7 @@ def test_without_the_policy_there_is_a_trace_without_reasons(
 
         raise UnknownPolicyError(spec)
 
-    monkeypatch.setattr("aioserve.decision_log.replay.load_policy", unknown)
+    monkeypatch.setattr("aioserve.lab.decision_log.replay.load_policy", unknown)
     path = tmp_path / "trace.json"
     assert command(["trace", str(log.path), "-o", str(path)]) == 0
     text = path.read_text()

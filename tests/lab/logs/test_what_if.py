@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from aioserve.cli import main as command
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.cli.main import main as command
 from aioserve.errors import ConfigError
+from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.what_if import make_config, percentile, what_if
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest

@@ -157,7 +157,7 @@ def test_a_measure_is_named_as_a_bound_is() -> None:
 def test_the_command_prints_and_writes_all_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from aioserve.cli import main
+    from aioserve.cli.main import main
 
     files = {name: tmp_path / f"curves.{name}" for name in ("json", "html", "svg")}
     words = ["mispredict", "zoo.sjf", "--against", "fcfs", "--workload", "mixed", "--limit", "60"]

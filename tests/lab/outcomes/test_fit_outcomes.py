@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration import write_profile
 from aioserve.lab.outcomes import (

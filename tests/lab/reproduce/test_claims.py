@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.lab.reproduce.claims.claim import Finding, verdict_of
 from aioserve.lab.reproduce.claims.mc_sf import latency_of, small_case
 from aioserve.lab.reproduce.claims.optimum import Job, total_latency

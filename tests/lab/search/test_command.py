@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.lab.search.tuning import DEFAULT, Tuning
 
 CHUNKS = ["--set", "scheduler.options.chunk_size=64,2048"]

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.fleet.routing import RouterError
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulated
 from aioserve.lab.workloads.incidents import Failure, Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.routing import RouterError
 
 HEAD = """
-from aioserve.routing import BaseRouter, Refuse, RouterOptions, Wait
+from aioserve.fleet.routing import BaseRouter, Refuse, RouterOptions, Wait
 
 
 class Mine(BaseRouter):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.lab.simulation.fleet_plan import FleetSpec
 
 PAGE = (Path(__file__).parents[3] / "docs/scaling.md").read_text()

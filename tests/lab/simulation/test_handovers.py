@@ -7,16 +7,16 @@ import pytest
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.fleet.routing import RouterError
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec, ReplicaGroup
 from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulated
 from aioserve.lab.workloads.incidents import Deploy, Failure, Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.routing import RouterError
 
 HEAD = """
-from aioserve.routing import BaseRouter, Migrate, RouterOptions, Split
+from aioserve.fleet.routing import BaseRouter, Migrate, RouterOptions, Split
 
 
 class Mine(BaseRouter):

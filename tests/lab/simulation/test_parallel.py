@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.cli import main as command
+from aioserve.cli.main import main as command
 from aioserve.config import EngineConfig
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import compare, encode

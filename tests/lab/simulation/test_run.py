@@ -17,7 +17,7 @@ from aioserve.lab.simulation.run import (
     simulated,
 )
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 

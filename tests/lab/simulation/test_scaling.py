@@ -5,9 +5,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.fleet.routing import (
+    FleetView,
+    ReplicaView,
+    RoutedRequest,
+    RouterError,
+    available_autoscalers,
+    load_autoscaler,
+)
 from aioserve.lab.comparison.measures import fleet_totals
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_changes import AutoscalerChoice, Autoscaling
@@ -16,17 +24,9 @@ from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulated
 from aioserve.lab.workloads.incidents import Failure, Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.routing import (
-    FleetView,
-    ReplicaView,
-    RoutedRequest,
-    RouterError,
-    available_autoscalers,
-    load_autoscaler,
-)
 
 HEAD = """
-from aioserve.routing import AutoscalerInterface, AutoscalerOptions
+from aioserve.fleet.routing import AutoscalerInterface, AutoscalerOptions
 
 
 class Mine(AutoscalerInterface):
@@ -283,7 +283,7 @@ def test_each_role_keeps_one_replica_at_least(tmp_path: Path, body: str) -> None
     failures = Incidents(failures=(Failure(replica=0, at=8.0, down=60.0),))
     path = tmp_path / "router.py"
     path.write_text(
-        "from aioserve.routing import BaseRouter, Split\n"
+        "from aioserve.fleet.routing import BaseRouter, Split\n"
         "class Mine(BaseRouter):\n"
         "    splits = True\n"
         "    def choose(self, request, replicas):\n"

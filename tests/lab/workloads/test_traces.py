@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.lab.workloads.workload import build_prompt

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.lab.comparison.document import compare
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.zoo import commands

@@ -14,7 +14,7 @@ import torch
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels, usable_variants
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import load, machine, models
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.machine import ComputeThreads

@@ -6,8 +6,8 @@ import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from aioserve.errors import ConfigError
+from aioserve.features.states.cpu_memory import choose_num_state_slots
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.beside_blocks import choose_num_state_slots
 from aioserve.runner.cpu.memory import choose_num_kv_blocks
 
 

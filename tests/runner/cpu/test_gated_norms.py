@@ -12,8 +12,8 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
+from aioserve.features.states.cpu_steps import with_own_norms
 from aioserve.kernels import usable_variants
-from aioserve.runner.cpu.state_steps import with_own_norms
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)

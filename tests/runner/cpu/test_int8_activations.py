@@ -19,15 +19,15 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
+from aioserve.features.spec_decode.drafts import find_draft
+from aioserve.gpu.cuda.load import load_on_cuda
 from aioserve.kernels import KernelsUnavailableError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.cpu import models
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_models
 from aioserve.runner.cpu.products import BlockLinear
-from aioserve.runner.cuda.load import load_on_cuda
-from aioserve.runner.spec_decode.drafts import find_draft
 from tests.gguf_models import write_gguf
 from tests.int8_activations import int8_products
 from tests.models import VOCAB_SIZE, make_model

@@ -19,7 +19,7 @@ from torch import Tensor
 from aioserve.config import CacheConfig, EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import Kernels, load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
 from aioserve.runner.attention.backend import ImageEnds

@@ -11,9 +11,9 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.model_info import ModelInfo
+from aioserve.gpu.tensor_parallel.plan import MODEL_TYPES
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.runner import ThreadedRunner
-from aioserve.runner.tensor_parallel.plan import MODEL_TYPES
 from tests.architectures.tiny import MAX_LEN, VOCAB_SIZE, Case, make_config, make_model
 from tests.matrix.places import RunnerOfThreads, loading_one_at_a_time
 from tests.processes import COMPUTING_SECONDS

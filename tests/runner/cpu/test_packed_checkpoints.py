@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from aioserve.model_info import ModelInfo
+from aioserve.gpu.cuda.fused import CudaPlace
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.loader import load_model
 from tests.greedy import GreedyReference
 from tests.models import make_model

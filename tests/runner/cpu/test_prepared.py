@@ -14,7 +14,7 @@ import pytest
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError, load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.cpu import machine, models, prepared
 from aioserve.runner.cpu.load import load_on_cpu
@@ -94,7 +94,7 @@ def test_a_prepared_model_is_read_without_transformers(tmp_path: Path) -> None:
         "import sys\n"
         "from aioserve import EngineConfig\n"
         "from aioserve.config import ModelConfig\n"
-        "from aioserve.model_info import ModelInfo\n"
+        "from aioserve.model_source.info import ModelInfo\n"
         "from aioserve.runner.cpu.load import load_on_cpu\n"
         f"config = EngineConfig(model=ModelConfig(model={str(path)!r}))\n"
         "load_on_cpu(config, ModelInfo(config.model)).close()\n"

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
+from aioserve.features.quantized.blocks import FORMATS, quantize
 from aioserve.kernels import load_kernels
-from aioserve.model_info import ModelInfo
 from aioserve.model_source import GgufFile
-from aioserve.model_source.quantized import FORMATS, quantize
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.load import load_on_cpu

@@ -16,11 +16,11 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import RunnerConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
+from aioserve.features.quantized.blocks import FORMATS
+from aioserve.gpu.tensor_parallel.shard import check_groups
 from aioserve.model_source import Directory, GgufFile
-from aioserve.model_source.quantized import FORMATS
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.tensor_parallel.shard import check_groups
 from tests.gguf_models import write_gguf
 from tests.gguf_written import WRITTEN, make_written
 from tests.kit import greedy, small_config, tokens_of

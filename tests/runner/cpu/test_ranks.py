@@ -20,17 +20,17 @@ import torch
 
 from aioserve.config import EngineConfig, SpeculationConfig
 from aioserve.errors import ConfigError, RequestFailedError, RunnerDeadError
-from aioserve.model_info import ModelInfo
+from aioserve.gpu.tensor_parallel.group import Ranks, SharedError
+from aioserve.gpu.tensor_parallel.plan import check_model, check_settings
+from aioserve.gpu.tensor_parallel.processes import Sampled, Step, decode, encode
 from aioserve.model_source.directory import Directory
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.sampler import SampledTokens, sample
-from aioserve.runner.tensor_parallel.group import Ranks, SharedError
-from aioserve.runner.tensor_parallel.plan import check_model, check_settings
-from aioserve.runner.tensor_parallel.processes import Sampled, Step, decode, encode
 from aioserve.scheduler.output import SchedulerOutput
 from tests.models import VOCAB_SIZE, make_model
 from tests.processes import COMPUTING_SECONDS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.errors import ConfigError, RunnerDeadError
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.cpu.runner import ThreadedRunner
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
+from aioserve.features.states.cpu_memory import make_window_spec
 from aioserve.kv_cache import WindowSpec
 from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
-from aioserve.runner.cpu.beside_blocks import make_window_spec
 from aioserve.runner.cpu.memory import GIB, choose_num_kv_blocks
 from aioserve.runner.kv_pool import TYPICAL_TOKENS
 

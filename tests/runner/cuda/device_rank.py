@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from aioserve.model_info import ModelInfo
-from aioserve.runner.cuda.rank import follow
-from aioserve.runner.tensor_parallel.processes import FirstRank, Message, Start
-from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
+from aioserve.gpu.cuda.rank import follow
+from aioserve.gpu.tensor_parallel.processes import FirstRank, Message, Start
+from aioserve.gpu.tensor_parallel.rank_process import meet, run_rank
+from aioserve.model_source.info import ModelInfo
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_rank
 

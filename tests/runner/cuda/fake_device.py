@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from aioserve.runner.cuda.device import (
+from aioserve.gpu.cuda.device import (
     CardMemory,
     CopyQueue,
     Device,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aioserve.gpu.cuda.attention import multiply
 from aioserve.runner.attention import AttentionOptions
-from aioserve.runner.cuda.attention import multiply
 from tests.runner.cuda.fake_device import FakeDevice
 
 

@@ -3,14 +3,14 @@
 import torch
 
 from aioserve.config import EngineConfig
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
-from aioserve.runner.cuda import load
-from aioserve.runner.cuda.executor import StepExecutor
-from aioserve.runner.cuda.fused import CudaPlace
-from aioserve.runner.cuda.runner import OverlappedRunner
-from aioserve.runner.spec_decode.drafts import find_draft
-from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.features.spec_decode.drafts import find_draft
+from aioserve.gpu.cuda import load
+from aioserve.gpu.cuda.executor import StepExecutor
+from aioserve.gpu.cuda.fused import CudaPlace
+from aioserve.gpu.cuda.runner import OverlappedRunner
+from aioserve.gpu.tensor_parallel.group import Ranks
+from aioserve.model_source.info import ModelInfo
 from tests.runner.cuda.fake_device import FakeDevice
 
 

@@ -20,9 +20,9 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
-from aioserve.model_source.adapter import read_adapter
+from aioserve.features.lora.peft_directory import read_adapter
+from aioserve.gpu.cuda.executor import DecodeGraphs
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.cuda.executor import DecodeGraphs
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from tests.adapters import ALL_LINEAR, make_adapter, merge
 from tests.greedy import GreedyReference

@@ -14,7 +14,7 @@ def compile_all(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from aioserve.runner.cuda import triton_kernels
+    from aioserve.gpu.cuda import triton_kernels
 
     types = {
         "size num_rows num_heads num_kv_heads": "i32",

@@ -18,11 +18,11 @@ import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SpeculationConfig
 from aioserve.errors import AioserveError, ConfigError
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
-from aioserve.runner.cuda.executor import StepExecutor
-from aioserve.runner.cuda.sharded_runner import ShardedOverlappedRunner
-from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.gpu.cuda.executor import StepExecutor
+from aioserve.gpu.cuda.sharded_runner import ShardedOverlappedRunner
+from aioserve.gpu.tensor_parallel.group import Ranks
+from aioserve.model_source.info import ModelInfo
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.gguf_models import write_gguf
 from tests.models import make_model
@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("ranks")
     make_model("llama", path, vocab_size=2048, eos_token_id=0)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(aioserve.__file__).parent / "embedded" / name, path)
+        shutil.copy(Path(aioserve.__file__).parent / "model_source" / "embedded" / name, path)
     return str(path)
 
 

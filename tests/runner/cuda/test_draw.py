@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from aioserve.gpu.cuda import sampler
+from aioserve.gpu.cuda.sampler import DrawColumns
 from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.cpu.sampler import sample
-from aioserve.runner.cuda import sampler
-from aioserve.runner.cuda.sampler import DrawColumns
 
 INTERPRETER = {**os.environ, "TRITON_INTERPRET": "1"}
 
@@ -108,7 +108,7 @@ def test_triton_kernels_do_the_same_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     code = (
         "from tests.runner.cuda.test_draw import *\n"
-        "from aioserve.runner.cuda import triton_kernels as t\n"
+        "from aioserve.gpu.cuda import triton_kernels as t\n"
         "check_noise(t.uniforms); check_tokens(t.draw, 1)"
     )
     result = subprocess.run(

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from aioserve.errors import ConfigError
+from aioserve.gpu.cuda import host_blocks
+from aioserve.gpu.cuda.device import Event
+from aioserve.gpu.cuda.host_blocks import Copied, DeviceBlocks
 from aioserve.kv_cache import KVConnectorMetadata
-from aioserve.runner.cuda import host_blocks
-from aioserve.runner.cuda.device import Event
-from aioserve.runner.cuda.host_blocks import Copied, DeviceBlocks
 from tests.runner.cuda.fake_device import FakeDevice, TooEarlyError
 
 NUM_PAGES, NUM_SLOTS, BLOCK_BYTES = 9, 6, 6 * 4 + 8 * 2

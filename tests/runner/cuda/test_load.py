@@ -14,7 +14,11 @@ import torch
 
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
+from aioserve.gpu.cuda import load as loading
+from aioserve.gpu.cuda.executor import StepExecutor, capture_sizes
+from aioserve.gpu.cuda.flashinfer_attention import why_not
+from aioserve.gpu.cuda.fused import CudaPlace
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.attention.backend import (
     AttentionCall,
@@ -23,10 +27,6 @@ from aioserve.runner.attention.backend import (
     LayerSpec,
 )
 from aioserve.runner.cpu.models import load_model_on_cpu
-from aioserve.runner.cuda import load as loading
-from aioserve.runner.cuda.executor import StepExecutor, capture_sizes
-from aioserve.runner.cuda.flashinfer_attention import why_not
-from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.loader import load_model
 from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.cuda.fake_device import FakeDevice
@@ -218,7 +218,7 @@ def test_captured_sizes_end_with_the_most_rows_that_there_can_be() -> None:
 def test_every_module_can_be_imported_without_a_card(name: str) -> None:
     if name.startswith("triton"):
         pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    importlib.import_module(f"aioserve.runner.cuda.{name}".removesuffix(".__init__"))
+    importlib.import_module(f"aioserve.gpu.cuda.{name}".removesuffix(".__init__"))
 
 
 def test_a_model_that_cannot_be_captured_runs_without_graphs(

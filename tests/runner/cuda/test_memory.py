@@ -6,8 +6,8 @@ import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
-from aioserve.runner.cuda.device import CardMemory
-from aioserve.runner.cuda.load import GIB, MemoryPlan, check_weights_fit, plan_memory
+from aioserve.gpu.cuda.device import CardMemory
+from aioserve.gpu.cuda.load import GIB, MemoryPlan, check_weights_fit, plan_memory
 
 CARD = CardMemory("a card", total=24 * GIB, free=23 * GIB)
 PAGE_BYTES = 2 << 20

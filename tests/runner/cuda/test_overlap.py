@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from aioserve.config import SchedulerConfig
+from aioserve.gpu.cuda import flashinfer_attention
+from aioserve.gpu.cuda.executor import LaunchedStep
 from aioserve.kv_cache import KVCacheManager
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
-from aioserve.runner.cuda import flashinfer_attention
-from aioserve.runner.cuda.executor import LaunchedStep
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.tiny import VOCAB_SIZE, make_executor

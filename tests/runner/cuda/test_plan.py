@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from aioserve.gpu.cuda.executor import OverlappedBatch
+from aioserve.gpu.cuda.plan import Layout, Limits, StepPlan, plan_step
 from aioserve.params import SamplingParams
 from aioserve.runner.attention import StepInputs
 from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns
-from aioserve.runner.cuda.executor import OverlappedBatch
-from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
 from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.driver import Driver
 

@@ -23,22 +23,22 @@ from aioserve.errors import (
     RequestFailedError,
     RunnerDeadError,
 )
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.ngram import ngram_drafter
+from aioserve.gpu.cuda import sampler
+from aioserve.gpu.cuda.attention import TorchDeviceAttention
+from aioserve.gpu.cuda.executor import StepExecutor
+from aioserve.gpu.cuda.fused import CudaPlace
+from aioserve.gpu.cuda.plan import Layout, Limits, StepPlan
+from aioserve.gpu.cuda.runner import OverlappedRunner
+from aioserve.gpu.cuda.sampler import DeviceSampler
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import RequestOutput
 from aioserve.params import SamplingParams, StructuredOutputs, ThinkingBudget
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.batch_parts import BatchParts
-from aioserve.runner.cuda import sampler
-from aioserve.runner.cuda.attention import TorchDeviceAttention
-from aioserve.runner.cuda.executor import StepExecutor
-from aioserve.runner.cuda.fused import CudaPlace
-from aioserve.runner.cuda.plan import Layout, Limits, StepPlan
-from aioserve.runner.cuda.runner import OverlappedRunner
-from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.loader import load_model
-from aioserve.runner.spec_decode.draft_length import DraftLength
-from aioserve.runner.spec_decode.ngram import ngram_drafter
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate
 from tests.models import VOCAB_SIZE, make_model
@@ -72,7 +72,7 @@ def served_path(model_path: Callable[..., Path]) -> Callable[..., Path]:
     def path_of(kind: str) -> Path:
         path = model_path(kind)
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(aioserve.__file__).parent / "embedded" / name, path)
+            shutil.copy(Path(aioserve.__file__).parent / "model_source" / "embedded" / name, path)
         return path
 
     return path_of
@@ -247,7 +247,7 @@ async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(
 @pytest.fixture(scope="module")
 def wordy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with the whole vocabulary of the embedded one."""
-    embedded = Path(aioserve.__file__).parent / "embedded"
+    embedded = Path(aioserve.__file__).parent / "model_source" / "embedded"
     path = make_model("llama", tmp_path_factory.mktemp("wordy"), vocab_size=2048)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(embedded / name, path)

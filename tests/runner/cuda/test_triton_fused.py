@@ -13,16 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aioserve.model_info import ModelInfo
+from aioserve.gpu.cuda import sampler
+from aioserve.gpu.cuda.attention import TorchDeviceAttention
+from aioserve.gpu.cuda.executor import StepExecutor
+from aioserve.gpu.cuda.fused import CudaPlace, TritonOps
+from aioserve.gpu.cuda.plan import Layout, Limits
+from aioserve.gpu.cuda.sampler import DeviceSampler
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu.models import load_model_on_cpu
-from aioserve.runner.cuda import sampler
-from aioserve.runner.cuda.attention import TorchDeviceAttention
-from aioserve.runner.cuda.executor import StepExecutor
-from aioserve.runner.cuda.fused import CudaPlace, TritonOps
-from aioserve.runner.cuda.plan import Layout, Limits
-from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.fused.model import FusedModel
 from aioserve.runner.loader import load_model
 from aioserve.runner.served_model import ServedModel
@@ -98,7 +98,7 @@ def check_bfloat16_and_fp8() -> None:
     The interpreter cuts where the hardware rounds: up to one unit in the last place, which is
     2^-7 of a bfloat16 and 2^-3 of an fp8. What is added and normed may be two of them off.
     """
-    from aioserve.runner.cuda import triton_kernels
+    from aioserve.gpu.cuda import triton_kernels
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 96, generator=generator).bfloat16()

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioserve.runner.adapters import AdapterSites, TokenAdapters
+from aioserve.features.lora.products import AdapterSites, TokenAdapters
+from aioserve.gpu.cuda import sampler
+from aioserve.gpu.cuda.attention import DeviceAttention, TorchDeviceAttention
+from aioserve.gpu.cuda.executor import StepExecutor
+from aioserve.gpu.cuda.flashinfer_attention import FlashInferAttention
+from aioserve.gpu.cuda.plan import Layout, Limits
+from aioserve.gpu.cuda.sampler import DeviceSampler
 from aioserve.runner.attention.backend import (
     AttentionCall,
     AttentionOptions,
@@ -15,12 +21,6 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
 )
 from aioserve.runner.batch_parts import BatchParts
-from aioserve.runner.cuda import sampler
-from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
-from aioserve.runner.cuda.executor import StepExecutor
-from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
-from aioserve.runner.cuda.plan import Layout, Limits
-from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.served_model import Halves, ServedModel
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aioserve import kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import create_attention_backend
 from aioserve.runner.cpu.fused import WholeDecoder

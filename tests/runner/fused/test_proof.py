@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels
-from aioserve.model_info import ModelInfo
+from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.cpu.fused import CpuPlace, WholeDecoder
 from aioserve.runner.cpu.load import load_on_cpu

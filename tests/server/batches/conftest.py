@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.server.batches import runner
+from aioserve.apis.batches import runner
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from aioserve.config import SchedulerConfig
-from aioserve.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.what_if import make_workload, read_traffic
 from tests.server.bad_bodies import check, mutations
 from tests.server.batches.asking import (

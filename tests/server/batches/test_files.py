@@ -11,8 +11,8 @@ import msgspec
 import openai
 import pytest
 
-from aioserve.server.batches import runner
-from aioserve.server.batches.disk import Disk, sweep, usage
+from aioserve.apis.batches import runner
+from aioserve.apis.batches.disk import Disk, sweep, usage
 from tests.server.batches.asking import completions, config, create, serving, until
 from tests.server.serving import SIMULATED
 

@@ -4,14 +4,14 @@ import random
 
 import pytest
 
+from aioserve.apis.batches.policy import OfflineScheduler
 from aioserve.scheduler import Request
-from aioserve.server.batches.policy import OfflineScheduler
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract
 from tests.policies.simulate import Job, Served, percentile, serve
 from tests.slow import mostly_slow
 
-POLICY = "aioserve.server.batches.policy:OfflineScheduler"
+POLICY = "aioserve.apis.batches.policy:OfflineScheduler"
 OFFLINE = {"offline": True}
 
 

@@ -15,9 +15,9 @@ import msgspec
 import openai
 import pytest
 
+from aioserve.apis.batches.disk import Disk
+from aioserve.apis.batches.work import Answered, ResultLog
 from aioserve.errors import ConfigError
-from aioserve.server.batches.disk import Disk
-from aioserve.server.batches.work import Answered, ResultLog
 from tests import processes
 from tests.processes import PATIENCE, serving
 from tests.server.batches.asking import (
@@ -163,7 +163,7 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 ARGUMENTS = [
     *("--runner", "simulated", "--step-base-ms", "20", "--step-prefill-token-us", "1"),
-    *("--policy", "aioserve.server.batches.policy:OfflineScheduler"),
+    *("--policy", "aioserve.apis.batches.policy:OfflineScheduler"),
 ]
 
 

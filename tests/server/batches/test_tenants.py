@@ -7,8 +7,8 @@ import msgspec
 import openai
 import pytest
 
+from aioserve.apis.batches import runner
 from aioserve.config import AccessConfig, EngineConfig
-from aioserve.server.batches import runner
 from tests.server.access.conftest import ADMIN, ANN, BEN, CARL, KEYS
 from tests.server.batches.asking import (
     client_of,

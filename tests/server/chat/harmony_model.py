@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from aioserve.formats.harmony import HarmonyParser
+from aioserve.features.formats.harmony import HarmonyParser
 from tests.server.scripted import make_model
 
 

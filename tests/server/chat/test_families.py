@@ -15,9 +15,9 @@ import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.engine import Conversation
-from aioserve.formats import SHIPPED, Reply, SaidCall, load_format
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.formats import SHIPPED, Reply, SaidCall, load_format
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.protocol import FunctionDefinition

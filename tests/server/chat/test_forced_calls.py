@@ -11,9 +11,9 @@ import pytest
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
-from aioserve.formats import SHIPPED, Arguments, joined, load_format
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.formats import SHIPPED, Arguments, joined, load_format
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.server.chat.chat_format import ChatFormat
 from aioserve.server.chat.protocol import FunctionDefinition

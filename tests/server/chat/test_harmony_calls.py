@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 
 from aioserve.config import ModelConfig
-from aioserve.formats.harmony import HarmonyParser
-from aioserve.grammars import GrammarCompiler
-from aioserve.model_info import ModelInfo
+from aioserve.features.formats.harmony import HarmonyParser
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.model_source.info import ModelInfo
 from tests.server.chat.harmony_model import harmony_model
 from tests.server.chat.test_forced_calls import ARGUMENTS, HAIR, STRICT, WRONG, takes  # noqa: F401
 

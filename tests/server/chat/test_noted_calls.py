@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aioserve.formats import Function, Reply, SaidCall, load_format
+from aioserve.features.formats import Function, Reply, SaidCall, load_format
 from tests.server.chat.test_forced_calls import compilers, takes, using  # noqa: F401
 
 SCHEMA = {

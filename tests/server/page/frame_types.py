@@ -9,8 +9,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from aioserve.apis.page.routes import FOLDER
 from aioserve.engine import live_feed
-from aioserve.server.page.routes import FOLDER
 
 PATH = Path(FOLDER) / "frames.d.ts"
 

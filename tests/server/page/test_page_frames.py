@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from aioserve.apis.page.routes import FOLDER
 from aioserve.engine.live_feed import (
     About,
     Back,
@@ -19,7 +20,6 @@ from aioserve.engine.live_feed import (
 )
 from aioserve.outputs import FinishReason
 from aioserve.request import WaitReason
-from aioserve.server.page.routes import FOLDER
 from tests.server.page import frame_types
 
 #: What the page calls a field that has another name in `engine.live_feed`.

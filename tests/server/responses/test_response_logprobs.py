@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import aioserve
+from aioserve.apis.responses.answer import TokenQueue
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.outputs import RequestOutput, TokenLogprobs
-from aioserve.server.responses.answer import TokenQueue
 from tests.server.responses.test_responses import ASKED, SAY_AND_CALL, TOOLS
 from tests.server.scripted import HERMES, saying
 from tests.server.serving import running

@@ -9,11 +9,11 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 
+from aioserve.apis.responses.prompt import template_turns, tools_of
+from aioserve.apis.responses.protocol import InputItem, ResponsesRequest
 from aioserve.config import EngineConfig, ImageConfig, RunnerConfig, ServerConfig
 from aioserve.errors import RequestError
-from aioserve.server.images import ImageParts
-from aioserve.server.responses.prompt import template_turns, tools_of
-from aioserve.server.responses.protocol import InputItem, ResponsesRequest
+from aioserve.features.multimodal.bodies import ImageParts
 from aioserve.server.running import Kept, ResponseStore
 from tests.server.bad_bodies import check, mutations
 from tests.server.raw_client import fail_what_runs

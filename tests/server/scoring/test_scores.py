@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import aioserve
 from aioserve import AsyncClient
+from aioserve.apis.scoring.routes import TEMPLATES, score_template
 from aioserve.config import (
     CacheConfig,
     EngineConfig,
@@ -21,15 +22,14 @@ from aioserve.config import (
     ScoringConfig,
 )
 from aioserve.errors import ConfigError, RequestError
-from aioserve.model_info import ModelInfo
-from aioserve.server.scoring.routes import TEMPLATES, score_template
+from aioserve.model_source.info import ModelInfo
 from tests.server.scripted import make_model
 from tests.server.serving import SIMULATED, Server, running
 
 # The loop is the subject of other tests; these load a model each.
 on_uvloop = pytest.mark.asyncio(loop_factories=["uvloop"])
 
-EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 TOKENIZER = ModelInfo(ModelConfig()).tokenizer
 TEXT = "Instruct: {instruction}\nQuery: {query}\nDocument: {document}\nIt is"
 LABELS = ("no", "What")  # each is one token of the embedded model

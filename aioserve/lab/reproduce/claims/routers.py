@@ -3,7 +3,7 @@
 Each is what its source says, and nothing for users to choose.
 """
 
-from aioserve.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest
+from aioserve.fleet.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest
 
 
 class VllmRouter(BaseRouter):

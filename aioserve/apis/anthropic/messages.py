@@ -1,0 +1,338 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
+
+Knows the shape of these endpoints, of messages and of events; the chat template is the engine's,
+admission and streaming are in `generation`, how a model writes calls is known in `formats`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+from aiohttp import web
+
+from aioserve.apis.anthropic.prompt import template_messages, tools_of
+from aioserve.apis.anthropic.protocol import (
+    UNSIGNED,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    CountTokensRequest,
+    InputDelta,
+    InputTokens,
+    Message,
+    MessageDelta,
+    MessagesError,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    OutputConfig,
+    Ping,
+    ReplyBlock,
+    SignatureDelta,
+    Stop,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+    to_messages_error,
+)
+from aioserve.engine import Conversation
+from aioserve.errors import RequestError
+from aioserve.features.formats import Arguments, Call, Content, Event, Reasoning
+from aioserve.features.multimodal.bodies import IMAGES, ImageParts
+from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.server.body import BodyDecoder, decode_body
+from aioserve.server.chat.chat_format import CHAT_FORMAT
+from aioserve.server.chat.reply_reader import ReplyReader, with_budget
+from aioserve.server.chat.tools import ToolUse, bind_off_loop, blame
+from aioserve.server.errors import to_wire
+from aioserve.server.fields import pass_over_tools
+from aioserve.server.generation import Answer, respond, typed_event
+from aioserve.server.logprobs import TOKEN_TEXTS
+from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
+from aioserve.server.protocol import Usage
+from aioserve.server.running import ENGINE
+from aioserve.server.tokenization import preparing
+
+create_decoder = BodyDecoder(MessagesRequest, "messages")
+count_decoder = BodyDecoder(CountTokensRequest, "messages")
+_encoder = msgspec.json.Encoder()
+
+# What the engine, the sampling parameters and chat call fields that have other names here.
+_NAMES = {
+    "prompt": "messages",
+    "continue_final_message": "messages",
+    "reasoning_effort": "output_config.effort",
+    "thinking_budget": "thinking.budget_tokens",
+}
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    """The handler of /v1/messages. Raises what `add_request` raises, before anything is sent."""
+    body = await decode_body(request, create_decoder)
+    images = ImageParts.of(request.app[ENGINE])
+    with _own_names(body, _ignores_unknown(request)), images.named():
+        conversation, use = _conversation(request, body, images)
+        body.messages.clear()  # images that they hold would stay as long as the stream
+        params = msgspec.structs.replace(
+            body.sampling_params(request.app[ENGINE].sampling_defaults),
+            kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
+        )
+        params = await bind_off_loop(
+            params, use, request.app[CHAT_FORMAT], conversation, body.bound_by
+        )
+        budget = None if body.thinking is None else body.thinking.budget()
+        if request.app[CHAT_FORMAT].thinking is not None:  # others keep to any budget
+            params = with_budget(request, params, budget, "thinking.budget_tokens")
+        answer = MessageAnswer(request, body, use)
+        prompt = request.app[IMAGES].shown(conversation, images)
+        return await respond(request, body, [prompt], params, answer)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """The handler of /v1/messages/count_tokens. There may be more than the model takes."""
+    body = await decode_body(request, count_decoder)
+    images = ImageParts.of(request.app[ENGINE])
+    with _own_names(body, _ignores_unknown(request)), images.named():
+        body.sampling_params(request.app[ENGINE].sampling_defaults)  # refuses what no reply takes
+        conversation, _ = _conversation(request, body, images)
+        async with preparing(request, images):
+            prompt = await request.app[IMAGES].show(conversation, images)
+            token_ids = await request.app[ENGINE].tokenize(prompt)
+    return web.Response(
+        body=_encoder.encode(InputTokens(input_tokens=len(token_ids))),
+        content_type="application/json",
+    )
+
+
+def _conversation(
+    request: web.Request, body: CountTokensRequest, images: ImageParts
+) -> tuple[Conversation, ToolUse | None]:
+    pass_over_tools(request, body.tools)
+    ignore_unknown = _ignores_unknown(request)
+    messages, use = template_messages(body, images), tools_of(body, ignore_unknown=ignore_unknown)
+    config, is_begun = body.output_config or OutputConfig(), body.messages[-1].role == "assistant"
+    if is_begun and body.format is not None:
+        raise RequestError(
+            "output_config.format is for a whole reply: the last message must not be the "
+            "assistant's",
+            param="output_config.format",
+        )
+    if use is not None:
+        request.app[CHAT_FORMAT].call_parser  # noqa: B018 - refuses tools that no reply could call
+    return Conversation(
+        messages,
+        use.tools if use else (),
+        continue_final_message=is_begun,
+        template_kwargs=body.chat_template_kwargs or {},
+        reasoning_effort=config.effort,
+    ), use
+
+
+def _ignores_unknown(request: web.Request) -> bool:
+    return request.app[ENGINE].config.server.ignore_unknown_fields
+
+
+@contextmanager
+def _own_names(body: CountTokensRequest, ignore_unknown: bool) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        if (error.param or "").startswith("structured_outputs"):
+            blame(error, tools_of(body, ignore_unknown=ignore_unknown), body.bound_by)
+        names = _NAMES | ({} if body.stop_sequences is None else {"stop": "stop_sequences"})
+        if body.metadata is not None:
+            names["user"] = "metadata.user_id"
+        error.param = names.get(error.param or "", error.param)
+        raise
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/messages",
+        create_message,
+        "Answer a conversation, as Anthropic's protocol has it.",
+        Message,
+        body=create_decoder,
+        example={"messages": [{"role": "user", "content": "Who's there?"}], "max_tokens": 8},
+        events=(
+            MessageStart,
+            BlockStart,
+            Ping,
+            BlockDelta,
+            BlockStop,
+            MessageDelta,
+            MessageStop,
+            MessagesError,
+        ),
+        raises=GENERATION_ERRORS,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "Count the tokens that such a conversation has.",
+        InputTokens,
+        body=count_decoder,
+        example={"messages": [{"role": "user", "content": "Who's there?"}]},
+        raises=NOT_NOW_ERRORS,  # with images, which take time
+    ),
+)
+
+
+# A reply as Anthropic's message: its text told apart into blocks of text, thinking and tool use.
+# Knows the shapes of messages and events. How a model writes calls is known in `formats`.
+
+
+class MessageAnswer(Answer):
+    """The first delta opens the message; a block is opened when there is something to say in it."""
+
+    id_prefix = "msg_"
+    text_field = "text"
+
+    def __init__(self, request: web.Request, body: MessagesRequest, use: ToolUse | None) -> None:
+        super().__init__(request, body.model, body.request_id)
+        self._format = request.app[CHAT_FORMAT]
+        self._use = use
+        self._tells_thoughts = body.thinking is not None and body.thinking.is_told
+        self._max_tokens = body.max_tokens
+        # Whether a reply is text and nothing else.
+        self._is_plain = use is None and not self._format.tells_apart
+        self._pieces = request.app[TOKEN_TEXTS].bytes
+        self._reader: ReplyReader | None = None
+        self._is_begun = False
+        self._index = -1  # of the last block
+        self._block: ReplyBlock | None = None  # the one that is open, empty
+        self._stop = Stop()
+
+    def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
+        if self._is_plain:
+            return super().quick_chunk(index, output)
+        if not self._is_begun or output.finish_reason is not None:
+            return None
+        return self.chunk(index, output)
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        if self._is_plain:
+            return super().chunk(index, output)
+        return b"" if self.is_silent(output) else self.make_chunk(index, output)
+
+    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
+        told = b"" if self._is_begun else self._beginning(output)
+        told += b"".join(map(self._tell, self._read(output)))
+        if output.finish_reason is not None:
+            self._stop = self._stop_of(output)
+        return told
+
+    def _beginning(self, output: RequestOutput) -> bytes:
+        self._is_begun = True
+        usage = Usage.of(
+            output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens
+        )
+        message = Message(id=self.id, model=self.model, content=[], usage=MessageUsage.of(usage))
+        told = typed_event(MessageStart(message=message)) + typed_event(Ping())
+        return told + self._open(TextBlock()) if self._is_plain else told
+
+    def _read(self, output: RequestOutput) -> list[Event]:
+        if self._is_plain:
+            return [Content(output.text)] if output.text else []
+        if self._reader is None:
+            self._reader = ReplyReader.of(
+                self._format,
+                self._use,
+                self.prompt_end,
+                self._pieces,
+                includes_reasoning=self._tells_thoughts,
+                holds_calls=True,
+            )
+        return self._reader.read(output)
+
+    def _tell(self, event: Event) -> bytes:
+        """What opens the block of the event, if it is another than the open one, and the delta."""
+        match event:
+            case Content():
+                opening = b"" if isinstance(self._block, TextBlock) else self._open(TextBlock())
+                return opening + self._delta(TextDelta(text=event.text))
+            case Reasoning():
+                is_open = isinstance(self._block, ThinkingBlock)
+                opening = b"" if is_open else self._open(ThinkingBlock())
+                return opening + self._delta(ThinkingDelta(thinking=event.text))
+            case Call():
+                return self._open(ToolUseBlock(id=event.id or "", name=event.name))
+            case Arguments():
+                return self._delta(InputDelta(partial_json=event.text))
+
+    def _open(self, block: ReplyBlock) -> bytes:
+        closing = self._close()
+        self._index, self._block = self._index + 1, block
+        return closing + typed_event(BlockStart(index=self._index, content_block=block))
+
+    def _close(self) -> bytes:
+        block, self._block = self._block, None
+        if block is None:
+            return b""
+        last = self._delta(SignatureDelta()) if isinstance(block, ThinkingBlock) else b""
+        return last + typed_event(BlockStop(index=self._index))
+
+    def _delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta) -> bytes:
+        return typed_event(BlockDelta(index=self._index, delta=delta))
+
+    def ending(self, usage: Usage) -> bytes:
+        return (
+            self._close()
+            + typed_event(MessageDelta(delta=self._stop, usage=MessageUsage.of(usage)))
+            + typed_event(MessageStop())
+        )
+
+    def failure(self, error: BaseException) -> bytes:
+        status, body = to_wire(error)
+        return typed_event(to_messages_error(status, body.error)[1])
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
+        [output] = outputs
+        events = self._read(output)
+        stop = self._stop_of(output)
+        return Message(
+            id=self.id,
+            model=self.model,
+            content=[TextBlock(text=output.text)] if self._is_plain else self._blocks(events),
+            stop_reason=stop.stop_reason,
+            stop_sequence=stop.stop_sequence,
+            usage=MessageUsage.of(usage),
+        )
+
+    def _blocks(self, events: Sequence[Event]) -> list[ReplyBlock]:
+        blocks: list[ReplyBlock] = []
+        for event in events:
+            match event:
+                case Content():
+                    blocks.append(TextBlock(text=event.text))
+                case Reasoning():
+                    blocks.append(ThinkingBlock(thinking=event.text, signature=UNSIGNED))
+                case Call():
+                    blocks.append(ToolUseBlock(id=event.id or "", name=event.name))
+                case Arguments():
+                    call = blocks[-1]
+                    assert isinstance(call, ToolUseBlock)
+                    call.input = msgspec.json.decode(event.text)
+        return blocks
+
+    def _stop_of(self, output: RequestOutput) -> Stop:
+        reason = output.finish_reason
+        if self._reader is not None:
+            reason = self._reader.finish_reason(output)
+        match reason:
+            case FinishReason.TOOL_CALLS:
+                return Stop(stop_reason="tool_use")
+            case FinishReason.STOP if isinstance(output.stop_reason, str):
+                return Stop(stop_reason="stop_sequence", stop_sequence=output.stop_reason)
+            case FinishReason.STOP:
+                return Stop(stop_reason="end_turn")
+            case FinishReason.LENGTH if output.num_output_tokens < self._max_tokens:
+                return Stop(stop_reason="model_context_window_exceeded")
+            case FinishReason.LENGTH:
+                return Stop(stop_reason="max_tokens")
+        return Stop(stop_reason=reason)

@@ -1,0 +1,1 @@
+"""What not every model or request needs: each folder is one feature, loaded when asked for."""

@@ -1,0 +1,348 @@
+"""What a format of replies is, the events it tells, and one reply read by it, reasoning first.
+
+The one interface between a family of models and the server. Texts go in as they come, in any
+pieces; joined, the events say what a reply turned out to be.
+"""
+
+import json
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+
+from aioserve.errors import place_of
+from aioserve.features.formats.grammar import Beginning, Function, Literal
+from aioserve.features.formats.text import SPACE, overlap
+
+
+class Content(msgspec.Struct, frozen=True):
+    """More of what is said to the user."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """More of what the model thinks aloud."""
+
+    text: str
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call begins; its arguments follow."""
+
+    name: str
+    id: str | None = None  # where the model wrote one; else the server makes one
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """More of the arguments of the last call, as JSON text."""
+
+    text: str
+
+
+Event = Content | Reasoning | Call | Arguments
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """The same with neighbours of one kind as one, whatever pieces they came in."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            result[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments):
+            result[-1] = Arguments(last.text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
+# What a model thinks aloud between marks at the beginning of a reply, told apart from the rest.
+# Knows the marks, and that the prompt may have opened them. Knows nothing about tool calls.
+
+
+class Marks(NamedTuple):
+    """How reasoning begins and ends."""
+
+    start: str
+    end: str
+    is_implied: bool = False  # a reply begins with it, even if neither prompt nor reply say so
+    is_repeated: bool = False  # it may begin again, and anywhere
+
+
+#: By the names of the setting.
+MARKS = {
+    "deepseek_r1": Marks("<think>", "</think>", is_implied=True),
+    "qwen3": Marks("<think>", "</think>"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+    "seed_oss": Marks("<seed:think>", "</seed:think>"),
+}
+
+
+def choose_reasoning(template: str) -> str | None:
+    """The name of what a model with this chat template writes; None: no reasoning."""
+    for name, marks in MARKS.items():
+        if not marks.is_implied and marks.start in template:
+            return name
+    # Of the past it only cuts off what stands before the end: such a model writes it first.
+    implied = (name for name, marks in MARKS.items() if marks.is_implied and marks.end in template)
+    return next(implied, None)
+
+
+class ReasoningParser:
+    """Reads one reply. Space around the marks is neither reasoning nor content."""
+
+    def __init__(self, marks: Marks, prompt_end: str) -> None:
+        """`prompt_end`: the last characters of the prompt, in which reasoning may be open."""
+        self._marks = marks
+        prompt_end = prompt_end.rstrip(SPACE)
+        is_open = prompt_end.endswith(marks.start)
+        is_closed = prompt_end.endswith(marks.end)
+        self._is_thinking = is_open or (marks.is_implied and not is_closed)
+        self._is_begun = False  # what comes is after the first mark, or there was none
+        self._is_after_mark = True  # nothing but space since
+        self._before: list[str] = []  # space that the reply begins with
+        self._rest = ""  # it may be the beginning of a mark
+        self._space: list[str] = []  # told if more reasoning follows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what comes is reasoning."""
+        return self._is_thinking
+
+    def append(self, text: str) -> list[Event]:
+        """Read more of a reply; the events that this text completes."""
+        events: list[Event] = []
+        text = self._rest + text
+        self._rest = ""
+        if not self._is_begun:
+            text = self._begin(text)
+        if self._is_thinking and self._is_begun:
+            text = self._think(text, events)
+        if self._is_begun and not self._is_thinking:
+            if self._is_after_mark:
+                text = text.lstrip(SPACE)
+            if text:
+                self._is_after_mark = False
+                events.append(Content(text))
+        return events
+
+    def flush(self) -> list[Event]:
+        """What was held back, now that nothing more comes."""
+        rest, self._rest = "".join((*self._before, self._rest)), ""
+        if not rest.strip(SPACE) and (self._is_begun or self._is_thinking):
+            return []
+        if self._is_thinking:
+            return [Reasoning("".join(self._space) + rest)]
+        return [Content(rest)] if rest else []
+
+    def _begin(self, text: str) -> str:
+        """Past the mark that a reply may begin with; nothing is told before that is known."""
+        start = self._marks.start
+        stripped = text.lstrip(SPACE)
+        if start.startswith(stripped) and stripped != start:
+            self._before.append(text[: len(text) - len(stripped)])
+            self._rest = stripped
+            return ""
+        self._is_begun = True
+        before, self._before = "".join(self._before), []
+        if stripped.startswith(start):
+            self._is_thinking = True
+            return stripped[len(start) :]
+        # A reply that does not think begins as it likes.
+        self._is_after_mark = self._is_thinking
+        return before + text
+
+    def _think(self, text: str, events: list[Event]) -> str:
+        """Tell reasoning; return what stands after its end."""
+        end = self._marks.end
+        found = text.find(end)
+        if found >= 0:
+            thought, after = text[:found], text[found + len(end) :]
+        else:
+            num_held = overlap(text, (end,))
+            thought, after = text[: len(text) - num_held], ""
+            self._rest = text[len(text) - num_held :]
+        if self._is_after_mark:
+            thought = thought.lstrip(SPACE)
+        said = thought.rstrip(SPACE)
+        if said:
+            events.append(Reasoning("".join(self._space) + said))
+            self._space, self._is_after_mark = [], False
+        if len(said) < len(thought):
+            self._space.append(thought[len(said) :])
+        if found >= 0:
+            self._is_thinking, self._is_after_mark = False, True
+        return after
+
+
+# What a format of replies is: the one interface between a family of models and the server. Knows
+# what is asked of a format. Knows no format, and not where formats come from.
+
+
+class SaidCall(NamedTuple):
+    """A call that a reply makes, with its arguments as objects."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Reply(NamedTuple):
+    """What a whole reply says: reasoning, then content, then calls."""
+
+    content: str = ""
+    calls: Sequence[SaidCall] = ()
+    reasoning: str = ""  # only for a format that reads it itself
+
+
+def dumps(value: Any) -> str:
+    """JSON as chat templates write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def object_of(call: SaidCall, key: str = "arguments") -> str:
+    """A call as a JSON object with a name and arguments, which stand under `key`."""
+    return dumps({"name": call.name, key: call.arguments})
+
+
+class ReplyFormat(ABC):
+    """How a family of models writes replies. An instance reads one reply: text goes into `append`
+    in any pieces, and `flush` ends it; both return events.
+
+    The joined events are the same however the text was cut. No text raises: what is no call is
+    content. Each character is looked at a bounded number of times.
+    """
+
+    #: Special tokens that must stay in the text of a reply; all that begins or ends anything.
+    markers: ClassVar[tuple[str, ...]] = ()
+    #: How this family marks its reasoning. None: the chat template shows it, if there is any.
+    marks: ClassVar[Marks | None] = None
+    #: Whether the format tells reasoning by itself, and so reads replies without tools, too.
+    reads_reasoning: ClassVar[bool] = False
+    #: If it does: the marks of reasoning, by which reasoning tokens are counted and bound; and what
+    #: has to follow where the end mark is forced.
+    thinking: ClassVar[Marks | None] = None
+    after_thinking: ClassVar[str] = ""
+    #: Whether content may stand before the calls of a reply, and behind them.
+    has_text_before: ClassVar[bool] = True
+    has_text_after: ClassVar[bool] = True
+
+    def __init__(self, functions: Sequence[Function], prompt_end: str = "") -> None:
+        """`functions`: those that may be called, with the schemas of their arguments. `prompt_end`:
+        the last characters of the prompt, which may have begun the reply.
+        """
+        self.functions: Mapping[str, Function] = {each.name: each for each in functions}
+        self.prompt_end = prompt_end
+        #: Pieces of text so far that began as a call, were none, and so are content.
+        self.num_malformed = 0
+
+    @abstractmethod
+    def append(self, text: str) -> list[Event]:
+        """Read more of a reply; the events that this text completes."""
+
+    @abstractmethod
+    def flush(self) -> list[Event]:
+        """What was held back, now that nothing more comes. Called once."""
+
+    @staticmethod
+    def make_id() -> str:
+        """An id for a call in whose text the model wrote none."""
+        return f"call_{secrets.token_hex(12)}"
+
+    @classmethod
+    @abstractmethod
+    def evidence(cls, template: str) -> str | None:
+        """The part of a chat template that shows that its model writes replies in this format; None
+        if the template does not show it.
+        """
+
+    @classmethod
+    @abstractmethod
+    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        """Lark rules of which `calls` is one call of one of `functions`, or several. It binds a
+        reply that must call, behind its reasoning. Raises `ValueError` for functions whose schemas
+        make more rules than can be compiled.
+        """
+
+    @classmethod
+    @abstractmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        """What calls of `functions` begin with, where that is no text, whatever follows: from there
+        on the grammar binds calls that the model makes by itself. Empty if nothing shows it.
+        """
+
+    @classmethod
+    @abstractmethod
+    def write(cls, reply: Reply) -> str:
+        """The text in which a model of this family says `reply`, without the token that ends its
+        turn; the contract reads it back.
+
+        Raises `ValueError` for what cannot be said in this format.
+        """
+
+    # For formats that read reasoning themselves.
+
+    @classmethod
+    def reasoning_rules(cls, literal: Literal) -> str:
+        """Lark rules of which `reasoning` is all that may stand before a reply that is bound, or
+        nothing. Empty if there is nothing.
+        """
+        return ""
+
+    @classmethod
+    def answer_rules(cls, literal: Literal) -> str:
+        """Lark rules of which `answer` is a reply whose content is the rule `content`."""
+        return "answer: content"
+
+
+# One reply from text to events: reasoning first, then what a format reads in the rest. Knows that
+# both may be absent. Knows nothing about which are chosen.
+
+
+class ReplyParser:
+    """The pieces of a reply, as they come; cut in any way, the joined events are the same."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: ReplyFormat | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    @property
+    def num_malformed(self) -> int:
+        """Pieces of the text so far that began as a call and were none."""
+        return 0 if self._calls is None else self._calls.num_malformed
+
+    def append(self, text: str) -> list[Event]:
+        """Read more of a reply; the events that this text completes."""
+        if self._reasoning is None:
+            return self._read_content(text)
+        return self._read_each(self._reasoning.append(text))
+
+    def flush(self) -> list[Event]:
+        """What was held back, now that nothing more comes."""
+        events = [] if self._reasoning is None else self._read_each(self._reasoning.flush())
+        return events if self._calls is None else events + self._told(self._calls.flush(), "flush")
+
+    def _read_each(self, events: list[Event]) -> list[Event]:
+        told: list[Event] = []
+        for event in events:
+            told += self._read_content(event.text) if isinstance(event, Content) else [event]
+        return told
+
+    def _read_content(self, text: str) -> list[Event]:
+        if self._calls is None:
+            return [Content(text)] if text else []
+        return self._told(self._calls.append(text), "append")
+
+    def _told(self, events: object, method: str) -> list[Event]:
+        """What the format returned. Raises `TypeError` where that is no list."""
+        if not isinstance(events, list):
+            kind = type(self._calls)
+            raise TypeError(
+                f"format {kind.__name__}: {method}() must return a list of events, got "
+                f"{events!r:.100}{place_of(kind, method)}"
+            )
+        return events

@@ -1,0 +1,1 @@
+"""Models as GGUF files, which llama.cpp writes: configuration, tokenizer and weights in one."""

@@ -1,0 +1,397 @@
+"""Guesses by a smaller model with the same vocabulary, for all rows at once.
+
+Its K and V lie in a pool of its own under the block ids of the served model: what shares, keeps or
+gives back blocks does so for both. It draws as the served model will, from its own probabilities
+with the same random numbers. Knows rows and blocks; its passes are computed by a `DraftRunner`.
+Knows nothing about what becomes of guesses.
+"""
+
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.features.grammars.rows import Masks
+from aioserve.features.spec_decode.draft_length import ModelDraftLength
+from aioserve.model_source.info import ModelInfo
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    IntArray,
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+    StepInputs,
+)
+from aioserve.runner.batch.drafter import Drafter, Texts
+from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
+from aioserve.runner.fused.ops import Linear
+from aioserve.runner.served_model import ServedModel
+from aioserve.scheduler.output import NewRequestData
+
+if TYPE_CHECKING:
+    from aioserve.gpu.tensor_parallel.group import Ranks
+
+
+#: Logits [S, V] of the S rows that sample, as `ServedModel.forward` gives them.
+Forward = Callable[[ModelInputs, LayerAttention], Tensor]
+
+
+class DraftRunner(ABC):
+    """The side on which a drafting model computes: its KV cache, and how a token is drawn."""
+
+    num_blocks: int  # of the KV cache, as many as the served model has
+    num_slots: int  # of it, those that requests never have included
+    caches: Sequence[Tensor] = ()  # K and V of each layer, [num_blocks, ...], on a CPU
+
+    @abstractmethod
+    def draw(
+        self, step: StepInputs, forward: Forward, columns: SamplingInputs, masks: Masks | None
+    ) -> list[int]:
+        """Compute the tokens of `step`, whose rows of one token come first, by `forward`. Returns
+        what is drawn for its S rows, as `columns` and `masks` say, in their order.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds. Idempotent."""
+
+
+class ModelDrafter(Drafter):
+    """Follows the texts of rows for which drafts pay, and catches up where they did not."""
+
+    length: ModelDraftLength
+    num_skipped = 0  # tokens of each text that are not read
+
+    def __init__(
+        self,
+        runner: DraftRunner,
+        length: ModelDraftLength,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_step_tokens: int,
+    ) -> None:
+        """`max_model_len`: nothing is guessed beyond. `max_step_tokens`: of texts that are read at
+        a time.
+        """
+        self.length = length
+        self._runner = runner
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._max_step_tokens = max_step_tokens
+        #: Blocks whose K and V are those of their tokens. A wrong one would cost guesses, no more.
+        self._is_filled = np.zeros(runner.num_blocks, dtype=np.bool_)
+        if runner.caches:  # whether a block is filled is kept with it
+            self.kept = (*runner.caches, torch.from_numpy(self._is_filled)[:, None])
+        self._num_read = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of a row that were read
+        self._stops: dict[int, frozenset[int]] = {}
+        self._guessed: dict[int, list[int]] = {}  # by row, guesses that were read behind those
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        self.length.forget(row)
+        self._stops[row] = request.stop_token_ids
+        num_cached = request.num_computed_tokens // self._block_size
+        self.take_blocks(request.block_ids[num_cached:])
+        cached = self._is_filled[request.block_ids[:num_cached]]
+        num_filled = num_cached if cached.all() else int(cached.argmin())
+        self._num_read[row] = num_filled * self._block_size
+
+    def take_blocks(self, block_ids: Sequence[int]) -> None:
+        self._is_filled[block_ids] = False
+
+    def append(self, row: int, token_ids: Sequence[int]) -> None:
+        for guess, token_id in zip(self._guessed.pop(row, ()), token_ids, strict=False):
+            if guess != token_id:
+                break
+            self._num_read[row] += 1
+
+    def drop(self, row: int, *, is_finished: bool) -> None:
+        del is_finished
+        self._guessed.pop(row, None)
+        self._stops.pop(row, None)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def guesses(
+        self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
+    ) -> dict[int, list[int]]:
+        # Of others as far as they are computed; the drafts of this step may have been wrong.
+        computed = np.minimum(inputs.seq_lens, texts.batch.num_tokens(inputs.rows))
+        known = dict(zip(inputs.rows.tolist(), computed.tolist(), strict=True))
+        known |= zip(rows, texts.batch.num_tokens(rows).tolist(), strict=True)
+        num_unread = {row: known[row] - int(self._num_read[row]) for row in (*rows, *others)}
+        limits = self.length.limits(num_unread)
+        followed = sorted(limits, key=num_unread.__getitem__)
+        if not followed:
+            return {}
+        room = np.minimum(texts.batch.num_slots(followed), self._max_model_len)
+        spans: list[_Span] = []
+        longest: dict[int, int] = {}  # how much rows guess that have caught up
+        budget = self._max_step_tokens
+        asking = set(rows)
+        for row, num_slots in zip(followed, room.tolist(), strict=True):
+            end = min(known[row], num_slots)
+            begin = self._num_read[row] = max(self._skip_filled(row, end, texts), self.num_skipped)
+            if row in asking and begin == end:  # no guess without a look at the last token
+                begin -= 1
+            end = min(end, begin + budget)
+            if begin >= end:
+                continue
+            budget -= end - begin
+            spans.append(_Span(row, begin, end))
+            self._num_read[row] = end
+            num_filled = (end - self.num_skipped) // self._block_size
+            self._is_filled[texts.batch.blocks(row)[:num_filled]] = True
+            if row in asking and end == known[row]:
+                longest[row] = min(limits[row], num_slots - end + 1)  # the last needs no room
+        spans.sort(key=lambda span: span.end - span.begin > 1)  # as a `DraftRunner` wants them
+        return self._guess(spans, longest, texts) if spans else {}
+
+    def _skip_filled(self, row: int, end: int, texts: Texts) -> int:
+        """How many tokens of a row are read; more than it knew, if others had the same blocks."""
+        num_read, size = int(self._num_read[row]), self._block_size
+        if num_read % size:
+            return num_read
+        ahead = self._is_filled[texts.batch.blocks(row)[num_read // size : end // size]]
+        return num_read + size * (len(ahead) if ahead.all() else int(ahead.argmin()))
+
+    def _guess(
+        self, spans: "Sequence[_Span]", longest: dict[int, int], texts: Texts
+    ) -> dict[int, list[int]]:
+        """Read `spans`, then token after token of what is guessed behind them."""
+        grammars = texts.grammars
+        found: dict[int, list[int]] = {row: [] for row in longest}
+        while spans:
+            drawn = self._read(spans, longest, texts)
+            spans = []
+            for row, begin, token_id in drawn:
+                found[row].append(token_id)
+                if (
+                    len(found[row]) < longest[row]
+                    and token_id not in self._stops[row]
+                    and grammars.go_ahead(row, token_id)
+                ):
+                    texts.batch.write(row, begin, token_id)
+                    spans.append(_Span(row, begin, begin + 1))
+        grammars.come_back()
+        for row, token_ids in found.items():
+            self._guessed[row] = token_ids[:-1]  # the last was not read
+        return found
+
+    def _read(
+        self, spans: "Sequence[_Span]", asking: Collection[int], texts: Texts
+    ) -> list[tuple[int, int, int]]:
+        """Compute the tokens of `spans`; for each row that asks: itself, the place behind its span,
+        and which token is drawn for it.
+        """
+        began = time.perf_counter()
+        rows, begins, ends = (np.array(column) for column in zip(*spans, strict=True))
+        sampling = np.flatnonzero([row in asking for row in rows.tolist()])
+        packed = self._pack(rows, begins, ends, texts)
+        last = packed.query_start_loc[1:][sampling] - 1
+        step = replace(packed, sampling=sampling, logits_indices=last)
+        own, places = rows[sampling], ends[sampling]
+        columns = texts.sampling.select(own, places)
+        columns = replace(columns, num_logprobs=np.full(len(own), NO_LOGPROBS))
+        masks = texts.grammars.masks(own)
+        token_ids = self._runner.draw(step, self._forward(rows, sampling), columns, masks)
+        self.length.drafted(len(packed.input_ids), time.perf_counter() - began)
+        return list(zip(own.tolist(), places.tolist(), token_ids, strict=True))
+
+    @abstractmethod
+    def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:
+        """The pass that reads the tokens from `begins` to `ends` of R rows; none samples yet."""
+
+    @abstractmethod
+    def _forward(self, rows: IntArray, sampling: IntArray) -> Forward:
+        """What computes it for these `rows`, of which those at the places `sampling` sample."""
+
+
+class DraftModel(ModelDrafter):
+    """A whole model of its own. It may know fewer tokens than the served one, or more: they are
+    padding.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        known: int,
+        vocab_size: int,
+        runner: DraftRunner,
+        length: ModelDraftLength,
+        **limits: int,
+    ) -> None:
+        """`known`: tokens of `model`; `vocab_size`: those of the served one. `limits`: as
+        `ModelDrafter` takes them.
+        """
+        super().__init__(runner, length, **limits)
+        self._model, self._known, self._vocab_size = model, known, vocab_size
+
+    def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:
+        packed = texts.batch.pack(rows, begins, ends)
+        if self._known < self._vocab_size:  # a prompt of ids may hold what no text means
+            np.minimum(packed.input_ids, self._known - 1, out=packed.input_ids)
+        return packed
+
+    def _forward(self, rows: IntArray, sampling: IntArray) -> Forward:
+        def forward(inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+            return fit_vocabulary(self._model.forward(inputs, attention), self._vocab_size)
+
+        return forward
+
+
+def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Logits [S, `vocab_size`] of others: without those beyond; with the lowest that there are for
+    those that are missing.
+    """
+    missing = vocab_size - logits.shape[1]
+    if missing > 0:
+        return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min)
+    return logits[:, :vocab_size].contiguous() if missing else logits
+
+
+class _Span(NamedTuple):
+    """Tokens of a row that are read in one pass."""
+
+    row: int
+    begin: int
+    end: int
+
+
+# What makes drafts beside a served model: as it lies on disk, and once it is loaded. The seam
+# between settings and ways of drafting with a model. Knows sizes; knows nothing about steps.
+
+
+class Draft(NamedTuple):
+    """A drafter that is loaded; its KV cache is not made yet."""
+
+    info: ModelInfo
+    target: ServedModel  # the served model, as it is to be run while this drafts for it
+    kv_cache_spec: KVCacheSpec
+    attention_calls: tuple[AttentionCall, ...]
+    state_bytes: int  # for each token of the served model, besides K and V
+    forward: Forward  # a pass of the draft model: to see what it takes
+    make: Callable[..., ModelDrafter]
+
+    def make_drafter(self, config: EngineConfig, runner: DraftRunner) -> ModelDrafter:
+        """`runner` has a KV cache for `kv_cache_spec`."""
+        return self.make(
+            runner,
+            ModelDraftLength(config.speculation.num_speculative_tokens),
+            block_size=config.cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            max_step_tokens=config.scheduler.step_budget(self.info.max_model_len),
+        )
+
+
+class DraftPlace(NamedTuple):
+    """The side on which a drafter is loaded: how models and products get there."""
+
+    load: Callable[[ModelInfo], ServedModel]
+    linear: Callable[[Tensor], Linear]  # the product with a weight
+    device: torch.device
+
+
+class DraftSource(ABC):
+    """What will make drafts, found on disk before weights are read."""
+
+    has_files = True  # whether its weights lie apart from those of the served model
+    num_states = 0  # numbers of the served model's states that are kept for each of its tokens
+
+    def __init__(self, info: ModelInfo) -> None:
+        """`info`: the model in whose directory it lies."""
+        self.info, self.config = info, info.config
+
+    @property
+    def hf_config(self) -> Any:
+        """The configuration of the layers that draft."""
+        return self.info.hf_config
+
+    def meet(self, target: ServedModel, ranks: "Ranks") -> None:  # noqa: B027 - most need nothing
+        """On all ranks, before the first one, which drafts, loads what it does so with: get what
+        that needs of the others.
+        """
+
+    def follow(self, target: ServedModel) -> ServedModel:
+        """The served model as the ranks run it that do not draft."""
+        return target
+
+    @abstractmethod
+    def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
+        """Read its weights. Raises `ConfigError` if it does not fit `target`."""
+
+
+# A smaller model that makes drafts: whether its vocabulary fits, and how it is loaded. Knows
+# tokenizers and settings; knows nothing about steps.
+
+
+logger = logging.getLogger(__name__)
+
+
+class DraftCheckpoint(DraftSource):
+    """A whole model of its own."""
+
+    def __init__(self, info: ModelInfo, target_info: ModelInfo) -> None:
+        """Raises `ConfigError` if texts mean other tokens to it."""
+        super().__init__(info)
+        if (why_not := _difference(target_info, info)) is not None:
+            raise ConfigError(
+                f"speculation.draft_model {info.config.model} has another vocabulary than "
+                f"{target_info.config.model}: {why_not}"
+            )
+
+    def load(self, target: ServedModel, target_info: ModelInfo, place: DraftPlace) -> Draft:
+        model = place.load(self.info)
+        if model.reads_rows or model.states is not None:
+            why = "" if model.states is None else ", whose layers have states"
+            raise ConfigError(f"{model.name}{why}, cannot make drafts: take another draft model")
+        logger.info("drafts by %s, %.1fM parameters", model.name, model.num_parameters / 1e6)
+        make = partial(DraftModel, model, self.info.vocab_size, target_info.vocab_size)
+        spec, calls = model.kv_cache_spec, model.attention_calls
+        return Draft(self.info, target, spec, calls, 0, model.forward, make)
+
+
+def _difference(info: ModelInfo, draft: ModelInfo) -> str | None:
+    """Why texts mean other tokens to `draft`; None if they do not. One may have more tokens than
+    the other as long as neither tokenizer knows these: models are padded to round sizes.
+    """
+    is_padded = draft.vocab_size != info.vocab_size
+    sizes = f"{draft.vocab_size:,} tokens, not {info.vocab_size:,}"
+    if info.config.skip_tokenizer_init:
+        return f"{sizes}, and without a tokenizer it is unknown which" if is_padded else None
+    ours = info.tokenizer.get_vocab()
+    try:
+        theirs = draft.tokenizer.get_vocab()
+    except ConfigError:
+        if is_padded:
+            return sizes
+        raise
+    if ours != theirs:
+        token = min(ours.items() ^ theirs.items())[0]
+        place = f"{token!r} is {theirs.get(token)} in it, and {ours.get(token)} here"
+        return f"{sizes}; {place}" if is_padded else place
+    if is_padded and max(ours.values()) >= min(draft.vocab_size, info.vocab_size):
+        return sizes
+    if _merges(info.tokenizer) != _merges(draft.tokenizer):
+        return "its tokenizer joins other pieces"
+    return None
+
+
+def _merges(tokenizer: Any) -> object:
+    """Which tokens a tokenizer makes of two, in their order, as far as it does so."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return None if backend is None else json.loads(backend.to_str())["model"].get("merges")

@@ -1,0 +1,1 @@
+"""Layers with states or sliding windows: what requests keep beside blocks of the KV cache."""

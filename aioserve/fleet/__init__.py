@@ -1,0 +1,1 @@
+"""Several engines as one: child processes, workers, routers, autoscalers, Ray Serve."""

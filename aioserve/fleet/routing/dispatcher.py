@@ -1,0 +1,387 @@
+"""Keeps what a sender knows of its replicas, and asks the router where each request goes.
+
+Serves live and simulated senders. Knows no transport: which replicas there are, and what comes of
+requests, its sender tells it.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+from aioserve.errors import place_of
+from aioserve.fleet.routing.interface import (
+    BaseRouter,
+    Migrate,
+    Refuse,
+    RouterError,
+    RouterInterface,
+    Split,
+    Wait,
+    blamed,
+    load_router,
+)
+from aioserve.fleet.routing.views import (
+    Prefixes,
+    PrefixIndex,
+    ReplicaReport,
+    ReplicaView,
+    RoutedRequest,
+    SentLoad,
+)
+from aioserve.kv_cache.block_pool import KVEvent
+
+# A token that is held while a reply is made, beside one that still has to be computed. A guess: by
+# the profile h200-llama-8b-roofline, 300 tokens of a reply read a token of context for 9 us, and
+# computing one of a prompt takes 18.
+HELD_SHARE = 0.5
+
+#: A report and the time at which it was true.
+Reported = tuple[ReplicaReport, float]
+
+
+class Account:
+    """One replica, as its sender keeps account of it; a replica that comes back has a new one."""
+
+    __slots__ = ("changed", "make_report", "name", "num_sent", "num_unstarted_tokens", "order",
+                 "others", "place", "reported", "role", "work")  # fmt: skip
+
+    def __init__(self, name: str, order: int, changed: "set[Account]", role: str = "") -> None:
+        """`changed` takes in the account when its view is no longer what the router should see."""
+        self.name = name
+        self.role = role
+        self.order = order  # by which replicas are sorted
+        self.place = 0  # among those that there are
+        self.changed = changed
+        self.work = 0.0
+        self.num_sent = 0
+        self.num_unstarted_tokens = 0
+        self.others = SentLoad()  # of other senders
+        self.reported: Reported | None = None
+        self.make_report: Callable[[], Reported] | None = None  # one that is newer, if asked for
+
+    def view(self) -> ReplicaView:
+        """What a router sees of it now."""
+        if self.make_report is not None:
+            self.reported, self.make_report = self.make_report(), None
+        return self.view_with(self.reported)
+
+    def view_with(self, reported: Reported | None) -> ReplicaView:
+        """The account beside a report."""
+        others = self.others
+        own = (
+            self.name,
+            self.work + others.work,
+            self.num_sent + others.num_requests,
+            self.num_unstarted_tokens + others.num_unstarted_tokens,
+        )
+        if reported is None:
+            return ReplicaView(*own, role=self.role)
+        report, known_at = reported
+        return ReplicaView(
+            *own,
+            known_at,
+            report.num_running,
+            report.num_waiting,
+            report.num_waiting_tokens,
+            report.max_num_seqs,
+            report.num_kv_tokens,
+            report.num_free_kv_tokens,
+            report.step_seconds,
+            report.step_base_seconds,
+            report.step_request_seconds,
+            report.num_evictable_kv_tokens,
+            report.adapters,
+            self.role,
+        )
+
+
+class Assignment:
+    """A request at a replica, as work: its prompt until the first token, then what it holds."""
+
+    __slots__ = ("_account", "_held", "_is_over", "_is_started", "_queued", "_router", "_sent_at",
+                 "request")  # fmt: skip
+
+    def __init__(
+        self,
+        account: Account,
+        request: RoutedRequest,
+        num_cached_tokens: int,
+        router: RouterInterface,
+        now: float,
+    ) -> None:
+        """The request was sent at `now` to the replica of `account`, which finds
+        `num_cached_tokens` of its prompt cached.
+        """
+        self.request = request
+        self._account = account
+        self._router = router
+        self._sent_at = now
+        self._is_started = self._is_over = False
+        self._queued = request.num_tokens - num_cached_tokens
+        self._held = HELD_SHARE * request.num_tokens
+        account.work += self._queued + self._held
+        account.num_sent += 1
+        account.num_unstarted_tokens += self._queued
+        account.changed.add(account)
+
+    @property
+    def name(self) -> str:
+        """The name of the replica."""
+        return self._account.name
+
+    @property
+    def is_started(self) -> bool:
+        """Whether its first token has come."""
+        return self._is_started
+
+    def has_started(self, now: float) -> None:
+        """Its first token is here. Told again it changes nothing."""
+        if self._is_over or self._is_started:
+            return
+        self._is_started = True
+        self._take_off(self._account)
+        name = self._account.name
+        with blamed(type(self._router), "on_first_token()"):
+            self._router.on_first_token(self.request, name, now - self._sent_at)
+
+    def has_ended(self) -> None:
+        """The request has ended, in whatever way: the replica's work is less. Told again it changes
+        nothing. Raises `RouterError`, as `has_started` does.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        account = self._account
+        self._take_off(account)
+        account.work -= self._held
+        account.num_sent -= 1
+        with blamed(type(self._router), "on_end()"):
+            self._router.on_end(self.request, account.name)
+
+    def has_moved(self, account: Account) -> None:
+        """The request, which has started, goes on at another replica."""
+        if self._is_over:
+            return
+        source, self._account = self._account, account
+        self._take_off(source)
+        source.work -= self._held
+        source.num_sent -= 1
+        account.work += self._held
+        account.num_sent += 1
+        account.changed.add(account)
+        self._is_started = True
+        with blamed(type(self._router), "on_move()"):
+            self._router.on_move(self.request, source.name, account.name)
+
+    def _take_off(self, account: Account) -> None:
+        account.work -= self._queued
+        account.num_unstarted_tokens -= self._queued
+        account.changed.add(account)
+        self._queued = 0
+
+
+class Dispatcher:
+    """One for each router that lives. What the router raises, or answers that is no answer, is a
+    `RouterError`.
+    """
+
+    def __init__(
+        self,
+        kind: type[BaseRouter],
+        options: dict[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float],
+    ) -> None:
+        """Raises `ConfigError` for options that the router does not have."""
+        self.kind = kind
+        self._clock = clock
+        self._index = PrefixIndex()
+        self._prefixes = Prefixes(self._index)
+        with blamed(kind, "__init__()"):
+            self._router = kind(options, seed=seed, clock=clock, prefixes=self._prefixes)
+        self._accounts: dict[str, Account] = {}
+        self._ordered: list[tuple[int, str]] = []
+        self._views: list[ReplicaView] | None = None  # in order; None: replicas came or went
+        self._changed: set[Account] = set()
+        self._num_joined = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the replicas that are known, in order."""
+        return [name for _, name in self._ordered]
+
+    def join(self, name: str, order: int | None = None, role: str = "") -> None:
+        """A replica is there from now on; `order` is its place among the others, the last one if
+        it is None, and `role` one of `ROLES`.
+        """
+        self._num_joined += 1
+        place = self._num_joined if order is None else order
+        account = Account(name, place, self._changed, role)
+        self._accounts[name] = account
+        insort(self._ordered, (account.order, name))
+        self._views = None
+        with blamed(self.kind, "on_join()"):
+            self._router.on_join(name)
+
+    def leave(self, name: str) -> None:
+        """The replica is gone. A name that is not known changes nothing."""
+        account = self._accounts.pop(name, None)
+        if account is None:
+            return
+        self._ordered.remove((account.order, name))
+        self._views = None
+        self._changed.discard(account)
+        account.changed = set()  # what it had ends later
+        self._index.forget(name)
+        with blamed(self.kind, "on_leave()"):
+            self._router.on_leave(name)
+
+    def on_kv_event(self, name: str, event: KVEvent) -> None:
+        """What the KV cache of a replica has said. Changes nothing if the replica is not known, or
+        the router does not use prefixes.
+        """
+        if self.kind.uses_prefixes and name in self._accounts:
+            self._index.apply(name, event)
+
+    def on_report(self, name: str, make_report: Callable[[], Reported]) -> None:
+        """A replica has said something new, which `make_report` gives with the time at which it was
+        true: asked for when the router is asked next, unless something newer came before. Changes
+        nothing if the replica is not known, or the router does not use reports.
+        """
+        account = self._accounts.get(name)
+        if account is not None and self.kind.uses_reports:
+            account.make_report = make_report
+            self._changed.add(account)
+
+    def view_with(self, name: str, reported: Reported) -> ReplicaView:
+        """What is known of a replica, beside a report that the router need not have."""
+        return self._accounts[name].view_with(reported)
+
+    def on_others(self, name: str, load: SentLoad) -> None:
+        """Other senders have sent this to a replica. Changes nothing if it is not known."""
+        if (account := self._accounts.get(name)) is not None:
+            account.others = load
+            self._changed.add(account)
+
+    def own_load(self, name: str) -> SentLoad:
+        """What this sender alone has sent to a replica; nothing to one that is not known."""
+        account = self._accounts.get(name)
+        if account is None:
+            return SentLoad()
+        return SentLoad(account.work, account.num_sent, account.num_unstarted_tokens)
+
+    def work_of(self, name: str) -> float:
+        """The work of a replica, in tokens, by the accounts of all senders."""
+        account = self._accounts[name]
+        return account.work + account.others.work
+
+    def known_at(self, name: str) -> float:
+        """The time at which what the router was shown of a replica's report was so; -inf: it was
+        shown none.
+        """
+        reported = self._accounts[name].reported
+        return -math.inf if reported is None else reported[1]
+
+    def has_room(self, name: str, num_tokens: int) -> bool:
+        """Whether as many tokens are free in the KV cache of a replica, as far as it has said."""
+        reported = self._accounts[name].reported
+        return reported is None or reported[0].num_free_kv_tokens >= num_tokens
+
+    def num_requests_of(self, name: str) -> int:
+        """Requests that all senders have sent to a replica and have not ended."""
+        account = self._accounts[name]
+        return account.num_sent + account.others.num_requests
+
+    def choose(
+        self, request: RoutedRequest, avoid: Set[str] = frozenset()
+    ) -> str | Refuse | Wait | None:
+        """The name of a replica, a refusal or a wait; None if there is none but those of `avoid`.
+        Raises `RouterError`. For senders that hand no KV blocks over.
+        """
+        return self.choose_both(request, avoid)[0]
+
+    def choose_both(
+        self, request: RoutedRequest, avoid: Set[str] = frozenset()
+    ) -> tuple[str | Refuse | Wait | None, str | None]:
+        """As `choose`; behind it the name of the replica that makes the reply, if that is another
+        one (`Split`).
+        """
+        replicas = self._shown(avoid)
+        if not replicas:
+            return None, None
+        with blamed(self.kind, "choose()"):
+            answer = self._router.choose(request, replicas)
+        if isinstance(answer, ReplicaView):
+            if self._are_shown((answer,), avoid):
+                return answer.name, None
+        elif isinstance(answer, Refuse | Wait):
+            return answer, None
+        elif isinstance(answer, Split) and self.kind.splits:
+            if self._are_shown((answer.prefill, answer.decode), avoid):
+                prefill, decode = answer.prefill.name, answer.decode.name
+                return prefill, None if decode == prefill else decode
+        allowed = "Refuse, Wait or Split" if self.kind.splits else "Refuse or Wait"
+        raise RouterError(
+            f"{self.kind.__name__}: choose() must return one of the replicas that it is shown, "
+            f"{allowed}; got {answer!r:.100}{place_of(self.kind, 'choose')}"
+        )
+
+    def rebalance(self) -> list[Migrate]:
+        """Requests that are to move to other replicas. Raises `RouterError`."""
+        with blamed(self.kind, "rebalance()"):
+            answers = self._router.rebalance(self._shown(frozenset()))
+        if not isinstance(answers, list | tuple):
+            raise RouterError(
+                f"{self.kind.__name__}: rebalance() must return a list of Migrate; got "
+                f"{answers!r:.100}{place_of(self.kind, 'rebalance')}"
+            )
+        for answer in answers:
+            if not (isinstance(answer, Migrate) and self._are_shown((answer.to,), frozenset())):
+                raise RouterError(
+                    f"{self.kind.__name__}: rebalance() must return Migrate to replicas that it is "
+                    f"shown; got {answer!r:.100}{place_of(self.kind, 'rebalance')}"
+                )
+        return list(answers)
+
+    def _are_shown(self, views: Sequence[object], avoid: Set[str]) -> bool:
+        return all(
+            isinstance(view, ReplicaView) and view.name in self._accounts and view.name not in avoid
+            for view in views
+        )
+
+    def assign(self, request: RoutedRequest, name: str) -> Assignment:
+        """The request was sent to the replica of this name. To be told when it starts and ends."""
+        cached = self._prefixes.cached_tokens(request, name)
+        return Assignment(self._accounts[name], request, cached, self._router, self._clock())
+
+    def move(self, assignment: Assignment, name: str) -> None:
+        """The request, which has started, goes on at the replica of this name."""
+        assignment.has_moved(self._accounts[name])
+
+    def _shown(self, avoid: Set[str]) -> tuple[ReplicaView, ...]:
+        """A view of each replica; those that have not changed are the same objects."""
+        if self._views is None:
+            self._views = []
+            for _, name in self._ordered:
+                self._accounts[name].place = len(self._views)
+                self._views.append(self._accounts[name].view())
+        else:
+            for account in self._changed:
+                self._views[account.place] = account.view()
+        self._changed.clear()
+        if avoid:
+            return tuple(view for view in self._views if view.name not in avoid)
+        return tuple(self._views)
+
+
+def make_dispatcher(
+    spec: str,
+    options: dict[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    clock: Callable[[], float],
+) -> Dispatcher:
+    """A dispatcher that asks a router of the class that `spec` names. Raises `ConfigError`."""
+    return Dispatcher(load_router(spec), options, seed=seed, clock=clock)

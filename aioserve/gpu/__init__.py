@@ -1,0 +1,1 @@
+"""Steps on graphics cards: CUDA, and one model on several ranks."""

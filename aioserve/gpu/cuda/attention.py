@@ -1,0 +1,186 @@
+"""Attention over pages that lie on a device: the seam, and the one in plain torch.
+
+The plain one reads the arrays that flashinfer reads, so that a test of it tests them; it serves
+cards and models that flashinfer does not. Knows plans and pages; knows nothing about requests.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from aioserve.gpu.cuda.plan import Limits, Sections, StepPlan
+from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, LayerAttention
+
+GATHER_ELEMENTS = 1 << 26  # keys, or scores, at a time: 256 MiB, a guess
+FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity to saturate to
+
+
+class DeviceStep(LayerAttention):
+    """The attention of one step, over its T tokens, padding included; used when the device gets
+    there.
+    """
+
+    def __init__(self, cache: "PagedCache", plan: StepPlan, arrays: Sections[Tensor]) -> None:
+        self.cache = cache
+        self.arrays = arrays
+        self.num_tokens = plan.num_tokens
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        self.store(layer, key, value)
+        return self.attend(layer, query, options)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write K and V of the step, [T, Hkv, D], into the cache."""
+        if layer == 0:  # runs first; the others use what it has made
+            self._slots = self.arrays.slots[: self.num_tokens].long()
+        self.cache.store(layer, self._slots, key, value)
+
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        """`forward`, once K and V of the step are stored."""
+
+
+class DeviceAttention(ABC):
+    """An attention backend on a device, which owns the KV cache and begins each step."""
+
+    cache: "PagedCache"
+
+    @abstractmethod
+    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
+        """What the host has to do for a step; `arrays` are staged, and not to be read here."""
+
+
+class PagedCache:
+    """K and V of every layer, [num_pages + 1, page_size, num_kv_heads, head_dim] each."""
+
+    def __init__(
+        self, spec: KVCacheSpec, limits: Limits, device: torch.device, *, keep_finite: bool
+    ) -> None:
+        """`keep_finite`: the kernel that reads also multiplies, by 0, what stale pages hold."""
+
+        def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
+            shape = (limits.num_pages + 1, limits.page_size, num_kv_heads, head_dim)
+            return torch.zeros(shape, dtype=spec.dtype, device=device)
+
+        self._dtype = spec.dtype
+        self._keep_finite = keep_finite
+        self.keys = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
+        self.values = [allocate(s.num_kv_heads, s.value_head_dim) for s in spec.layers]
+
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write `key` and `value` [T, Hkv, D] to `slots` (int64 [T])."""
+        for cache, states in ((self.keys[layer], key), (self.values[layer], value)):
+            if self._keep_finite:
+                states = torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
+            flat = cache.view(-1, *cache.shape[2:])
+            if self._dtype == torch.float8_e4m3fn:
+                states = states.clamp(-FP8_MAX, FP8_MAX).to(self._dtype).view(torch.uint8)
+                flat = flat.view(torch.uint8)
+            flat.index_copy_(0, slots, states)
+
+
+class TorchDeviceAttention(DeviceAttention):
+    """Gathers the pages of a row and multiplies: right everywhere, fast nowhere."""
+
+    def __init__(self, spec: KVCacheSpec, limits: Limits, device: torch.device) -> None:
+        self.cache = PagedCache(spec, limits, device, keep_finite=True)
+
+    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
+        return _GatheredStep(self.cache, plan, arrays)
+
+
+class _GatheredStep(DeviceStep):
+    def __init__(self, cache: PagedCache, plan: StepPlan, arrays: Sections[Tensor]) -> None:
+        super().__init__(cache, plan, arrays)
+        # lists, because the host's side of the arena changes before the device gets here
+        rows = plan.num_padded_rows
+        self._token_bounds: list[int] = plan.host.qo_indptr[: rows + 1].tolist()
+        self._page_bounds: list[int] = plan.host.kv_indptr[: rows + 1].tolist()
+        self._seq_lens: list[int] = plan.host.seq_lens[:rows].tolist()
+        self._num_decodes = rows if plan.is_decode else plan.num_decodes
+
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        caches = self.cache.keys[layer], self.cache.values[layer]
+        out = query.new_empty(*query.shape[:2], caches[1].shape[3])
+        kv_width = caches[0].shape[2] * caches[0].shape[3]
+        for tokens, pages, position in self._pieces(query.shape[1], kv_width):
+            rows = len(pages)
+            keys, values = (cache[pages].view(rows, -1, *cache.shape[2:]) for cache in caches)
+            key_position = torch.arange(keys.shape[1], device=query.device)
+            hidden = key_position > position
+            if options.sliding_window is not None:
+                hidden |= key_position <= position - options.sliding_window
+            if options.chunk is not None:
+                hidden |= key_position < position // options.chunk * options.chunk
+            states = query[tokens].view(rows, -1, *query.shape[1:])
+            attended = multiply(states, keys, values, hidden, options)
+            out[tokens] = attended.reshape(-1, *out.shape[1:])
+        return out
+
+    def _pieces(self, num_heads: int, kv_width: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Tokens, the pages [rows, width] that they look at, and where they stand [rows, Q, 1]:
+        some decodes, or some tokens of one prompt.
+        """
+        pieces = []
+        bounds, indices = self._page_bounds, self.arrays.kv_indices
+        page_size = self.cache.keys[0].shape[1]
+        begin = 0
+        while begin < self._num_decodes:
+            width, end = 0, begin
+            while end < self._num_decodes:
+                widest = max(width, bounds[end + 1] - bounds[end])
+                if end > begin and widest * page_size * kv_width * (end + 1 - begin) > (
+                    GATHER_ELEMENTS
+                ):
+                    break
+                width, end = widest, end + 1
+            starts = self.arrays.kv_indptr[begin:end, None]
+            # what lies beyond a row's own pages is masked: any page will do there
+            column = starts + torch.arange(width, device=indices.device)
+            pages = indices[column.clamp(max=bounds[-1] - 1)]
+            position = self.arrays.seq_lens[begin:end, None, None] - 1
+            pieces.append((slice(begin, end), pages, position))
+            begin = end
+        for row in range(self._num_decodes, len(bounds) - 1):
+            pages = indices[None, bounds[row] : bounds[row + 1]]
+            size = max(1, GATHER_ELEMENTS // (num_heads * page_size * pages.shape[1]))
+            first, last = self._token_bounds[row], self._token_bounds[row + 1]
+            position = torch.arange(last - first, device=indices.device)[None, :, None]
+            position = position + (self._seq_lens[row] - (last - first))
+            for token in range(first, last, size):
+                tokens = slice(token, min(token + size, last))
+                pieces.append((tokens, pages, position[:, token - first : tokens.stop - first]))
+        return pieces
+
+
+def multiply(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """[N, Q, Hq, D] on [N, L, Hkv, D] where not `hidden` [N, Q, L]: [N, Q, Hq, Dv], computed in
+    float32, as fused attention is.
+    """
+    size, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    grouped = query.view(size, num_queries, num_kv_heads, -1, head_dim)
+    scores = torch.einsum("nqhgd,nlhd->nhgql", grouped.float(), key.float()) * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+    if options.sinks is not None:  # one more logit, whose share is dropped
+        sink = options.sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., : key.shape[1]]
+    attended = torch.einsum("nhgql,nlhd->nqhgd", probs, value.float())
+    return attended.reshape(size, num_queries, num_heads, -1).to(query.dtype)

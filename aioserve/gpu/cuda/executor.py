@@ -1,0 +1,553 @@
+"""One step after another on a device: plan, stage, launch; and, later, read.
+
+Before the executor, in the order of a step: the batch, in which a token that was sampled and not
+read is a marker; graphs of decode steps; steps on their way. Knows nothing about threads or event
+loops.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aioserve.errors import AioserveError, RunnerDeadError
+from aioserve.features.grammars.rows import Standing
+from aioserve.features.lora.products import AdapterOwners, TokenAdapters
+from aioserve.features.lora.rows import AdapterRows
+from aioserve.gpu.cuda.adapters import DeviceAdapters, stage_adapters
+from aioserve.gpu.cuda.attention import DeviceAttention
+from aioserve.gpu.cuda.device import Device, Event, HostBuffer, StagingRing
+from aioserve.gpu.cuda.host_blocks import Copied, DeviceBlocks
+from aioserve.gpu.cuda.plan import Layout, StepPlan, plan_padding, plan_step
+from aioserve.gpu.cuda.sampler import (
+    DeviceMasks,
+    DeviceSampler,
+    PromptPlan,
+    SamplePlan,
+    plan_prompts,
+    read_result,
+)
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
+from aioserve.params import SamplingParams
+from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.batch.drafter import Drafter
+from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.batch.prompt_rows import PromptRows, WantedLogprobs
+from aioserve.runner.batch.rescue import StepRescue, merge_outputs
+from aioserve.runner.batch_parts import BatchParts
+from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import failed_requests
+from aioserve.runner.served_model import ServedModel
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.support.progress import stage
+
+if TYPE_CHECKING:
+    from aioserve.gpu.tensor_parallel.group import Ranks
+
+
+class OverlappedBatch(InputBatch):
+    """An `InputBatch` whose sampled tokens stay on the device."""
+
+    def append_unknown(self, inputs: StepInputs) -> None:
+        """Count the tokens that the step of `inputs` samples; each is the marker -1 - row.
+
+        A row samples nothing more until its marker was computed, so the marker always means the
+        last token of its row. It is never replaced: a request that comes back after a preemption
+        brings all its tokens.
+        """
+        rows, position = inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling]
+        self._token_ids[rows, position] = (-1 - rows).astype(np.int32)
+        self._num_tokens[rows] = position + 1
+
+
+# Forward passes of decode steps, captured once per padded size and replayed. At small batches a
+# step is bound by the launches of its hundreds of kernels; a replay is one launch. Knows sizes and
+# arrays; what a capture is, the device says.
+
+
+logger = logging.getLogger(__name__)
+
+Prepare = Callable[[int], LayerAttention]  # fills the arena with that number of rows
+Forward = Callable[[int, LayerAttention], Tensor]  # logits [B, V] of the first B tokens of it
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def capture_sizes(max_num_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, then by 8 to 64, then by 16 to 256, as far as a step may have rows; ascending."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)]
+    fitting = [size for size in sizes if size < max_num_rows]
+    return (*fitting, min(max_num_rows, 256))
+
+
+class DecodeGraphs:
+    """Decode steps as CUDA graphs: one capture per padded number of rows, replayed in steps."""
+
+    def __init__(self) -> None:
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._logits: Tensor | None = None  # one for all sizes: only one is replayed at a time
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ascending; none if nothing is captured."""
+        return tuple(sorted(self._replays))
+
+    def capture(
+        self,
+        sizes: Iterable[int],
+        prepare: Prepare,
+        forward: Forward,
+        capture: Capture,
+    ) -> None:
+        """Capture `forward` for each size, on what `prepare` has filled the arena with.
+
+        Largest first: smaller ones then live in the memory of larger ones. What cannot be
+        captured runs without graphs, and a log line says why.
+        """
+
+        def work(size: int, attention: LayerAttention) -> None:
+            logits = forward(size, attention)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            self._logits[:size] = logits
+
+        for size in stage(sorted(sizes, reverse=True), "Capturing CUDA graphs", "size"):
+            try:
+                self._replays[size] = capture(partial(work, size, prepare(size)))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a model does that cannot be recorded
+                logger.warning("decode steps run without CUDA graphs: %s", error)
+                self._replays.clear()
+                return
+
+    def replay(self, size: int) -> Tensor:
+        """Logits [size, V]; valid until the next replay."""
+        self._replays[size]()
+        assert self._logits is not None
+        return self._logits[:size]
+
+
+# Steps on their way to and from a device, and what comes of them when their results are read. Knows
+# plans and host memory; launches nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Parts of the inputs of a step that most steps do not have."""
+
+    prompts: PromptPlan | None
+    adapters: Sequence[TokenAdapters]  # of the T, of the S, of the pieces of `prompts`; or none
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way; `result` may be read after `event`."""
+
+    plan: StepPlan
+    sampling: SamplePlan
+    event: Event
+    result: HostBuffer
+    began: float
+    standing: list[Standing]  # of its sampled rows that have a grammar
+    failed: dict[str, str]
+    prompts: PromptPlan | None
+    prompt_words: HostBuffer | None  # of `prompts`
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedParts:
+    """What was launched of a step: all of it, or parts of it one after another."""
+
+    step: SchedulerOutput
+    parts: list[LaunchedStep]
+    lost: dict[str, str]  # requests that are in none of the parts, and why
+    copied: Copied | None  # what a KV connector has it copy
+
+
+def make_output(
+    step: LaunchedStep,
+    kept: list[list[int]],
+    failed: dict[int, str],
+    logprobs: dict[int, TokenLogprobs],
+    of_prompts: dict[str, list[TokenLogprobs]],
+    guesses: dict[str, list[int]],
+) -> ModelRunnerOutput:
+    """The output of a step that was read. `kept`: by row. `failed` and `logprobs`: by place among
+    the S, of which a row's first were kept.
+    """
+    req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
+    for row, why in failed_requests(failed, rows, kept).items():
+        step.failed.setdefault(req_ids[row], why)
+    kept = [[] if req_id in step.failed else own for req_id, own in zip(req_ids, kept, strict=True)]
+    by_request: dict[str, list[TokenLogprobs]] = {}
+    for place, entry in logprobs.items():
+        entries = by_request.setdefault(req_ids[rows[place]], [])
+        if len(entries) < len(kept[rows[place]]):
+            entries.append(entry)
+    return ModelRunnerOutput(req_ids, kept, by_request, guesses, step.failed, of_prompts)
+
+
+# One step after another on a device: plan, stage, launch; and, later, read. `launch` needs no
+# result of an earlier step: the tokens that it lacks are on the device. Only where a drafter
+# guesses tokens, each step is read before the next is launched. Knows nothing about threads or
+# event loops.
+
+
+MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
+
+
+class StepExecutor:
+    """Owns the batch and everything on the device but the weights."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: ServedModel,
+        attention: DeviceAttention,
+        sampler: DeviceSampler,
+        layout: Layout,
+        arena: Tensor,
+        parts: BatchParts,
+        *,
+        adapter_room: int = 0,
+        ranks: "Ranks | None" = None,
+    ) -> None:
+        """`sampler`: for the limits of `layout`, whose `arena` [layout.size], int32 on the device,
+        is where steps are staged. `adapter_room`: bytes on the device that adapters may take.
+        `ranks`: of which this is one; all get the tokens that the first one samples.
+        """
+        limits = layout.limits
+        self._device = device
+        self._model = model
+        self._attention = attention
+        self.parts, self._batch = parts, OverlappedBatch(*parts.sizes, parts.all)
+        self.adapters = DeviceAdapters(model.adapter_sites, parts.adapters, device, adapter_room)
+        self._host_blocks: DeviceBlocks | None = None
+        self._drafter, self._ranks = parts.drafter, ranks
+        self._unread: list[LaunchedStep] = []  # whose tokens grammars wait for
+        self._rescue = StepRescue(
+            self._batch, self._launch, is_possible=ranks is None, is_end=self._is_end
+        )
+        self._layout = layout
+        self._ring = StagingRing(device, self._layout.size)
+        self._sampler = sampler
+        self._arena = arena
+        self._arrays = layout.split(arena)
+        self._graphs = DecodeGraphs()
+        results = (device.host_buffer(len(self._sampler.out)) for _ in range(MAX_IN_FLIGHT))
+        self._free_results = deque(results)
+        self.info = RunnerInfo(
+            num_kv_blocks=limits.num_pages,
+            pipeline_depth=2,
+            supports_prompt_logprobs=model.halves is not None,
+            max_draft_tokens=parts.max_draft_tokens,
+        )
+
+    @property
+    def is_one_by_one(self) -> bool:
+        """Whether each step must be finished, by the thread that launches, before the next one:
+        what is guessed from it is made on the device as well.
+        """
+        return self._drafter is not None
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture decode steps of up to each of these numbers of rows, if the model allows it."""
+
+        def prepare(size: int) -> LayerAttention:
+            buffer = self._ring.take()
+            plan = plan_padding(self._layout, buffer.array, size)
+            self._device.stage(self._arena[: plan.num_words], buffer)
+            attention = self._attention.begin(plan, self._arrays)
+            self._ring.guard()
+            return attention
+
+        def forward(size: int, attention: LayerAttention) -> Tensor:
+            rows = torch.arange(size, device=self._arena.device)
+            return self._forward(size, rows, attention)
+
+        self._graphs.capture(sizes, prepare, forward, self._device.capture)
+
+    def forget_graphs(self) -> None:
+        """Run every step eagerly from now on: for comparing."""
+        self._graphs = DecodeGraphs()
+
+    def attach(self) -> None:
+        """Let this thread be the one that launches."""
+        self._device.attach()
+
+    def warm_up(self) -> None:
+        """A prompt, a decode and a farewell: what is compiled or loaded on first use is, then."""
+        params = SamplingParams(top_p=0.9, temperature=0.5, logprobs=1, presence_penalty=0.1)
+        tokens = [0] * min(32, self._layout.limits.num_tokens)
+        blocks = list(range(-(-(len(tokens) + 1) // self._layout.limits.page_size)))
+        new = NewRequestData(
+            "warm-up", tokens, len(tokens), params, frozenset(), blocks, 0, cache_salt="warm-up"
+        )
+        none = CachedRequestData([], [], {})
+        known = CachedRequestData(["warm-up"], [len(tokens)], {})
+        steps = (
+            SchedulerOutput(0, [new], none, {"warm-up": len(tokens)}, len(tokens), [], []),
+            SchedulerOutput(0, [], known, {"warm-up": 1}, 1, [], []),
+            SchedulerOutput(0, [], none, {}, 0, [], ["warm-up"]),
+        )
+        for step in stage(steps, "Warming up", "step"):
+            if (launched := self.launch(step)) is not None:
+                self.finish(launched)
+        if self._drafter is not None:
+            self._drafter.length.forget_times()
+
+    def launch(self, step: SchedulerOutput) -> LaunchedParts | None:
+        """Start a step; None if it has no tokens. A request for which this raises fails alone,
+        unless there are ranks. What raises even so leaves the requests of the step in an unknown
+        state, and all others as they were.
+        """
+        self._batch.apply(step)
+        copied = None
+        if (transfers := step.kv_connector_metadata) is not None:
+            assert self._host_blocks is not None, "there is a connector"
+            copied = self._host_blocks.transfer(transfers)
+        try:
+            if step.total_num_scheduled_tokens:
+                parts = self._rescue.run(step)
+                return LaunchedParts(step, parts, dict(self._batch.lost.why), copied)
+        except BaseException:
+            self._finish_copies(copied)
+            raise
+        self._finish_copies(copied)
+        return None
+
+    def make_host_blocks(self, num_bytes: int) -> DeviceBlocks:
+        """Where blocks may be kept outside the KV cache. Before the first step. Raises
+        `ConfigError`.
+        """
+        cache, model = self._attention.cache, self._model
+        computed = f"{model.name}, {model.kv_cache_spec.dtype}, {type(self._attention).__name__}"
+        computed += f" on {self._device.card().name}"
+        self._host_blocks = DeviceBlocks(
+            self._device, [*cache.keys, *cache.values], num_bytes, computed
+        )
+        return self._host_blocks
+
+    def _finish_copies(self, copied: Copied | None) -> None:
+        if copied is not None and self._host_blocks is not None:
+            self._host_blocks.finish(copied)
+
+    def _launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """A step whose copies are queued. If this raises, it may be done again."""
+        began = time.perf_counter()
+        inputs = self._batch.prepare(step)
+        columns = self.parts.sampling.of(inputs)
+        buffer = self._ring.take()
+        wanted: WantedLogprobs | None = inputs.parts.get(PromptRows.name)
+        owners: AdapterOwners | None = inputs.parts.get(AdapterRows.name)
+        # graphs give no hidden states, and have no adapters
+        sizes = self._graphs.sizes if wanted is None and owners is None else ()
+        plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
+        slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
+        sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
+        asked = Asked(plan_prompts(wanted, plan, self._sampler), ())
+        if owners is not None:
+            asked = replace(asked, adapters=self._stage_adapters(owners, plan, asked.prompts))
+        try:
+            self._device.stage(self._arena[: plan.num_words], buffer)
+            attention = self._attention.begin(plan, self._arrays)
+        finally:  # also if that fails: it may be queued by then
+            self._ring.guard()
+        rows = inputs.rows[plan.sampled]
+        standing = self.parts.grammars.standing(rows, plan.inputs.drafts)
+        if any(each.is_bound for each in standing):
+            self._launch_masked(plan, sampling, attention, rows, asked)
+        else:
+            self._device.launch(
+                lambda: self._sample(self._compute(plan, attention, asked), sampling)
+            )
+        self._read_last()
+        result = self._take_result()
+        self._device.fetch(result, self._sampler.out[: sampling.num_words])
+        prompts, prompt_words = asked.prompts, None
+        if prompts is not None:
+            prompt_words = self._device.host_buffer(len(prompts.found))
+            self._device.fetch(prompt_words, prompts.found)
+        failed = self._batch.failures(inputs)
+        event = self._device.record()
+        step_away = LaunchedStep(
+            plan, sampling, event, result, began, standing, failed, prompts, prompt_words
+        )
+        if self._drafter is None:
+            self._batch.append_unknown(inputs)
+            if standing:
+                self._unread.append(step_away)
+        return step_away
+
+    def _take_result(self) -> HostBuffer:
+        """Where a result may be read; a step in parts has several."""
+        try:
+            return self._free_results.popleft()
+        except IndexError:
+            return self._device.host_buffer(len(self._sampler.out))
+
+    def _is_end(self, error: Exception) -> bool:
+        return not isinstance(error, torch.OutOfMemoryError) and self._device.is_lost()
+
+    def _launch_masked(
+        self,
+        plan: StepPlan,
+        sampling: SamplePlan,
+        attention: LayerAttention,
+        rows: IntArray,
+        asked: Asked,
+    ) -> None:
+        """Masks need the last step's tokens: they are waited for while this one computes."""
+        logits: list[Tensor] = []
+        self._device.launch(lambda: logits.append(self._compute(plan, attention, asked)))
+        self._read_last()
+        made = self.parts.grammars.begin(rows, plan.inputs.drafts)
+        masks = None
+        if made is not None:
+            masks = self._sampler.stage_masks(made.take(rows, may_sit_out=False))
+        self._device.launch(lambda: self._sample(logits.pop(), sampling, masks))
+
+    def _stage_adapters(
+        self, owners: AdapterOwners, plan: StepPlan, prompts: PromptPlan | None
+    ) -> Sequence[TokenAdapters]:
+        """Stage the adapters for T tokens, S sampled rows and the prompt pieces, in this order."""
+        owners = owners.take(plan.tokens)
+        parts = [owners, owners.take(plan.host.logits_rows[: plan.num_sampling])]
+        if prompts is not None:
+            parts += [owners.take(prompts.places[piece]) for piece in prompts.pieces]
+        return stage_adapters(parts, self._sampler)
+
+    def _read_last(self) -> None:
+        """Tell the grammars what the last step sampled. Its buffer is not used again before the
+        step after this one is launched.
+        """
+        while self._unread:
+            last = self._unread.pop(0)
+            last.event.wait()
+            self.parts.grammars.catch_up(last.standing, last.result.array)
+
+    def close(self) -> None:
+        """Let its thread end. Idempotent."""
+        self._batch.close()
+
+    def finish(self, launched: LaunchedParts) -> ModelRunnerOutput:
+        """Wait for a step and read its tokens; may be called from another thread, in order, unless
+        `is_one_by_one`.
+        """
+        try:
+            outputs = [self._finish(part) for part in launched.parts]
+        finally:
+            self._finish_copies(launched.copied)
+        if len(outputs) == 1 and not launched.lost:
+            return outputs[0]
+        return merge_outputs(launched.step, outputs, launched.lost)
+
+    def _finish(self, step: LaunchedStep) -> ModelRunnerOutput:
+        try:
+            step.event.wait()
+            words = step.result.array
+            token_ids, logprobs, failed = read_result(
+                words, step.sampling, self._sampler.vocab_size
+            )
+            of_prompts = {}
+            if step.prompts is not None and step.prompt_words is not None:
+                of_prompts = step.prompts.read(step.prompt_words.array)
+        finally:
+            self._free_results.append(step.result)
+        if self._drafter is None:
+            kept: list[list[int]] = [[] for _ in step.plan.inputs.req_ids]
+            for row, token_id in zip(step.plan.sampled.tolist(), token_ids, strict=True):
+                kept[row].append(token_id)
+            return make_output(step, kept, failed, logprobs, of_prompts, {})
+        return self._finish_read(self._drafter, step, token_ids, failed, logprobs, of_prompts)
+
+    def _finish_read(
+        self,
+        drafter: Drafter,
+        step: LaunchedStep,
+        token_ids: list[int],
+        failed: dict[int, str],
+        logprobs: dict[int, TokenLogprobs],
+        of_prompts: dict[str, list[TokenLogprobs]],
+    ) -> ModelRunnerOutput:
+        """What a step amounts to whose drafts are verified, and what to guess next."""
+        inputs = step.plan.inputs
+        sampled = np.empty(len(token_ids), dtype=np.int64)
+        sampled[step.plan.places] = token_ids
+        kept = self._batch.append(inputs, sampled)
+        drafter.length.stepped(
+            len(inputs.req_ids), len(inputs.positions), time.perf_counter() - step.began
+        )
+        guesses = self.parts.drafts.guesses(inputs, self._batch)
+        step.failed.update(self._batch.failures(inputs))
+        return make_output(step, kept, failed, logprobs, of_prompts, guesses)
+
+    def explain(self, error: Exception) -> Exception:
+        """What an error of `launch` or `finish` means: a failed step, or the end."""
+        if isinstance(error, torch.OutOfMemoryError):
+            hint = "out of device memory: lower gpu_memory_utilization or max_num_batched_tokens"
+            failed = AioserveError(hint)
+            failed.__cause__ = error
+            return failed
+        if self._device.is_lost():
+            dead = RunnerDeadError(f"the device can compute no more: {error}")
+            dead.__cause__ = error
+            return dead
+        return error
+
+    # What follows runs when the device gets there.
+
+    def _sample(
+        self, logits: Tensor, sampling: SamplePlan, masks: DeviceMasks | None = None
+    ) -> None:
+        self._sampler.sample(logits, sampling, self._arrays, masks)
+        if self._ranks is not None:
+            self._ranks.tell(self._sampler.last_token)
+
+    def _compute(self, plan: StepPlan, attention: LayerAttention, asked: Asked) -> Tensor:
+        rows = self._arrays.logits_rows[: plan.num_sampling].long()
+        tokens, sampling = asked.adapters[:2] or (None, None)
+        if (prompts := asked.prompts) is not None:
+            everything = torch.arange(plan.num_tokens, device=rows.device)
+            inputs = self._inputs(plan.num_tokens, everything, tokens, tokens)
+            halves = self._model.halves
+            assert halves is not None, "`supports_prompt_logprobs`"
+            states = halves.hidden(inputs, attention)
+            prompts.look(halves, states[prompts.rows.long()], asked.adapters[2:])
+            return halves.logits(states[rows], sampling)
+        if tokens is not None:
+            inputs = self._inputs(plan.num_tokens, rows, tokens, sampling)
+            return self._model.forward(inputs, attention)
+        if plan.is_decode and plan.num_padded_rows in self._graphs.sizes:
+            logits = self._graphs.replay(plan.num_padded_rows)
+            if plan.num_sampling < plan.num_padded_rows:
+                logits = logits[rows]
+            return logits
+        return self._forward(plan.num_tokens, rows, attention)
+
+    def _forward(self, num_tokens: int, rows: Tensor, attention: LayerAttention) -> Tensor:
+        return self._model.forward(self._inputs(num_tokens, rows), attention)
+
+    def _inputs(
+        self,
+        num_tokens: int,
+        rows: Tensor,
+        adapters: TokenAdapters | None = None,
+        logits_adapters: TokenAdapters | None = None,
+    ) -> ModelInputs:
+        arrays = self._arrays
+        return ModelInputs(
+            input_ids=self._sampler.resolve(arrays.input_ids[:num_tokens].long()),
+            positions=arrays.positions[:num_tokens].long(),
+            slots=arrays.slots[:num_tokens].long(),
+            logits_rows=rows,
+            adapters=adapters,
+            logits_adapters=logits_adapters,
+        )

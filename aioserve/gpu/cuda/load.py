@@ -1,0 +1,487 @@
+"""From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded and captured.
+
+Begins with how a card's memory is shared out: arithmetic that asks no device, all sizes in bytes.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.features.grammars import GrammarCompiler
+from aioserve.features.grammars.rows import MAX_GUESSES
+from aioserve.features.lora.peft_directory import stored_parameters
+from aioserve.features.spec_decode.drafts import find_draft
+from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource, Forward
+from aioserve.gpu.cuda.attention import (
+    DeviceAttention,
+    DeviceStep,
+    PagedCache,
+    TorchDeviceAttention,
+)
+from aioserve.gpu.cuda.cuda_device import CudaDevice
+from aioserve.gpu.cuda.device import CardMemory, Device
+from aioserve.gpu.cuda.drafts import DeviceDraftRunner
+from aioserve.gpu.cuda.executor import StepExecutor, capture_sizes
+from aioserve.gpu.cuda.flashinfer_attention import FlashInferAttention, why_not, workspace_bytes
+from aioserve.gpu.cuda.fused import CudaPlace
+from aioserve.gpu.cuda.host_blocks import device_bytes
+from aioserve.gpu.cuda.plan import Layout, Limits
+from aioserve.gpu.cuda.sampler import DeviceSampler, Draw, DrawColumns, draw, write_logprobs
+from aioserve.gpu.tensor_parallel.group import Ranks
+from aioserve.model_source.info import ModelInfo
+from aioserve.params import MAX_LOGPROBS
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    AttentionOptions,
+    KVCacheSpec,
+    ModelInputs,
+)
+from aioserve.runner.batch.prompt_rows import largest_piece
+from aioserve.runner.fused.decoder import Place
+from aioserve.runner.fused.ops import PlainLinear
+from aioserve.runner.kv_pool import max_useful_blocks
+from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
+from aioserve.runner.loader import load_model, num_weight_bytes
+from aioserve.runner.models.architecture import has_states
+from aioserve.runner.served_model import ServedModel
+
+GIB = 1 << 30
+GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said beside what they took
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory budget of a device is divided, in bytes: weights, KV pages and the rest."""
+
+    budget: int
+    weights: int
+    activations: int  # of the largest step, workspaces included
+    graphs: int  # a reserve; what they take is only known when the pool is there
+    num_pages: int
+    page_bytes: int
+    adapters: int = 0  # those that are loaded at start; others take what is left
+
+    @property
+    def total(self) -> int:
+        """All bytes that the plan gives out, the dummy page included."""
+        pool = (self.num_pages + 1) * self.page_bytes
+        return self.weights + self.activations + self.graphs + self.adapters + pool
+
+    def describe(self, page_size: int, max_model_len: int) -> str:
+        """One line with every number."""
+        num_tokens = self.num_pages * page_size
+        return (
+            f"device memory: {self.budget / GIB:.2f} GiB to use; weights {self.weights / GIB:.2f}, "
+            f"activations {self.activations / GIB:.2f}, CUDA graphs {self.graphs / GIB:.2f}, "
+            f"{f'adapters {self.adapters / GIB:.2f}, ' if self.adapters else ''}"
+            f"KV pool {self.num_pages * self.page_bytes / GIB:.2f}: {num_tokens} tokens, "
+            f"{num_tokens / max_model_len:.1f} requests of {max_model_len}"
+        )
+
+
+def check_weights_fit(card: CardMemory, config: EngineConfig, weights: int) -> None:
+    """Refuse, before loading, a model that cannot fit. Raises `ConfigError` with the numbers."""
+    utilization = config.runner.gpu_memory_utilization
+    budget = card.budget(utilization)
+    if weights >= budget:
+        raise ConfigError(
+            f"the weights need {weights / GIB:.2f} GiB; {card.name} has {card.free / GIB:.2f} of "
+            f"{card.total / GIB:.2f} GiB free, of which gpu_memory_utilization={utilization} "
+            f"leaves {max(budget, 0) / GIB:.2f}: take a smaller model or dtype, or a freer card"
+        )
+
+
+def plan_memory(
+    card: CardMemory,
+    config: EngineConfig,
+    *,
+    weights: int,
+    activations: int,
+    graphs: int,
+    page_bytes: int,
+    max_model_len: int,
+    adapters: int = 0,
+) -> MemoryPlan:
+    """Give the KV pool what the others leave. Raises `ConfigError` that names what to turn.
+
+    Never more than `max_useful_blocks`, unless set.
+    """
+    cache = config.cache
+    budget = card.budget(config.runner.gpu_memory_utilization)
+    left = budget - weights - activations - graphs - adapters
+    num_pages = left // page_bytes - 1  # the dummy page
+    wanted = cache.num_kv_blocks
+    if wanted is None and cache.kv_cache_gib is not None:
+        wanted = int(cache.kv_cache_gib * GIB) // page_bytes
+    if num_pages < max(wanted or 1, 1):
+        of_adapters = f", adapters {adapters / GIB:.2f}" if adapters else ""
+        raise ConfigError(
+            f"the KV pool needs {max(wanted or 1, 1)} blocks of {page_bytes} bytes, "
+            f"{max(num_pages, 0)} fit: of {budget / GIB:.2f} GiB, weights take "
+            f"{weights / GIB:.2f}, activations {activations / GIB:.2f} and CUDA graphs "
+            f"{graphs / GIB:.2f}{of_adapters} (raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens, kv_cache_gib or num_kv_blocks, or set enforce_eager)"
+        )
+    if wanted is None:
+        wanted = min(num_pages, max_useful_blocks(config, max_model_len))
+    return MemoryPlan(budget, weights, activations, graphs, wanted, page_bytes, adapters)
+
+
+# From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded, what is captured.
+# Runs on the thread that launches. The choices are made, and told, here; how a step is done is
+# known elsewhere.
+
+
+logger = logging.getLogger(__name__)
+
+CUDA_TYPES = SideTypes("fp8", "float16", lambda: torch.cuda.get_device_capability()[0] >= 8)
+INSTALL_LINE = "pip install flashinfer-python accelerate"
+
+
+@torch.inference_mode()
+def load_on_cuda(
+    config: EngineConfig,
+    info: ModelInfo,
+    grammars: GrammarCompiler | None = None,
+    ranks: Ranks | None = None,
+) -> StepExecutor:
+    """Load the model, share out the memory, capture graphs. With `ranks`, the share of one of them,
+    on the current device. Raises `ConfigError`.
+    """
+    if info.config.activations is not None:
+        raise ConfigError(
+            "model.activations is 'int8', which needs the compiled kernels of a CPU: set "
+            "runner.device to cpu, or leave it out"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch {torch.__version__} cannot use the CUDA device of this machine: install a "
+            "build of torch with CUDA, or set runner.device to cpu"
+        )
+    device = CudaDevice()
+    card = device.card()
+    check_served(config, info)
+    has_triton = find_spec("triton") is not None
+    place = CudaPlace(device.torch_device, has_triton=has_triton, ranks=ranks)
+    source = find_draft(config, info)
+    parts = [info] if source is None or not source.has_files else [info, source.info]
+    needed = sum(num_weight_bytes(CUDA_TYPES.resolve(part.config), part, place) for part in parts)
+    check_weights_fit(card, config, needed if ranks is None else needed // ranks.size)
+    model, draft = load_models(info, source, place)
+    return make_executor(config, info, model, device, card, grammars, draft, ranks)
+
+
+def check_served(config: EngineConfig, info: ModelInfo) -> None:
+    """Raises `ConfigError` for what no CUDA device serves, before anything is loaded."""
+    if config.cache.num_window_blocks is not None:
+        raise ConfigError(
+            f"cache.num_window_blocks is {config.cache.num_window_blocks}, but on a CUDA device "
+            "layers with a sliding window keep all blocks of a request: leave it out"
+        )
+    if config.cache.kv_connector != "none" and config.speculation.drafts_by_model:
+        raise ConfigError(
+            f"cache.kv_connector is {config.cache.kv_connector}, but on a CUDA device what a "
+            "drafting model knows of a block is not kept: take ngram, or leave the connector out"
+        )
+    if has_states(info):
+        raise ConfigError(
+            "layers with states (state-space, linear attention, convolutions) are not served on "
+            "CUDA: set runner.device to cpu"
+        )
+
+
+def load_models(
+    info: ModelInfo, source: DraftSource | None, place: Place
+) -> tuple[ServedModel, Draft | None]:
+    """The weights of both. Raises `ConfigError`."""
+
+    def load(info: ModelInfo) -> ServedModel:
+        return load_model(CUDA_TYPES.resolve(info.config), info, place)
+
+    model = load(info)
+    if source is None:
+        return model, None
+    own = DraftPlace(load, lambda weight: PlainLinear(weight, None), place.device)
+    return model, source.load(model, info, own)
+
+
+def make_executor(
+    config: EngineConfig,
+    info: ModelInfo,
+    model: ServedModel,
+    device: Device,
+    card: CardMemory,
+    grammars: GrammarCompiler | None = None,
+    draft: Draft | None = None,
+    ranks: Ranks | None = None,
+) -> StepExecutor:
+    """All but the weights, which are loaded. `card` is as it was before that."""
+    weights = device.num_allocated()
+    plan = plan_load(CUDA_TYPES, config, info, model, draft, ranks)
+    model = plan.model
+    choose_token = choose_draw(device)
+    kinds = [_Kind.of(model, plan.specs[0])]
+    if draft is not None:
+        kinds.append(_Kind.of(draft, plan.specs[1]))
+    limits = _limits(plan)
+    sizes: tuple[int, ...] = ()
+    if kinds[0].flashinfer is not None and not config.runner.enforce_eager:
+        sizes = capture_sizes(min(limits.num_rows, limits.num_tokens))
+    activations = _measure(plan, kinds, limits, device, choose_token)
+    activations += workspace_bytes(kinds[0].calls, len(sizes))
+    activations += sum(workspace_bytes(kind.calls, 0) for kind in kinds[1:])
+    memory = _share_memory(plan, card, weights, activations, GRAPH_RESERVE if sizes else 0)
+    plan = replace(plan, num_blocks=memory.num_pages)
+    layout = Layout(_limits(plan))
+    arena = _make_arena(layout, device)
+    num_rows, num_samples = limits.num_rows, limits.num_samples
+    sampler = DeviceSampler(device, num_rows, num_samples, info.vocab_size, choose_token)
+
+    def make_draft_runner() -> DeviceDraftRunner:
+        own_layout = Layout(replace(layout.limits, num_drafts=0))
+        own_arena = _make_arena(own_layout, device)
+        own = kinds[1].make_attention(own_layout, own_arena, device, info.max_model_len, ())
+        return DeviceDraftRunner(device, own, sampler, own_layout, own_arena)
+
+    parts = plan.make_parts(grammars, make_draft_runner)
+    executor = StepExecutor(
+        device,
+        model,
+        kinds[0].make_attention(layout, arena, device, info.max_model_len, sizes),
+        sampler,
+        layout,
+        arena,
+        parts,
+        adapter_room=card.free - memory.total + memory.adapters,
+        ranks=ranks,
+    )
+    graphs = _start(executor, device, card.name, sizes)
+    logger.info(
+        "%s on %s: %s; %s",
+        model.name,
+        card.name,
+        plan.description,
+        memory.describe(limits.page_size, info.max_model_len),
+    )
+    if sizes:
+        logger.info("CUDA graphs took %.2f GiB", graphs / GIB)
+    return executor
+
+
+def _limits(plan: LoadPlan) -> Limits:
+    """The limits of the largest step that the configuration allows."""
+    speculation, max_model_len = plan.config.speculation, plan.info.max_model_len
+    page_size, num_drafts = plan.config.cache.block_size, 0
+    if speculation.speculative_method != "none":  # or what a grammar forces
+        num_drafts = max(speculation.num_speculative_tokens, MAX_GUESSES)
+    return Limits(
+        num_rows=plan.config.scheduler.max_num_seqs,
+        num_tokens=plan.config.scheduler.step_budget(max_model_len),
+        num_row_pages=-(-(max_model_len + 1) // page_size),
+        page_size=page_size,
+        num_pages=plan.num_blocks,
+        num_drafts=num_drafts,
+    )
+
+
+def _measure(
+    plan: LoadPlan, kinds: "Sequence[_Kind]", limits: Limits, device: Device, choose_token: Draw
+) -> int:
+    """Bytes that the largest step takes on the device, but for workspaces of attention."""
+
+    def largest() -> None:
+        num_tokens, num_samples = limits.num_tokens, limits.num_samples
+        run_largest(plan.model, kinds[0].spec, device, num_tokens, num_samples, choose_token)
+
+    def largest_of_drafts() -> None:
+        assert plan.draft is not None
+        forward, num_rows = plan.draft.forward, limits.num_rows
+        run_pass(forward, kinds[1].spec, device, limits.num_tokens, num_rows, choose_token)
+
+    activations = max(map(device.measure, [largest, largest_of_drafts][: len(kinds)]))
+    activations += DeviceSampler.num_bytes(limits.num_rows, plan.info.vocab_size)
+    if plan.config.cache.kv_connector != "none":
+        activations += device_bytes(plan.bytes_per_token * limits.page_size)
+    return activations
+
+
+def _share_memory(
+    plan: LoadPlan, card: CardMemory, weights: int, activations: int, graphs: int
+) -> MemoryPlan:
+    """What goes where. Raises `ConfigError` if too little is left for the KV pool."""
+    memory = plan_memory(
+        card,
+        plan.config,
+        weights=weights,
+        activations=activations,
+        graphs=graphs,
+        page_bytes=plan.bytes_per_token * plan.config.cache.block_size,
+        max_model_len=plan.info.max_model_len,
+        adapters=adapter_bytes(plan.config, plan.model),
+    )
+    if plan.ranks is not None:  # one pool, and each has its heads of every block
+        memory = replace(memory, num_pages=plan.ranks.least(memory.num_pages))
+    return memory
+
+
+def _make_arena(layout: Layout, device: Device) -> Tensor:
+    return torch.zeros(layout.size, dtype=torch.int32, device=device.torch_device)
+
+
+def _start(executor: StepExecutor, device: Device, card: str, sizes: Sequence[int]) -> int:
+    """Run first steps and capture decodes of these `sizes`; returns the bytes that the CUDA graphs
+    took. Raises `ConfigError` if a step fails.
+    """
+    try:
+        executor.warm_up()
+    except Exception as error:
+        raise ConfigError(f"the first step on {card} failed: {error}") from error
+    before = device.card().free
+    executor.capture(sizes)
+    return before - device.card().free
+
+
+class _Kind(NamedTuple):
+    """What a model's attention is made of, and by."""
+
+    spec: KVCacheSpec  # in the type in which K and V are kept
+    calls: Sequence[AttentionCall]
+    query_dtype: torch.dtype
+    flashinfer: Any  # None: plain torch
+
+    @classmethod
+    def of(cls, model: ServedModel | Draft, spec: KVCacheSpec) -> "_Kind":
+        calls, dtype = model.attention_calls, model.kv_cache_spec.dtype
+        return cls(spec, calls, dtype, find_flashinfer(spec, calls, dtype))
+
+    def make_attention(
+        self,
+        layout: Layout,
+        arena: Tensor,
+        device: Device,
+        max_model_len: int,
+        sizes: Sequence[int],
+    ) -> DeviceAttention:
+        """For steps in `arena`, of which decodes of these `sizes` will be captured."""
+        if self.flashinfer is None:
+            return TorchDeviceAttention(self.spec, layout.limits, device.torch_device)
+        return FlashInferAttention(
+            self.flashinfer,
+            self.spec,
+            self.calls,
+            layout.limits,
+            device,
+            self.query_dtype,
+            max_model_len=max_model_len,
+            capture_sizes=sizes,
+            arrays=layout.split(arena),
+        )
+
+
+def adapter_bytes(config: EngineConfig, model: ServedModel) -> int:
+    """What those take that are loaded at start, as many as there may be at a time."""
+    paths = [Path(spec.partition("=")[2]).expanduser() for spec in config.adapters.lora]
+    sizes = sorted(map(stored_parameters, paths), reverse=True)
+    num_parameters = sum(sizes[: config.adapters.max_cpu_loras])
+    return num_parameters * model.kv_cache_spec.dtype.itemsize
+
+
+class NoAttention(DeviceStep):
+    """Takes the memory of attention's result and of one page: for measuring."""
+
+    def __init__(self, spec: KVCacheSpec, device: torch.device) -> None:
+        one_page = Limits(num_rows=1, num_tokens=1, num_row_pages=1, page_size=1, num_pages=0)
+        self.cache = PagedCache(spec, one_page, device, keep_finite=False)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        pass
+
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        return query.new_zeros(*query.shape[:2], self.cache.values[layer].shape[3])
+
+
+def run_largest(
+    model: ServedModel,
+    spec: KVCacheSpec,
+    device: Device,
+    num_tokens: int,
+    num_samples: int,
+    choose_token: Draw,
+) -> None:
+    """The step that takes most memory, sampling included, but for attention."""
+    vocab_size = run_pass(model.forward, spec, device, num_tokens, num_samples, choose_token)
+    if (halves := model.halves) is None:
+        return
+    place = device.torch_device  # every token, and the largest piece of their logits
+    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
+    attention = NoAttention(spec, place)
+    states = halves.hidden(ModelInputs(tokens, tokens, tokens, tokens), attention)
+    size = min(num_tokens, largest_piece(vocab_size))
+    out = torch.zeros(size * (2 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=place)
+    width = min(MAX_LOGPROBS, vocab_size)
+    write_logprobs(halves.logits(states[:size]), tokens[:size], width, out)
+
+
+def run_pass(
+    forward: Forward,
+    spec: KVCacheSpec,
+    device: Device,
+    num_tokens: int,
+    num_samples: int,
+    choose_token: Draw,
+) -> int:
+    """Run `num_tokens` tokens, of which `num_samples` sample; returns the vocabulary size."""
+    place = device.torch_device
+    rows = torch.arange(min(num_samples, num_tokens), device=place)
+    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
+    logits = forward(ModelInputs(tokens, tokens, tokens, rows), NoAttention(spec, place))
+    ones = torch.ones(len(rows), device=place)
+    columns = DrawColumns(
+        temperature=ones,
+        top_k=ones.int(),
+        top_p=ones * 0.9,
+        min_p_floor=ones * -10,
+        keys=torch.zeros(2, len(rows), dtype=torch.int32, device=place),
+        is_limited=True,
+    )
+    choose_token(logits.float() - 1, columns)
+    return logits.shape[1]
+
+
+def choose_draw(device: Device) -> Draw:
+    """By Triton where there is a card and Triton."""
+    if device.torch_device.type != "cuda":
+        return draw
+    if find_spec("triton") is None:
+        logger.warning("Triton is not installed: plain torch draws tokens, which is slower")
+        return draw
+    from aioserve.gpu.cuda import triton_kernels
+
+    return triton_kernels.draw
+
+
+def find_flashinfer(
+    spec: KVCacheSpec, calls: Sequence[AttentionCall], query_dtype: torch.dtype
+) -> Any:
+    """The module, if it is there and serves this model; else None, and a log line says why."""
+    reason = why_not(spec, calls, query_dtype)
+    if reason is None:
+        try:
+            import flashinfer
+        except (ImportError, OSError) as error:  # it writes into its cache when imported
+            reason = f"flashinfer cannot be imported ({error}): {INSTALL_LINE}"
+        else:
+            logger.info("attention by flashinfer %s", flashinfer.__version__)
+            return flashinfer
+    else:
+        reason = f"flashinfer does not serve {reason}"
+    logger.warning("attention in plain torch, without CUDA graphs, which is slow: %s", reason)
+    return None

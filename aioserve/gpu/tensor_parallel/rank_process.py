@@ -1,0 +1,79 @@
+"""A process beside the first rank: hears what to load, loads it, does the steps that it is told.
+
+Knows messages and their order; what a step is done with, the module that starts it knows.
+"""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioserve.errors import RunnerDeadError
+from aioserve.gpu.tensor_parallel.processes import (
+    Answer,
+    FirstRank,
+    Message,
+    Start,
+    decode,
+    in_a_line,
+)
+from aioserve.model_source.info import ModelInfo
+from aioserve.support.logs import set_up_logging
+from aioserve.support.progress import show_no_bars
+
+if TYPE_CHECKING:
+    import torch
+
+    from aioserve.gpu.tensor_parallel.group import Ranks
+
+#: Loads a share of a model; what it returns does what the first rank says.
+LoadShare = Callable[[FirstRank, Start, ModelInfo], Callable[[Message], None]]
+
+
+def run_rank(file: int, load: LoadShare) -> int:
+    """Serve as a rank until there is no more to do; `file` is the socket. Returns the exit code."""
+    first = FirstRank(file)
+    try:
+        start = first.hear(decode)
+        assert isinstance(start, Start)
+        return _run(first, start, load)
+    except (EOFError, RunnerDeadError):  # the first rank tells why
+        return 0
+    except Exception as error:
+        first.answer(Answer(error=in_a_line(error)))
+        return 1
+
+
+def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -> "Ranks":
+    """To be called by `LoadShare` when nothing but the model is left to load: it is noticed late if
+    a rank is expected there and does not come.
+    """
+    from aioserve.gpu.tensor_parallel.group import Ranks
+
+    settings = start.config.runner
+    first.answer(Answer())
+    return Ranks(
+        start.rank,
+        settings.tensor_parallel_size,
+        Path(start.meeting),
+        settings.rank_timeout,
+        device,
+    )
+
+
+def _run(first: FirstRank, start: Start, load: LoadShare) -> int:
+    from aioserve.gpu.tensor_parallel.plan import check_model
+
+    server = start.config.server
+    # What it loads and serves is told by the first rank.
+    level = "debug" if server.log_level == "debug" else "warning"
+    set_up_logging(level, server.log_format, f"rank {start.rank}")
+    show_no_bars()
+    info = ModelInfo(start.config.model)
+    check_model(start.config, info)
+    obey = load(first, start, info)
+    gc.collect()
+    gc.freeze()  # else it is looked at again and again
+    first.answer(Answer(has_loaded=True))
+    while True:
+        obey(first.hear(decode))

@@ -1,1 +1,0 @@
-"""Images in the runner: the encoder, the rows that need its outputs, the text backbone."""
