@@ -22,7 +22,9 @@ from tests.server.serving import running
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
-TOKENIZER = Tokenizer.from_file(str(Path(aioserve.__file__).parent / "embedded/tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(
+    str(Path(aioserve.__file__).parent / "model_source/embedded/tokenizer.json")
+)
 WANTED = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
