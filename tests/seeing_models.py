@@ -18,7 +18,7 @@ from aioserve.features.multimodal.videos import VideoProcessor
 from aioserve.model_source.info import ModelInfo
 
 NUM_TOKENS = 12
-EMBEDDED = Path(__file__).parents[1] / "aioserve" / "embedded"
+EMBEDDED = Path(__file__).parents[1] / "aioserve" / "model_source" / "embedded"
 _VOCAB_SIZE = 2112  # that of the embedded tokenizer, and room for marks
 
 _TEXT: dict[str, Any] = {

@@ -188,7 +188,7 @@ def test_a_command_of_the_readme_works(installed: Installed, command: str) -> No
     code = installed.run("python -c 'import aioserve; print(aioserve.__path__[0])'")
     model = installed.work / "path/to/hf-directory"
     if not model.exists():
-        shutil.copytree(Path(code.strip()) / "embedded", model)
+        shutil.copytree(Path(code.strip()) / "model_source" / "embedded", model)
     words = shlex.split(command, comments=True)[3:]
     if words == ["chat"]:  # with the server of the lines above it
         with installed.serving("python -m aioserve") as (url, _):

@@ -26,7 +26,7 @@ from tests.models import make_model
 from tests.processes import JSON, PATIENCE, serving, until
 from tests.server.serving import running
 
-EMBEDDED = Path(__file__).parents[2] / "aioserve" / "embedded"
+EMBEDDED = Path(__file__).parents[2] / "aioserve" / "model_source" / "embedded"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 BODIES: tuple[dict[str, Any], ...] = (
     {"prompt": "Who is there?", "logprobs": 2, **GREEDY},
