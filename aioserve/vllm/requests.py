@@ -1,0 +1,157 @@
+"""A request of vLLM's as aioserve sees it: what a policy may read of it, and where hints come from.
+
+Nothing that only a model or a sampler needs is translated: vLLM's own request goes on to its
+runner. Arrival times of vLLM's are times of the day, and those of aioserve of a monotonic clock.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.request import Request as TheirRequest
+from vllm.v1.request import RequestStatus as TheirStatus
+
+from aioserve.errors import RequestError
+from aioserve.outputs import FinishReason as OurReason
+from aioserve.params import SamplingParams
+from aioserve.request import (
+    MAX_HINTS,
+    SESSION,
+    Hints,
+    Request,
+    RequestSpec,
+    RequestStatus,
+    check_hints,
+)
+
+#: Names in `vllm_xargs` (`SamplingParams.extra_args`) that are no hints: fields of a request, and
+#: vLLM's own.
+USER, DEADLINE = "user", "deadline"
+_NO_HINTS = (
+    *(USER, DEADLINE),
+    *("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"),
+)
+
+#: By the reason for which aioserve ends a request, the one that vLLM's client is told. vLLM has no
+#: word for a time that was up, and none for a policy that turns a request away: `stop_reason` says
+#: more.
+REASONS = {
+    OurReason.STOP: FinishReason.STOP,
+    OurReason.LENGTH: FinishReason.LENGTH,
+    OurReason.ABORT: FinishReason.ABORT,
+    OurReason.TIMEOUT: FinishReason.ABORT,
+    OurReason.REJECTED: FinishReason.ABORT,
+    OurReason.ERROR: FinishReason.ERROR,
+}
+#: By the reason for which a request has ended, its status at vLLM.
+ENDS = {
+    FinishReason.STOP: TheirStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: TheirStatus.FINISHED_LENGTH_CAPPED,
+    FinishReason.ABORT: TheirStatus.FINISHED_ABORTED,
+    FinishReason.ERROR: TheirStatus.FINISHED_ERROR,
+    FinishReason.REPETITION: TheirStatus.FINISHED_REPETITION,
+}
+#: By the status with which vLLM ends a request, aioserve's.
+STATUSES = {
+    TheirStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
+    TheirStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
+    TheirStatus.FINISHED_ABORTED: RequestStatus.FINISHED_ABORTED,
+    TheirStatus.FINISHED_IGNORED: RequestStatus.FINISHED_LENGTH_CAPPED,
+    TheirStatus.FINISHED_ERROR: RequestStatus.FINISHED_ERROR,
+    TheirStatus.FINISHED_REPETITION: RequestStatus.FINISHED_STOPPED,
+}
+
+
+class Tracked:
+    """One request that has not ended, in vLLM's words and in aioserve's."""
+
+    __slots__ = ("follows_tokens", "is_known", "is_plain", "is_structured", "ours", "theirs")
+
+    def __init__(self, theirs: TheirRequest, ours: Request) -> None:
+        self.theirs = theirs
+        self.ours = ours
+        self.is_known = False  # vLLM's runner has a state of it
+        #: Its next output is its tokens and nothing else, unless it ends the request.
+        self.is_plain = False
+        self.is_structured = theirs.structured_output_request is not None
+        params = theirs.sampling_params
+        repeats = params is not None and params.repetition_detection is not None
+        #: vLLM looks at its tokens, so its own request has to have them.
+        self.follows_tokens = self.is_structured or repeats
+
+    def record(self, event: EngineCoreEventType, timestamp: float) -> None:
+        """Note for vLLM's metrics that something has happened, at a time of `time.monotonic`."""
+        self.theirs.record_event(event, timestamp)
+        self.is_plain = False
+
+    def settle(self) -> None:
+        """Its first output was made: what is of the prompt has been told."""
+        params = self.theirs.sampling_params
+        asks = params is not None and params.num_logprobs is not None
+        self.is_plain = not (asks or self.theirs.trace_headers)
+
+
+def to_ours(theirs: TheirRequest, clock: Callable[[], float]) -> Tracked:
+    """The request as aioserve sees it; `clock` is aioserve's. Raises `RequestError` for what is not
+    translated.
+    """
+    if theirs.resumable:
+        raise RequestError("aioserve.vllm.Scheduler takes no streaming input (resumable requests)")
+    if theirs.pooling_params is not None or theirs.sampling_params is None:
+        raise RequestError("aioserve.vllm.Scheduler takes no pooling requests")
+    if theirs.prompt_embeds is not None or theirs.prompt_token_ids is None:
+        raise RequestError("aioserve.vllm.Scheduler takes token ids, and no prompt embeddings")
+    params = theirs.sampling_params
+    extra = params.extra_args or {}
+    age = max(time.time() - theirs.arrival_time, 0.0)
+    arrival_time = clock() - age
+    deadline = _number(extra, DEADLINE)
+    adapter = "" if theirs.lora_request is None else theirs.lora_request.lora_name
+    spec = RequestSpec(
+        request_id=theirs.request_id,
+        prompt_token_ids=theirs.prompt_token_ids,
+        sampling_params=SamplingParams(
+            max_tokens=theirs.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=tuple(params.stop_token_ids or ()),
+            # vLLM says so where prompt logprobs are asked for, and where a client wants no cache.
+            prompt_logprobs=0 if theirs.skip_reading_prefix_cache else None,
+        ),
+        arrival_time=arrival_time,
+        eos_token_ids=() if params.eos_token_id is None else (params.eos_token_id,),
+        priority=theirs.priority,
+        user=str(extra.get(USER) or adapter),
+        cache_salt=theirs.cache_salt or "",
+        adapter_id=adapter,
+        deadline=None if deadline is None else arrival_time + deadline,
+        client_index=theirs.client_index,
+        hints=hints_of(theirs.session_id, extra),
+    )
+    return Tracked(theirs, Request(spec))
+
+
+def hints_of(session_id: str | None, extra: Mapping[str, Any]) -> Hints:
+    """The hints of a request: `session_id` of vLLM's as the hint `session`, and what `extra_args`
+    say under the name of a hint. What is no text, flag or number, or has no name of a hint, is for
+    another part of vLLM: custom logits processors read the same map.
+    """
+    found: dict[str, Any] = {} if session_id is None else {SESSION: session_id}
+    for name, value in extra.items():
+        if name not in _NO_HINTS and len(found) < MAX_HINTS:
+            try:
+                check_hints({name: value})
+            except RequestError:
+                continue
+            found[name] = value
+    return found
+
+
+def _number(extra: Mapping[str, Any], name: str) -> float | None:
+    """A number of seconds that `extra_args` state. Raises `RequestError` for what is none."""
+    value = extra.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise RequestError(f"vllm_xargs.{name} must be seconds above 0, got {value!r:.80}", name)
+    return float(value)

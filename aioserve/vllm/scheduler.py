@@ -1,0 +1,643 @@
+"""vLLM's scheduler interface on aioserve's step loop: a plan goes out in vLLM's words, a result in.
+
+Knows vLLM's requests, plans and results, and what its engine core calls when. Decides nothing: the
+policy does, and `BaseScheduler`, `KVCacheManager` and `StepLoop` keep all books, as in aioserve's
+own engine. Block ids are one higher at vLLM, whose block 0 is a padding that no request holds.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.interface import SchedulerInterface as TheirInterface
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData
+from vllm.v1.core.sched.output import SchedulerOutput as TheirPlan
+from vllm.v1.core.sched.utils import check_sequence_repetition
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.request import Request as TheirRequest
+from vllm.v1.request import RequestStatus as TheirStatus
+
+from aioserve.errors import AioserveError, ConfigError, InvariantError, RequestRejectedError
+from aioserve.kv_cache import KVCacheManager
+from aioserve.outputs import EngineCoreOutput as OurOutput
+from aioserve.outputs import FinishReason as OurReason
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.request import RequestStatus
+from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerOutput, load_policy
+from aioserve.scheduler.blame import blamed
+from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
+from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Tracked, to_ours
+from aioserve.vllm.settings import read_settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput as _Plan
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.outputs import ModelRunnerOutput as TheirResult
+    from vllm.v1.structured_output import StructuredOutputManager
+
+logger = logging.getLogger(__name__)
+
+Outputs = dict[int, list[EngineCoreOutput]]  # by client index
+
+
+class _Handed(NamedTuple):
+    """A plan that vLLM's engine core has: every one comes back, in order."""
+
+    plan: "_Plan"
+    step: StepInFlight[None] | None  # None: it told the runner nothing of a step
+    masked: list[str]  # requests of structured output that get a token in it
+
+
+class _Ends(StepObserver):
+    """The requests that have ended, whatever ended them."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, OurReason]] = []
+
+    def on_ended(self, request_ids: list[str], reason: OurReason, now: float) -> None:
+        self.ended += [(request_id, reason) for request_id in request_ids]
+
+
+class Scheduler(TheirInterface):
+    """What `--scheduler-cls aioserve.vllm.Scheduler` names. Called from one thread of vLLM's."""
+
+    # Of which vLLM's engine core asks, though its interface does not name them: there is neither.
+    connector = None
+    ec_connector = None
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        structured_output_manager: "StructuredOutputManager",
+        block_size: int,
+        hash_block_size: int | None = None,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        """As vLLM calls it. Raises `ConfigError` for settings that cannot work, and for features of
+        vLLM's that are not translated.
+        """
+        self.settings = settings = read_settings(vllm_config, kv_cache_config, block_size)
+        self._clock = time.monotonic
+        self._kv_cache = KVCacheManager(
+            settings.num_blocks,
+            settings.block_size,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            watermark=settings.watermark,
+            record_events=settings.enable_kv_events,
+            max_draft_tokens=settings.max_draft_tokens,
+        )
+        config = settings.scheduler
+        self._loop: StepLoop[None] = StepLoop(
+            self._make_policy(),
+            depth=config.depth,
+            clock=self._clock,
+            stall_timeout=config.stall_timeout,
+            fallback=msgspec.structs.replace(
+                config, policy=FALLBACK_POLICY, options={}, victim="policy"
+            ),
+        )
+        self._ends = _Ends()
+        self._loop.observers.subscribe(self._ends)
+        self._grammars = structured_output_manager
+        self._log_stats = log_stats
+        self._sends_all_tokens = bool(vllm_config.scheduler_config.async_scheduling)
+        self._resumes_as_new = bool(vllm_config.use_v2_model_runner)
+        self._uses_mrope = bool(vllm_config.model_config.uses_mrope)
+        self._zeroes_blocks = bool(kv_cache_config.needs_kv_cache_zeroing)
+        self._pause_state = PauseState.UNPAUSED
+        self._tracked: dict[str, Tracked] = {}
+        self._theirs: dict[str, TheirRequest] = {}  # of the same requests
+        self._compiling: dict[str, TheirRequest] = {}  # their grammars are not there yet
+        self._handed: deque[_Handed] = deque()
+        self._last_rows: set[str] = set()  # requests of the newest step
+        self._refused: list[tuple[int, EngineCoreOutput]] = []  # with their clients
+        self._carried = _Plans([], [])  # what the runner has to hear with the next plan
+        self._finished: dict[int, set[str]] | None = {} if include_finished_set else None
+        self._prefix_stats = PrefixCacheStats()
+
+    def _make_policy(self) -> BaseScheduler:
+        config = self.settings.scheduler
+        policy = load_policy(config.policy)
+        if not issubclass(policy, BaseScheduler):
+            raise ConfigError(
+                f"policy {config.policy!r} derives from SchedulerInterface alone: inside vLLM, "
+                "policies derive from BaseScheduler"
+            )
+        with blamed(policy, "__init__()"):
+            return policy(
+                config,
+                self._kv_cache,
+                max_model_len=self.settings.max_model_len,
+                clock=self._clock,
+            )
+
+    # Requests come and go.
+
+    def add_request(self, request: TheirRequest) -> None:
+        """Queue a request. One that is refused ends with the next outputs: vLLM's engine core does
+        not survive what is raised here.
+        """
+        if self._log_stats:
+            request.record_event(EngineCoreEventType.QUEUED)
+        structured = request.structured_output_request
+        if structured is not None and not structured.is_grammar_ready:
+            self._compiling[request.request_id] = request
+        else:
+            self._enter(request)
+
+    def _enter(self, request: TheirRequest) -> None:
+        """Give a request to the policy, unless it cannot be served."""
+        structured = request.structured_output_request
+        try:
+            if structured is not None and isinstance(grammar := structured.grammar, Exception):
+                self._refuse(request, FinishReason.ERROR, f"its grammar does not compile: {grammar}")
+                return
+            tracked = to_ours(request, self._clock)
+            self._loop.add_request(tracked.ours)
+        except AioserveError as error:
+            self._refuse(request, FinishReason.ABORT, str(error))
+            return
+        request.status = TheirStatus.WAITING
+        self._tracked[request.request_id] = tracked
+        self._theirs[request.request_id] = request
+
+    def _refuse(self, request: TheirRequest, reason: FinishReason, why: str) -> None:
+        """End a request that the policy never saw."""
+        logger.warning("request %s is refused: %s", request.request_id, why)
+        request.status = ENDS[reason]
+        self._note_finished(request)
+        output = EngineCoreOutput(
+            request.request_id,
+            [],
+            finish_reason=reason,
+            stop_reason=why,
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+        )
+        self._refused.append((request.client_index, output))
+
+    def _enter_compiled(self) -> None:
+        """Requests whose grammars are there wait in the policy's line from now on."""
+        ready = [r for r in self._compiling.values() if _is_ready(r)]
+        for request in ready:
+            del self._compiling[request.request_id]
+            self._enter(request)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: TheirStatus
+    ) -> list[TheirRequest]:
+        """End requests from outside, all of them if None; returns those that have ended by this."""
+        if request_ids is None:
+            names = [*self._tracked, *self._compiling]
+        else:
+            names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._loop.finish_requests(
+            [name for name in names if name in self._tracked], STATUSES[finished_status]
+        )
+        ended = []
+        for name in names:
+            request = self._compiling.pop(name, None)
+            if request is None and (tracked := self._forget(name)) is not None:
+                request = tracked.theirs
+            if request is not None:
+                request.status = finished_status
+                self._note_finished(request)
+                ended.append(request)
+        return ended
+
+    def _forget(self, request_id: str) -> Tracked | None:
+        """The request has ended, and its client has been told, or is being told now."""
+        self._theirs.pop(request_id, None)
+        return self._tracked.pop(request_id, None)
+
+    def _note_finished(self, request: TheirRequest) -> None:
+        if self._finished is not None:
+            self._finished.setdefault(request.client_index, set()).add(request.request_id)
+
+    # A step goes out.
+
+    def schedule(self, throttle_prefills: bool = False) -> TheirPlan:
+        """Plan one step. Empty if nothing is to be computed: the runner may have to hear of ends."""
+        if self._compiling:
+            self._enter_compiled()
+        loop, step = self._loop, None
+        due = loop.scheduler.next_expiry()
+        if due is not None and due <= self._clock():
+            loop.expire_requests()
+        if not loop.is_paused and loop.scheduler.has_requests():
+            step = loop.plan()
+            if step is not None:
+                loop.observers.tell(loop.observers.planned, step.output)
+                if not (loop.in_flight and loop.in_flight[-1] is step):
+                    step = None
+        plan = TheirPlan.make_empty() if step is None else self._translate(step.told)
+        if self._carried.finished or self._carried.preempted:
+            plan.finished_req_ids.update(self._carried.finished)
+            plan.preempted_req_ids = {*(plan.preempted_req_ids or ()), *self._carried.preempted}
+            self._carried = _Plans([], [])
+        masked: list[str] = []
+        if step is not None and any(t.is_structured for t in self._rows(plan)):
+            masked = [t.ours.request_id for t in self._rows(plan) if _is_masked(t)]
+            plan.has_structured_output_requests = bool(masked)
+        self._handed.append(_Handed(plan, step, masked))
+        return plan
+
+    def _rows(self, plan: TheirPlan) -> list[Tracked]:
+        return [self._tracked[name] for name in plan.num_scheduled_tokens]
+
+    def _translate(self, plan: SchedulerOutput) -> TheirPlan:
+        """The plan in vLLM's words."""
+        cached, tracked, now = plan.scheduled_cached_reqs, self._tracked, time.monotonic()
+        names, num_computed = cached.req_ids, cached.num_computed_tokens
+        rows = [tracked[name] for name in names]
+        new_blocks: list[tuple[list[int], ...] | None]
+        if given := cached.new_block_ids:
+            new_blocks = [
+                (_their_blocks(ids),) if (ids := given.get(name)) else None for name in names
+            ]
+        else:
+            new_blocks = [None] * len(names)
+        num_output = [
+            _num_output(row, start) for row, start in zip(rows, num_computed, strict=True)
+        ]
+        all_tokens: dict[str, list[int]] = {}
+        if self._sends_all_tokens:
+            last = self._last_rows
+            all_tokens = {
+                row.ours.request_id: row.ours.token_ids.copy()
+                for row in rows
+                if row.ours.request_id not in last
+            }
+        if self._log_stats:
+            for name in plan.preempted_req_ids:
+                if (row := tracked.get(name)) is not None:
+                    row.record(EngineCoreEventType.PREEMPTED, now)
+        new: list[NewRequestData] = []
+        resumed: set[str] = set()
+        if plan.scheduled_new_reqs:
+            names, num_computed = [*names], [*num_computed]
+        for data in plan.scheduled_new_reqs:
+            name, row = data.request_id, tracked[data.request_id]
+            theirs, start = row.theirs, data.num_computed_tokens
+            blocks = (_their_blocks(data.block_ids),)
+            self._note_admitted(row, start, now)
+            if row.is_known and not self._resumes_as_new:
+                names.append(name)
+                resumed.add(name)
+                new_blocks.append(blocks)
+                num_computed.append(start)
+                num_output.append(_num_output(row, start))
+                all_tokens[name] = data.token_ids
+                continue
+            theirs.num_computed_tokens = start
+            known = data.token_ids if self._resumes_as_new else None
+            new.append(
+                NewRequestData.from_request(theirs, blocks, known, uses_mrope=self._uses_mrope)
+            )
+            row.is_known = True
+        self._last_rows = set(plan.num_scheduled_tokens)
+        return TheirPlan(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=resumed,
+                new_token_ids=[],
+                all_token_ids=all_tokens,
+                new_block_ids=new_blocks,
+                num_computed_tokens=num_computed,
+                num_output_tokens=num_output,
+            ),
+            num_scheduled_tokens=dict(plan.num_scheduled_tokens),
+            total_num_scheduled_tokens=plan.total_num_scheduled_tokens,
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=set(plan.finished_req_ids),
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=set(plan.preempted_req_ids),
+            new_block_ids_to_zero=self._blocks_to_zero(plan) if self._zeroes_blocks else None,
+        )
+
+    def _note_admitted(self, row: Tracked, num_cached: int, now: float) -> None:
+        """A request enters the batch behind `num_cached` tokens: what vLLM's metrics say of that."""
+        ours, theirs = row.ours, row.theirs
+        if self._log_stats:
+            row.record(EngineCoreEventType.SCHEDULED, now)
+            if ours.takes_cached_prefix and ours.num_found_blocks * self._kv_cache.block_size == (
+                num_cached
+            ):  # not of a paused request, which has its own
+                self._prefix_stats.record(
+                    num_tokens=ours.num_tokens, num_hits=num_cached, preempted=row.is_known
+                )
+        if theirs.prefill_stats is not None and not row.is_known:
+            theirs.prefill_stats.set(
+                num_prompt_tokens=ours.num_prompt_tokens,
+                num_local_cached_tokens=num_cached,
+                num_external_cached_tokens=0,
+            )
+
+    def _blocks_to_zero(self, plan: SchedulerOutput) -> list[int] | None:
+        """Blocks that requests got for this step and that hold nothing of a cached prefix."""
+        size = self._kv_cache.block_size
+        fresh = [b for ids in plan.scheduled_cached_reqs.new_block_ids.values() for b in ids]
+        for data in plan.scheduled_new_reqs:
+            fresh += data.block_ids[-(-data.num_computed_tokens // size) :]
+        return _their_blocks(fresh) or None
+
+    def get_grammar_bitmask(self, scheduler_output: TheirPlan) -> GrammarOutput | None:
+        """Which tokens the grammars allow in this step, by request."""
+        masked = next((h.masked for h in self._handed if h.plan is scheduler_output), [])
+        names = [name for name in masked if name in self._theirs]
+        if not names:
+            return None
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        bitmask = self._grammars.grammar_bitmask(self._theirs, names, drafts)
+        if bitmask is None:
+            return None
+        return GrammarOutput(names, bitmask, [len(drafts.get(name, ())) for name in names])
+
+    # A result comes in.
+
+    def update_from_output(
+        self, scheduler_output: TheirPlan, model_runner_output: "TheirResult"
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take in the result of a plan, in the order of the plans; vLLM calls it for every one."""
+        handed = self._handed.popleft()
+        if handed.plan is not scheduler_output:
+            raise InvariantError("vLLM brings back a plan that is not the oldest it has")
+        outputs: Outputs = {}
+        if handed.step is not None:
+            result = _our_result(handed.step.output, model_runner_output)
+            for client, batch in self._loop.take(result).items():
+                outputs[client] = [
+                    self._their_output(output, model_runner_output) for output in batch.outputs
+                ]
+        self._tell_ends(outputs)
+        for client, output in self._refused:
+            outputs.setdefault(client, []).append(output)
+        self._refused.clear()
+        self._loop.end_turn()
+        made = {client: EngineCoreOutputs(outputs=given) for client, given in outputs.items()}
+        for client, names in (self._finished or {}).items():
+            made.setdefault(client, EngineCoreOutputs()).finished_requests = names
+        if self._finished:
+            self._finished = {}
+        if (stats := self.make_stats()) is not None:
+            if not made:
+                made[0] = EngineCoreOutputs()
+            next(iter(made.values())).scheduler_stats = stats
+        return made
+
+    def _their_output(self, output: OurOutput, result: "TheirResult") -> EngineCoreOutput:
+        """What a step brought for one request, in vLLM's words."""
+        name, token_ids = output.request_id, output.new_token_ids
+        row = self._tracked[name]
+        reason = None if output.finish_reason is None else REASONS[output.finish_reason]
+        if row.is_plain and reason is None:
+            if not row.follows_tokens:
+                return EngineCoreOutput(name, token_ids)
+        stop_reason = output.stop_reason
+        if row.follows_tokens:
+            reason, stop_reason = self._follow(row, token_ids, reason, stop_reason)
+        theirs, index = row.theirs, result.req_id_to_index[name]
+        logprobs = None
+        params = theirs.sampling_params
+        if result.logprobs is not None and params is not None and params.num_logprobs is not None:
+            logprobs = result.logprobs.slice_request(index, len(token_ids))
+        prefill_stats = theirs.take_prefill_stats()
+        if prefill_stats is not None:
+            size = self._kv_cache.block_size
+            caches = self.settings.enable_prefix_caching
+            prefill_stats.finalize(row.ours.num_prompt_tokens // size * size if caches else 0)
+        if reason is not None:
+            theirs.status = ENDS[reason]
+            theirs.stop_reason = stop_reason
+            self._forget(name)
+            self._note_finished(theirs)
+        nans = result.num_nans_in_logits
+        if nans is not None and name in nans:
+            theirs.num_nans_in_logits = nans[name]
+        row.settle()
+        return EngineCoreOutput(
+            name,
+            token_ids,
+            new_logprobs=logprobs,
+            new_prompt_logprobs_tensors=result.prompt_logprobs_dict.get(name),
+            prompt_token_id_logprobs=result.prompt_token_id_logprobs_dict.get(name),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            events=theirs.take_events(),
+            trace_headers=theirs.trace_headers,
+            prefill_stats=prefill_stats,
+            num_nans_in_logits=theirs.num_nans_in_logits,
+        )
+
+    def _follow(
+        self,
+        row: Tracked,
+        token_ids: list[int],
+        reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> tuple[FinishReason | None, int | str | None]:
+        """Show vLLM the tokens of a request that it looks at; what ends the request then."""
+        theirs, params = row.theirs, row.theirs.sampling_params
+        theirs.append_output_token_ids(token_ids)
+        detection = None if params is None else params.repetition_detection
+        if not self._grammars.accept_tokens(theirs, token_ids):
+            logger.error("the grammar of %s allows none of its tokens %s", row.ours, token_ids)
+            ended = FinishReason.ERROR, None
+        elif (
+            reason is None
+            and params is not None
+            and detection is not None
+            and theirs.num_output_tokens >= params.min_tokens
+            and check_sequence_repetition(theirs.output_token_ids, detection)
+        ):
+            ended = FinishReason.REPETITION, "repetition_detected"
+        else:
+            return reason, stop_reason
+        if reason is None:
+            status = STATUSES[ENDS[ended[0]]]
+            self._loop.finish_requests([theirs.request_id], status)
+        return ended
+
+    def _tell_ends(self, outputs: Outputs) -> None:
+        """Outputs for requests that no result has ended: their time was up, or the policy has
+        rejected them or failed.
+        """
+        if not (self._ends.ended or self._loop.failed):
+            return
+        ended, self._ends.ended = self._ends.ended, []
+        why: dict[str, BaseException] = {}
+        while self._loop.failed:
+            names, error = self._loop.failed.pop(0)
+            if names is None:
+                names = [n for n, row in self._tracked.items() if row.ours.status.is_finished]
+                ended += [(name, OurReason.ERROR) for name in names]
+            why.update(dict.fromkeys(names, error))
+        for name, our_reason in ended:
+            row = self._tracked.get(name)
+            if row is None or not row.ours.status.is_finished:
+                continue  # its client knows, or it is a later request of that name
+            self._forget(name)
+            theirs, reason = row.theirs, REASONS[our_reason]
+            theirs.status = ENDS[reason]
+            self._note_finished(theirs)
+            output = EngineCoreOutput(
+                name,
+                [],
+                finish_reason=reason,
+                stop_reason=_why(our_reason, why.get(name)),
+                events=theirs.take_events(),
+                trace_headers=theirs.trace_headers,
+            )
+            outputs.setdefault(theirs.client_index, []).append(output)
+
+    def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
+        """Drafts are refused at the start, so none come."""
+        raise InvariantError("vLLM brings draft tokens, which were refused at the start")
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: "DraftTokenIds", scheduler_output: TheirPlan
+    ) -> None:
+        """Drafts are refused at the start, so none come."""
+        raise InvariantError("vLLM brings draft tokens, which were refused at the start")
+
+    # What vLLM's engine core asks.
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that wait or run, as far as the pause lets them."""
+        num_running, num_waiting = self.get_request_counts()
+        if self._pause_state is PauseState.PAUSED_ALL:
+            return 0
+        return num_running + (num_waiting if self._pause_state is PauseState.UNPAUSED else 0)
+
+    def has_finished_requests(self) -> bool:
+        """Whether the runner has to hear that requests have ended. In a pause it hears it later."""
+        return not self._loop.is_paused and self._loop.scheduler.has_finished_requests()
+
+    def has_requests(self) -> bool:
+        """Whether a step is to be made: to plan, to tell of ends, or to tell clients."""
+        return bool(self._refused or self._ends.ended or self._loop.failed) or (
+            super().has_requests()
+        )
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Number of requests, as `(running, waiting)`."""
+        num_running, num_waiting = self._loop.scheduler.get_request_counts()
+        return num_running, num_waiting + len(self._compiling)
+
+    def get_kv_cache_usage(self) -> float:
+        """Share of the KV blocks that requests and leases hold, 0 to 1."""
+        pool = self._kv_cache.pool
+        return pool.num_used_blocks / pool.num_blocks
+
+    # What operators cause.
+
+    @property
+    def pause_state(self) -> PauseState:
+        """Whether requests are served: all, those that run, or none."""
+        return self._pause_state
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Serve all requests, no new ones, or none."""
+        self._pause_state = pause_state
+        if pause_state is PauseState.PAUSED_ALL:
+            self._loop.pause()
+        else:
+            self._loop.resume()
+        scheduler = self._loop.scheduler
+        if isinstance(scheduler, BaseScheduler):  # none is admitted where there is no seat
+            is_open = pause_state is PauseState.UNPAUSED
+            scheduler.max_num_seqs = self.settings.scheduler.max_num_seqs if is_open else 0
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prefixes. False if blocks are held. `reset_running_requests` preempts
+        all requests first, unless a step is in flight.
+        """
+        if reset_running_requests and not self._loop.in_flight:
+            plan = self._loop.vacate()
+            self._carried.finished.extend(plan.finished_req_ids)
+            self._carried.preempted.extend(plan.preempted_req_ids)
+            self._last_rows = set()
+        self._prefix_stats.reset = True
+        return self._loop.scheduler.reset_prefix_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """There are no encoder outputs."""
+
+    def make_stats(self) -> SchedulerStats | None:
+        """The state after the last call, for vLLM's metrics; None if it wants none."""
+        if not self._log_stats:
+            return None
+        num_running, num_waiting = self.get_request_counts()
+        prefix_stats, self._prefix_stats = self._prefix_stats, PrefixCacheStats()
+        return SchedulerStats(
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting - len(self._compiling),
+            num_skipped_waiting_reqs=len(self._compiling),
+            kv_cache_usage=self.get_kv_cache_usage(),
+            prefix_cache_stats=prefix_stats,
+        )
+
+    def shutdown(self) -> None:
+        """Give back what the scheduler holds outside itself."""
+        self._loop.scheduler.shutdown()
+
+
+class _Plans(NamedTuple):
+    """Ids of requests that the runner has to hear of."""
+
+    finished: list[str]
+    preempted: list[str]
+
+
+def _is_ready(request: TheirRequest) -> bool:
+    structured = request.structured_output_request
+    return structured is None or structured.is_grammar_ready
+
+
+def _is_masked(row: Tracked) -> bool:
+    """Whether a request of structured output gets a token in the step that was just planned."""
+    return row.is_structured and row.ours.num_computed_tokens >= row.ours.num_tokens
+
+
+def _num_output(row: Tracked, num_computed: int) -> int:
+    """Tokens of the reply that the runner knows before a step which begins behind `num_computed`
+    tokens: the received ones, and one that a step in flight samples.
+    """
+    return max(row.ours.num_tokens, num_computed + 1) - row.ours.num_prompt_tokens
+
+
+def _their_blocks(block_ids: Iterable[int]) -> list[int]:
+    return [block_id + 1 for block_id in block_ids]
+
+
+def _our_result(plan: SchedulerOutput, result: "TheirResult") -> ModelRunnerOutput:
+    """What the runner brought of a plan, with its rows in the order of the plan."""
+    names = list(plan.num_scheduled_tokens)
+    sampled: Sequence[list[int]] = result.sampled_token_ids
+    if not sampled:
+        return ModelRunnerOutput(names, [[] for _ in names])
+    index = result.req_id_to_index
+    return ModelRunnerOutput(names, [sampled[index[name]] for name in names])
+
+
+def _why(reason: OurReason, error: BaseException | None) -> str | None:
+    """What vLLM's client is told as `stop_reason`."""
+    if isinstance(error, RequestRejectedError):
+        return f"rejected: {error} (ask again in {error.retry_after:g} s)"
+    return "timeout" if reason is OurReason.TIMEOUT else None
