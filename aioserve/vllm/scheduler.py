@@ -9,10 +9,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.interface import SchedulerInterface as TheirInterface
@@ -29,7 +28,6 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutput as OurOutput
 from aioserve.outputs import FinishReason as OurReason
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.request import RequestStatus
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed
 from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
@@ -162,7 +160,9 @@ class Scheduler(TheirInterface):
         structured = request.structured_output_request
         try:
             if structured is not None and isinstance(grammar := structured.grammar, Exception):
-                self._refuse(request, FinishReason.ERROR, f"its grammar does not compile: {grammar}")
+                self._refuse(
+                    request, FinishReason.ERROR, f"its grammar does not compile: {grammar}"
+                )
                 return
             tracked = to_ours(request, self._clock)
             self._loop.add_request(tracked.ours)
@@ -229,7 +229,7 @@ class Scheduler(TheirInterface):
     # A step goes out.
 
     def schedule(self, throttle_prefills: bool = False) -> TheirPlan:
-        """Plan one step. Empty if nothing is to be computed: the runner may have to hear of ends."""
+        """Plan one step; without tokens if it only tells the runner which requests have ended."""
         if self._compiling:
             self._enter_compiled()
         loop, step = self._loop, None
@@ -330,7 +330,7 @@ class Scheduler(TheirInterface):
         )
 
     def _note_admitted(self, row: Tracked, num_cached: int, now: float) -> None:
-        """A request enters the batch behind `num_cached` tokens: what vLLM's metrics say of that."""
+        """For vLLM's metrics: a request enters the batch behind `num_cached` tokens."""
         ours, theirs = row.ours, row.theirs
         if self._log_stats:
             row.record(EngineCoreEventType.SCHEDULED, now)
@@ -454,6 +454,7 @@ class Scheduler(TheirInterface):
         theirs, params = row.theirs, row.theirs.sampling_params
         theirs.append_output_token_ids(token_ids)
         detection = None if params is None else params.repetition_detection
+        ended: tuple[FinishReason, str | None]
         if not self._grammars.accept_tokens(theirs, token_ids):
             logger.error("the grammar of %s allows none of its tokens %s", row.ours, token_ids)
             ended = FinishReason.ERROR, None

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
