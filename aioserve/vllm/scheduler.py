@@ -23,6 +23,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
 
+from aioserve.engine.step_loop import StepInFlight, StepLoop, StepObserver
 from aioserve.errors import AioserveError, ConfigError, InvariantError, RequestRejectedError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutput as OurOutput
@@ -30,7 +31,6 @@ from aioserve.outputs import FinishReason as OurReason
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Tracked, to_ours
 from aioserve.vllm.settings import read_settings
 
