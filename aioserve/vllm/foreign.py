@@ -11,10 +11,9 @@ which no model, no worker and no device is used.
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal
 
-import aioserve
+from aioserve.config import ModelConfig as OurModelConfig
 from aioserve.config import SchedulerConfig
 from aioserve.errors import (
     ConfigError,
@@ -24,18 +23,18 @@ from aioserve.errors import (
     one_line,
 )
 from aioserve.kv_cache import KVCacheManager
+from aioserve.model_source.info import find_model
 from aioserve.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
-    FinishReason,
     ModelRunnerOutput,
     SchedulerStats,
 )
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import PolicyOptions, SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.output import CachedRequestData, NewRequestData
 from aioserve.scheduler.registry import make_options
 from aioserve.scheduler.table import Timers, check_size
+from aioserve.vllm.observed import Observed
 
 # Before it is imported: a library's warnings of a machine without a card say nothing here. A host
 # that has set a level has its say.
@@ -71,21 +70,15 @@ except ImportError as error:
 
 # A plain decoder of text: which one plays no part in what is decided. vLLM takes seconds to look at
 # it, which are those of the import, not of the first scheduler.
-_FOLDER = Path(aioserve.__file__).parent / "embedded"
-_MODEL = ModelConfig(model=str(_FOLDER), skip_tokenizer_init=True, dtype="float32")
+_MODEL = ModelConfig(
+    model=str(find_model(OurModelConfig()).path), skip_tokenizer_init=True, dtype="float32"
+)
 
 #: By how a request is ended from outside, how vLLM is told. It knows no timeout and no rejection.
 _STATUS = {
     RequestStatus.FINISHED_STOPPED: TheirStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED: TheirStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_ERROR: TheirStatus.FINISHED_ERROR,
-}
-#: By the name of vLLM's reason, how a request has ended by what its tokens are.
-_ENDED = {
-    "STOP": RequestStatus.FINISHED_STOPPED,
-    "LENGTH": RequestStatus.FINISHED_LENGTH_CAPPED,
-    "ABORT": RequestStatus.FINISHED_ABORTED,
-    "ERROR": RequestStatus.FINISHED_ERROR,
 }
 
 
@@ -130,17 +123,13 @@ class VLLMScheduler(SchedulerInterface):
             digest = get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo)
             init_none_hash(digest)
             self._hasher = get_request_block_hasher(kv_cache.block_size, digest)
-        # Unfinished requests: vLLM's number of each, and what the number stands for. Numbers, since
-        # an id may come again while vLLM still has to tell of the end of the one before.
-        self._numbers: dict[str, str] = {}
-        self._requests: dict[str, Request] = {}
-        self._ended: dict[str, str] = {}  # ids by number, of which the next step tells
-        self._adapters: dict[str, int] = {}  # vLLM's number of each adapter
+        # Requests go by numbers at vLLM, since an id may come again while vLLM still has to tell of
+        # the end of the one before.
+        self._observed = Observed()
+        self._numbers: dict[str, str] = {}  # by id, of unfinished requests
         self._num_added = 0
-        self._planned: dict[int, tuple[TheirSchedulerOutput, dict[str, str]]] = {}  # by step
-        self._num_steps = self._num_preemptions = 0
-        self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._num_queried_tokens = self._num_hit_tokens = 0
+        self._adapters: dict[str, int] = {}  # vLLM's number of each adapter
+        self._planned: dict[int, TheirSchedulerOutput] = {}  # by step, until its result comes
 
     # Requests come and go.
 
@@ -155,7 +144,7 @@ class VLLMScheduler(SchedulerInterface):
         number = str(self._num_added)
         self._theirs.add_request(self._translated(number, request))
         self._numbers[request.request_id] = number
-        self._requests[number] = request
+        self._observed.add(number, request)
         self._timers.add(request)
 
     def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
@@ -223,98 +212,32 @@ class VLLMScheduler(SchedulerInterface):
         )
 
     def _end(self, number: str, status: RequestStatus) -> None:
-        request = self._requests.pop(number)
-        request.status = status
+        self._forget(self._observed.end(number, status))
+
+    def _forget(self, request: Request) -> None:
         self._timers.forget(request)
         del self._numbers[request.request_id]
-        self._ended[number] = request.request_id
 
     # Steps.
 
     def schedule(self) -> SchedulerOutput:
         plan = self._theirs.schedule()
-        self._num_steps += 1
-        requests, cached = self._requests, plan.scheduled_cached_reqs
-        names = {number: requests[number].request_id for number in plan.num_scheduled_tokens}
-        tokens = {names[number]: count for number, count in plan.num_scheduled_tokens.items()}
-        preempted = sorted(plan.preempted_req_ids or (), key=int)
-        for number in preempted:
-            if number in requests:
-                requests[number].status = RequestStatus.PREEMPTED
-        self._num_preemptions += len(preempted)
-        new = [
-            self._entering(data.req_id, data.block_ids, data.num_computed_tokens)
-            for data in plan.scheduled_new_reqs
-        ]
-        stays: list[str] = []
-        computed: list[int] = []
-        new_block_ids: dict[str, list[int]] = {}
-        for number, blocks, count in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if number in cached.resumed_req_ids:
-                new.append(self._entering(number, blocks, count))
-                continue
-            stays.append(names[number])
-            computed.append(count)
-            if blocks is not None and blocks[0]:
-                new_block_ids[names[number]] = _own_ids(blocks)
-        finished = [self._ended.pop(number) for number in sorted(plan.finished_req_ids, key=int)]
-        self._count(plan)
-        output = SchedulerOutput(
-            step_id=self._num_steps,
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=CachedRequestData(stays, computed, new_block_ids),
-            num_scheduled_tokens=tokens,
-            total_num_scheduled_tokens=plan.total_num_scheduled_tokens,
-            preempted_req_ids=[requests[n].request_id for n in preempted if n in requests],
-            finished_req_ids=finished,
-        )
-        if tokens:
-            self._planned[output.step_id] = plan, names
+        output = self._observed.planned(plan)
+        if output.num_scheduled_tokens:
+            self._planned[output.step_id] = plan
         return output
-
-    def _entering(
-        self, number: str, blocks: tuple[list[int], ...] | None, num_computed: int
-    ) -> NewRequestData:
-        """A request that enters the batch, for the first time or anew."""
-        request = self._requests[number]
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_computed
-        request.status = RequestStatus.RUNNING
-        self._num_queried_tokens += request.num_tokens
-        self._num_hit_tokens += num_computed
-        assert blocks is not None
-        return NewRequestData(
-            request_id=request.request_id,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=request.sampling_params,
-            stop_token_ids=request.stop_token_ids,
-            block_ids=_own_ids(blocks),
-            num_computed_tokens=num_computed,
-            cache_salt=request.cache_salt,
-            adapter_id=request.adapter_id,
-        )
-
-    def _count(self, plan: TheirSchedulerOutput) -> None:
-        scheduled = list(plan.num_scheduled_tokens.values())
-        num_decodes = scheduled.count(1)
-        self._num_decode_tokens += num_decodes
-        self._num_prefill_tokens += plan.total_num_scheduled_tokens - num_decodes
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         if model_runner_output.draft_token_ids:
             raise PolicyError("the scheduler vllm of the lab verifies no draft tokens: guess none")
-        plan, names = self._planned.pop(scheduler_output.step_id)
-        numbers = list(names)
-        sampled = [list(token_ids) for token_ids in model_runner_output.sampled_token_ids]
+        plan = self._planned.pop(scheduler_output.step_id)
+        numbers = list(plan.num_scheduled_tokens)
         result = TheirRunnerOutput(
             req_ids=numbers,
             req_id_to_index={number: row for row, number in enumerate(numbers)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=list(map(list, model_runner_output.sampled_token_ids)),
         )
         outputs = self._theirs.update_from_output(plan, result)
         now = self._clock()
@@ -328,27 +251,18 @@ class VLLMScheduler(SchedulerInterface):
 
     def _own_output(self, output: Any, result: ModelRunnerOutput) -> EngineCoreOutput:
         """One of vLLM's outputs. A stop token is told as the reason if the client has named it."""
-        request = self._requests[output.request_id]
-        request_id, token_ids = request.request_id, list(output.new_token_ids)
-        reason: FinishReason | None = None
-        if output.finish_reason is not None:
-            status = _ENDED[output.finish_reason.name]
-            reason = status.finish_reason
-            if output.stop_reason in request.sampling_params.stop_token_ids:
-                request.stop_reason = output.stop_reason
-            self._end(output.request_id, status)
-        logprobs = result.logprobs.get(request_id)
-        if request.sampling_params.max_tokens == 0:  # its prompt is computed: that was all
-            token_ids, logprobs = [], None
-        request.token_ids += token_ids
-        request.num_tokens += len(token_ids)
+        request, token_ids = self._observed.took(output)
+        has_ended = output.finish_reason is not None
+        if has_ended:
+            self._forget(request)
+        logprobs = result.logprobs.get(request.request_id)
         return EngineCoreOutput(
-            request_id,
+            request.request_id,
             token_ids,
-            reason,
+            request.status.finish_reason if has_ended else None,
             request.stop_reason,
             None if logprobs is None else logprobs[: len(token_ids)],
-            result.prompt_logprobs.get(request_id),
+            result.prompt_logprobs.get(request.request_id),
         )
 
     # What is asked.
@@ -364,32 +278,14 @@ class VLLMScheduler(SchedulerInterface):
         return bool(self._numbers)
 
     def has_finished_requests(self) -> bool:
-        return bool(self._ended)
+        return self._observed.has_untold
 
     def reset_prefix_cache(self) -> bool:
         """vLLM forgets nothing, and says False, while a request holds a block."""
         return bool(self._theirs.reset_prefix_cache())
 
     def make_stats(self) -> SchedulerStats:
-        num_running, num_waiting = self.get_request_counts()
-        num_blocks = self._kv_cache.pool.num_blocks
-        num_free = self._theirs.kv_cache_manager.block_pool.get_num_free_blocks()
-        return SchedulerStats(
-            num_steps=self._num_steps,
-            num_running_reqs=num_running,
-            num_waiting_reqs=num_waiting,
-            num_waiting_tokens=self._num_waiting_tokens(),
-            num_kv_blocks=num_blocks,
-            num_used_kv_blocks=num_blocks - num_free,
-            num_preemptions=self._num_preemptions,
-            num_prefill_tokens=self._num_prefill_tokens,
-            num_decode_tokens=self._num_decode_tokens,
-            num_prefix_queried_tokens=self._num_queried_tokens,
-            num_prefix_hit_tokens=self._num_hit_tokens,
-            num_draft_tokens=0,
-            num_accepted_tokens=0,
-            policy=self._config.policy,
-        )
+        return self._observed.stats(self._theirs, self._config.policy)
 
     def _num_waiting_tokens(self) -> int:
         return sum(request.num_tokens for request in self._theirs.waiting)
@@ -477,8 +373,3 @@ def _make_scheduler(settings: VllmConfig, kv_cache: KVCacheManager, *, is_ahead:
         structured_output_manager=StructuredOutputManager(settings),
         block_size=kv_cache.block_size,
     )
-
-
-def _own_ids(blocks: tuple[list[int], ...]) -> list[int]:
-    """Ids as aioserve's runners know them: vLLM's begin with a block that holds nothing."""
-    return [block_id - 1 for block_id in blocks[0]]
