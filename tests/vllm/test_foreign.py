@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from aioserve.cli import main
+from aioserve.cli.main import main
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RequestError
 from aioserve.lab.simulation.outcome import RunOutcome
