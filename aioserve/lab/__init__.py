@@ -1,5 +1,19 @@
 """The policy lab: the same engine and policies on a virtual clock."""
 
-from aioserve.lab.simulation.run import VirtualClockEventLoop
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioserve.lab.simulation.run import VirtualClockEventLoop
 
 __all__ = ["VirtualClockEventLoop"]
+
+BRINGS: Mapping[str, Mapping[Any, str]] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name != "VirtualClockEventLoop":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from aioserve.lab.simulation.run import VirtualClockEventLoop
+
+    return VirtualClockEventLoop

@@ -43,9 +43,9 @@ from aioserve.server.middleware import (
     log_requests,
     say_when_to_come_again,
 )
-from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
+from aioserve.server.openapi import DOCUMENT, OpenAPIDocument
 from aioserve.server.process import Signals, notify, tell_that_the_loop_turns
-from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES, open_apis
+from aioserve.server.routes import Routes, open_apis
 from aioserve.server.running import (
     ENGINE,
     NEEDS,
@@ -119,35 +119,24 @@ def build_app(
     app.on_response_prepare.extend((add_request_id, say_when_to_come_again))
     if allows_origins:
         app.on_response_prepare.append(tell_origin)
-    is_one_for_all = engine.config.access.admin_port is None
-    has_admin = server.enable_admin and is_one_for_all
-    routes: tuple[Route, ...] = (*ROUTES, *(ADMIN_ROUTES if has_admin else ()))
-    if is_for_operators:
-        routes = OPERATORS_ROUTES
-    else:
+    if not is_for_operators:
         open_apis(app, max_bytes)
         app[HTTP_COUNTS].more.append(app[CHAT_FORMAT].malformed.tell)
-    if server.page and (is_one_for_all or is_for_operators):
-        routes = (*routes, *PAGE_ROUTES)
-    needs: dict[str, str] = {route.documented_path: route.needs for route in routes}
+    routes = Routes.of(engine.config, is_for_operators=is_for_operators)
+    needs = routes.add_to(app)
     if engine.config.access.protect_metrics:
         needs["/metrics"] = "key"
     if is_for_operators:
-        for route in routes:
-            if route.needs in ("admin_key", "looker"):
-                needs[route.documented_path] = "admin_key_if_any"
+        for path, needed in needs.items():
+            if needed in ("admin_key", "looker"):
+                needs[path] = "admin_key_if_any"
     app[NEEDS] = needs
     app[DOCUMENT] = OpenAPIDocument(
-        routes,
+        routes.all,
         lambda: (*engine.config.model.served_names, *engine.adapters.paths),
         ignores_unknown=server.ignore_unknown_fields,
         needs=needs if app[ACCESS].keyring else {},
     )
-    for route in routes:
-        if route.method == "GET":
-            app.router.add_get(route.path, route.handler)  # and HEAD
-        else:
-            app.router.add_route(route.method, route.path, route.handler)
     return app
 
 

@@ -28,6 +28,7 @@ from aioserve.errors import (
     UnknownModelError,
 )
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
+from aioserve.support.parts import brought, load
 
 #: Seconds, as the field `timeout`.
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -133,7 +134,6 @@ def status_of(error: type[AioserveError], path: str) -> int:
 class ApiStyle(NamedTuple):
     """What the clients of an API that is not OpenAI's expect on its paths: errors and headers."""
 
-    prefix: str  # of its paths
     error: type[msgspec.Struct]  # the body of an error
     status: Callable[[int, str | None], int]  # from OpenAI's status and code
     to_error: Callable[[int, ErrorInfo], tuple[int, msgspec.Struct]]  # from OpenAI's status, body
@@ -141,13 +141,18 @@ class ApiStyle(NamedTuple):
     id_header: str  # of an answer: its id, besides X-Request-Id
 
 
-#: The styles of the APIs that are loaded.
-STYLES: list[ApiStyle] = []
+def styles() -> list[ApiStyle]:
+    """The styles of all APIs that parts bring."""
+    return [load("styles", prefix) for prefix in brought("styles")]
 
 
 def style_of(path: str) -> ApiStyle | None:
     """The style of the API that a path belongs to; None where it is OpenAI's."""
-    return next((style for style in STYLES if path.startswith(style.prefix)), None)
+    for prefix in brought("styles"):
+        if path.startswith(prefix):
+            style: ApiStyle = load("styles", prefix)
+            return style
+    return None
 
 
 def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> AioserveError:

@@ -7,6 +7,7 @@ import asyncio
 import http
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from inspect import cleandoc
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -36,7 +37,7 @@ from aioserve.params import (
     StructuredOutputs,
 )
 from aioserve.server.body import BodyDecoder
-from aioserve.server.errors import STYLES, TIMEOUT_HEADER, status_of, style_of
+from aioserve.server.errors import TIMEOUT_HEADER, status_of, style_of, styles
 from aioserve.server.fields import FIELDS, Unserved
 from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
 from aioserve.support.version import __version__
@@ -75,8 +76,13 @@ class Route(NamedTuple):
 
     @property
     def documented_path(self) -> str:
-        """As OpenAPI has it: without the patterns of parameters."""
-        return re.sub(r"{(\w+):[^}]*}", r"{\1}", self.path)
+        """As OpenAPI has it."""
+        return documented(self.path)
+
+
+def documented(path: str) -> str:
+    """A path of aiohttp as OpenAPI has it: without the patterns of parameters."""
+    return re.sub(r"{(\w+):[^}]*}", r"{\1}", path)
 
 
 class OpenAPIDocument:
@@ -84,20 +90,25 @@ class OpenAPIDocument:
 
     def __init__(
         self,
-        routes: Sequence[Route],
+        routes: Callable[[], Sequence[Route]],
         models: Callable[[], Sequence[str]],
         *,
         ignores_unknown: bool,
         needs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`ignores_unknown`: whether the setting of that name is on. `models`: the names that are
-        served, asked each time. `needs`: which key a path needs, where the server has keys.
+        """`routes` are asked for when the document is. `ignores_unknown`: whether the setting of
+        that name is on. `models`: the names that are served, asked each time. `needs`: which key a
+        path needs, where the server has keys.
         """
         self._needs = needs
-        self._routes = routes
+        self._load_routes = routes
         self._models = models
         self._ignores_unknown = ignores_unknown
         self._encoded: tuple[list[str], bytes] | None = None  # of which names
+
+    @cached_property
+    def _routes(self) -> Sequence[Route]:
+        return self._load_routes()
 
     def encoded(self) -> bytes:
         """The OpenAPI document as JSON, built again when the served models change."""
@@ -129,7 +140,7 @@ class OpenAPIDocument:
                 "bearer": {"type": "http", "scheme": "bearer"},
                 **{
                     style.key_header: {"type": "apiKey", "in": "header", "name": style.key_header}
-                    for style in STYLES
+                    for style in styles()
                 },
             }
         return document
@@ -187,7 +198,7 @@ def _schemes(path: str) -> Sequence[str]:
 
 
 def _types(routes: Sequence[Route]) -> Iterator[Any]:
-    yield from (ErrorResponse, *(style.error for style in STYLES))
+    yield from (ErrorResponse, *(style.error for style in styles()))
     for route in routes:
         yield from (route.answer, *route.events)
         if route.body is not None:

@@ -18,14 +18,14 @@ from aioserve.cli.main import build_parser, load_config
 from aioserve.config import EngineConfig, ServerConfig
 from aioserve.engine.watchdog import GRACE_SECONDS
 from aioserve.server.access.keys import ENVIRONMENT
-from aioserve.server.routes import ROUTES
+from aioserve.server.routes import all_routes
 from aioserve.support.arguments import EXIT_USAGE
 from tests import processes
 from tests.processes import serving
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-GET = {route.path for route in ROUTES if route.method == "GET"}
+GET = {route.path for route in all_routes() if route.method == "GET"}
 INSTALL = "make test-deploy installs it"
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import jsonschema_rs
 
 from aioserve.server.openapi import OpenAPIDocument
-from aioserve.server.routes import ADMIN_ROUTES, PAGE_ROUTES, ROUTES
+from aioserve.server.routes import ADMIN_ROUTES, all_routes, page_routes
 
 
 @functools.cache
 def document() -> dict[str, Any]:
     """Its objects are closed: nothing is sent that it does not tell of."""
-    routes = (*ROUTES, *PAGE_ROUTES, *ADMIN_ROUTES)
-    made = OpenAPIDocument(routes, lambda: ["embedded"], ignores_unknown=False).build()
+    routes = (*all_routes(), *page_routes(), *ADMIN_ROUTES)
+    made = OpenAPIDocument(lambda: routes, lambda: ["embedded"], ignores_unknown=False).build()
     for component in made["components"]["schemas"].values():
         if "properties" in component:
             component["additionalProperties"] = False

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from aioserve.server.fields import FIELDS
-from aioserve.server.routes import ROUTES
+from aioserve.server.routes import all_routes
 from tests.server.bad_bodies import BIG, WRONG, check, mutations
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
@@ -186,7 +186,7 @@ MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
 SCORED = {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6], "apply_softmax": True}
 RANKED = {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": False}
 GOOD = {
-    **{route.path: dict(route.example) for route in ROUTES if route.example},
+    **{route.path: dict(route.example) for route in all_routes() if route.example},
     "/v1/completions": {**COMPLETION, "logit_bias": {"5": 1}, "stop": ["a"], "n": 1},
     "/v1/chat/completions": {
         **CHAT,
@@ -247,7 +247,7 @@ def bad_bodies(good):
     return [json.dumps(body).encode() for body in bodies]
 
 
-DECODERS = {route.path: route.body for route in ROUTES if route.body is not None}
+DECODERS = {route.path: route.body for route in all_routes() if route.body is not None}
 
 
 def test_every_route_with_a_body_is_given_bad_ones():

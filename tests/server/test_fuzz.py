@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from aioserve.server.routes import ROUTES
+from aioserve.server.routes import all_routes
 from tests.slow import mostly_slow
 
 # The loop is the subject of other tests.
@@ -42,7 +42,7 @@ CHECKS = [
 ]
 # What is held as it is while one field varies.
 GOOD: dict[str, dict[str, Any]] = {
-    **{route.path: dict(route.example) for route in ROUTES if route.example},
+    **{route.path: dict(route.example) for route in all_routes() if route.example},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/admin/pause": {"running": "keep"},

@@ -10,7 +10,7 @@ import aioserve
 from aioserve.server.app import build_app
 from aioserve.server.fields import FIELDS
 from aioserve.server.protocol import CompletionRequest
-from aioserve.server.routes import ROUTES
+from aioserve.server.routes import all_routes
 
 FOREIGN = [name for name, field in FIELDS.items() if field.is_foreign]
 
@@ -42,7 +42,7 @@ async def test_every_route_is_in_the_document(start_server):
     schemathesis.openapi.from_dict(document).validate()
 
 
-BODIES = {route.path: dict(route.example) for route in ROUTES if route.example}
+BODIES = {route.path: dict(route.example) for route in all_routes() if route.example}
 
 
 async def test_the_example_of_each_body_is_told_and_is_a_good_one(start_server):

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
 from aioserve.params import SamplingDefaults, SamplingParams, StructuredOutputs
-from aioserve.server.errors import STYLES, ApiStyle
+from aioserve.server.errors import ApiStyle
 from aioserve.server.protocol import Empty, ErrorInfo, Int, RequestPart, SamplingRequest, Usage
 
 # Requests
@@ -409,13 +409,10 @@ def _anthropic_status(status: int, code: str | None) -> int:
     return _OVERLOADED if (status, code) == (429, "engine_overloaded") else status
 
 
-STYLES.append(
-    ApiStyle(
-        "/v1/messages",
-        MessagesError,
-        _anthropic_status,
-        to_messages_error,
-        key_header="x-api-key",
-        id_header="Request-Id",
-    )
+STYLE = ApiStyle(
+    MessagesError,
+    _anthropic_status,
+    to_messages_error,
+    key_header="x-api-key",
+    id_header="Request-Id",
 )

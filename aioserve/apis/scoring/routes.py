@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 from aiohttp import web
@@ -251,19 +252,25 @@ def _at(place: str) -> Iterator[None]:
 # Characters of a document that are looked at for each token of it that may stay.
 CHARACTERS_PER_TOKEN = 16
 
-SCORING = web.AppKey("SCORING", ScoreTemplate)
+#: Of engines whose scores were asked for, or whose settings name a prompt of them.
+_templates: WeakKeyDictionary[EngineClient, ScoreTemplate | None] = WeakKeyDictionary()
 
 score_decoder = BodyDecoder(ScoreRequest, "score")
 rerank_decoder = BodyDecoder(RerankRequest, "score")
 _encoder = msgspec.json.Encoder()
 
 
-def open_scoring(app: web.Application) -> None:
-    """Find the prompt of scores. Raises `ConfigError` for settings that name none."""
-    engine = app[ENGINE]
-    templates = str(getattr(engine.model_info.tokenizer, "chat_template", None) or "")
-    if (template := score_template(engine.config.scoring, templates)) is not None:
-        app[SCORING] = template
+def open_scoring(app: web.Application, max_bytes: int) -> None:
+    """Raises `ConfigError` for settings that name no prompt of scores."""
+    template_of(app[ENGINE])
+
+
+def template_of(engine: EngineClient) -> ScoreTemplate | None:
+    """The prompt of scores with this model; None if there is none. Raises `ConfigError`."""
+    if engine not in _templates:
+        shown = str(getattr(engine.model_info.tokenizer, "chat_template", None) or "")
+        _templates[engine] = score_template(engine.config.scoring, shown)
+    return _templates[engine]
 
 
 async def create_score(request: web.Request) -> web.Response:
@@ -350,7 +357,8 @@ async def _fits(
     max_document: int | None = None,
 ) -> list[Likelihoods]:
     """How likely the template's labels are for each pair of a query and a document."""
-    engine, template = request.app[ENGINE], request.app.get(SCORING)
+    engine = request.app[ENGINE]
+    template = template_of(engine)
     if template is None:
         raise RequestError(
             "scores are not served with this model: its chat template shows no prompt of a "

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from aioserve.errors import ConfigError
 from aioserve.scheduler import BaseScheduler
 from aioserve.server.access.access import MainAccess
-from aioserve.server.routes import ADMIN_ROUTES, ROUTES
+from aioserve.server.routes import ADMIN_ROUTES, all_routes
 from tests.server.access.conftest import ADMIN, ANN, BEN, CARL, DORA
 from tests.server.raw_client import IDLE, until
 from tests.server.serving import SIMULATED
@@ -36,7 +36,9 @@ async def ask(server, key, path="/v1/completions", headers=None, **body):
     return await server.request("POST", path, json=body, headers=headers)
 
 
-@pytest.mark.parametrize("route", [*ROUTES, *ADMIN_ROUTES], ids=lambda r: f"{r.method} {r.path}")
+@pytest.mark.parametrize(
+    "route", [*all_routes(), *ADMIN_ROUTES], ids=lambda r: f"{r.method} {r.path}"
+)
 async def test_every_route_but_those_of_probes_needs_a_key(locked, route):
     path = route.documented_path.replace("{id}", "x")
     needs_key = path not in OPEN

@@ -1,0 +1,32 @@
+"""What parts bring to the core, which imports none of them: each part says it in its own package.
+
+A part is a package beside the core. Its `BRINGS` says, by the kind of what it brings and by name,
+where that is: `package.module:Name`, or a module. Nothing is loaded before it is asked for. To add
+a feature, write it into a folder of its part and give `BRINGS` a line.
+"""
+
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+#: The packages that bring something, in the order in which it is found.
+PARTS = ("aioserve.apis", "aioserve.features", "aioserve.fleet", "aioserve.gpu", "aioserve.lab")
+
+
+@cache
+def brought(kind: str) -> Mapping[Any, str]:
+    """Where what the parts bring of this kind is, by name."""
+    found: dict[Any, str] = {}
+    for package in PARTS:
+        found.update(importlib.import_module(package).BRINGS.get(kind, {}))
+    return found
+
+
+def load(kind: str, name: Any) -> Any:
+    """What is brought by this name: a module, or what it calls so. Raises `KeyError` for a name
+    that no part brings, and `ModuleNotFoundError` where a package is missing.
+    """
+    module, _, attribute = brought(kind)[name].partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
