@@ -7,22 +7,14 @@ Knows requests' tokens and blocks. Does not know steps, queues or which request 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aioserve.errors import InvariantError
 from aioserve.kv_cache.block_pool import BlockPool, KVEvent, hash_blocks, tell_stored
-from aioserve.kv_cache.connector import (
-    ExternalPrefix,
-    KVConnectorBase,
-    OffloadPrice,
-)
-from aioserve.kv_cache.resource import LimitOf, Resource
+from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase, OffloadPrice
+from aioserve.kv_cache.resource import LimitOf, Resource, StatePool, WindowPool
 from aioserve.kv_cache.retention import Leases, Retention
 from aioserve.request import Request, RequestStatus, WaitReason
-
-if TYPE_CHECKING:
-    from aioserve.features.states.slots import StatePool
-    from aioserve.features.states.windows import WindowPool
 
 
 class KVCacheManager:
@@ -124,14 +116,14 @@ class KVCacheManager:
         return any(resource.holds_back(request, num_cached) for resource in self.holding)
 
     @property
-    def states(self) -> "StatePool | None":
+    def states(self) -> StatePool | None:
         """The slots for states, of a model whose layers have states."""
-        return cast("StatePool | None", self._named("states"))
+        return cast("StatePool | None", self._named(StatePool.name))
 
     @property
-    def windows(self) -> "WindowPool | None":
+    def windows(self) -> WindowPool | None:
         """The blocks of layers with a sliding window, if they have a pool of their own."""
-        return cast("WindowPool | None", self._named("windows"))
+        return cast("WindowPool | None", self._named(WindowPool.name))
 
     def _named(self, name: str) -> Resource | None:
         return next((resource for resource in self.resources if resource.name == name), None)

@@ -1,17 +1,21 @@
 """What requests hold besides blocks of the main pool: the seam for another kind of cache.
 
-A kind of cache is one class derived from `Resource`, made by `make_resources` if the model decides
-on it, by `make_limits` if settings do, and a part of the runner that reads what its plan says. The
-scheduler knows no kind by name; the manager names two of today, for policies that look at them.
+A kind of cache is one class derived from `Resource` with a line in `KINDS`, made by
+`make_resources` if the model decides on it, by `make_limits` if settings do, and a part of the
+runner that reads what its plan says. The scheduler knows no kind by name; the manager names two of
+today, for policies that look at them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
+from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import KVConnectorBase
-from aioserve.request import Request, WaitReason
+from aioserve.request import EncoderInput, Request, WaitReason
+from aioserve.support.plugins import Registry
 
 
 class Resource:
@@ -203,8 +207,8 @@ class AdapterSlots(Resource):
         self.max_adapters = other.max_adapters
 
 
-# What the kinds of cache are told of the model and of settings: here, so that no kind is loaded
-# that is not used.
+# What the kinds of cache are told of the model and of settings, and what policies read of them:
+# here, so that no kind is loaded that is not used.
 
 
 class WindowSpec(msgspec.Struct, frozen=True, gc=False):
@@ -229,6 +233,91 @@ class WindowSpec(msgspec.Struct, frozen=True, gc=False):
     def _num_blocks_for(self, num_tokens: int, block_size: int) -> int:
         """Most blocks touched by steps that compute `num_tokens` tokens of a request."""
         return -(-(self.num_tokens + num_tokens - 2) // block_size) + 1
+
+
+class WindowPool(Resource, ABC):
+    """The KV blocks of sliding-window layers, as policies read them."""
+
+    name = "windows"
+    spec: WindowSpec  # sizes of the layers and of the pool
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Number of blocks in the sliding-window pool."""
+
+    @property
+    @abstractmethod
+    def num_free_blocks(self) -> int:
+        """Sliding-window blocks that running requests have not reserved."""
+
+    @abstractmethod
+    def num_needed_blocks(self, request: Request) -> int:
+        """Sliding-window blocks that the request reserves if it is admitted now."""
+
+
+class StatePool(Resource, ABC):
+    """The slots for states of layers that have some, as policies read them."""
+
+    name = "states"
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots  # state slots in all: of running requests and of snapshots
+
+    @property
+    @abstractmethod
+    def num_free_slots(self) -> int:
+        """State slots that requests can get, unused or taken from snapshots."""
+
+    @property
+    @abstractmethod
+    def num_snapshots(self) -> int:
+        """Number of cached state snapshots."""
+
+
+# What plans of the kinds of cache tell the runner.
+
+
+class StateSlots(msgspec.Struct, frozen=True, gc=False):
+    """Where a request's state is read and written in a step."""
+
+    slot: int  # its own, in this step and all later ones
+    source: int  # what the step begins with: a slot, or -1 for nothing
+    snapshots: list[tuple[int, int]]  # (tokens computed, slot), ascending: written as well
+
+
+class WindowBlocks(msgspec.Struct, frozen=True, gc=False):
+    """Blocks that a request has from a step on, where its table has had none."""
+
+    first: int  # the place of the first of them
+    block_ids: list[int]
+
+
+class Ahead(msgspec.Struct, frozen=True, gc=False):
+    """What the runner is told in a step: encode so much of an input. A request whose tokens are not
+    in the step, nor the request in the batch perhaps, needs it.
+    """
+
+    item: EncoderInput
+    token_ids: Sequence[int]  # those that the input stands for
+    num_before: int  # of the item's tokens: how much of the work earlier steps were told to do
+    done: int  # how much is done with this step; all of them: the output is there
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Mapping[str, Any]]) -> "Ahead | None":
+        """What the `parts` of a step say; None if it encodes nothing ahead."""
+        found: Ahead | None = parts.get("encoder", {}).get("ahead")
+        return found
+
+    @property
+    def num_tokens(self) -> int:
+        """How much of the work is this step's."""
+        return self.done - self.num_before
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the output is there with this step."""
+        return self.done == self.item.num_tokens
 
 
 class EncoderLimits(msgspec.Struct, frozen=True):
@@ -268,3 +357,45 @@ class LimitOf:
             self._make = other._make
         else:
             self._made.follow(other.resource)
+
+
+#: The kinds of cache that parts bring, by the names of their plans.
+KINDS: Registry[Callable[..., Resource]] = Registry(
+    {
+        "states": "aioserve.features.states.slots:StateSlotPool",
+        "windows": "aioserve.features.states.windows:WindowBlockPool",
+        "encoder": "aioserve.features.multimodal.encoder_cache:EncoderOutputs",
+    }
+)
+
+
+def make_resources(
+    num_state_slots: int | None,
+    windows: WindowSpec | None,
+    block_size: int,
+    *,
+    keeps_prefixes: bool = True,
+) -> list[Resource]:
+    """What a model needs of which each argument is not None: slots for states, window blocks.
+    `block_size` is in tokens; with `keeps_prefixes`, what requests leave behind can be found.
+    """
+    resources: list[Resource] = []
+    if num_state_slots is not None:
+        make = KINDS["states"]
+        resources.append(make(num_state_slots, block_size, keeps_snapshots=keeps_prefixes))
+    if windows is not None:
+        make = KINDS["windows"]
+        resources.append(make(windows, block_size, keeps_prefixes=keeps_prefixes))
+    return resources
+
+
+def make_limits(max_loras: int, encoder: EncoderLimits, pool: BlockPool) -> list[LimitOf]:
+    """What settings of the scheduler limit, whatever the model: these come and go with policies."""
+
+    def make_encoder() -> Resource:
+        return KINDS["encoder"](encoder, pool)
+
+    return [
+        LimitOf(lambda request: bool(request.adapter_id), lambda: AdapterSlots(max_loras)),
+        LimitOf(lambda request: bool(request.encoder_inputs), make_encoder),
+    ]

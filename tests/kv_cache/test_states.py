@@ -1,8 +1,9 @@
-"""StatePool: a slot for each that runs, and snapshots where they can be found again."""
+"""StateSlotPool: a slot for each that runs, and snapshots where they can be found again."""
 
 import pytest
 
 from aioserve.errors import InvariantError
+from aioserve.features.states.slots import StateSlotPool
 from aioserve.kv_cache import KVCacheManager, StatePool, StateSlots
 from aioserve.request import Request
 from tests.kv_cache.test_manager import make_request
@@ -11,7 +12,7 @@ BLOCK_SIZE = 4
 
 
 def make_manager(num_state_slots: int) -> tuple[KVCacheManager, StatePool]:
-    manager = KVCacheManager(32, BLOCK_SIZE, resources=[StatePool(num_state_slots, BLOCK_SIZE)])
+    manager = KVCacheManager(32, BLOCK_SIZE, resources=[StateSlotPool(num_state_slots, BLOCK_SIZE)])
     assert manager.states is not None
     return manager, manager.states
 
@@ -145,6 +146,6 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
         8,
         BLOCK_SIZE,
         enable_prefix_caching=False,
-        resources=[StatePool(2, BLOCK_SIZE, keeps_snapshots=False)],
+        resources=[StateSlotPool(2, BLOCK_SIZE, keeps_snapshots=False)],
     )
     assert compute(manager, make_request(list(range(10)))).snapshots == []

@@ -1,8 +1,9 @@
-"""WindowPool: what fell out of a window is free, what is in it is there."""
+"""WindowBlockPool: what fell out of a window is free, what is in it is there."""
 
 import pytest
 
 from aioserve.errors import InvariantError
+from aioserve.features.states.windows import WindowBlockPool
 from aioserve.kv_cache import KVCacheManager, WindowBlocks, WindowPool, WindowSpec
 from aioserve.request import Request, WaitReason
 from tests.kv_cache import test_manager
@@ -19,7 +20,7 @@ def make_request(token_ids: list[int], request_id: str = "r") -> Request:
 
 
 def make_manager(spec: WindowSpec = SPEC) -> tuple[KVCacheManager, WindowPool]:
-    manager = KVCacheManager(64, BLOCK_SIZE, resources=[WindowPool(spec, BLOCK_SIZE)])
+    manager = KVCacheManager(64, BLOCK_SIZE, resources=[WindowBlockPool(spec, BLOCK_SIZE)])
     assert manager.windows is not None
     return manager, manager.windows
 
@@ -149,7 +150,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
         64,
         BLOCK_SIZE,
         enable_prefix_caching=False,
-        resources=[WindowPool(SPEC, BLOCK_SIZE, keeps_prefixes=False)],
+        resources=[WindowBlockPool(SPEC, BLOCK_SIZE, keeps_prefixes=False)],
     )
     run(manager, make_request(list(range(40))))
     assert manager.windows is not None

@@ -14,7 +14,7 @@ import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.kv_cache.block_pool import BlockPool
-from aioserve.kv_cache.resource import EncoderLimits, Resource
+from aioserve.kv_cache.resource import Ahead, EncoderLimits, Resource
 from aioserve.request import EncoderInput, Request, WaitReason
 
 
@@ -134,33 +134,6 @@ class EncoderCacheManager:
 
 
 _NOBODY = "\0encoding ahead"  # holds room for what is being encoded: the id of no request
-
-
-class Ahead(msgspec.Struct, frozen=True, gc=False):
-    """What the runner is told in a step: encode so much of an input. A request whose tokens are not
-    in the step, nor the request in the batch perhaps, needs it.
-    """
-
-    item: EncoderInput
-    token_ids: Sequence[int]  # those that the input stands for
-    num_before: int  # of the item's tokens: how much of the work earlier steps were told to do
-    done: int  # how much is done with this step; all of them: the output is there
-
-    @classmethod
-    def of(cls, parts: Mapping[str, Mapping[str, Any]]) -> "Ahead | None":
-        """What the `parts` of a step say; None if it encodes nothing ahead."""
-        found: Ahead | None = parts.get("encoder", {}).get("ahead")
-        return found
-
-    @property
-    def num_tokens(self) -> int:
-        """How much of the work is this step's."""
-        return self.done - self.num_before
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the output is there with this step."""
-        return self.done == self.item.num_tokens
 
 
 class _Wanted(NamedTuple):

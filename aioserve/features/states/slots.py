@@ -7,8 +7,6 @@ the hashes of blocks; does not know what is in a state, nor which request deserv
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from aioserve.errors import InvariantError
 from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.kv_cache.connector import (
@@ -17,16 +15,8 @@ from aioserve.kv_cache.connector import (
     Outside,
     reached_blocks,
 )
-from aioserve.kv_cache.resource import Resource
+from aioserve.kv_cache.resource import StatePool, StateSlots
 from aioserve.request import Request, WaitReason
-
-
-class StateSlots(msgspec.Struct, frozen=True, gc=False):
-    """Where a request's state is read and written in a step."""
-
-    slot: int  # its own, in this step and all later ones
-    source: int  # what the step begins with: a slot, or -1 for nothing
-    snapshots: list[tuple[int, int]]  # (tokens computed, slot), ascending: written as well
 
 
 @dataclass(slots=True)
@@ -40,7 +30,7 @@ class _Held:
     latest: bytes = b""  # its newest snapshot of the other kind
 
 
-class StatePool(Resource):
+class StateSlotPool(StatePool):
     """One slot for each running request, and snapshots at block boundaries in all that are left.
 
     A snapshot is found by the hash of the block that ends there. One is made where a prompt leaves
@@ -49,11 +39,10 @@ class StatePool(Resource):
     used go first. No snapshot keeps a request from getting a slot.
     """
 
-    name = "states"
     plans_decodes = True
 
     def __init__(self, num_slots: int, block_size: int, *, keeps_snapshots: bool = True) -> None:
-        self.num_slots = num_slots  # state slots in all: of running requests and of snapshots
+        super().__init__(num_slots)
         self._block_size = block_size
         self._keeps_snapshots = keeps_snapshots
         self._unused = list(range(num_slots - 1, -1, -1))

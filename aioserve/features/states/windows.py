@@ -7,20 +7,11 @@ Knows positions, blocks and hashes; does not know what is in a block, nor which 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from aioserve.errors import InvariantError, RequestError
 from aioserve.kv_cache.block_pool import BlockPool, hash_blocks
 from aioserve.kv_cache.connector import KVConnectorBase, Outside, reached_blocks
-from aioserve.kv_cache.resource import Resource, WindowSpec
+from aioserve.kv_cache.resource import WindowBlocks, WindowPool, WindowSpec
 from aioserve.request import Request, WaitReason
-
-
-class WindowBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Blocks that a request has from a step on, where its table has had none."""
-
-    first: int  # the place of the first of them
-    block_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -35,7 +26,7 @@ class _Held:
     is_new: bool = True  # the runner has not heard of it
 
 
-class WindowPool(Resource):
+class WindowBlockPool(WindowPool):
     """The KV blocks of sliding-window layers. A request reserves as many as it may hold, so that it
     never lacks one half-way; once its prompt is computed these are fewer.
 
@@ -44,7 +35,6 @@ class WindowPool(Resource):
     hash until it is evicted, the least recently used first.
     """
 
-    name = "windows"
     plans_decodes = True
 
     def __init__(self, spec: WindowSpec, block_size: int, *, keeps_prefixes: bool = True) -> None:
