@@ -2,7 +2,8 @@
 
 import torch
 
-from aioserve.features.quantized.blocks import QuantizedWeight, format_of
+from aioserve.features.quantized.blocks import format_of, quantized_weight
+from aioserve.model_source.quantized_weight import QuantizedWeight
 
 # Bytes of a block where a float16 number lies, which may not be infinite or none.
 _HALVES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -18,4 +19,4 @@ def random_weight(kind: str, outputs: int, inputs: int, scale: float = 1.0) -> Q
         numbers = torch.rand(shape[:2], generator=generator) * 3 - 1.5
         numbers = (numbers + numbers.sign() / 2) * scale * 2**-8
         data[..., place : place + 2] = numbers.half()[..., None].view(torch.uint8)
-    return QuantizedWeight(kind, data.flatten(1))
+    return quantized_weight(kind, data.flatten(1))

@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -20,9 +19,6 @@ from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
 from aioserve.model_source.stated_values import check_config
 from aioserve.params import SamplingDefaults, read_defaults
-
-if TYPE_CHECKING:
-    from aioserve.features.quantized.checkpoint import Stored
 
 logger = logging.getLogger(__name__)
 
@@ -157,25 +153,9 @@ class Directory(ModelSource):
     def num_bytes(
         self, itemsize: int, *, keeps_blocks: bool = False, rounding: Rounding | None = None
     ) -> float:
-        from aioserve.features.quantized.blocks import bytes_in_memory, keeps_numbers
-
-        def rounded(name: str, shape: tuple[int, ...]) -> str | None:
-            if rounding is None or len(shape) != 2 or shape[1] % _group(rounding.inner):
-                return None
-            # Experts lie in memory as they are stored until all of them are put together.
-            is_kept = ".experts." in name or keeps_numbers(name)
-            inner = None if is_kept else rounding.inner
-            return rounding.outer if "embed" in name else inner
-
-        total = 0.0
         with ExitStack() as files:
-            stored, plain = self._find_weights(files)
-            kinds = [(w.shape, w.kind if keeps_blocks else None) for w in stored.values()]
-            shapes = ((name, tuple(tensor.get_shape())) for name, tensor in plain.items())
-            kinds += ((shape, rounded(name, shape)) for name, shape in shapes)
-        for shape, kind in kinds:
-            total += math.prod(shape) * (itemsize if kind is None else bytes_in_memory(kind))
-        return total
+            shapes = [tensor.get_shape() for _, tensor in self._tensors(files)]
+        return float(itemsize * sum(map(math.prod, shapes)))
 
     def load_module(
         self,
@@ -186,17 +166,8 @@ class Directory(ModelSource):
         keeps_blocks: bool = False,
         rounding: Rounding | None = None,
     ) -> Any:
-        from transformers import AutoModelForCausalLM
-
         try:
-            if rounding is not None or self.quantization_config:
-                module, report = self._load_packed(
-                    dtype, attn_implementation, keeps_blocks, rounding
-                )
-            else:
-                module, report = self._load_whole(
-                    AutoModelForCausalLM, dtype, device, attn_implementation
-                )
+            module, report = self._load(dtype, device, attn_implementation, keeps_blocks, rounding)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises whatever the files provoke
@@ -204,29 +175,24 @@ class Directory(ModelSource):
         self._check_complete(module, report)
         return module.to(device)
 
-    @property
-    def is_quantized(self) -> bool:
-        return bool(self.quantization_config)
+    def _load(
+        self,
+        dtype: Any,
+        device: Any,
+        attn_implementation: str | None,
+        keeps_blocks: bool,
+        rounding: Rounding | None,
+    ) -> tuple[Any, Any]:
+        """The module, and the report of `transformers` about its weights."""
+        from transformers import AutoModelForCausalLM
 
-    def stored_kinds(self, outline: Any) -> dict[str, str]:
-        with ExitStack() as files:
-            from aioserve.features.quantized.checkpoint import kinds_of
-
-            return kinds_of(self._find_weights(files)[0], outline)
+        assert rounding is None, "then it is another kind of directory"
+        return self._load_whole(AutoModelForCausalLM, dtype, device, attn_implementation)
 
     @contextmanager
     def open_weights(self) -> Iterator[dict[str, Callable[[], Any]]]:
-        import torch
-
-        def read(weight: "Stored") -> Any:
-            found = weight.read()
-            return found if isinstance(found, torch.Tensor) else found.dequantize(torch.float32)
-
         with ExitStack() as files:
-            stored, plain = self._find_weights(files)
-            yield {name: partial(read, weight) for name, weight in stored.items()} | {
-                name: partial(tensor.__getitem__, ...) for name, tensor in plain.items()
-            }
+            yield {name: partial(tensor.__getitem__, ...) for name, tensor in self._tensors(files)}
 
     def load_seeing_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
         from transformers import AutoModelForImageTextToText
@@ -273,124 +239,6 @@ class Directory(ModelSource):
         )
         return found
 
-    def _load_packed(
-        self,
-        dtype: Any,
-        attn_implementation: str | None,
-        keeps_blocks: bool,
-        rounding: Rounding | None,
-    ) -> tuple[Any, Any]:
-        """One weight after another, so that beside what is kept there is only one as numbers."""
-        import torch
-        from torch import nn
-        from transformers import AutoModelForCausalLM
-
-        from aioserve.features.quantized.blocks import (
-            QuantizedWeight,
-            attach,
-            keeps_numbers,
-            quantize,
-            stand_in,
-        )
-
-        config = self.read_config()
-        for part in (config, config.get_text_config(decoder=True)):
-            vars(part).pop("quantization_config", None)  # `transformers` would want its readers
-        arguments = {"dtype": dtype, "attn_implementation": attn_implementation}
-        with torch.device("meta"):
-            outline = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=self.trust_remote_code, **arguments
-            )
-        parts = {f"{name}.weight": part for name, part in outline.named_modules()}
-        names = ModuleNames(outline)
-        outer = {id(outline.get_input_embeddings()), id(outline.get_output_embeddings())}
-        kept: dict[int, tuple[str, QuantizedWeight, Any]] = {}  # by where its stand-in lies
-        unpacked: list[str] = []
-
-        def part_of(name: str) -> Any:
-            """The matrix that has the weight of this name."""
-            part = parts.get(names.find(name) or "")
-            return part if type(part) in (nn.Linear, nn.Embedding) else None
-
-        def keep(name: str, weight: QuantizedWeight) -> Any:
-            tensor = stand_in(weight.shape, dtype)
-            kept[tensor.data_ptr()] = (name, weight, tensor)
-            return tensor
-
-        def read(name: str, stored: "Stored") -> Any:
-            try:
-                weight = stored.read()
-            except ConfigError as error:
-                raise ConfigError(f"cannot load {name} in {self.path}: {error}") from None
-            if isinstance(weight, QuantizedWeight) and keeps_blocks and part_of(name):
-                return keep(name, weight)
-            unpacked.append(name)
-            whole = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
-            return whole.to(dtype)
-
-        def round_off(name: str, tensor: Any) -> Any:
-            shape, part = tensor.get_shape(), part_of(name)
-            if rounding is None or part is None or keeps_numbers(names.find(name) or name):
-                return tensor[...]
-            if type(part) is nn.Embedding and id(part) not in outer:  # of positions
-                return tensor[...]
-            if shape[1] % _group(rounding.inner):
-                if _group(rounding.inner) > 32:
-                    raise ConfigError(
-                        f"model.quantization_group_size is {_group(rounding.inner)}, but {name} "
-                        f"has {shape[1]} inputs, which is no multiple"
-                    )
-                return tensor[...]
-            kind = rounding.outer if id(part) in outer else rounding.inner
-            return keep(name, quantize(tensor[...].to(dtype), kind))
-
-        with ExitStack() as files:
-            stored, plain = self._find_weights(files)
-            lazy = LazyReads()
-            weights = {name: lazy(read, name, weight) for name, weight in stored.items()}
-            weights |= {name: lazy(round_off, name, tensor) for name, tensor in plain.items()}
-            try:
-                module, report = type(outline).from_pretrained(
-                    None,
-                    config=config,
-                    state_dict=weights,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                    **arguments,
-                )
-            except Exception as error:
-                raise (lazy.error or error) from None
-        if lazy.error is not None:
-            raise lazy.error
-        for parameter in module.parameters():
-            if (found := kept.pop(parameter.data_ptr(), None)) is not None:
-                attach(parameter, found[1])
-        for name, _, _ in kept.values():
-            if id(part_of(name)) not in outer:  # one of these may be tied to the other
-                raise ConfigError(f"transformers makes something else of {name} in {self.path}")
-        if unpacked:
-            logger.info(
-                "%s: %d of its %d quantized weights (%s) are unpacked to %s",
-                self.path.name,
-                len(unpacked),
-                len(stored),
-                self.quantization_config["quant_method"],
-                str(dtype).removeprefix("torch."),
-            )
-        return module, report
-
-    def _find_weights(self, files: ExitStack) -> tuple[dict[str, "Stored"], dict[str, Any]]:
-        """Quantized weights, and other tensors, by name; open until `files` are closed."""
-        tensors = dict(self._tensors(files))
-        if not self.quantization_config:
-            return {}, tensors
-        try:
-            from aioserve.features.quantized.checkpoint import find_weights
-
-            return find_weights(self.quantization_config, tensors)
-        except ConfigError as error:
-            raise ConfigError(f"cannot load the model in {self.path}: {one_line(error)}") from None
-
     def _tensors(self, files: ExitStack) -> Iterator[tuple[str, Any]]:
         """What is in the files, not read yet. Raises `ConfigError` that names a damaged one."""
         from safetensors import SafetensorError, safe_open
@@ -415,13 +263,6 @@ class Directory(ModelSource):
         if not files:
             raise ConfigError(f"no *.safetensors weights in model directory {self.path}")
         return files
-
-
-def _group(kind: str) -> int:
-    """Inputs that share a scale."""
-    from aioserve.features.quantized.blocks import format_of
-
-    return format_of(kind).inputs
 
 
 # How a model of embeddings pools, as sentence-transformers has written it beside the weights. Reads
@@ -542,58 +383,3 @@ def _applied(kind: str, step: dict[str, Any]) -> Callable[[str], str]:
     if kind == "normalizer":
         return lambda text: str(whole.normalizer.normalize_str(text))
     return lambda text: str(whole.decoder.decode([text]))
-
-
-# Weights that `transformers` takes for slices of a file, and that are read when it loads each.
-# Knows what a read raised: `transformers` makes a page of it.
-
-
-class LazyReads:
-    """Makes what `transformers` takes for a slice of a file, and reads by calling us."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None  # `transformers` makes a page of it
-        self._lock = Lock()  # it reads on several threads
-
-    def __call__(self, read: Callable[[str, Any], Any], name: str, what: Any) -> "_LazyTensor":
-        return _LazyTensor(self, read, name, what)
-
-
-class _LazyTensor:
-    def __init__(self, lazy: LazyReads, read: Callable[[str, Any], Any], name: str, what: Any):
-        self._lazy, self._read, self._name, self._what = lazy, read, name, what
-
-    def __getitem__(self, _: Any) -> Any:
-        with self._lazy._lock:
-            try:
-                return self._read(self._name, self._what)
-            except Exception as error:
-                self._lazy.error = self._lazy.error or error
-                raise
-
-
-# The names that tensors of files have in a module of `transformers`, which renames and joins some.
-# Knows what `transformers` declares of a model; reads no tensor.
-
-
-class ModuleNames:
-    """The names of parameters of one module, by those in files."""
-
-    def __init__(self, module: Any) -> None:
-        """`module` may be an outline without numbers."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-
-        transforms = get_model_conversion_mapping(module)
-        self._joining = [one for one in transforms if isinstance(one, WeightConverter)]
-        self._renaming = [one for one in transforms if not isinstance(one, WeightConverter)]
-        self._prefix, self._known = module.base_model_prefix, module.state_dict()
-
-    def find(self, name: str) -> str | None:
-        """The parameter that the tensor `name` of a file is; None where it becomes another."""
-        from transformers.core_model_loading import rename_source_key
-
-        found, joined = rename_source_key(
-            name, self._renaming, self._joining, self._prefix, self._known
-        )
-        return found if joined is None else None

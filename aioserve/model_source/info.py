@@ -13,7 +13,7 @@ import msgspec
 
 from aioserve.config import EMBEDDED_MODEL, ModelConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.model_source import ModelSource
+from aioserve.model_source import KINDS, ModelSource
 from aioserve.model_source.source import check_file
 from aioserve.params import NO_DEFAULTS, SamplingDefaults
 from aioserve.support.progress import download_bars
@@ -189,23 +189,23 @@ def find_model(config: ModelConfig) -> ModelSource:
                 f"model.quantization is {config.quantization!r}, but {path} is a GGUF file, whose "
                 "weights are served in the types that it has"
             )
-        from aioserve.model_source import GgufFile
-
-        return GgufFile(path, trust_remote_code=config.trust_remote_code)
+        return KINDS["gguf"](path, trust_remote_code=config.trust_remote_code)
     check_file(path / "config.json")
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         meant = f"; a GGUF file is named itself: {files[0]}" if files else ""
         raise ConfigError(f"no config.json in model directory {path}{meant}")
-    from aioserve.model_source import Directory
+    from aioserve.model_source.directory import Directory
 
     directory = Directory(path, trust_remote_code=config.trust_remote_code)
+    if config.quantization is None and not directory.quantization_config:
+        return directory
     if config.quantization is not None and directory.quantization_config:
         raise ConfigError(
             f"model.quantization is {config.quantization!r}, but the weights in {path} are of few "
             f"bits already ({directory.quantization_config.get('quant_method')})"
         )
-    return directory
+    return KINDS["quantized directory"](path, trust_remote_code=config.trust_remote_code)
 
 
 def _fetched_by_name(config: ModelConfig) -> Path | None:

@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from aioserve.errors import UNREADABLE, ConfigError, one_line
 from aioserve.params import SamplingDefaults
+from aioserve.support.plugins import Registry
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ _NO_FILES = {
 
 
 class Rounding(NamedTuple):
-    """Formats of `quantized` that matrices are rounded to as they are loaded."""
+    """Formats of quantized weights that matrices are rounded to as they are loaded."""
 
     inner: str
     outer: str  # embedding and head
@@ -99,21 +100,28 @@ class ModelSource(ABC):
     ) -> Any:
         """The causal language model of `transformers` with all its weights, as `dtype`, a
         `torch.dtype`, at `device`, a `torch.device`; no `attn_implementation`: what it has by
-        default. With `keeps_blocks`, what is stored in a
-        format of `quantized` stays so: it is `attached` to its parameter, which only stands in for
-        it; so is, with `rounding`, what is rounded.
+        default. With `keeps_blocks`, what is stored in few bits stays so: a
+        `QuantizedWeight` is `attached` to its parameter, which only stands in for it; so is, with
+        `rounding`, what is rounded.
         """
 
     @property
-    @abstractmethod
     def is_quantized(self) -> bool:
         """Whether its files may have quantized weights."""
+        return False
 
-    @abstractmethod
     def stored_kinds(self, outline: Any) -> Mapping[str, str]:
         """The formats of quantized weights that `load_module` may leave as they are, by the names
         of the parameters of `outline`, the causal language model without its weights.
         """
+        del outline
+        return {}
+
+    def quantize(self, module: Any, rounding: Rounding) -> None:
+        """Round what `load_module` has left of `module` as numbers, and free these. Raises
+        `ConfigError` for a layer that does not fit the groups.
+        """
+        raise ConfigError(f"the weights of {self.path} are served in the types that they have")
 
     def open_weights(self) -> AbstractContextManager[Mapping[str, Callable[[], Any]]]:
         """All stored weights by the names in the files, each read, unpacked, when it is called."""
@@ -160,3 +168,18 @@ def not_loaded(path: Path, error: Exception, attn_implementation: str | None) ->
     if isinstance(error, KeyError) and attn_implementation in error.args:
         return NoAttentionInterfaceError(f"{path} does not use transformers' attention interface")
     return ConfigError(f"cannot load the model in {path}: {one_line(error)}")
+
+
+class OpenSource(Protocol):
+    """Opens a model of one kind on disk. Raises `ConfigError` if no model can come of it."""
+
+    def __call__(self, path: Path, *, trust_remote_code: bool = False) -> ModelSource: ...
+
+
+#: The kinds of models on disk that parts bring, beside plain directories.
+KINDS: Registry[OpenSource] = Registry(
+    {
+        "gguf": "aioserve.features.gguf.file:GgufFile",
+        "quantized directory": "aioserve.features.quantized.directory:QuantizedDirectory",
+    }
+)

@@ -23,17 +23,11 @@ from aioserve.features.lora.products import TokenAdapters
 from aioserve.features.multimodal.families import family_of
 from aioserve.features.multimodal.image_encoder import ImageEncoder
 from aioserve.features.multimodal.vision_language import TextPart, load_parts
-from aioserve.features.quantized.blocks import (
-    attached,
-    has_quantized_layers,
-    quantize_experts,
-    quantize_linears,
-    told_of_weights,
-)
 from aioserve.features.states.layers import StatefulLayers
 from aioserve.gpu.tensor_parallel.group import together
 from aioserve.gpu.tensor_parallel.shard import check_groups, shard
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.quantized_weight import attached, has_quantized_layers, told_of_weights
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
@@ -151,13 +145,8 @@ class QuantizedLoad(NamedTuple):
     has_layers: bool
 
     @classmethod
-    def of(cls, module: Any, rounding: Rounding | None) -> "QuantizedLoad":
-        """Of a causal language model; what its source could not quantize weight by weight, as
-        `transformers` puts it together of several ones, is quantized first.
-        """
-        if rounding is not None:
-            quantize_linears(module, rounding)
-            quantize_experts(module, rounding.inner)
+    def of(cls, module: Any) -> "QuantizedLoad":
+        """Of a causal language model."""
         return cls(*told_of_weights(module), has_quantized_layers(module))
 
     def check(self, model: ServedModel, config: ModelConfig) -> None:
@@ -334,7 +323,7 @@ def load_model(
         with quiet_transformers(), together(place.ranks):
             text, encoder = load_parts(info, named_dtype(config.dtype), rounding, place.ranks)
         num_mrope = num_seen if encoder.has_axes else 0
-        quantized = QuantizedLoad.of(text, None)
+        quantized = QuantizedLoad.of(text)
         model = prepare_model(text, config, info, place, encoder, num_mrope)
         quantized.check(model, config)
         return model
@@ -363,7 +352,10 @@ def load_model(
         if place.ranks is not None:
             shard(module, place.ranks, named_dtype(config.dtype))
             module.to(place.device)
-    quantized = QuantizedLoad.of(module, rounding)
+    if rounding is not None:
+        # What could not be read weight by weight, as `transformers` puts it together of several.
+        info.source.quantize(module, rounding)
+    quantized = QuantizedLoad.of(module)
     model = prepare_model(module, config, info, place)
     quantized.check(model, config)
     return model

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioserve.features.quantized.blocks import FORMATS, Codes, QuantizedWeight
+from aioserve.features.quantized.blocks import FORMATS
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.kernels.library import open_library
+from aioserve.model_source.quantized_weight import Codes, QuantizedWeight
 from aioserve.runner.cpu.products import BlockEmbedding, BlockLinear, PanelLinear
 from tests.blocks import random_weight
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioserve.features.quantized.blocks import FORMATS, QuantizedWeight, quantize
+from aioserve.features.quantized.blocks import FORMATS, quantize, quantized_weight
 from aioserve.kernels import Kernels, usable_variants
+from aioserve.model_source.quantized_weight import QuantizedWeight
 from aioserve.runner.cpu.products import BlockLinear
 from tests.blocks import random_weight
 from tests.int8_activations import int8_rows, quantized_rows
@@ -65,7 +66,7 @@ def test_the_largest_sums_do_not_saturate(kernels: Kernels, bits: int, sign: int
         low, high = codes.to(torch.uint8).view(64, 16, 32).chunk(2, dim=-1)
         data = low | high << 4
     ones = torch.ones(64, 16, 1, dtype=torch.float16).view(torch.uint8)
-    weight = QuantizedWeight(
+    weight = quantized_weight(
         "Q8_0" if bits == 8 else "Q4_0", torch.cat((ones, data), -1).flatten(1)
     )
     x = torch.full((10, 512), 127.0 * sign)

@@ -19,7 +19,7 @@ from aioserve.features.gguf.header import Tensor, read_bytes, unpack
 if TYPE_CHECKING:
     import torch
 
-    from aioserve.features.quantized.blocks import QuantizedWeight
+    from aioserve.model_source.quantized_weight import QuantizedWeight
 
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -169,13 +169,13 @@ class Filling:
         """
         import torch
 
-        from aioserve.features.quantized.blocks import QuantizedWeight
+        from aioserve.features.quantized.blocks import quantized_weight
 
         kind, order = self.kind(tensor), self._order(tensor)
         if kind is None or order is None:
             return None
         rows = read_bytes(tensor).reshape(tensor.shape[0], -1)
-        return QuantizedWeight(kind, torch.from_numpy(rows[order]))
+        return quantized_weight(kind, torch.from_numpy(rows[order]))
 
     def _order(self, tensor: Tensor) -> Any:
         """Which row of a matrix in the file each row of the parameter is; None if more differs."""
@@ -246,7 +246,8 @@ class PackedExperts:
         """
         import torch
 
-        from aioserve.features.quantized.blocks import QuantizedWeight, StoredExperts
+        from aioserve.features.quantized.blocks import quantized_weight
+        from aioserve.model_source.quantized_weight import StoredExperts
 
         parameter = getattr(self._owner, self._name)
         own = torch.from_numpy(data).view(*tensor.shape[:2], -1)
@@ -255,7 +256,7 @@ class PackedExperts:
             self._data = torch.empty(len(own), num_outputs, own.shape[2], dtype=torch.uint8)
         self._data[:, self._rows.pop(tensor.name)] = own
         if not self._rows:
-            weights = [QuantizedWeight(self._kind, one) for one in self._data]
+            weights = [quantized_weight(self._kind, one) for one in self._data]
             stored = StoredExperts(weights, bool(self._owner.is_transposed))
             shape = weights[0].shape
             if shape not in self._matrices:
@@ -340,7 +341,7 @@ def fill(
     from torch import nn
     from transformers.utils.logging import tqdm
 
-    from aioserve.features.quantized.blocks import attach, stand_in
+    from aioserve.model_source.quantized_weight import attach, stand_in
 
     name_of, tensors = type(module).__name__, tuple(filling.unstacked(tensors))
     parameters = module.state_dict(keep_vars=True)

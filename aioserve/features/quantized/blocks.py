@@ -1,97 +1,35 @@
-"""Quantized weights in formats of blocks: as bytes, as codes and scales, and as numbers.
+"""The formats of quantized weights, and how numbers become weights in them.
 
 The formats are those of GGUF, and groups of any size for what others write and `--quantization`
 makes. Knows bytes and arithmetic; knows nothing about files or the kernels that multiply.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
+from aioserve.model_source.quantized_weight import (
+    Codes,
+    Format,
+    QuantizedWeight,
+    attach,
+    attached,
+    stand_in,
+    weights_of_experts,
+)
 from aioserve.model_source.source import Rounding
-
-
-class Codes(NamedTuple):
-    """A weight [out, in] as small numbers: `scale * code + offset`, G groups of inputs per output.
-
-    `values` are signed bytes [out, in], those of 4 bits from 0 to 15. `scales` and `offsets` are
-    float16 [out, G]; or signed bytes, times float16 `supers` and `super_offsets` [out, G / n], of
-    which each serves n groups. Without `offsets` they are `-zero * scale`.
-    """
-
-    bits: int
-    values: Tensor
-    scales: Tensor
-    offsets: Tensor | None = None
-    supers: Tensor | None = None
-    super_offsets: Tensor | None = None
-    zero: int = 0
-
-    def dequantize(self) -> Tensor:
-        """The weight in float32: as the package gguf computes it, to the bit."""
-        scales = _times(self.scales, self.supers)
-        grouped = self.values.view(*scales.shape, -1)
-        weight = grouped * scales[..., None]
-        if self.offsets is not None:
-            weight += _times(self.offsets, self.super_offsets)[..., None]
-        elif self.zero:
-            weight = (grouped - self.zero) * scales[..., None]
-        return weight.view(self.values.shape)
-
-
-class QuantizedWeight:
-    """A weight [out, in] in a format, as its bytes."""
-
-    def __init__(self, kind: str, data: Tensor) -> None:
-        """`kind` is a name that `format_of` knows; `data`: uint8 [out, bytes of a row]."""
-        self.kind, self.data = kind, data
-        per_block, block_bytes, _ = format_of(kind)
-        self.shape = (data.shape[0], data.shape[1] // block_bytes * per_block)
-
-    @property
-    def num_elements(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-    def codes(self) -> Codes:
-        per_block, block_bytes, decode = format_of(self.kind)
-        return decode(self.data.view(self.shape[0], self.shape[1] // per_block, block_bytes))
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All of it, a few rows at a time."""
-        out = torch.empty(self.shape, dtype=dtype)
-        step = max(1, _PIECE // self.shape[1])
-        for start in range(0, self.shape[0], step):
-            out[start : start + step] = self.rows(slice(start, start + step)).codes().dequantize()
-        return out
-
-    def rows(self, index: Tensor | slice) -> "QuantizedWeight":
-        return QuantizedWeight(self.kind, self.data[index])
-
 
 _PIECE = 1 << 15  # weights: few enough that torch calls no second thread, which would cost more
 
 
-def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A weight [out, in] that takes no memory, for a parameter that has one `attached`: all of its
-    rows are the same numbers, so that a model goes through, to no purpose.
-    """
-    return torch.linspace(-1, 1, shape[1]).mul_(shape[1] ** -0.5).to(dtype).expand(shape)
-
-
-def attach(parameter: Tensor, weight: QuantizedWeight) -> None:
-    """Note what a parameter stands in for."""
-    parameter.quantized_weight = weight  # type: ignore[attr-defined]
-
-
-def attached(parameter: Tensor) -> QuantizedWeight | None:
-    """What a parameter stands in for, if for anything."""
-    return getattr(parameter, "quantized_weight", None)
+def quantized_weight(kind: str, data: Tensor) -> QuantizedWeight:
+    """A weight in a format that `format_of` knows; `data`: uint8 [out, bytes of a row]."""
+    return QuantizedWeight(kind, data, format_of(kind))
 
 
 def check_whole_groups(name: str, kind: str, num_inputs: int, own: slice) -> None:
@@ -105,95 +43,6 @@ def check_whole_groups(name: str, kind: str, num_inputs: int, own: slice) -> Non
             f"rank's share, inputs {own.start} to {own.stop}, would have parts: "
             "runner.tensor_parallel_size"
         )
-
-
-class StoredExperts(NamedTuple):
-    """The weights [out, in] of all experts of a layer, of which a parameter has none."""
-
-    weights: list[QuantizedWeight]
-    is_transposed: bool  # whether the parameter is [experts, in, out]
-
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that stand in for each expert: kernels of torch want one with strides."""
-        return stand_in(self.weights[0].shape, dtype).contiguous()
-
-    def stand_in(self, matrix: Tensor) -> nn.Parameter:
-        """A parameter of which all experts are the same `matrix`, which other layers may share."""
-        whole = matrix.expand(len(self.weights), *matrix.shape)
-        parameter = nn.Parameter(whole.transpose(1, 2) if self.is_transposed else whole, False)
-        parameter.stored_experts = self  # type: ignore[attr-defined]
-        parameter.quantized_experts = self.weights  # type: ignore[attr-defined]
-        return parameter
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All numbers, as the parameter has them."""
-        whole = torch.stack([weight.dequantize(dtype) for weight in self.weights])
-        return whole.transpose(1, 2).contiguous() if self.is_transposed else whole
-
-
-def stored_experts(parameter: Tensor) -> StoredExperts | None:
-    """The experts that a parameter stands in for, if it does."""
-    return getattr(parameter, "stored_experts", None)
-
-
-def stands_in(parameter: Tensor) -> bool:
-    """Whether a parameter has no numbers, but something that is quantized has."""
-    return attached(parameter) is not None or stored_experts(parameter) is not None
-
-
-def unpacked(parameter: Tensor) -> Tensor:
-    """The numbers of a parameter, or of what it stands in for."""
-    weight = attached(parameter) or stored_experts(parameter)
-    return parameter.data if weight is None else weight.dequantize(parameter.dtype)
-
-
-def _standing_in(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of this module, without its parts, that have no numbers."""
-    own = module.named_parameters(recurse=False)
-    return {name: parameter for name, parameter in own if stands_in(parameter)}
-
-
-@contextmanager
-def unpacked_in_turn(module: nn.Module) -> Iterator[None]:
-    """Meanwhile `module` computes with what its parameters stand in for, unpacked one by one."""
-
-    def unpack(part: nn.Module, _: Any) -> None:
-        standing_in[part] = _standing_in(part)
-        for name, parameter in standing_in[part].items():
-            setattr(part, name, nn.Parameter(unpacked(parameter), requires_grad=False))
-
-    def forget(part: nn.Module, _: Any, __: Any) -> None:
-        for name, parameter in standing_in.pop(part).items():
-            setattr(part, name, parameter)
-
-    standing_in: dict[nn.Module, dict[str, nn.Parameter]] = {}
-    handles: list[Any] = []
-    for part in filter(_standing_in, module.modules()):
-        handles += (
-            part.register_forward_pre_hook(unpack),
-            part.register_forward_hook(forget, always_call=True),
-        )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def unpack_all(module: nn.Module) -> None:
-    """Give all parameters of `module` the numbers of what they stand in for."""
-    whole: dict[Tensor, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in _standing_in(part).items():
-            if parameter not in whole:  # a tied one stays one
-                whole[parameter] = nn.Parameter(unpacked(parameter), requires_grad=False)
-            setattr(part, name, whole[parameter])
-
-
-def _times(numbers: Tensor, supers: Tensor | None) -> Tensor:
-    if supers is None:
-        return numbers.float()
-    return (numbers.view(*supers.shape, -1) * supers.float()[..., None]).flatten(1)
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
@@ -278,14 +127,6 @@ def _q6_k(blocks: Tensor) -> Codes:
     return Codes(8, values, _rows(blocks[..., 192:208].contiguous()), supers=_halves(blocks, 208))
 
 
-class Format(NamedTuple):
-    """How a type of GGUF lies in blocks of some inputs of an output."""
-
-    inputs: int
-    num_bytes: int
-    decode: Callable[[Tensor], Codes]  # of uint8 [out, blocks, num_bytes]
-
-
 FORMATS = {
     "Q4_0": Format(32, 18, _q4_0),
     "Q4_1": Format(32, 20, _q4_1),
@@ -365,7 +206,7 @@ def from_codes(
         low, high = blocks.chunk(2, dim=-1)
         blocks = low | high << 4
     data = torch.cat((*parts, blocks), dim=-1).flatten(1)
-    return QuantizedWeight(f"{'u' * has_offset}int{bits}/{group}", data)
+    return quantized_weight(f"{'u' * has_offset}int{bits}/{group}", data)
 
 
 def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
@@ -379,7 +220,7 @@ def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
     for start in range(0, num_outputs, step):
         rows = weight[start : start + step].float().view(-1, *data.shape[1:2], per_block)
         data[start : start + step] = _rounded(rows, kind.startswith(("Q8", "int8")))
-    return QuantizedWeight(kind, data.flatten(1))
+    return quantized_weight(kind, data.flatten(1))
 
 
 def _rounded(blocks: Tensor, is_int8: bool) -> Tensor:
@@ -413,17 +254,6 @@ _ROUTERS = {"gate", "router", "modality_router", "classifier", "wg", "shared_exp
 def keeps_numbers(name: str) -> bool:
     """Whether the linear layer of this name, or its weight, is not to be quantized."""
     return not (_KEPT | _ROUTERS).isdisjoint(name.split("."))
-
-
-def weights_of_experts(module: nn.Module) -> tuple[str, ...]:
-    """The names of the weights [experts, ...] of a layer's experts, first and second product, where
-    `module` has them as `transformers` has most; else none.
-    """
-    if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
-        return ()
-    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    found = (getattr(module, name, None) for name in names)
-    return names if all(isinstance(one, Tensor) and one.dim() == 3 for one in found) else ()
 
 
 @torch.no_grad()
@@ -462,30 +292,6 @@ def quantize_experts(module: nn.Module, kind: str) -> None:
             if _fits(f"{name}.{own}", weight.shape[1 if is_transposed else 2], kind):
                 small = list(_quantized_each(weight.data, kind, is_transposed))
                 weight.quantized_experts = small
-
-
-def has_quantized_layers(module: Any) -> bool:
-    """Whether anything but embedding and head of a causal language model is quantized."""
-    outer = (module.get_input_embeddings(), module.get_output_embeddings())
-    shared = {id(part.weight) for part in outer if part is not None}
-    return any(
-        id(p) not in shared and (attached(p) or quantized_experts(p)) for p in module.parameters()
-    )
-
-
-def told_of_weights(module: nn.Module) -> tuple[str, int]:
-    """The formats of all quantized weights of `module`, in words, and their bytes."""
-    stored: dict[int, QuantizedWeight] = {}  # one for what is tied
-    for parameter in module.parameters():
-        own = [attached(parameter), *(quantized_experts(parameter) or ())]
-        stored |= {id(weight): weight for weight in own if weight is not None}
-    kinds = sorted({weight.kind for weight in stored.values()})
-    return ", ".join(kinds), sum(weight.data.numel() for weight in stored.values())
-
-
-def quantized_experts(parameter: Tensor) -> list[QuantizedWeight] | None:
-    """The weights [out, in] of each expert in few bits, if they were rounded to these."""
-    return getattr(parameter, "quantized_experts", None)
 
 
 def _quantized_each(weight: Tensor, kind: str, is_transposed: bool) -> Iterator[QuantizedWeight]:

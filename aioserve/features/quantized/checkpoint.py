@@ -15,7 +15,7 @@ from aioserve.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioserve.features.quantized.blocks import QuantizedWeight
+    from aioserve.model_source.quantized_weight import QuantizedWeight
 
 # What belongs to activations and the KV cache, which are not rounded here.
 _IGNORED = (

@@ -13,19 +13,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
-from aioserve.features.quantized.blocks import (
+from aioserve.features.quantized.blocks import check_whole_groups
+from aioserve.gpu.tensor_parallel.group import Ranks
+from aioserve.gpu.tensor_parallel.plan import EXPERTS, plan_of, vectors_of
+from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.quantized_weight import (
     QuantizedWeight,
     attach,
     attached,
-    check_whole_groups,
-    format_of,
     quantized_experts,
     stand_in,
     stored_experts,
 )
-from aioserve.gpu.tensor_parallel.group import Ranks
-from aioserve.gpu.tensor_parallel.plan import EXPERTS, plan_of, vectors_of
-from aioserve.model_source.info import ModelInfo
 
 _BY_INPUTS = ("rowwise", "rowwise_split_input", EXPERTS)
 
@@ -216,7 +215,7 @@ def _some_rows(weight: Tensor, own: slice, count: int | None = None) -> nn.Param
     copied = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
     if small is None:
         return nn.Parameter(copied, False)
-    return _standing_in(QuantizedWeight(small.kind, copied), weight.dtype)
+    return _standing_in(QuantizedWeight(small.kind, copied, small.format), weight.dtype)
 
 
 def _some_columns(name: str, weight: Tensor, own: slice) -> nn.Parameter:
@@ -230,9 +229,9 @@ def _some_columns(name: str, weight: Tensor, own: slice) -> nn.Parameter:
 
 def _columns_of_blocks(name: str, small: QuantizedWeight, own: slice) -> QuantizedWeight:
     check_whole_groups(name, small.kind, small.shape[1], own)
-    group, num_bytes, _ = format_of(small.kind)
+    group, num_bytes, _ = small.format
     columns = slice(own.start // group * num_bytes, own.stop // group * num_bytes)
-    return QuantizedWeight(small.kind, _copied(small.data[:, columns]))
+    return QuantizedWeight(small.kind, _copied(small.data[:, columns]), small.format)
 
 
 def _standing_in(small: QuantizedWeight, dtype: torch.dtype) -> nn.Parameter:

@@ -10,9 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from aioserve.features.quantized.blocks import QuantizedWeight
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import ACTIVATIONS, ExpertsStruct, PackedWeight
+from aioserve.model_source.quantized_weight import QuantizedWeight
 from aioserve.runner.cpu.products import BlockLinear, PanelLinear
 from aioserve.runner.fused.ops import (
     ExpertActivation,

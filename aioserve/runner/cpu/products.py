@@ -22,7 +22,7 @@ from aioserve.kernels.structs import BlockPart, PackedWeight, pack_bias, pack_we
 from aioserve.runner.fused.ops import PlainLinear
 
 if TYPE_CHECKING:
-    from aioserve.features.quantized.blocks import Codes, QuantizedWeight
+    from aioserve.model_source.quantized_weight import Codes, QuantizedWeight
 
 #: Takes in a row that need less than a quarter of the memory before it gets smaller; a guess.
 PATIENCE = 1000

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
-from aioserve.features.quantized.blocks import attached, stands_in, unpacked, unpacked_in_turn
 from aioserve.gpu.tensor_parallel.group import Ranks
+from aioserve.model_source.quantized_weight import attached, stands_in, unpacked, unpacked_in_turn
 from aioserve.runner.attention import StepInputs
 from aioserve.runner.fused.decoder import (
     LOGITS_DTYPE,

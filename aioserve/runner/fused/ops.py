@@ -17,7 +17,7 @@ from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, 
 
 if TYPE_CHECKING:
     from aioserve.features.lora.products import LowRankProduct, LowRankTable, Piece
-    from aioserve.features.quantized.blocks import QuantizedWeight
+    from aioserve.model_source.quantized_weight import QuantizedWeight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]

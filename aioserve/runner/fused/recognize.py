@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aioserve.features.quantized.blocks import QuantizedWeight, quantized_experts
+from aioserve.model_source.quantized_weight import QuantizedWeight, quantized_experts
 from aioserve.runner.fused.ops import (
     Activation,
     AttentionLayer,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aioserve.errors import ConfigError
-from aioserve.features.quantized.blocks import (
+from aioserve.model_source.quantized_weight import (
     attached,
     quantized_experts,
     stands_in,

@@ -10,13 +10,13 @@ import torch
 
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig
-from aioserve.features.quantized.blocks import (
-    FORMATS,
+from aioserve.features.quantized.blocks import FORMATS
+from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.quantized_weight import (
     quantized_experts,
     stored_experts,
     unpacked_in_turn,
 )
-from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cpu.products import BlockLinear

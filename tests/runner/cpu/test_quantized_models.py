@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
+from aioserve.features.gguf.file import GgufFile
 from aioserve.features.quantized.blocks import FORMATS, quantize
 from aioserve.kernels import load_kernels
-from aioserve.model_source import GgufFile
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.fused import WholeDecoder

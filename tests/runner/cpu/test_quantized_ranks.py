@@ -16,9 +16,10 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import RunnerConfig
 from aioserve.errors import ConfigError
+from aioserve.features.gguf.file import GgufFile
 from aioserve.features.quantized.blocks import FORMATS
 from aioserve.gpu.tensor_parallel.shard import check_groups
-from aioserve.model_source import Directory, GgufFile
+from aioserve.model_source.directory import Directory
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.load import load_on_cpu
 from tests.gguf_models import write_gguf
