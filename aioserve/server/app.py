@@ -19,7 +19,6 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.engine.builder import check_policies
 from aioserve.errors import ConfigError
-from aioserve.features.multimodal.bodies import IMAGES, ImageLoader
 from aioserve.server.access.access import ACCESS, Access, MainAccess
 from aioserve.server.access.connections import Connections, Site, allow_connections, tell_connection
 from aioserve.server.access.gate import check_key
@@ -32,6 +31,7 @@ from aioserve.server.access.origins import (
     tell_origin,
 )
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, check_formats, say_format
+from aioserve.server.images import IMAGES, Images
 from aioserve.server.loading import Loading, answering_while_loading
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts
 from aioserve.server.middleware import (
@@ -106,7 +106,7 @@ def build_app(
     app[RUNNING] = running or RunningResponses(engine)
     app[HTTP_COUNTS] = counts or HttpCounts()
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
-    app[IMAGES] = ImageLoader(engine.config.images)
+    app[IMAGES] = Images(engine.config.images)
     app.on_cleanup.append(lambda _: app[IMAGES].close())
     server = engine.config.server
     app[CHAT_FORMAT] = ChatFormat(

@@ -18,7 +18,6 @@ from aiohttp import hdrs, web
 
 from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
-from aioserve.features.multimodal.bodies import Shown
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import SamplingParams
 from aioserve.server.access.gate import allowed_fields, entered, estimated_tokens, owner_of
@@ -26,6 +25,7 @@ from aioserve.server.access.keys import Claim, Leave
 from aioserve.server.body import BodyDecoder, check_stream_options, decode_body
 from aioserve.server.errors import to_wire
 from aioserve.server.fields import log_passed_over
+from aioserve.server.images import Shown
 from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
 from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id

@@ -12,12 +12,12 @@ from aiohttp import web
 
 from aioserve.engine import Conversation, Prompt
 from aioserve.errors import EngineDeadError, RequestError
-from aioserve.features.multimodal.bodies import IMAGES, ImageParts
 from aioserve.server.access.gate import entered
 from aioserve.server.body import BodyDecoder, decode_body
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, ToolEntry
 from aioserve.server.chat.tools import chat_tool_use
+from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.openapi import NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import Int, ModelRequest
 from aioserve.server.running import ENGINE
@@ -69,7 +69,7 @@ async def preparing(request: web.Request, images: ImageParts) -> AsyncIterator[N
     """Inside the block images are brought and prepared, though for no tokens: like a request's,
     they count for its key, and for the queue. Raises `EngineOverloadedError`.
     """
-    if not images.sources:
+    if not images:
         yield
         return
     async with entered(request), request.app[ENGINE].arriving():

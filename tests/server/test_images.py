@@ -11,7 +11,7 @@ from aioserve.config import ImageConfig
 from aioserve.engine import Conversation
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.features.multimodal import MultimodalPrompt, fetching
-from aioserve.features.multimodal.bodies import ImageLoader, ImageParts, joined
+from aioserve.server.images import ImageParts, Images, joined
 from tests.multimodal.pictures import bomb, data_url, encoded, picture
 from tests.processes import PATIENCE
 from tests.server.bad_bodies import check
@@ -207,7 +207,7 @@ def make_loader():
 
     async def bring(*urls, **settings):
         config = ImageConfig(**settings)
-        images, loader = ImageParts(config, ""), ImageLoader(config)
+        images, loader = ImageParts(config, ""), Images(config)
         try:
             for i, url in enumerate(urls):
                 assert images.add(f"part {i}", url) == {"type": "image"}
@@ -270,7 +270,7 @@ async def test_limits_hold_for_all_images_of_a_request(make_loader):
 
 async def test_images_that_wait_are_bounded_in_memory_until_nobody_has_them():
     config = ImageConfig(image_memory_gib=1e-6)
-    loader = ImageLoader(config)
+    loader = Images(config)
 
     async def show():
         images = ImageParts(config, "")
@@ -314,7 +314,7 @@ async def test_slow_urls_of_one_request_leave_room_for_another(monkeypatch):
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host = f"http://127.0.0.1:{runner.addresses[0][1]}"
     config = ImageConfig(image_urls=True, image_timeout=10)
-    loader = ImageLoader(config)
+    loader = Images(config)
 
     def parts(*paths):
         images = ImageParts(config, "")

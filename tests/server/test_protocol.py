@@ -9,13 +9,13 @@ from aioserve.apis.anthropic import messages
 from aioserve.apis.responses import routes as responses
 from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
-from aioserve.features.multimodal.bodies import ImageParts
 from aioserve.params import SamplingParams
 from aioserve.server.body import BodyDecoder
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage
 from aioserve.server.chat.routes import sampling_params
 from aioserve.server.fields import GENERATING
+from aioserve.server.images import ImageParts
 from aioserve.server.protocol import SHARED_SAMPLING_FIELDS, CompletionRequest
 
 COMPLETION = BodyDecoder(CompletionRequest, "completions")

@@ -41,7 +41,6 @@ from aioserve.apis.anthropic.protocol import (
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.features.formats import Arguments, Call, Content, Event, Reasoning
-from aioserve.features.multimodal.bodies import IMAGES, ImageParts
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.body import BodyDecoder, decode_body
 from aioserve.server.chat.chat_format import CHAT_FORMAT
@@ -50,6 +49,7 @@ from aioserve.server.chat.tools import ToolUse, bind_off_loop, blame
 from aioserve.server.errors import to_wire
 from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import Answer, respond, typed_event
+from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import Usage

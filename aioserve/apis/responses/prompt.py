@@ -17,7 +17,12 @@ from aioserve.apis.responses.protocol import (
     ResponsesRequest,
 )
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.features.multimodal.bodies import (
+from aioserve.server.body import convert_part, refuse_all_but
+from aioserve.server.chat.messages import template_call
+from aioserve.server.chat.protocol import FunctionDefinition
+from aioserve.server.chat.tools import Names, ToolUse, tool_use
+from aioserve.server.fields import is_vendors
+from aioserve.server.images import (
     Content,
     ImageParts,
     Part,
@@ -25,11 +30,6 @@ from aioserve.features.multimodal.bodies import (
     joined,
     text_part,
 )
-from aioserve.server.body import convert_part, refuse_all_but
-from aioserve.server.chat.messages import template_call
-from aioserve.server.chat.protocol import FunctionDefinition
-from aioserve.server.chat.tools import Names, ToolUse, tool_use
-from aioserve.server.fields import is_vendors
 
 Turn = dict[str, Any]
 

@@ -31,7 +31,6 @@ from aioserve.apis.responses.protocol import (
 )
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError, RequestIdInUseError
-from aioserve.features.multimodal.bodies import IMAGES, ImageParts
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import BodyDecoder, decode_body, decode_query
 from aioserve.server.chat.chat_format import CHAT_FORMAT
@@ -40,6 +39,7 @@ from aioserve.server.chat.tools import ToolUse, bind_off_loop, blame
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import respond
+from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import RequestPart
 from aioserve.server.running import CHAIN, ENGINE, RESPONSES, Kept

@@ -12,14 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from aiohttp import web
-
 from aioserve.config import ImageConfig
-from aioserve.engine import Conversation, EngineClient, Prompt
+from aioserve.engine import Conversation, Prompt
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.features.multimodal import MultimodalPrompt, Video
 from aioserve.features.multimodal.decoding import MEDIA_TYPES, EncodedImage, Header, decode_base64
 from aioserve.features.multimodal.fetching import AT_ONCE_FOR_REQUEST, ImageFetcher
+from aioserve.server.images import Part
 
 
 class Allowance:
@@ -89,36 +88,10 @@ def read_frames(frames: str, name: str) -> Sequence[EncodedImage]:
     return found
 
 
-Part = dict[str, Any]  # of a message, as chat templates know it
-Content = str | list[Part]
-
 T = TypeVar("T")
 
 # What the engine calls them.
 _BY_ENGINE = re.compile(r"(image|video)s\[(\d+)\]")
-
-
-def text_part(text: str) -> Part:
-    return {"type": "text", "text": text}
-
-
-def content_of(parts: Sequence[Part]) -> Content:
-    """Text where there is no image: all templates know that."""
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return list(parts)
-
-
-def joined(first: Content, second: Content) -> Content:
-    """Of two messages: a line each where a text meets a text."""
-    if isinstance(first, str) and isinstance(second, str):
-        return "\n".join(filter(None, (first, second)))
-    before, after = (
-        [text_part(content)] * bool(content) if isinstance(content, str) else content
-        for content in (first, second)
-    )
-    is_text = bool(before) and bool(after) and before[-1]["type"] == after[0]["type"] == "text"
-    return [*before, *([text_part("\n")] * is_text), *after]
 
 
 class _Source(NamedTuple):
@@ -129,7 +102,7 @@ class _Source(NamedTuple):
     fps: float | None = None  # frames per second of a video
 
 
-class ImageParts:
+class BodyMedia:
     """The images and videos of one body, in the order in which its prompt shows them."""
 
     def __init__(self, config: ImageConfig, refusal: str, no_videos: str = "") -> None:
@@ -140,11 +113,6 @@ class ImageParts:
         self._config = config
         self._refusals = {"image": refusal, "video": no_videos}
         self._num_frames = 0  # of all videos
-
-    @classmethod
-    def of(cls, engine: EngineClient) -> "ImageParts":
-        """An empty list of such parts, with the limits of this engine."""
-        return cls(engine.config.images, engine.refuses_images, engine.media.refuses_videos)
 
     def add(self, path: str, url: str) -> Part:
         """The image that is at `url`, or in it. Raises `RequestError` that names `path`."""
@@ -192,21 +160,16 @@ class ImageParts:
         self.sources.append(_Source(path, None, frames, "video", fps))
         return {"type": "video"}
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """What the engine says of an image inside the block, the part's own name says."""
-        try:
-            yield
-        except RequestError as error:
-            found = _BY_ENGINE.fullmatch(error.param or "")
-            kind, i = (found[1], int(found[2])) if found is not None else ("", 0)
-            paths = [source.path for source in self.sources if source.kind == kind]
-            if found is not None and i < len(paths):
-                path = paths[i]
-                message = str(error).replace(found[0], path)
-                error.args = (message if path in message else f"{path}: {message}",)
-                error.param = path
-            raise
+    def rename(self, error: RequestError) -> None:
+        """Let an error of the engine name the part of the body, where it names an image."""
+        found = _BY_ENGINE.fullmatch(error.param or "")
+        kind, i = (found[1], int(found[2])) if found is not None else ("", 0)
+        paths = [source.path for source in self.sources if source.kind == kind]
+        if found is not None and i < len(paths):
+            path = paths[i]
+            message = str(error).replace(found[0], path)
+            error.args = (message if path in message else f"{path}: {message}",)
+            error.param = path
 
     def _check_type(self, path: str, media_type: str) -> None:
         if media_type not in MEDIA_TYPES:
@@ -231,21 +194,6 @@ class ImageParts:
         return {"type": "image"}
 
 
-class Shown(NamedTuple):
-    """A conversation whose images are to be brought."""
-
-    loader: "ImageLoader"
-    conversation: Conversation
-    images: ImageParts
-
-    async def bring(self, engine: EngineClient) -> Prompt:
-        """As `ImageLoader.show`. Counts as a request that waits: raises `EngineOverloadedError`
-        before any image is fetched or decoded.
-        """
-        async with engine.arriving():
-            return await self.loader.show(self.conversation, self.images)
-
-
 class ImageLoader:
     """Brings them. Of one event loop, to be closed at its end."""
 
@@ -256,13 +204,11 @@ class ImageLoader:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-images")
         self._num_bytes = 0  # of images as they were sent, until no request has them
 
-    async def show(self, conversation: Conversation, images: ImageParts) -> Prompt:
+    async def show(self, conversation: Conversation, images: BodyMedia) -> Prompt:
         """The conversation with its images, whose headers are known to be good and within limits.
         Raises `RequestError` that names the part, `EngineOverloadedError` if others' take too much.
         """
         sources = images.sources
-        if not sources:
-            return conversation
         limit = self._config.image_memory_gib * 2**30
         if self._num_bytes > limit:
             raise EngineOverloadedError(
@@ -288,10 +234,6 @@ class ImageLoader:
         images.sources = [source._replace(base64="") for source in sources]  # only paths are left
         in_order = ([own[i] for i in range(len(own))] for own in brought.values())
         return MultimodalPrompt(conversation, *in_order)
-
-    def shown(self, conversation: Conversation, images: ImageParts) -> Conversation | Shown:
-        """What `show` would make of it, to be brought when its request may run."""
-        return Shown(self, conversation, images) if images.sources else conversation
 
     async def close(self) -> None:
         """Stop fetching images and end the thread."""
@@ -330,9 +272,6 @@ class ImageLoader:
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
-
-
-IMAGES = web.AppKey("IMAGES", ImageLoader)
 
 
 @contextmanager

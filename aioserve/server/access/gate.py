@@ -14,7 +14,6 @@ from aiohttp.typedefs import Handler
 
 from aioserve.engine.prompt import Conversation
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
-from aioserve.features.multimodal.bodies import Shown
 from aioserve.request import (
     MAX_HINTS,
     PREDICTED_OUTPUT_TOKENS,
@@ -29,6 +28,7 @@ from aioserve.server.access.access import ACCESS
 from aioserve.server.access.keys import ONE, Claim, Key, Leave
 from aioserve.server.access.origins import check_page, is_near
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, style_of
+from aioserve.server.images import Shown
 from aioserve.server.running import CHAIN, ENGINE, KEY, NEEDS, OWN_HINTS
 
 BYTES_PER_TOKEN = 4  # of text; a guess, which holds until the prompt is tokenized

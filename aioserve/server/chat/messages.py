@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.features.multimodal.bodies import Content, ImageParts, Part, content_of, text_part
 from aioserve.server.body import refuse_all_but
 from aioserve.server.chat.protocol import SHOWN, ChatMessage
+from aioserve.server.images import Content, ImageParts, Part, content_of, text_part
 
 # What a message may hold besides role and content, by its role.
 _SERVED = {

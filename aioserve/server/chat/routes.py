@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
-from aioserve.features.multimodal.bodies import IMAGES, ImageParts
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import MAX_LOGPROBS, NO_DEFAULTS, SamplingDefaults, SamplingParams
 from aioserve.server.body import BodyDecoder
@@ -39,6 +38,7 @@ from aioserve.server.chat.tools import (
 )
 from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import Reply, event, read_body, respond
+from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
 from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import ChatLogprobs, ErrorResponse, PromptLogprobs, Usage

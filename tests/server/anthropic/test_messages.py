@@ -11,7 +11,7 @@ import pytest
 from aioserve.apis.anthropic.prompt import template_messages, tools_of
 from aioserve.apis.anthropic.protocol import CountTokensRequest
 from aioserve.config import EngineConfig, ImageConfig, RunnerConfig, ServerConfig
-from aioserve.features.multimodal.bodies import ImageParts
+from aioserve.server.images import ImageParts
 from tests.processes import PATIENCE
 from tests.server.bad_bodies import check, mutations
 from tests.server.raw_client import fail_what_runs

@@ -13,7 +13,7 @@ from aioserve.apis.responses.prompt import template_turns, tools_of
 from aioserve.apis.responses.protocol import InputItem, ResponsesRequest
 from aioserve.config import EngineConfig, ImageConfig, RunnerConfig, ServerConfig
 from aioserve.errors import RequestError
-from aioserve.features.multimodal.bodies import ImageParts
+from aioserve.server.images import ImageParts
 from aioserve.server.running import Kept, ResponseStore
 from tests.server.bad_bodies import check, mutations
 from tests.server.raw_client import fail_what_runs
