@@ -3,21 +3,22 @@
     vllm serve MODEL --scheduler-cls aioserve.vllm.Scheduler \\
         --additional-config '{"aioserve": {"policy": "fair"}}'
 
-No other part of aioserve knows vLLM, which is imported when `Scheduler` is asked for. docs/vllm.md
-says what it needs, and which of vLLM's features it refuses. `foreign` is the other way.
+`Recorder` in its place leaves every decision to vLLM, and writes a decision log of them. No other
+part of aioserve knows vLLM, which is imported when one of the two is asked for. docs/vllm.md says
+what they need, and which of vLLM's features `Scheduler` refuses. `foreign` is the other way.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aioserve.vllm.recorder import Recorder
     from aioserve.vllm.scheduler import Scheduler
 
-__all__ = ["Scheduler"]
+__all__ = ["Recorder", "Scheduler"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Scheduler":
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from aioserve.vllm.scheduler import Scheduler
-
-    return Scheduler
+    return getattr(import_module(f"{__name__}.{name.lower()}"), name)

@@ -34,7 +34,6 @@ from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import PolicyOptions, SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.registry import make_options
 from aioserve.scheduler.table import Timers, check_size
-from aioserve.vllm.observed import Observed
 
 # Before it is imported: a library's warnings of a machine without a card say nothing here. A host
 # that has set a level has its say.
@@ -65,6 +64,8 @@ try:
     from vllm.v1.request import Request as TheirRequest
     from vllm.v1.request import RequestStatus as TheirStatus
     from vllm.v1.structured_output import StructuredOutputManager
+
+    from aioserve.vllm.observed import Observed
 except ImportError as error:
     raise ConfigError(f"the scheduler vllm needs vLLM ({error}): {INSTALL_LINE}") from error
 

@@ -37,8 +37,8 @@ from aioserve.lab.decision_log.records import (
 )
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.delegate import DelegatingScheduler
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.delegate import DelegatingScheduler, innermost
 from aioserve.support.files import begin_log
 from aioserve.support.logs import BackgroundWriter, Gaps
 from aioserve.support.version import __version__
@@ -151,7 +151,7 @@ class RecordingScheduler(DelegatingScheduler):
             time=now,
             version=__version__,
             unix_time=time.time(),
-            scheduler=_plain(config),
+            scheduler=plain_settings(config),
             max_model_len=self._max_model_len,
             num_kv_blocks=self._kv_cache.pool.num_blocks,
             block_size=self._kv_cache.block_size,
@@ -247,7 +247,7 @@ class RecordingScheduler(DelegatingScheduler):
 
     def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
         now, new, error = self._call(lambda: self.live.switch(settings))
-        self._note(lambda: Switched(now, _plain(settings), _text(error)))
+        self._note(lambda: Switched(now, plain_settings(settings), _text(error)))
         self.live = _result(new, error)
         return self
 
@@ -302,7 +302,11 @@ class RecordingScheduler(DelegatingScheduler):
         return self._short.planned(now, output, self._counts(), (took, lag))
 
     def _counts(self) -> tuple[int, int, int]:
-        return *self.live.get_request_counts(), self._kv_cache.pool.num_used_blocks
+        num_used = self._kv_cache.pool.num_used_blocks
+        if not isinstance(innermost(self.live), BaseScheduler):  # the blocks may be its own
+            stats = self.live.make_stats()
+            num_used = num_used if stats is None else stats.num_used_kv_blocks
+        return *self.live.get_request_counts(), num_used
 
 
 def _ended(outputs: dict[int, EngineCoreOutputs]) -> list[tuple[str, str]]:
@@ -314,7 +318,7 @@ def _ended(outputs: dict[int, EngineCoreOutputs]) -> list[tuple[str, str]]:
     ]
 
 
-def _plain(config: SchedulerConfig) -> dict[str, Any]:
+def plain_settings(config: SchedulerConfig) -> dict[str, Any]:
     """The settings without the places of logs, which say nothing about a decision."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return {name: value for name, value in plain.items() if name not in LOG_SETTINGS}

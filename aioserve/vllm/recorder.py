@@ -1,0 +1,264 @@
+"""vLLM's own scheduler, with a decision log of all that it is asked and does.
+
+    vllm serve MODEL --scheduler-cls aioserve.vllm.Recorder \\
+        --additional-config '{"aioserve": {"decision_log": "traffic.log"}}'
+
+What vLLM decides, and what it serves, stays as it is: each call is passed on, and noted afterwards.
+Whatever goes wrong with a note ends the log, with one line that says why, and never a request.
+`replay`, `compare --replay`, `trace` and `calibrate` read such a log on any machine.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput as TheirPlan
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput as TheirResult
+from vllm.v1.request import Request as TheirRequest
+from vllm.v1.request import RequestStatus as TheirStatus
+
+from aioserve.config import SchedulerConfig
+from aioserve.errors import ConfigError
+from aioserve.lab.decision_log.recorder import LogWriter, RecordSink, plain_settings
+from aioserve.lab.decision_log.records import (
+    Added,
+    Closed,
+    Finished,
+    Header,
+    Reset,
+    Shorthand,
+    Updated,
+)
+from aioserve.support.version import __version__
+from aioserve.vllm.observed import Observed
+from aioserve.vllm.requests import STATUSES, to_ours
+from aioserve.vllm.settings import KEY
+
+SETTING = "decision_log"
+
+
+class Recorder:
+    """For `--scheduler-cls`: the scheduler that vLLM would take, watched. What is not watched here
+    is passed on as it is asked.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: Any,
+        block_size: int,
+        **others: Any,
+    ) -> None:
+        """Raises `ConfigError` without a file to write to, or one that cannot be written."""
+        sink = LogWriter(_path(vllm_config))
+        config = copy.copy(vllm_config.scheduler_config)
+        config.scheduler_cls = None  # then it is the one for these settings
+        self.live: Any = config.get_scheduler_cls()(
+            vllm_config=vllm_config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=structured_output_manager,
+            block_size=block_size,
+            **others,
+        )
+        header = make_header(vllm_config, kv_cache_config, block_size)
+        self._notes = Notes(self.live, header, sink)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else vLLM asks its scheduler."""
+        if name == "live":  # it is not there yet
+            raise AttributeError(name)
+        return getattr(self.live, name)
+
+    def add_request(self, request: TheirRequest) -> None:
+        """As vLLM's own; noted once it is accepted."""
+        self.live.add_request(request)
+        self._notes.try_to(self._notes.added, request)
+
+    def schedule(self, throttle_prefills: bool = False) -> TheirPlan:
+        """As vLLM's own; noted if it tells the runner anything."""
+        began = time.monotonic()
+        plan = self.live.schedule(throttle_prefills)
+        self._notes.try_to(self._notes.planned, plan, began)
+        return plan
+
+    def update_from_output(
+        self, scheduler_output: TheirPlan, model_runner_output: TheirResult
+    ) -> Any:
+        """As vLLM's own; noted if the step had tokens."""
+        began = time.monotonic()
+        outputs = self.live.update_from_output(scheduler_output, model_runner_output)
+        self._notes.try_to(
+            self._notes.updated, scheduler_output, model_runner_output, outputs, began
+        )
+        return outputs
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: TheirStatus
+    ) -> Any:
+        """As vLLM's own; noted for the requests that have ended by it."""
+        ended = self.live.finish_requests(request_ids, finished_status)
+        self._notes.try_to(self._notes.finished, ended, finished_status)
+        return ended
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's own; noted if it has forgotten anything."""
+        is_reset: bool = self.live.reset_prefix_cache(*args, **kwargs)
+        self._notes.try_to(self._notes.reset, is_reset)
+        return is_reset
+
+    def shutdown(self) -> None:
+        """As vLLM's own; ends the log."""
+        self.live.shutdown()
+        self._notes.try_to(self._notes.closed)
+
+
+class Notes:
+    """The records of one scheduler of vLLM's. Times are those of `time.monotonic`."""
+
+    def __init__(self, theirs: Any, header: Header, sink: RecordSink) -> None:
+        self._theirs, self._sink = theirs, sink
+        self._observed, self._short = Observed(), Shorthand()
+        self._step_ids: dict[int, int] = {}  # of plans without a result, by the plan's identity
+        self._has_failed = False
+        sink.write(header)
+        sink.flush()
+
+    def try_to(self, note: Callable[..., None], *args: Any) -> None:
+        """Note something, unless that has failed before: what follows would not fit."""
+        if self._has_failed:
+            return
+        try:
+            note(*args)
+        except Exception as error:
+            self._has_failed = True
+            self._sink.fail(error)
+
+    def added(self, theirs: TheirRequest) -> None:
+        now = time.monotonic()
+        request = to_ours(theirs, lambda: now).ours
+        self._observed.add(theirs.request_id, request)
+        self._short.add(request.request_id)
+        self._sink.write(Added(now, request.spec, None))
+
+    def planned(self, plan: TheirPlan, began: float) -> None:
+        if not (plan.num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids):
+            return  # vLLM asks every millisecond while requests wait for something else
+        took = time.monotonic() - began
+        output = self._observed.planned(plan)
+        if output.num_scheduled_tokens:
+            self._step_ids[id(plan)] = output.step_id
+        self._sink.write(self._short.planned(began, output, self._counts(), (took, 0.0)))
+
+    def updated(
+        self, plan: TheirPlan, result: TheirResult, outputs: Mapping[int, Any], began: float
+    ) -> None:
+        step_id = self._step_ids.pop(id(plan), None)
+        if step_id is None:  # the step had no token
+            return
+        took = time.monotonic() - began
+        ended: list[str] = []
+        reasons: list[tuple[int | str, str]] = []
+        for batch in outputs.values():
+            for output in batch.outputs:
+                if output.request_id not in self._observed.requests:
+                    continue
+                request, _ = self._observed.took(output)
+                if (reason := request.status.finish_reason) is not None:
+                    ended.append(request.request_id)
+                    reasons.append((self._short.name(request.request_id), reason.value))
+        sampled = result.sampled_token_ids
+        tokens = [
+            list(sampled[result.req_id_to_index[name]]) if sampled else []
+            for name in plan.num_scheduled_tokens
+        ]
+        self._sink.write(Updated(began, None, step_id, tokens, [], reasons, took))
+        self._forget(ended)
+
+    def finished(self, ended: Iterable[TheirRequest], theirs: TheirStatus) -> None:
+        now, status = time.monotonic(), STATUSES[theirs]
+        names = [r.request_id for r in ended if r.request_id in self._observed.requests]
+        for name in names:
+            self._observed.end(name, status)
+        if names:
+            numbers = self._short.names(names)
+            self._sink.write(Finished(now, numbers, int(status), numbers, None))
+            self._forget(names)
+
+    def reset(self, is_reset: bool) -> None:
+        if is_reset:
+            self._sink.write(Reset(time.monotonic(), True, None))
+
+    def closed(self) -> None:
+        self._sink.write(Closed(time.monotonic()))
+        self._sink.close()
+
+    def _forget(self, names: list[str]) -> None:
+        self._short.forget(names)
+        if not self._observed.requests:
+            self._sink.flush()
+
+    def _counts(self) -> tuple[int, int, int]:
+        stats = self._observed.stats(self._theirs, "vllm")
+        return stats.num_running_reqs, stats.num_waiting_reqs, stats.num_used_kv_blocks
+
+
+def _path(vllm_config: VllmConfig) -> Path:
+    """The file to write to; of several engines of one server, each has its own."""
+    stated = vllm_config.additional_config
+    tree = stated.get(KEY) if isinstance(stated, Mapping) else None
+    path = tree.get(SETTING) if isinstance(tree, Mapping) else None
+    example = f'--additional-config \'{{"{KEY}": {{"{SETTING}": "traffic.log"}}}}\''
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            f"aioserve.vllm.Recorder needs the file that it is to write, as {example}; got "
+            f"{tree!r:.80}"
+        )
+    assert isinstance(tree, Mapping)
+    if others := sorted(set(tree) - {SETTING}):
+        raise ConfigError(
+            f"aioserve.vllm.Recorder leaves every decision to vLLM: of {KEY} it takes "
+            f"{SETTING!r} alone, and not {', '.join(others)} (aioserve.vllm.Scheduler does)"
+        )
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        path = f"{path}.{parallel.data_parallel_rank}"
+    return Path(path)
+
+
+def make_header(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> Header:
+    """The settings of an engine of vLLM's as the first record of a log: with the policy `vllm`,
+    which a replay asks for by that name.
+    """
+    theirs, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    lora = vllm_config.lora_config
+    config = SchedulerConfig(
+        policy="vllm",
+        options={
+            "policy": theirs.policy,
+            "reserve_full_isl": theirs.scheduler_reserve_full_isl,
+            "watermark": theirs.watermark,
+        },
+        max_num_seqs=theirs.max_num_active_seqs or theirs.max_num_seqs,
+        max_num_batched_tokens=theirs.max_num_scheduled_tokens or theirs.max_num_batched_tokens,
+        long_prefill_token_threshold=theirs.long_prefill_token_threshold or None,
+        pipeline_depth=2 if theirs.async_scheduling else 1,
+        **({} if lora is None else {"max_loras": lora.max_loras}),
+    )
+    num_blocks = kv_cache_config.num_blocks - 1  # the first is held by no request
+    return Header(
+        time=time.monotonic(),
+        version=__version__,
+        unix_time=time.time(),
+        scheduler=plain_settings(config),
+        max_model_len=vllm_config.model_config.max_model_len,
+        num_kv_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=bool(cache.enable_prefix_caching),
+        num_watermark_blocks=int(theirs.watermark * kv_cache_config.num_blocks),
+        max_draft_tokens=vllm_config.num_speculative_tokens,
+    )
