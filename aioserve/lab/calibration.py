@@ -14,6 +14,7 @@ import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -333,6 +334,28 @@ def calibrate(measured: Measurements) -> StepTimeModel:
     return msgspec.structs.replace(model, idle_ms=idle_ms, encoder_token_us=encoder_token_us)
 
 
+def fit_logs(paths: Sequence[str]) -> StepTimeModel:
+    """The model that fits the steps of decision logs best: of aioserve's servers, or of vLLM's
+    under `aioserve.vllm.Recorder`, on one machine with one model. Raises `ConfigError`.
+    """
+    from aioserve.lab.decision_log.reader import Chronicle, DecisionLog
+
+    features: list[StepFeatures] = []
+    seconds: list[float] = []
+    for path in paths:
+        log = DecisionLog(path)
+        log.header.check_is_whole()
+        chronicle = Chronicle(log.header)
+        for record in log:
+            if (step := chronicle.feed(record)) is not None:
+                features.append(step.features)
+                seconds.append(step.seconds)
+    names = ", ".join(Path(path).name for path in paths)
+    return fit_step_time(
+        features, seconds, f"fitted to the {len(features)} steps of decision log {names}"
+    )
+
+
 def write_profile(model: StepTimeModel, path: str) -> None:
     """Write a profile as YAML that `--profile` reads. Raises `ConfigError` if the file cannot be
     written.
@@ -457,6 +480,13 @@ def run_calibrate(argv: Sequence[str]) -> int:
         "prompt_tokens, output_tokens, ttft_s and latency_s, one row per request, of a server that "
         "runs prompts in steps of their own (LightLLM, S-LoRA, vLLM without chunked prefill)",
     )
+    parser.add_argument(
+        "--log",
+        nargs="+",
+        metavar="LOG",
+        help="fit to the steps of decision logs instead: of a server with this model on this "
+        "machine, or of vLLM with --scheduler-cls aioserve.vllm.Recorder",
+    )
     add_json(parser)
     args = parser.parse_args(argv)
     overrides = list(args.set)
@@ -464,12 +494,13 @@ def run_calibrate(argv: Sequence[str]) -> int:
         overrides.append(("model.model", args.model))
     if args.output is not None and not args.output.endswith((".yaml", ".yml")):
         raise ConfigError(f"a profile must be a .yaml file, got {args.output}")
-    if args.outcomes is not None:
+    if args.outcomes is not None or args.log is not None:
+        flag = "--log" if args.outcomes is None else "--outcomes"
+        if args.outcomes is not None and args.log is not None:
+            raise ConfigError("--outcomes and --log each fit to files of their own: give one")
         if args.quick or args.config is not None or overrides:
-            raise ConfigError(
-                "--outcomes fits to files: give no model, settings or --quick with it"
-            )
-        model = _fit(args.outcomes)
+            raise ConfigError(f"{flag} fits to files: give no model, settings or --quick with it")
+        model = _fit(args.outcomes) if args.log is None else fit_logs(args.log)
     else:
         config = EngineConfig.load(args.config, overrides)
         with ExitStack() as stack:

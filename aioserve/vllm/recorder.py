@@ -114,7 +114,7 @@ class Recorder:
     def shutdown(self) -> None:
         """As vLLM's own; ends the log."""
         self.live.shutdown()
-        self._notes.try_to(self._notes.closed)
+        self._notes.close()
 
 
 class Notes:
@@ -136,6 +136,7 @@ class Notes:
             note(*args)
         except Exception as error:
             self._has_failed = True
+            self._sink.flush()  # what was noted before is true
             self._sink.fail(error)
 
     def added(self, theirs: TheirRequest) -> None:
@@ -193,8 +194,9 @@ class Notes:
         if is_reset:
             self._sink.write(Reset(time.monotonic(), True, None))
 
-    def closed(self) -> None:
-        self._sink.write(Closed(time.monotonic()))
+    def close(self) -> None:
+        """No more will be noted."""
+        self.try_to(self._sink.write, Closed(time.monotonic()))
         self._sink.close()
 
     def _forget(self, names: list[str]) -> None:

@@ -132,14 +132,20 @@ def _compare(
     header = ("", "recorded", "simulated", "what if")
     print("{:22}{:>14}{:>14}{:>14}".format(*header))
     for measure, real in result.recorded.items():
-        row = (real, result.same[measure], result.other[measure])
-        print(f"{_label(measure):22}" + "".join(f"{value:14.6g}" for value in row))
+        same = "-" if result.same is None else f"{result.same[measure]:.6g}"
+        print(f"{_label(measure):22}{real:14.6g}{same:>14}{result.other[measure]:14.6g}")
     print(legend([_label(measure) for measure in result.recorded]))
     print(f"recorded, simulated: {result.policies}; what if: {name}")
     print(f"step times: {result.step_time.error}")
     errors = _errors(result)
+    if result.same is None:
+        print(
+            f"{result.policies} is the scheduler of another engine, which is not installed here: "
+            "it is not simulated, and how far the simulation is from reality is not known"
+        )
     listed = ", ".join(f"{_label(measure)} {error:+.1%}" for measure, error in errors.items())
-    print(f"simulation against reality: {listed}")
+    if errors:
+        print(f"simulation against reality: {listed}")
     if any(abs(error) > TRUSTED_ERROR for error in errors.values()):
         print(
             "The simulation is off by more than 15%: compare the simulated columns with each other "
@@ -158,6 +164,8 @@ def _label(measure: str) -> str:
 
 def _errors(result: WhatIf) -> dict[str, float]:
     """The errors of the simulation of what was recorded, relative to what was recorded."""
+    if result.same is None:
+        return {}
     return {
         name: result.same[name] / result.recorded[name] - 1
         for name in CHECKED

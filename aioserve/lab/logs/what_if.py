@@ -34,6 +34,7 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_features
+from aioserve.scheduler.registry import FOREIGN
 
 BLOCK = 16  # tokens: what prompts share is found in multiples of this
 
@@ -282,7 +283,7 @@ class WhatIf(NamedTuple):
 
     policies: str  # the recorded ones, in words
     recorded: Measures
-    same: Measures
+    same: Measures | None  # None: the recorded scheduler is another engine's, which is not here
     other: Measures
     step_time: StepTimeModel
     num_refused: int
@@ -297,12 +298,17 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
     log.header.check_is_whole()
     make_config(log.header, policy, settings)  # before the file is read: it may not make sense
     traffic = read_traffic(log)
-    same = make_plan(traffic, None, [])
+    same: Plan | None = None
+    try:
+        same = make_plan(traffic, None, [])
+    except ConfigError:
+        if log.config.policy not in FOREIGN:
+            raise
     other = make_plan(traffic, policy, settings)
     return WhatIf(
         traffic.chronicle.policies,
         measure(traffic.chronicle, traffic.lives),
-        rerun(traffic, same, is_recorded=True),
+        None if same is None else rerun(traffic, same, is_recorded=True),
         rerun(traffic, other),
         traffic.step_time,
         traffic.chronicle.num_refused,

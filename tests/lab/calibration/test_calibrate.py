@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from aioserve.cli.main import main as command
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration import (
@@ -28,6 +29,7 @@ from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.output import StepFeatures
+from tests.lab.traffic import record
 from tests.seeing_models import make_seeing_model
 
 TRUE = StepTimeModel(
@@ -150,3 +152,22 @@ async def test_images_are_shown_to_a_model_that_sees(
 async def test_a_simulated_runner_is_nothing_to_measure() -> None:
     with pytest.raises(ConfigError, match=r"runner\.runner must be 'model'"):
         await measure(EngineConfig(runner=RunnerConfig(runner="simulated")))
+
+
+def test_a_decision_log_gives_a_profile_of_the_machine_that_wrote_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, other, profile = tmp_path / "one.log", tmp_path / "two.log", tmp_path / "mine.yaml"
+    record(log, num_requests=100, policy="chunked_prefill")
+    record(other, num_requests=30, policy="chunked_prefill")
+    assert command(["calibrate", "--log", str(log), str(other), "-o", str(profile)]) == 0
+    found, true = load_profile(str(profile)), load_profile("example")
+    assert found.base_ms == pytest.approx(true.base_ms, rel=0.05)
+    assert found.prefill_token_us == pytest.approx(true.prefill_token_us, rel=0.05)
+    assert found.source.endswith("steps of decision log one.log, two.log")
+    for words, message in (
+        (["--outcomes", "some.csv"], "--outcomes and --log each fit to files of their own"),
+        (["--quick"], "--log fits to files: give no model, settings or --quick"),
+    ):
+        assert command(["calibrate", "--log", str(log), *words]) == 2
+        assert message in capsys.readouterr().err

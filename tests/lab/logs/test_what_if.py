@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioserve.cli.main import main as command
 from aioserve.errors import ConfigError
 from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.recorder import LogWriter
 from aioserve.lab.logs.what_if import make_config, percentile, what_if
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
@@ -59,6 +62,33 @@ def test_switches_of_the_policy_are_simulated_and_named(
     assert other.same == result.same != other.other
     assert command(["replay", str(path), "--set", "scheduler.options.chunk_size=32"]) == 2
     assert "FCFSScheduler" in capsys.readouterr().err  # it has no such option
+
+
+def test_a_log_of_another_engines_scheduler_is_read_where_that_engine_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, result = tmp_path / "theirs.log", tmp_path / "result.json"
+    record(tmp_path / "log", num_requests=80, policy="fcfs")
+    log, writer = DecisionLog(tmp_path / "log"), LogWriter(path)
+    theirs = {**log.header.scheduler, "policy": "vllm"}
+    for entry in (msgspec.structs.replace(log.header, scheduler=theirs), *log):
+        writer.write(entry)
+    writer.close()
+    monkeypatch.setitem(sys.modules, "vllm.config", None)
+    monkeypatch.delitem(sys.modules, "aioserve.vllm.foreign", raising=False)
+    found = what_if(DecisionLog(path), "priority", [])
+    assert found.policies == "vllm"
+    assert found.same is None
+    assert found.other["requests served"] > 0
+    assert command(["replay", str(path), "--policy", "priority"]) == 0
+    out = capsys.readouterr().out
+    assert "vllm is the scheduler of another engine, which is not installed here" in out
+    words = ["compare", "priority", "--replay", str(path), "--json", str(result)]
+    assert command(words) == 0
+    assert json.loads(result.read_bytes())["recorded"]["policies"] == "vllm"
+    assert command(["calibrate", "--log", str(path)]) == 0
+    assert command(["replay", str(path)]) == 2  # its own decisions need that scheduler
+    assert "pip install vllm" in capsys.readouterr().err
 
 
 def test_compare_says_the_same_where_nobody_leaves_and_no_reply_is_asked_back(

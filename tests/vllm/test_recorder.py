@@ -1,0 +1,226 @@
+"""vLLM's own scheduler under aioserve's recorder decides as it does alone, and the log is true."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from aioserve.cli.main import main
+from aioserve.config import ModelConfig
+from aioserve.errors import ConfigError
+from aioserve.lab.decision_log.reader import DecisionLog
+from aioserve.lab.decision_log.records import Finished, Planned
+from aioserve.lab.decision_log.replay import replay
+from aioserve.lab.logs.what_if import measure, read_traffic
+from aioserve.model_source.info import find_model
+from aioserve.testing import SchedulerHarness
+from aioserve.vllm import Recorder
+from aioserve.vllm.foreign import VLLMScheduler
+from tests.processes import PATIENCE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+
+def parts(given: object, depth: int = 1) -> dict[str, Any]:
+    """What vLLM's engine core makes its scheduler of: 12 blocks of 4 tokens, three seats."""
+    harness = SchedulerHarness(
+        VLLMScheduler, num_blocks=12, max_num_seqs=3, max_model_len=40, pipeline_depth=depth
+    )
+    own = harness.scheduler
+    assert isinstance(own, VLLMScheduler)
+    config = own._theirs.vllm_config
+    config.additional_config = given
+    return {
+        "vllm_config": config,
+        "kv_cache_config": own._theirs.kv_cache_config,
+        "structured_output_manager": own._theirs.structured_output_manager,
+        "block_size": 4,
+        "log_stats": True,
+        "hasher": own._hasher,
+    }
+
+
+def a_request(number: int, hasher: Any, **others: Any) -> Request:
+    params = SamplingParams(max_tokens=6 + 5 * number % 11, ignore_eos=True)
+    prompt = [7] * (number % 2 * 9) + [number] * (2 + 3 * number % 7)
+    return Request(f"r{number}", prompt, params, None, block_hasher=hasher, **others)
+
+
+def drive(scheduler: Any, hasher: Any, depth: int = 1, count: int = 24) -> list[Any]:
+    """A request a step, some of which leave; results come `depth` steps later. Returns the plans,
+    as far as a runner is told.
+    """
+    told: list[Any] = []
+    in_flight: deque[Any] = deque()
+    step = 0
+    while step < count or scheduler.has_requests() or in_flight:
+        if step < count:
+            scheduler.add_request(a_request(step, hasher))
+        if step % 7 == 6:
+            scheduler.finish_requests([f"r{step - 3}", "nobody"], RequestStatus.FINISHED_ABORTED)
+        if step == 20:
+            scheduler.reset_prefix_cache()
+        plan = scheduler.schedule()
+        told.append(
+            (
+                dict(plan.num_scheduled_tokens),
+                [(new.req_id, new.block_ids) for new in plan.scheduled_new_reqs],
+                plan.scheduled_cached_reqs.new_block_ids,
+                sorted(plan.preempted_req_ids or ()),
+                sorted(plan.finished_req_ids),
+            )
+        )
+        in_flight.append(plan)
+        while len(in_flight) >= depth or (in_flight and not plan.num_scheduled_tokens):
+            back(scheduler, in_flight.popleft())
+        step += 1
+    return told
+
+
+def back(scheduler: Any, plan: Any) -> None:
+    ids = list(plan.num_scheduled_tokens)
+    sampled = []
+    for request_id in ids:
+        request = scheduler.requests.get(request_id)
+        # With two steps in flight, what a step samples may stand in for a token still to come.
+        is_due = request is not None and not request.is_prefill_chunk
+        sampled.append([len(request_id)] if is_due else [])
+    result = ModelRunnerOutput(ids, {r: row for row, r in enumerate(ids)}, sampled)
+    scheduler.update_from_output(plan, result)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_recorded_scheduler_plans_what_it_plans_alone_and_its_log_replays(
+    depth: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "traffic.log"
+    given = parts({"aioserve": {"decision_log": str(path)}}, depth)
+    hasher = given.pop("hasher")
+    recorder = Recorder(**given)
+    alone = type(recorder.live)(**given)
+    assert drive(recorder, hasher, depth) == drive(alone, hasher, depth)
+    recorder.shutdown()
+    log = DecisionLog(path)
+    records = list(log)
+    assert log.is_complete
+    assert any(isinstance(record, Planned) and record.preempted for record in records)
+    assert any(isinstance(record, Finished) for record in records)
+    result = replay(log)
+    assert result.divergence is None
+    assert result.num_requests == 24
+    assert result.policies == "vllm"
+
+
+def test_a_log_of_vllm_says_when_and_how_long(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.log"
+    given = parts({"aioserve": {"decision_log": str(path)}})
+    hasher = given.pop("hasher")
+    recorder = Recorder(**given)
+    drive(recorder, hasher)
+    recorder.shutdown()
+    traffic = read_traffic(DecisionLog(path))
+    measured = measure(traffic.chronicle, traffic.lives)
+    assert measured["requests served"] >= 20
+    assert measured["TTFT mean ms"] > 0
+    assert [life.prompt.tolist() for life in traffic.lives if life.prompt][1] == [7] * 9 + [1] * 5
+    assert {life.finish_reason for life in traffic.lives} == {"length", "abort"}
+
+
+def test_what_is_not_translated_ends_the_log_and_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "traffic.log"
+    given = parts({"aioserve": {"decision_log": str(path)}})
+    hasher = given.pop("hasher")
+    recorder = Recorder(**given)
+    recorder.add_request(a_request(0, hasher))
+    recorder.add_request(a_request(1, hasher, resumable=True))
+    assert "ends here" in caplog.text
+    assert "streaming input" in caplog.text
+    plan = recorder.schedule()
+    assert set(plan.num_scheduled_tokens) == {"r0", "r1"}
+    back(recorder, plan)
+    recorder.shutdown()
+    assert len(list(DecisionLog(path))) == 1  # the request before
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "needs the file that it is to write"),
+        ({"aioserve": {}}, "needs the file that it is to write"),
+        ({"aioserve": {"decision_log": 7}}, "needs the file that it is to write"),
+        ({"aioserve": {"decision_log": "x", "policy": "fair"}}, "and not policy"),
+        ({"aioserve": {"decision_log": "/nowhere/at/all"}}, "/nowhere/at/all"),
+    ],
+)
+def test_a_recorder_without_a_file_or_with_a_policy_is_refused(given: Any, words: str) -> None:
+    others = parts(given)
+    del others["hasher"]
+    with pytest.raises(ConfigError, match=words):
+        Recorder(**others)
+
+
+SERVE = """
+import json, random, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, path = sys.argv[1:]
+    llm = LLM(
+        model, dtype="float32", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256,
+        block_size=32, num_gpu_blocks_override=24, enforce_eager=True, skip_tokenizer_init=True,
+        scheduler_cls="aioserve.vllm.Recorder",
+        additional_config={"aioserve": {"decision_log": path}},
+    )
+    rng, prompts, params = random.Random(1), [], []
+    for i in range(20):
+        own = rng.choices(range(2048), k=5 + 9 * i % 100)
+        prompts.append({"prompt_token_ids": [5] * (64 * (i % 2)) + own})
+        params.append(SamplingParams(
+            temperature=0, max_tokens=1 + 7 * i % 40, ignore_eos=True, detokenize=False
+        ))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+    llm.llm_engine.engine_core.shutdown()
+"""
+
+
+def test_an_engine_of_vllm_is_recorded_replayed_and_calibrated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, profile = tmp_path / "traffic.log", tmp_path / "mine.yaml"
+    script = tmp_path / "serve.py"
+    script.write_text(SERVE)
+    model = find_model(ModelConfig()).path
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    result = subprocess.run(
+        [sys.executable, script, model, path],
+        env={**os.environ, **quiet, **here},
+        capture_output=True,
+        text=True,
+        timeout=10 * PATIENCE,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    replies = json.loads(result.stdout.strip().splitlines()[-1])
+    log = DecisionLog(path)
+    lives = read_traffic(log).lives
+    recorded = {int(life.request_id.partition("-")[0]): life.tokens.tolist() for life in lives}
+    assert [recorded[i] for i in range(20)] == replies
+    assert replay(log).divergence is None
+    assert main(["compare", "vllm", "fair", "--replay", str(path), "--jobs", "1"]) == 0
+    assert "Recorded is what the server measured under vllm" in capsys.readouterr().out
+    assert main(["calibrate", "--log", str(path), "-o", str(profile)]) == 0
+    assert profile.exists()
