@@ -15,7 +15,7 @@ import msgspec
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import KVConnectorBase
 from aioserve.request import EncoderInput, Request, WaitReason
-from aioserve.support.plugins import Registry
+from aioserve.support.parts import Brought
 
 
 class Resource:
@@ -360,13 +360,7 @@ class LimitOf:
 
 
 #: The kinds of cache that parts bring, by the names of their plans.
-KINDS: Registry[Callable[..., Resource]] = Registry(
-    {
-        "states": "aioserve.features.states.slots:StateSlotPool",
-        "windows": "aioserve.features.states.windows:WindowBlockPool",
-        "encoder": "aioserve.features.multimodal.encoder_cache:EncoderOutputs",
-    }
-)
+KINDS = Brought[Callable[..., Resource]]("caches")
 
 
 def make_resources(

@@ -14,7 +14,7 @@ import msgspec
 
 from aioserve.errors import UNREADABLE, ConfigError, one_line
 from aioserve.params import SamplingDefaults
-from aioserve.support.plugins import Registry
+from aioserve.support.parts import Brought
 
 T = TypeVar("T")
 
@@ -177,9 +177,4 @@ class OpenSource(Protocol):
 
 
 #: The kinds of models on disk that parts bring, beside plain directories.
-KINDS: Registry[OpenSource] = Registry(
-    {
-        "gguf": "aioserve.features.gguf.file:GgufFile",
-        "quantized directory": "aioserve.features.quantized.directory:QuantizedDirectory",
-    }
-)
+KINDS = Brought[OpenSource]("model sources")

@@ -8,7 +8,9 @@ a feature, write it into a folder of its part and give `BRINGS` a line.
 import importlib
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 #: The packages that bring something, in the order in which it is found.
 PARTS = ("aioserve.apis", "aioserve.features", "aioserve.fleet", "aioserve.gpu", "aioserve.lab")
@@ -30,3 +32,20 @@ def load(kind: str, name: Any) -> Any:
     module, _, attribute = brought(kind)[name].partition(":")
     loaded = importlib.import_module(module)
     return getattr(loaded, attribute) if attribute else loaded
+
+
+class Brought(Generic[T]):
+    """What parts bring of one kind, by name, for the place in the core that asks for it, which says
+    by `T` what it asks of each.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __contains__(self, name: object) -> bool:
+        return name in brought(self._kind)
+
+    def __getitem__(self, name: Any) -> T:
+        """What is brought by this name, loaded. Raises as `load` does."""
+        found: T = load(self._kind, name)
+        return found

@@ -1,7 +1,6 @@
-"""Finds what parts and other authors bring: by name, by `package.module:Class`, or by `file.py`.
+"""Finds what other authors write: a class by name, by `package.module:Class`, or by `file.py`.
 
-What parts of aioserve bring to its core is in a `Registry` of the core. What registers itself by
-name are entry points of other packages and files of packages here; the
+What registers itself by name are entry points of other packages and files of packages here; the
 zoo's policies are files of `policies/zoo`. A module that cannot be imported is told with the line
 at fault. Options become a typed struct, by messages that name the option.
 """
@@ -91,26 +90,6 @@ def _shown(filename: str) -> str:
 
 
 T = TypeVar("T")
-
-
-class Registry(Generic[T]):
-    """What parts of aioserve bring to one place of the core, by name: the `package.module:Name` of
-    each, imported when it is first asked for. `T` is what the place asks of all of them.
-    """
-
-    def __init__(self, paths: Mapping[str, str]) -> None:
-        self.paths = dict(paths)
-        self._loaded: dict[str, T] = {}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.paths
-
-    def __getitem__(self, name: str) -> T:
-        """What is registered by that name. Raises `KeyError` if nothing is."""
-        if name not in self._loaded:
-            module, _, attribute = self.paths[name].partition(":")
-            self._loaded[name] = getattr(importlib.import_module(module), attribute)
-        return self._loaded[name]
 
 
 def has_no_dot(spec: str) -> bool:
