@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 #: The most floors that the rooms of the core stand on. It is only ever lowered.
 MAX_FLOORS = 10
 #: Folders that the core does not import: parts may import the core.
-PARTS = ("apis", "features", "fleet", "gpu", "lab", "policies", "testing")
+PARTS = ("apis", "features", "fleet", "gpu", "lab", "policies", "testing", "vllm")
 #: What the core imports of parts all the same, "module part-module" a line. It only shrinks.
 ALLOWED = Path(__file__).with_name("core_imports_parts.txt")
 #: The only module of aioserve that policies know.
