@@ -1,19 +1,22 @@
 """Everything mixed against one server for twenty minutes: is what was taken given back?
 
     python benchmarks/soak.py [--seconds 1200] [--plot docs/soak.svg] [-- MORE FLAGS OF IT]
+    python benchmarks/soak.py -- --speculative-method ngram --api-workers 2     # drafts, workers
 
 The embedded model in float32 with few KV blocks and two adapters, so that requests are preempted
-and refused. Clients stream, leave, ask for schemas, tools, choices, vectors, adapters, send what is
-no body, close half of their connection or reset it; an operator switches policies, pauses, puts the
-server to sleep and empties its cache. Each answer is checked, and greedy ones must have the tokens
-that they had when the server was idle. After each round all is quiet, and the server is looked at:
-resident memory, what tracemalloc counts, descriptors, tasks of the event loop, KV blocks in use.
-The first quarter is warm-up. The last line is JSON.
+and refused. Clients stream, leave, ask for schemas, tools, choices, vectors, adapters, send batches
+and cancel some, send what is no body, close half of their connection or reset it; an operator
+switches policies, pauses, puts the server to sleep and empties its cache. Each answer is checked,
+and greedy ones must have the tokens that they had when the server was idle. After each round all is
+quiet, and the server is looked at: resident memory, what tracemalloc counts, tasks of the event
+loop, KV blocks in use; descriptors and threads, with those of the processes that it has started,
+such as API workers. The first quarter is warm-up. The last line is JSON.
 """
 
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import gc
 import json
 import random
@@ -44,12 +47,15 @@ PATIENCE = 60.0  # seconds after which a request counts as unanswered
 POLICIES = [
     *("fcfs", "priority", "chunked_prefill", "hrrn", "fair"),
     *("deadline", "latency_budget", "mlfq", "prefix_aged"),
+    "aioserve.apis.batches.policy:OfflineScheduler",
 ]
 TEXT = "what news my lord of the king and his brother who is there in this cold night"
 WORDS = TEXT.split()
 CACHED_GRAMMARS = 260  # the server keeps fewer: what is kept is there from the beginning
 # What counts as flat from the end of the warm-up to the end of the run.
 MOST_RESIDENT_MIB, MOST_TRACED_KIB = 16.0, 512.0
+ENDS = ("completed", "failed", "expired", "cancelled")  # of a batch
+BATCH_DAYS = 0.005  # after which a batch and its files are deleted: seven minutes
 IDLE = re.compile(r"^aioserve_(?:num_requests_\w+|kv_cache_used_blocks) (\S+)$", re.MULTILINE)
 
 
@@ -66,6 +72,30 @@ def serve(words: list[str]) -> int:
     return main(words)
 
 
+class MallocInfo(ctypes.Structure):
+    """What glibc's `mallinfo2` fills in, over all arenas."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+def malloc_mib() -> dict[str, float]:
+    """Memory that was asked of malloc, and memory that malloc keeps free; zeros without glibc."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return {"malloc_mib": 0.0, "malloc_free_mib": 0.0}
+    mallinfo.restype = MallocInfo
+    found = mallinfo()
+    return {
+        "malloc_mib": (found.uordblks + found.hblkhd) / 2**20,
+        "malloc_free_mib": found.fordblks / 2**20,
+    }
+
+
 def answer_looks() -> None:
     """Answer each line with what memory holds, until stdin ends."""
     before: tracemalloc.Snapshot | None = None
@@ -74,6 +104,8 @@ def answer_looks() -> None:
         told: dict[str, Any] = {
             "traced_kib": tracemalloc.get_traced_memory()[0] / 1024,
             "tasks": sum(isinstance(it, asyncio.Task) and not it.done() for it in gc.get_objects()),
+            "modules": len(sys.modules),
+            **malloc_mib(),
         }
         if line.strip() == "remember":
             before = tracemalloc.take_snapshot()
@@ -84,15 +116,19 @@ def answer_looks() -> None:
 
 
 class Look(NamedTuple):
-    """What the server holds while there is no request."""
+    """What the server holds while there is no request: its own process, if nothing else is said."""
 
     at: float
     resident_mib: float
+    others_mib: float  # resident memory of the processes that it has started
+    malloc_mib: float
+    malloc_free_mib: float  # free for malloc, and some of it resident
+    modules: int  # that Python has imported
     traced_kib: float
-    descriptors: int
+    descriptors: int  # with those of the processes that it has started
     tasks: int
     blocks: float
-    threads: int
+    threads: int  # with those of the processes that it has started
 
 
 class Server:
@@ -121,9 +157,9 @@ class Server:
         told: dict[str, Any] = json.loads(await asyncio.to_thread(stdout.readline))
         return told
 
-    async def look(self, since: float, first: Look | None = None) -> Look:
-        """When all is quiet, and no more is held than at `first`, the look after a first round; or
-        after our patience.
+    async def look(self, since: float, last: Look | None = None) -> Look:
+        """When all is quiet, and no more is held than at `last`, the look before; or after our
+        patience.
         """
         give_up = time.monotonic() + PATIENCE
         seen = psutil.Process(self.started.pid)
@@ -134,15 +170,21 @@ class Server:
             is_over = time.monotonic() > give_up
             if any(counts) and not is_over:
                 continue
-            told, descriptors = await self.tell("look"), seen.num_fds()
-            is_more = first and (descriptors > first.descriptors or told["tasks"] > first.tasks)
+            told, processes = await self.tell("look"), [seen, *seen.children(recursive=True)]
+            descriptors = sum(process.num_fds() for process in processes)
+            is_more = last and (descriptors > last.descriptors or told["tasks"] > last.tasks)
             if is_over or not is_more:
                 break
         self.check(not any(counts), f"still held after {PATIENCE:.0f} s of quiet: {counts}")
-        at, resident = time.perf_counter() - since, seen.memory_info().rss / 2**20
-        threads = seen.num_threads()
+        own, *others = (process.memory_info().rss / 2**20 for process in processes)
         return Look(
-            at, resident, told["traced_kib"], descriptors, told["tasks"], counts[-1], threads
+            at=time.perf_counter() - since,
+            resident_mib=own,
+            others_mib=sum(others),
+            descriptors=descriptors,
+            blocks=counts[-1],
+            threads=sum(process.num_threads() for process in processes),
+            **told,
         )
 
     def check(self, is_right: bool, what: str) -> None:
@@ -299,6 +341,85 @@ class Client:
         await self.post("/v1/embeddings", {"input": inputs})
         await self.post("/tokenize", {"prompt": inputs[0]})
 
+    async def batch(self) -> None:
+        """A file of lines, run to its end or cancelled: every line is answered once."""
+        path = self.random.choice(("/v1/completions", "/v1/chat/completions", "/v1/embeddings"))
+        bodies = [self.line(path) for _ in range(self.random.randrange(1, 12))]
+        lines = [
+            {"custom_id": str(number), "method": "POST", "url": path, "body": body}
+            for number, body in enumerate(bodies)
+        ]
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", "\n".join(map(json.dumps, lines)), filename="lines.jsonl")
+        file = await self.ask("POST", "/v1/files", data=form)
+        wanted = {"input_file_id": file["id"], "endpoint": path, "completion_window": "1h"}
+        batch = await self.ask("POST", "/v1/batches", json=wanted)
+        url = f"/v1/batches/{batch['id']}"
+        if is_cancelled := self.random.random() < 0.3:
+            await asyncio.sleep(self.random.random())
+            await self.post(f"{url}/cancel", {}, 200, 400)
+        give_up = time.monotonic() + PATIENCE
+        while batch["status"] not in ENDS and time.monotonic() < give_up:
+            await asyncio.sleep(0.2)
+            batch = await self.ask("GET", url)
+        is_right = batch["status"] == "completed" or (is_cancelled and batch["status"] in ENDS)
+        self.server.check(is_right, f"{url}: {batch}")
+        made = [batch[name] for name in ("output_file_id", "error_file_id") if batch.get(name)]
+        told = []
+        for file_id in made:
+            async with self.session.get(f"{self.server.url}/v1/files/{file_id}/content") as answer:
+                told += [json.loads(line) for line in (await answer.text()).splitlines()]
+        ids = sorted(int(line["custom_id"]) for line in told)
+        self.server.check(ids == list(range(len(bodies))), f"{url}: lines {ids} of {len(bodies)}")
+        for line in told:
+            self.check_line(url, bodies[int(line["custom_id"])], line, is_cancelled)
+        if self.random.random() < 0.5:  # else the server deletes them
+            for file_id in (file["id"], *made):
+                await self.ask("DELETE", f"/v1/files/{file_id}")
+
+    def line(self, path: str) -> dict[str, Any]:
+        """The body of a line of a batch on that route; some are wrong."""
+        if path == "/v1/embeddings":
+            return {"input": self.prompt()}
+        if path == "/v1/chat/completions":
+            messages = [{"role": "user", "content": self.prompt()}]
+            return {"messages": messages, "max_tokens": self.random.randrange(1, 20)}
+        prompt = self.random.choice(sorted(self.server.replies))
+        return self.random.choice(
+            (
+                {"prompt": prompt, "max_tokens": 24, "temperature": 0},
+                {**self.body(n=2), "timeout": 30},
+                {"prompt": "a", "max_tokens": 9, "structured_outputs": {"choice": ["yes", "no"]}},
+                {"prompt": "a", "top_p": -1},
+                {"prompt": "a", "stream": True},
+            )
+        )
+
+    def check_line(
+        self, url: str, body: dict[str, Any], line: dict[str, Any], is_cancelled: bool
+    ) -> None:
+        """A right line has a reply, a greedy one the known tokens; a wrong one has its error."""
+        if line["response"] is None:
+            is_right = is_cancelled and line["error"]["code"] == "batch_cancelled"
+        elif body.get("stream") or body.get("top_p") == -1:
+            is_right = line["response"]["status_code"] == 400
+        else:
+            # An adapter that is not in memory in time is a 408.
+            is_right = line["response"]["status_code"] in (200, 408 if "timeout" in body else 200)
+            if is_right and body.get("temperature") == 0 and body["prompt"] in self.server.replies:
+                text = line["response"]["body"]["choices"][0]["text"]
+                is_plain = body.keys() == {"prompt", "max_tokens", "temperature"}
+                is_right = not is_plain or text == self.server.replies[body["prompt"]]
+        self.server.check(is_right, f"{url}: {json.dumps(body)[:300]} is answered by {line}")
+
+    async def ask(self, method: str, path: str, **body: Any) -> Any:
+        """The JSON of an answer that has to be 200."""
+        async with self.session.request(method, self.server.url + path, **body) as answer:
+            said = await answer.read()
+        self.server.statuses[answer.status] += 1
+        self.server.check(answer.status == 200, f"{method} {path}: {answer.status} {said!r}")
+        return json.loads(said)
+
     async def aborted(self) -> None:
         """Ended by its id while it runs."""
         body = self.body(request_id=f"mine-{self.random.randrange(10**9)}", max_tokens=400)
@@ -387,7 +508,7 @@ class Client:
         return {
             **{self.stream: 6, self.whole: 4, self.greedy: 3, self.structured: 3, self.chat: 2},
             **{self.bad_body: 2, self.rude: 3, self.aborted: 2, self.responses: 2, self.tools: 1},
-            **{self.messages: 1, self.vectors: 1, self.onlooker: 1},
+            **{self.messages: 1, self.vectors: 1, self.onlooker: 1, self.batch: 1},
         }
 
     async def run(self, until: float) -> None:
@@ -457,7 +578,7 @@ async def run(server: Server, given: argparse.Namespace) -> tuple[list[Look], li
             *(client.run(until) for client in clients),
             Client(server, len(looks)).run_operator(until),
         )
-        looks.append(await server.look(since, looks[1] if looks[1:] else None))
+        looks.append(await server.look(since, looks[-1] if looks[1:] else None))
         print("  ".join(f"{n} {v:,.1f}" for n, v in looks[-1]._asdict().items()), flush=True)
         if given.where and not is_warm and looks[-1].at >= given.seconds / 4:
             is_warm = True
@@ -480,7 +601,7 @@ def judge(looks: list[Look], server: Server, seconds: float) -> dict[str, tuple[
         values = {getattr(look, name) for look in warm}
         return f"{min(values):g} to {max(values):g}"
 
-    resident, traced = grown("resident_mib"), grown("traced_kib")
+    resident, others, traced = grown("resident_mib"), grown("others_mib"), grown("traced_kib")
     descriptors, tasks = grown("descriptors"), grown("tasks")
     blocks = max(look.blocks for look in looks)
     requests = sum(server.asked.values())
@@ -497,6 +618,10 @@ def judge(looks: list[Look], server: Server, seconds: float) -> dict[str, tuple[
             resident < MOST_RESIDENT_MIB,
             f"{resident:+.1f} MiB of {warm[0].resident_mib:.0f}",
         ),
+        f"resident memory of processes beside it: less than {MOST_RESIDENT_MIB:g} MiB more": (
+            others < MOST_RESIDENT_MIB,
+            f"{others:+.1f} MiB of {warm[0].others_mib:.0f}",
+        ),
         f"tracemalloc: less than {MOST_TRACED_KIB:g} KiB more": (
             traced < MOST_TRACED_KIB,
             f"{traced:+.0f} KiB of {warm[0].traced_kib:,.0f}",
@@ -512,6 +637,7 @@ def plot(path: Path, looks: list[Look], seconds: float) -> None:
     """One panel for each of what is looked at."""
     titles = {
         "resident_mib": "resident memory, MiB",
+        "others_mib": "resident memory of processes beside it, MiB",
         "traced_kib": "tracemalloc, KiB",
         "descriptors": "descriptors",
         "tasks": "tasks of the event loop",
@@ -544,6 +670,8 @@ async def main(given: argparse.Namespace) -> int:
         words += ["--num-kv-blocks", "240", "--max-num-seqs", "12", "--max-waiting-requests", "8"]
         words += ["--tool-call-parser", "hermes", "--max-loras", "4", "--max-cpu-loras", "8"]
         words += [it for name in names for it in ("--lora", f"{name}={Path(folder) / name}")]
+        words += ["--batch-dir", str(Path(folder) / "batches")]
+        words += ["--batch-file-days", str(BATCH_DAYS)]
         words += ["--request-log", str(Path(folder) / "requests.jsonl"), *given.flags]
         log = given.log or Path(folder) / "log"
         with log.open("w") as written:
