@@ -1,16 +1,27 @@
-"""The engine: one asyncio task that schedules, and the streams that its callers read."""
+"""The engine: one asyncio task that schedules, and the streams that its callers read.
+
+Its names are imported when they are asked for: the step loop needs none of them.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from aioserve.engine.async_engine import AsyncEngine
-from aioserve.engine.client import EngineClient
-from aioserve.engine.input_processor import Prompt
-from aioserve.engine.prompt import Conversation
-from aioserve.engine.stream import RequestStream
-
 if TYPE_CHECKING:
+    from aioserve.engine.async_engine import AsyncEngine
+    from aioserve.engine.client import EngineClient
+    from aioserve.engine.input_processor import Prompt
+    from aioserve.engine.prompt import Conversation
     from aioserve.engine.snapshot import EngineSnapshot
+    from aioserve.engine.stream import RequestStream
+
+_MODULES = {
+    "AsyncEngine": "async_engine",
+    "Conversation": "prompt",
+    "EngineClient": "client",
+    "EngineSnapshot": "snapshot",
+    "Prompt": "input_processor",
+    "RequestStream": "stream",
+}
 
 __all__ = [
     "AsyncEngine",
@@ -23,6 +34,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "EngineSnapshot":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("aioserve.engine.snapshot").EngineSnapshot
+    return getattr(importlib.import_module(f"aioserve.engine.{_MODULES[name]}"), name)

