@@ -77,6 +77,13 @@ class CallInterrupted(BaseException):
 FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit, CallInterrupted)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust has panicked. pyo3, by which it is called, tells of that by a
+    `BaseException` which no module exports; it ends the call alone.
+    """
+    return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
+
+
 class AioserveError(Exception):
     """Base of all errors raised on purpose."""
 

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import groupby, takewhile
 from typing import Any
 
+from aioserve.errors import is_panic
 from aioserve.support.tokens import REPLACEMENT, spelled_bytes
 
 # Tokens of context kept in front of new ones: decoders look back to decide about a space. A UTF-8
@@ -65,8 +66,7 @@ def _make_decode(tokenizer: Any, skipped: Collection[int]) -> Callable[[list[int
     """The cheapest way to decode with a `transformers` tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        decode = backend.decode
-        return lambda ids: str(decode([i for i in ids if i not in skipped], False))
+        return partial(_decoded, backend.decode, skipped)
     return lambda ids: str(
         tokenizer.decode(
             [i for i in ids if i not in skipped],
@@ -74,6 +74,16 @@ def _make_decode(tokenizer: Any, skipped: Collection[int]) -> Callable[[list[int
             clean_up_tokenization_spaces=False,
         )
     )
+
+
+def _decoded(decode: Callable[..., str], skipped: Collection[int], ids: list[int]) -> str:
+    """Raises `RuntimeError` where the library panics, which is a fault of this text alone."""
+    try:
+        return str(decode([i for i in ids if i not in skipped], False))
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise RuntimeError(f"the tokenizer cannot write tokens: {error}") from error
 
 
 class Detokenizer:

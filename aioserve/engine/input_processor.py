@@ -30,6 +30,8 @@ from aioserve.errors import (
     RequestError,
     RequestFailedError,
     RequestTimeoutError,
+    first_line,
+    is_panic,
 )
 from aioserve.features.multimodal import MultimodalPrompt
 from aioserve.features.multimodal.families import family_of
@@ -300,6 +302,12 @@ class InputProcessor:
         except (UnicodeEncodeError, TypeError) as error:  # which one, depends on the tokenizer
             what = "the prompt" if field == "prompt" else field
             raise RequestError(f"{what} is not valid Unicode: {error}", field) from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            what = "the prompt" if field == "prompt" else field
+            why = first_line(str(error))
+            raise RequestError(f"the tokenizer cannot read {what}: {why}", field) from error
         if self._has_strangers and (stranger := max(ids, default=0)) >= self._vocab_size:
             what = "the prompt" if field == "prompt" else field
             raise RequestError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from aioserve.errors import ConfigError, one_line
+from aioserve.errors import ConfigError, is_panic, one_line
 from aioserve.model_source.source import ModelSource, Rounding, check_file, not_loaded, read_json
 from aioserve.model_source.stated_values import check_config
 from aioserve.params import SamplingDefaults, read_defaults
@@ -348,7 +348,12 @@ def _check(path: Path, kind: str, steps: list[Callable[[str], str]], text: str) 
     made = text * -(-_SAMPLE // len(text))
     most = MAX_GROWTH * len(made)
     for number, step in enumerate(steps, start=1):
-        made = step(made)
+        try:
+            made = step(made)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            return  # it cannot read this text, and a request with such a one is refused
         if len(made) > most:
             raise ConfigError(
                 f"the {kind} of {path} makes more than {MAX_GROWTH} characters of one by its step "

@@ -20,6 +20,7 @@ from aioserve.errors import (
     EngineOverloadedError,
     RequestError,
     UnknownKeyError,
+    is_panic,
 )
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.connections import Connection
@@ -119,13 +120,15 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except ConnectionError:
         raise  # the client has gone: it cannot be told
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if HAS_BEGUN in request:
             raise _cut_off(request, error) from error
         return _answer(request, error)
 
 
-def _answer(request: web.Request, error: Exception) -> web.Response:
+def _answer(request: web.Request, error: BaseException) -> web.Response:
     if isinstance(error, web.HTTPException):
         return _http_error(request, error)
     if isinstance(error, web.RequestPayloadError):
@@ -136,7 +139,7 @@ def _answer(request: web.Request, error: Exception) -> web.Response:
     return _error(request, error)
 
 
-def _cut_off(request: web.Request, error: Exception) -> ConnectionError:
+def _cut_off(request: web.Request, error: BaseException) -> ConnectionError:
     """The answer has begun: another one would be read as a part of it. The connection ends without
     the answer's end, which clients notice.
     """
@@ -178,7 +181,7 @@ def _own_id(request: web.Request) -> str:
     return own_id
 
 
-def _error(request: web.Request, error: Exception) -> web.Response:
+def _error(request: web.Request, error: BaseException) -> web.Response:
     status, body = to_wire(error)
     headers: dict[str, str] = {}
     if isinstance(error, EngineOverloadedError):

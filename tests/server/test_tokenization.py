@@ -3,10 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 
 import aioserve
+from aioserve.features.grammars.tokenizer import SeenTokenizer
 
 EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who's there?"}]
@@ -98,3 +101,27 @@ async def test_what_cannot_be_tokenized_is_refused_by_name(server, path, body, p
     answer = await server.request("POST", path, json=body)
     assert answer.status == (404 if param == "model" else 400)
     assert answer.json()["error"]["param"] == param
+
+
+async def test_a_text_at_which_the_tokenizer_panics_is_refused_in_words(start_server, tmp_path):
+    model = shutil.copytree(EMBEDDED, tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [{**split, "pattern": {"Regex": "(x+x+)+y"}}, tokenizer["pre_tokenizer"]]
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text = "x" * 200
+    asked = {
+        "/tokenize": ({"prompt": text}, "prompt"),
+        "/v1/completions": ({"prompt": text, "max_tokens": 1}, "prompt"),
+        "/v1/embeddings": ({"input": text}, "input"),
+        "/v1/chat/completions": ({"messages": [{"role": "user", "content": text}]}, "messages"),
+    }
+    async with start_server(model={"model": str(model)}) as server:
+        for path, (body, param) in asked.items():
+            answer = await server.request("POST", path, json=body)
+            assert (answer.status, answer.json()["error"]["param"]) == (400, param)
+            assert "retry-limit-in-match" in answer.json()["error"]["message"]
+    backend = Tokenizer.from_file(str(model / "tokenizer.json"))
+    seen = SeenTokenizer(SimpleNamespace(backend_tokenizer=backend), 2048, [1])
+    assert b"".join(seen.tokens[token_id] for token_id in seen(text)).decode() == text

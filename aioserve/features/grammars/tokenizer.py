@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from aioserve.errors import is_panic
 from aioserve.support.tokens import spelled_bytes
 
 if TYPE_CHECKING:
@@ -115,7 +116,12 @@ class SeenTokenizer:
     def _spelled(self, text: str) -> list[int]:
         # The batch call releases the GIL; "fast" skips offsets, which are not read.
         encode = self._encoder.encode_batch_fast
-        ids: list[int] = encode([text], add_special_tokens=False)[0].ids
+        try:
+            ids: list[int] = encode([text], add_special_tokens=False)[0].ids
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            ids = []  # it cannot read this text
         data, size = text.encode(), len(self.tokens)
         if b"".join(self.tokens[i] if i < size else _CONTROL for i in ids) == data:
             return ids
