@@ -1,0 +1,492 @@
+"""What all benchmarks share: the command line, turns and medians, tables, servers, the machine.
+
+A program is a `Program` with one command or several; what a command returns is printed as the last
+line of output, in JSON, with the machine that it was measured on. Whether others use the machine is
+read in /proc, so that needs Linux; shares are in cores: 0.1 is a tenth of one core.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 0.1  # cores; from here on a machine is not called quiet. A guess.
+_TICK = os.sysconf("SC_CLK_TCK")
+
+Args = argparse.Namespace
+K = TypeVar("K", bound=Hashable)
+
+
+# The command line.
+
+
+class Opt(NamedTuple):
+    """An option with more than a default: a type stands for a value that may be left out."""
+
+    default: Any
+    help: str = ""
+    choices: Sequence[Any] | None = None
+
+
+class Program:
+    """A benchmark's command line, made of its docstring and of its commands' options."""
+
+    def __init__(self, doc: str | None) -> None:
+        self._parser = argparse.ArgumentParser(
+            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        self._commands: Any = None
+
+    def command(
+        self, name: str = "", words: Mapping[str, Any] = {}, **options: Any
+    ) -> Callable[[Callable[[Args], Any]], Callable[[Args], Any]]:
+        """Decorate a function, perhaps async, that runs a command, or all there is without a name.
+
+        `words` are positional. A value is a default of its own type, a list where several values
+        may follow, a type where there is no default, False for a switch, or an `Opt`. A word is
+        needed if it is a type. The function returns what is told as JSON, with an exit code behind
+        it if that is not 0, or None.
+        """
+
+        def decorate(run: Callable[[Args], Any]) -> Callable[[Args], Any]:
+            parser = self._parser
+            if name:
+                if self._commands is None:
+                    self._commands = parser.add_subparsers(required=True, metavar="COMMAND")
+                line = (run.__doc__ or "").partition("\n")[0]
+                parser = self._commands.add_parser(name, help=line, description=run.__doc__)
+            parser.set_defaults(run=run)
+            for word, value in words.items():
+                _add(parser, word, value, is_word=True)
+            for option, value in options.items():
+                _add(parser, "--" + option.rstrip("_").replace("_", "-"), value, is_word=False)
+            return run
+
+        return decorate
+
+    def parse(self, words: Sequence[str] | None = None) -> Args:
+        """The options of a command line; `run` is the function of its command."""
+        return self._parser.parse_args(words)
+
+    def main(self) -> None:
+        """Run the command, print what it tells, and exit. SIGTERM ends it as an error would, so
+        that servers end as well.
+        """
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        args = self.parse()
+        before = machine()
+        found = args.run(args)
+        if inspect.iscoroutine(found):
+            found = asyncio.run(found)
+        found, code = found if isinstance(found, tuple) else (found, 0)
+        if found is not None:
+            print(msgspec.json.encode({"machine": before, **found}).decode())  # NaN becomes null
+        sys.exit(code)
+
+
+def _add(parser: argparse.ArgumentParser, name: str, value: Any, *, is_word: bool) -> None:
+    given = value if isinstance(value, Opt) else Opt(value)
+    default, fields = given.default, dict[str, Any]()
+    if default is False:
+        fields["action"] = "store_true"
+    elif isinstance(default, type):
+        fields |= {"type": default, "default": None}
+    elif isinstance(default, Sequence) and not isinstance(default, str):
+        kind = type(default[0]) if default else str
+        fields |= {"type": kind, "default": list(default), "nargs": "*" if is_word else "+"}
+    else:
+        fields |= {"type": type(default), "default": default}
+        if is_word:
+            fields["nargs"] = "?"
+    told = default if default is not False and not isinstance(default, type) else None
+    text = f"{given.help} (default: {_words(told)})" if told is not None else given.help
+    fields["help"] = argparse.SUPPRESS if given.help == argparse.SUPPRESS else text.strip()
+    if given.choices is not None:
+        fields["choices"] = list(given.choices)
+    elif "action" not in fields:
+        fields["metavar"] = name.lstrip("-").upper().replace("-", "_")
+    parser.add_argument(name, **fields)
+
+
+def _words(default: Any) -> str:
+    parts = [default] if isinstance(default, str) or not isinstance(default, Sequence) else default
+    return " ".join(str(part).replace("%", "%%") for part in parts)
+
+
+# Clocks, turns, and what is made of them.
+
+
+class Time(NamedTuple):
+    """Seconds: the median of some runs, and half of the distance between their quartiles."""
+
+    median: float
+    noise: float
+
+
+def taken(run: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
+    """Seconds that one call takes, of the processor's time unless another clock is given."""
+    began = clock()
+    run()
+    return clock() - began
+
+
+def samples(
+    run: Callable[[], object],
+    repeats: int,
+    min_seconds: float = 0.0,
+    at_most: int = 1000,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of each call: at least `repeats` of them, and until they took `min_seconds`."""
+    seconds: list[float] = []
+    while len(seconds) < repeats or (sum(seconds) < min_seconds and len(seconds) < at_most):
+        seconds.append(taken(run, clock))
+    return seconds
+
+
+def summary(seconds: Sequence[float]) -> Time:
+    """Median and noise of at least two values."""
+    low, median, high = statistics.quantiles(seconds, n=4)
+    return Time(median, (high - low) / 2)
+
+
+def timed(run: Callable[[], object], repeats: int = 5, min_seconds: float = 0.2) -> Time:
+    """Median and noise of at least `repeats` calls, after one that does not count."""
+    run()
+    return summary(samples(run, repeats, min_seconds))
+
+
+def turns(names: Sequence[K], rounds: int) -> Iterator[tuple[int, K]]:
+    """Each name in each round, numbered from 0; another name goes first from round to round."""
+    for number in range(rounds):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            yield number, name
+
+
+def by_turns(
+    runs: Mapping[K, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[K, list[float]]:
+    """Seconds of each call in each round, as they take turns."""
+    found: dict[K, list[float]] = {name: [] for name in runs}
+    for _, name in turns(list(runs), rounds):
+        found[name].append(taken(runs[name], clock))
+    return found
+
+
+def ratio(values: Sequence[float], to: Sequence[float]) -> float:
+    """The median over rounds of the ratio within a round; NaN if there is none."""
+    found = [value / base for value, base in zip(values, to, strict=True) if base]
+    return statistics.median(found) if found else math.nan
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each of the rows' numbers."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def percentile(values: Sequence[float], which: float) -> float:
+    """The percentile; NaN of an empty sequence."""
+    place = which / 100 * (len(values) - 1)
+    if not values:
+        return math.nan
+    low, high = (sorted(values)[round_(place)] for round_ in (math.floor, math.ceil))
+    return low + (high - low) * (place - math.floor(place))
+
+
+class Table:
+    """Rows that are printed as they come, and kept in `rows` for the JSON.
+
+    Columns are given by their heads, with the format of a value, `>10.2f`, whose width is that of
+    the head too. What a row has beyond the columns is kept, and not printed; None is "-".
+    """
+
+    def __init__(self, columns: Mapping[str, str], title: str = "") -> None:
+        self.columns, self.rows = columns, list[dict[str, Any]]()
+        if title:
+            print(title)
+        heads = (f"{head:{self._plain(spec)}}" for head, spec in columns.items())
+        print("".join(heads), flush=True)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Print and keep a row."""
+        self.rows.append(dict(row))
+        cells = []
+        for head, spec in self.columns.items():
+            value = row.get(head)
+            if value is None or isinstance(value, str):
+                spec, value = self._plain(spec), "-" if value is None else value
+            cells.append(f"{value:{spec}}")
+        print("".join(cells), flush=True)
+
+    @staticmethod
+    def _plain(spec: str) -> str:
+        """The format of words in a column: its alignment and width."""
+        width = "".join(c for c in spec.rstrip("f%d").partition(".")[0] if c.isdigit())
+        return f"{'<' if spec.startswith('<') else '>'}{width}"
+
+
+# Processes and servers.
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server(NamedTuple):
+    """A server that has answered."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    start_seconds: float  # until it answered
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self.process.pid
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        return "127.0.0.1", int(self.url.rpartition(":")[2])
+
+    def get(self, path: str) -> str:
+        """The body of an answer."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return str(response.read().decode())
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far."""
+        return sum(map(cpu_seconds, tree(self.pid)))
+
+
+@contextlib.contextmanager
+def serving(
+    *words: str | Path,
+    program: Sequence[str | Path] = (sys.executable, "-m", "aioserve", "--port", "{port}"),
+    ready: str = "/ready",
+    log: Path | None = None,
+    port: int | None = None,
+    end: signal.Signals = signal.SIGTERM,
+    patience: float = 600.0,
+    **options: Any,
+) -> Iterator[Server]:
+    """Start a server with more words, yield it when `ready` answers, and stop it and all that it
+    started at the end. Its output goes to `log`. Raises `RuntimeError` if it does not answer.
+    """
+    port = port or free_port()
+    command = [str(word).replace("{port}", str(port)) for word in (*program, *words)]
+    options = {"cwd": ROOT, **options}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        log = log or Path(folder) / "log"
+        output = stack.enter_context(log.open("ab"))
+        began = time.perf_counter()
+        with _sigterm_held_back():  # until what is started will be ended
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, start_new_session=True, **options
+            )
+            stack.callback(stop, process, end)
+        url = f"http://127.0.0.1:{port}"
+        while not answers(url + ready):
+            if process.poll() is not None or time.perf_counter() > began + patience:
+                tail = log.read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"{' '.join(command)} does not serve:\n{tail}")
+            time.sleep(0.02)
+        yield Server(url, process, time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def process(*words: str | Path, **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    """Python with these words, in a process that ends with the block."""
+    with _sigterm_held_back():
+        command = [sys.executable, *map(str, words)]
+        started = subprocess.Popen(command, text=True, **{"cwd": ROOT, **options})
+    try:
+        yield started
+    finally:
+        started.terminate()
+        started.wait()
+
+
+@contextlib.contextmanager
+def _sigterm_held_back() -> Iterator[None]:
+    """A SIGTERM that comes in the block takes effect at its end."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for number in heard:
+            signal.raise_signal(number)
+
+
+def stop(process: "subprocess.Popen[Any]", end: signal.Signals = signal.SIGTERM) -> None:
+    """End the group that the process leads, politely first."""
+    for sign in (end, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+            if sign == end:
+                time.sleep(0.1)  # for its children, which end with it
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers there, and not with an error."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def tree(pid: int) -> set[int]:
+    """The process and all that it and they have started and that still run."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        if fields := _stat(path):
+            children[int(fields[1])].append(int(path.parent.name))
+    found, new = set(), [pid]
+    while new:
+        found.add(pid := new.pop())
+        new += children[pid]
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far; 0 of one that has ended."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    return (int(fields[11]) + int(fields[12])) / _TICK if fields else 0.0
+
+
+def resident_mib(pids: set[int]) -> float:
+    """Resident memory of the processes in MiB; shared pages count once, by their shares (PSS)."""
+    total = 0
+    for pid in pids:
+        for line in _read(Path(f"/proc/{pid}/smaps_rollup")).splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1])
+    return total / 1024
+
+
+# The machine, and whether others use it.
+
+
+class Use(NamedTuple):
+    """What others took of the processor over some time, in cores."""
+
+    others: float  # processes of this machine that are not ours
+    steal: float  # the host gave to other virtual machines
+
+    @property
+    def is_quiet(self) -> bool:
+        """Both are below the limit."""
+        return max(self) < LIMIT
+
+    def __str__(self) -> str:
+        return f"others used {self.others:.2f} cores, {self.steal:.2f} were stolen"
+
+
+class Watch:
+    """Counts from its making on what others use, beside this process and the one of `pid`."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._roots = [os.getpid()] if pid is None else [os.getpid(), pid]
+        self._began, self._own = time.perf_counter(), self._own_seconds()
+        self._busy, self._steal = _machine_seconds()
+
+    def use(self) -> Use:
+        """What others have used since."""
+        busy, steal = _machine_seconds()
+        own = self._own_seconds()
+        seconds = time.perf_counter() - self._began
+        mine = sum(now - self._own.get(pid, 0.0) for pid, now in own.items())
+        return Use(max(0.0, (busy - self._busy - mine) / seconds), (steal - self._steal) / seconds)
+
+    def _own_seconds(self) -> dict[int, float]:
+        found = {}
+        for pid in set().union(*map(tree, self._roots)):
+            if fields := _stat(Path(f"/proc/{pid}/stat")):
+                # Its own time and that of children that have ended.
+                found[pid] = sum(map(int, fields[11:15])) / _TICK
+        return found
+
+
+def wait_until_quiet(most: float, window: float = 2.0) -> Use:
+    """Return once a window of that many seconds is quiet, or after `most` seconds; the last use."""
+    end = time.monotonic() + most
+    while True:
+        watch = Watch()
+        time.sleep(window)
+        use = watch.use()
+        if use.is_quiet or time.monotonic() >= end:
+            return use
+
+
+def cpu_name() -> str:
+    """The processor as the system names it, with its family and model."""
+    text = _read(Path("/proc/cpuinfo"))
+    fields = dict(
+        (key.strip(), value.strip())
+        for key, _, value in (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    )
+    family, model = fields.get("cpu family", "?"), fields.get("model", "?")
+    return f"{fields.get('model name', 'unknown')} (family {family}, model {model})"
+
+
+def revision() -> str:
+    """The commit of this checkout."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores, the load on them now, and the revision that is measured there."""
+    load = round(os.getloadavg()[0], 1)
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "load": load, "revision": revision()}
+
+
+def _machine_seconds() -> tuple[float, float]:
+    """Seconds that all cores have computed, and that were stolen from them. Interrupts are not
+    counted: those of the network are no process's, and mostly ours.
+    """
+    fields = list(map(int, _read(Path("/proc/stat")).split("\n")[0].split()[1:9]))
+    return sum(fields[:3]) / _TICK, fields[7] / _TICK
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields from the state on, behind the name, which may have any sign in it."""
+    return _read(path).rpartition(")")[2].split()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:  # the process has ended
+        return ""
