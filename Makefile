@@ -129,7 +129,7 @@ ifdef PEERS
 else
 	@[ -e models/smollm2.gguf ] || $(BIN)/python -m aioserve fetch smollm2
 	@$(BIN)/python benchmarks/build_peers.py || echo "going on without what is missing"
-	@$(BIN)/python benchmarks/bench_peers.py $(if $(LOADS),--loads $(LOADS)) $(ARGS)
+	@$(BIN)/python benchmarks/peers.py $(if $(LOADS),--loads $(LOADS)) $(ARGS)
 endif
 
 clean:  ## remove .venv, what was built, and caches

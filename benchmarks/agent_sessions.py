@@ -40,7 +40,7 @@ import msgspec
 import numpy as np
 from agent_clients import ChatClients, OpenAIClients, ResponsesClients
 from agent_processes import CodexClients
-from neighbour import is_ready
+from harness import answers
 
 from aioserve.config import EngineConfig
 from aioserve.lab.bench.exchange import Exchange
@@ -121,7 +121,7 @@ def serving(spec: str, log: Path, given: argparse.Namespace) -> Iterator[Server]
         else:
             raise RuntimeError(f"{' '.join(words)} does not start:\n{''.join(told)}")
         threading.Thread(target=process.stderr.read, daemon=True).start()  # or it fills
-        while not is_ready(address[1]):
+        while not answers(address[1] + "/ready"):
             time.sleep(0.2)
         yield Server(spec, address[1])
 

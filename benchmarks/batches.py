@@ -12,21 +12,19 @@ it again, which tells how noisy the machine is. The batch of the last round runs
 every line must be answered once. The aim is a ratio of at most 1.1. The last line is JSON.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import openai
-from neighbour import is_ready
+from harness import Args, Opt, Program, percentile, serving
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.lab.bench.commands import Document, summarize
@@ -47,7 +45,7 @@ TEXT = "what news my lord of the king and his brother who is there in this cold 
 WORDS = TEXT.split()
 
 
-def online(args: argparse.Namespace, seed: int) -> Workload:
+def online(args: Args, seed: int) -> Workload:
     """The online load of one seed, `args.seconds` long."""
     spec = read_spec(find_workload("mixed"))
     arrivals = Poisson(rate=args.rate)
@@ -80,11 +78,10 @@ def gaps_of(requests: list[RequestOutcome]) -> tuple[float, float]:
         for request in requests
         for before, after in zip(request.token_times, request.token_times[1:], strict=False)
     ]
-    cuts = statistics.quantiles(gaps, n=100)
-    return cuts[49], cuts[98]
+    return percentile(gaps, 50), percentile(gaps, 99)
 
 
-def simulated(args: argparse.Namespace) -> dict[str, Any]:
+def simulated(args: Args) -> dict[str, Any]:
     """In virtual time: the policy of batches, the same with the p99 gap as its target, and one that
     does not know lines from other requests.
     """
@@ -124,31 +121,6 @@ def config(policy: str, options: dict[str, Any] | None = None) -> EngineConfig:
     )
 
 
-@contextlib.contextmanager
-def server(args: argparse.Namespace, folder: str) -> Iterator[str]:
-    """Start a server with a folder of batches; yields its URL once it is ready."""
-    import socket
-    import subprocess
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "aioserve", "--port", str(port), "--policy", POLICY]
-    words += ["--batch-dir", folder, "--batch-concurrency", str(args.concurrency)]
-    words += ["--runner", args.runner, "--num-kv-blocks", str(KV_BLOCKS), "--log-level", "warning"]
-    words += ["--threads", "1"] if args.runner == "model" else []
-    url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(words) as process:
-        try:
-            while not is_ready(url):
-                if process.poll() is not None:
-                    raise SystemExit(f"{' '.join(words)} ended with {process.returncode}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
-
-
 def jsonl(number: int) -> bytes:
     """The input file of a batch of `number` lines."""
     rng, lines = random.Random(3), []
@@ -160,10 +132,15 @@ def jsonl(number: int) -> bytes:
     return b"\n".join(lines)
 
 
-def live(args: argparse.Namespace) -> dict[str, Any]:
+def live(args: Args) -> dict[str, Any]:
     """On a server, over HTTP: each round without the batch, with it, and without it again."""
     ratios, noise = [], []
-    with tempfile.TemporaryDirectory() as folder, server(args, folder) as url:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        words = ["--policy", POLICY, "--batch-dir", folder, "--runner", args.runner]
+        words += ["--batch-concurrency", str(args.concurrency), "--num-kv-blocks", str(KV_BLOCKS)]
+        words += ["--threads", "1"] if args.runner == "model" else []
+        url = stack.enter_context(serving(*words)).url
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
         upload = client.files.create(file=("lines.jsonl", jsonl(args.lines)), purpose="batch")
         run(url, online(args, seed=0))  # warm
@@ -244,16 +221,20 @@ def show(what: str, alone: Sequence[float], beside: Sequence[float]) -> None:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--lines", type=int, default=10_000)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=10.0, help="online requests per second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each online load")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("simulated", "live"))
-    parser.add_argument("--runner", choices=("simulated", "model"), default="simulated")
-    args = parser.parse_args()
+program = Program(__doc__)
+
+
+@program.command(
+    lines=10_000,
+    concurrency=32,
+    rate=Opt(10.0, "online requests per second"),
+    seconds=Opt(20.0, "of each online load"),
+    rounds=3,
+    only=Opt(str, choices=("simulated", "live")),
+    runner=Opt("simulated", choices=("simulated", "model")),
+)
+def main(args: Args) -> tuple[dict[str, Any], int]:
+    """Measure on the virtual clock, and live."""
     found: dict[str, Any] = {}
     if args.only != "live":
         found["simulated"] = simulated(args)
@@ -261,9 +242,8 @@ def main() -> int:
         found["live"] = live(args)
     ours = [found["simulated"][POLICY]["ratio"]] if "simulated" in found else []
     ours += [found["live"]["median"]] if "live" in found else []
-    print(json.dumps(found | {"goal": GOAL, "met": max(ours) <= GOAL}))
-    return int(max(ours) > GOAL)
+    return found | {"goal": GOAL, "met": max(ours) <= GOAL}, int(max(ours) > GOAL)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.main()

@@ -21,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,7 +43,7 @@ class Opt(NamedTuple):
 
     default: Any
     help: str = ""
-    choices: Sequence[Any] | None = None
+    choices: Collection[Any] | None = None
 
 
 class Program:

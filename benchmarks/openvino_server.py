@@ -1,4 +1,4 @@
-"""A server around OpenVINO GenAI's continuous batching, for `bench_peers.py`: completions alone.
+"""A server around OpenVINO GenAI's continuous batching, for `peers.py`: completions alone.
 
     .venv/peers/openvino/bin/python benchmarks/openvino_server.py model.gguf --port 8000
 

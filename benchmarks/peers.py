@@ -1,22 +1,47 @@
-"""The same loads on several servers, one after the other: who is faster at what?
+"""Servers of one model side by side, in one run: rounds, in turns, on a machine that is quiet.
 
+    make bench-peers                                   # builds the peers, then runs this
+    python benchmarks/peers.py --rounds 1 --loads W1 W5 --servers ours-Q4_0 llama.cpp-Q4_0
+    python benchmarks/peers.py --write                 # the tables of README.md and docs/
     python benchmarks/peers.py ours=http://127.0.0.1:8000 llama.cpp=http://127.0.0.1:8080
 
-All serve the same model; docs/benchmarks.md says how to start them. Servers take turns within each
-round, with the same new texts. Values are medians of the rounds; ratios are to the first server.
-Each run's tokens per second go to standard error as they come. The last line is JSON.
+In each round every server is started, warmed up, sent all loads and stopped, one after the other;
+the order turns from round to round. One generator sends all loads; in a round all servers get the
+same texts, new to each. Before each server this waits until the machine is quiet, and notes what
+others used of it meanwhile. Results are kept after each server, in `build/bench-peers`: an
+interrupted run of the same revision goes on where it was, and `--fresh` begins anew.
+
+Servers that run already are given as NAME=URL. They take turns within each round; values are
+medians of the rounds, ratios are to the first server. The last line is JSON.
 """
 
-import argparse
 import asyncio
 import math
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
+from build_peers import Peer, servers
+from harness import (
+    ROOT,
+    Args,
+    Opt,
+    Program,
+    Server,
+    Table,
+    Watch,
+    cpu_name,
+    resident_mib,
+    revision,
+    serving,
+    tree,
+    turns,
+    wait_until_quiet,
+)
+from peer_results import Cell, Results, Settings, Visit, begin, show, write
 
 from aioserve.errors import AioserveError
 from aioserve.lab.bench.commands import Document, summarize
@@ -29,6 +54,13 @@ from aioserve.lab.workloads.synthetic import (
     WorkloadSpec,
     generate,
 )
+from aioserve.runner.cpu.machine import default_num_threads
+
+FOLDER = ROOT / "build" / "bench-peers"
+#: Requests of a stream: fewer than of servers that run, so that a round of all takes minutes.
+PER_STREAM = {"W1": 3, "W2": 1, "W3": 1, "W4": 2, "W5": 1}
+ON_DEMAND = {"ik_llama-Q8_0", "ik_llama-Q4_0", "openvino-Q8_0"}  # measured if they are named
+WARM_UP_SEED = 1
 
 
 class Shape(NamedTuple):
@@ -47,6 +79,7 @@ class Shape(NamedTuple):
         return f"{self.streams} streams, {prefix}{self.input_tokens} in / {self.output_tokens} out"
 
 
+WARM_UP = Shape(64, 32, 8, per_stream=1)
 LOADS = {
     "W1": Shape(1, 128, 128, per_stream=4),
     "W2": Shape(16, 256, 128),
@@ -55,13 +88,14 @@ LOADS = {
     "W5": Shape(64, 128, 64),
     "W6": Shape(256, 16, 128),  # meant for a model of 2 million parameters
 }
-COLUMNS: tuple[tuple[str, Callable[[Document], float]], ...] = (
-    ("tokens/s", lambda d: d["totals"]["output_tokens_per_second"]),
-    ("TTFT p50 ms", lambda d: 1e3 * d["durations"]["ttft"]["p50"]),
-    ("TTFT p99 ms", lambda d: 1e3 * d["durations"]["ttft"]["p99"]),
-    ("gap p50 ms", lambda d: 1e3 * d["durations"]["gap"]["p50"]),
-    ("gap p99 ms", lambda d: 1e3 * d["durations"]["gap"]["p99"]),
-)
+COLUMNS: dict[str, Callable[[Document], float]] = {
+    "tokens/s": lambda d: d["totals"]["output_tokens_per_second"],
+    "TTFT p50 ms": lambda d: 1e3 * d["durations"]["ttft"]["p50"],
+    "TTFT p99 ms": lambda d: 1e3 * d["durations"]["ttft"]["p99"],
+    "gap p50 ms": lambda d: 1e3 * d["durations"]["gap"]["p50"],
+    "gap p99 ms": lambda d: 1e3 * d["durations"]["gap"]["p99"],
+}
+RATE = COLUMNS["tokens/s"]
 
 
 def run(url: str, shape: Shape, seed: int, max_seconds: float, warm_up: bool) -> Document:
@@ -87,60 +121,149 @@ def run(url: str, shape: Shape, seed: int, max_seconds: float, warm_up: bool) ->
     return summarize(load)
 
 
-def show(name: str, documents: list[Document], first: float | None) -> dict[str, Any]:
-    """Print a server's line and return its numbers."""
-    row: dict[str, Any] = {
-        label: statistics.median(value(document) for document in documents)
-        for label, value in COLUMNS
-    }
-    rates = [COLUMNS[0][1](document) for document in documents]
-    row["spread"] = max(rates) / min(rates) if min(rates) else math.nan
-    row["ratio"] = row["tokens/s"] / (first or row["tokens/s"] or math.nan)
-    row["notes"] = sorted({note for document in documents for note in document["notes"]})
-    row["errors"] = [error for document in documents for error in document["errors"]]
-    values = "".join(f"{row[label]:13.1f}" for label, _ in COLUMNS)
-    print(f"  {name:24}{values}{row['ratio']:9.2f}{row['spread']:9.2f}", flush=True)
-    for error in row["errors"]:
-        print(f"    {error['count']} x {error['kind']}: {error['example'][:150]}")
-    for note in row["notes"]:
-        print(f"    {note}")
-    return row
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("peers", nargs="+", metavar="NAME=URL")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=["W1", "W2", "W3", "W4", "W5"])
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--max-seconds", type=float, default=300.0, help="of one load")
-    args = parser.parse_args()
+def compare_running(args: Args) -> tuple[dict[str, Any], int]:
+    """Servers that run already, by turns."""
     peers = dict(peer.partition("=")[::2] for peer in args.peers)
     if bad := [name for name, url in peers.items() if not url.startswith("http")]:
-        parser.error(f"expected NAME=URL, got {bad[0]!r}")
+        sys.exit(f"expected NAME=URL, got {bad[0]!r}")
     seed = random.randrange(1 << 40)  # a server that is asked again must not know the texts
     results: dict[str, Any] = {}
     for load in args.loads:
         shape = LOADS[load]
         documents: dict[str, list[Document]] = {name: [] for name in peers}
-        for round_ in range(args.rounds):
-            for name, url in peers.items():
-                found = run(url, shape, seed + 2 * round_, args.max_seconds, warm_up=not round_)
-                documents[name].append(found)
-                rate = COLUMNS[0][1](found)  # a load may take minutes: say that it goes on
-                print(f"{load}, round {round_ + 1}: {name} {rate:.1f}", file=sys.stderr, flush=True)
-        heads = "".join(f"{label:>13}" for label, _ in COLUMNS)
-        print(f"{load}: {shape.words}\n  {'':24}{heads}{'ratio':>9}{'spread':>9}")
-        first = None
-        results[load] = {}
+        for number, name in turns(list(peers), args.rounds):
+            is_first = not documents[name]
+            found = run(peers[name], shape, seed + 2 * number, args.max_seconds, warm_up=is_first)
+            documents[name].append(found)
+            rate = RATE(found)  # a load may take minutes: say that it goes on
+            print(f"{load}, round {number + 1}: {name} {rate:.1f}", file=sys.stderr, flush=True)
+        columns = {"server": "<26", **dict.fromkeys(COLUMNS, "13.1f")}
+        table = Table({**columns, "ratio": "9.2f", "spread": "9.2f"}, f"{load}: {shape.words}")
         for name in peers:
-            row = results[load][name] = show(name, documents[name], first)
-            first = first or row["tokens/s"]
-    print(msgspec.json.encode(results).decode())  # NaN becomes null
-    return int(any(row["errors"] for rows in results.values() for row in rows.values()))
+            table.add({"server": name, **_medians(documents[name], documents[next(iter(peers))])})
+            for error in table.rows[-1]["errors"]:
+                print(f"    {error['count']} x {error['kind']}: {error['example'][:150]}")
+            for note in table.rows[-1]["notes"]:
+                print(f"    {note}")
+        results[load] = {row["server"]: row for row in table.rows}
+    failed = any(row["errors"] for rows in results.values() for row in rows.values())
+    return results, int(failed)
+
+
+def _medians(documents: list[Document], first: list[Document]) -> dict[str, Any]:
+    rates = [RATE(document) for document in documents]
+    return {
+        **{
+            label: statistics.median(value(document) for document in documents)
+            for label, value in COLUMNS.items()
+        },
+        "ratio": statistics.median(rates) / (statistics.median(map(RATE, first)) or math.nan),
+        "spread": max(rates) / min(rates) if min(rates) else math.nan,
+        "notes": sorted({note for document in documents for note in document["notes"]}),
+        "errors": [error for document in documents for error in document["errors"]],
+    }
+
+
+def compare_built(args: Args) -> tuple[None, int]:
+    """Servers that are started here, each alone."""
+    known = {server.key: server for server in servers()}
+    if unknown := set(args.servers) - set(known):
+        sys.exit(f"no server {unknown}; there are {', '.join(known)}")
+    asked = [known[key] for key in args.servers or known if args.servers or key not in ON_DEMAND]
+    for peer in asked:
+        if peer.missing:
+            print(f"{peer.key} is left out: {peer.missing}", file=sys.stderr)
+    asked = [peer for peer in asked if not peer.missing]
+    loads = [load for load in args.loads if load in PER_STREAM]
+    settings = Settings(cpu_name(), default_num_threads(), revision(), PER_STREAM)
+    results = begin(FOLDER, settings, args.fresh)
+    end = time.monotonic() + 60 * args.minutes
+    for number in range(args.rounds):
+        for peer in asked if number % 2 == 0 else reversed(asked):
+            left = [load for load in loads if not results.has(number, peer.key, load)]
+            if left and time.monotonic() < end:
+                results.add(_visit(peer, number, left, args.wait, args.max_seconds))
+    show(results, asked)
+    if args.write:
+        write(results, asked)
+    is_complete = _is_complete(results, args.rounds, asked, loads)
+    if not is_complete:
+        print("Not all was measured: the same command goes on.", file=sys.stderr)
+    return None, int(not is_complete)
+
+
+def _is_complete(results: Results, rounds: int, asked: list[Peer], loads: list[str]) -> bool:
+    return all(
+        results.has(number, peer.key, load)
+        for number in range(rounds)
+        for peer in asked
+        for load in loads
+    )
+
+
+def _visit(peer: Peer, number: int, loads: list[str], wait: float, most: float) -> Visit:
+    """One server in one round."""
+    before = wait_until_quiet(wait)
+    if not before.is_quiet:
+        print(f"Not quiet before {peer.key}: {before}", file=sys.stderr, flush=True)
+    cells: dict[str, Cell] = {}
+    seconds = at_start = at_end = 0.0
+    try:
+        with serving(**peer.options, log=FOLDER / f"{peer.key}.log") as started:
+            run(started.url, WARM_UP, WARM_UP_SEED, most, warm_up=False)
+            at_start = resident_mib(tree(started.pid))
+            for load in loads:
+                cells[load] = _measure(peer, started, number, load, most)
+            seconds, at_end = started.start_seconds, resident_mib(tree(started.pid))
+    except (RuntimeError, AioserveError) as error:
+        print(f"{peer.key}: {error}", file=sys.stderr, flush=True)
+        cells = {load: cells.get(load) or Cell.failed(str(error)) for load in loads}
+    return Visit(number, peer.key, seconds, at_start, at_end, cells)
+
+
+def _measure(peer: Peer, started: Server, number: int, load: str, most: float) -> Cell:
+    """One load. In a round all servers get the same texts, and no two loads begin alike."""
+    shape = LOADS[load]._replace(per_stream=PER_STREAM[load])
+    seed = 1000 * (number + 1) + list(LOADS).index(load)
+    watch = Watch(started.pid)
+    found = run(started.url, shape, seed, most, warm_up=False)
+    use = watch.use()
+    values: dict[str, float | None] = {label: value(found) for label, value in COLUMNS.items()}
+    errors = [f"{error['count']} x {error['kind']}" for error in found["errors"]]
+    if unfinished := found["requests"]["unfinished"]:
+        errors.append(f"cut short with {unfinished} requests unfinished")
+    rate = values["tokens/s"]
+    noise = "" if use.is_quiet else f"  ({use})"
+    print(
+        f"round {number + 1}  {peer.key:20}{load}{rate:9.1f} tokens/s{noise}",
+        *errors,
+        file=sys.stderr,
+        flush=True,
+    )
+    return Cell(values, use.others, use.steal, errors, list(found["notes"]))
+
+
+program = Program(__doc__)
+
+
+@program.command(
+    words={"peers": Opt([], "NAME=URL of servers that run; else those that are built")},
+    servers=Opt([], "keys of servers that are started"),
+    loads=Opt(["W1", "W2", "W3", "W4", "W5"], choices=LOADS),
+    rounds=3,
+    minutes=Opt(60.0, "begin no server after them"),
+    wait=Opt(60.0, "seconds for the machine to rest"),
+    max_seconds=Opt(300.0, "of one load"),
+    fresh=Opt(False, "put what is kept aside"),
+    write=Opt(False, "tables into README.md and docs/"),
+)
+def main(args: Args) -> tuple[dict[str, Any] | None, int]:
+    """Measure servers that run, or start them."""
+    try:
+        return compare_running(args) if args.peers else compare_built(args)
+    except AioserveError as error:  # nobody is there
+        sys.exit(f"peers.py: {error}")
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except AioserveError as error:  # nobody is there
-        sys.exit(f"peers.py: {error}")
+    program.main()

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import gguf
 import msgspec
 import torch
-from peer_servers import PEERS
+from build_peers import PEERS
 from torch import Tensor, nn
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
