@@ -1,0 +1,218 @@
+"""What a step costs in vLLM's scheduler interface: aioserve's scheduler and vLLM's own, in turns.
+
+    python benchmarks/vllm_scheduler.py [--running 64 256 1024] [--policy fair] [--rounds 9]
+
+Both are made as vLLM's engine core makes them, of the same settings, and are given the same
+requests (200 tokens of prompt, 64 of which a fifth of the others share) and the same results,
+without a model. Measured is the processor time of `schedule()` and `update_from_output()`
+together, per step. `steady`: decodes alone. `churn`: every step one in 64 of the running requests
+ends, and as many come, whose `add_request()` is counted. The two take turns of some steps in one
+process, so that what else the machine does falls on both; the ratio is vLLM's time over aioserve's,
+the median of the turns, with the least and the most. Needs vLLM. The last line is JSON.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from aioserve.config import ModelConfig as OurModelConfig
+from aioserve.model_source.info import find_model
+from aioserve.vllm import Scheduler as OurScheduler
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS, SHARED_TOKENS = 200, 64
+LIFE = 64  # steps that a request stays, about, in `churn`
+MAX_MODEL_LEN = 4096
+STEPS_A_TURN = 40
+
+
+class Engine:
+    """One scheduler with what vLLM's engine core does around it, but for the model."""
+
+    def __init__(self, kind: Any, running: int, policy: str, *, is_churn: bool) -> None:
+        self.is_churn, self.num_running = is_churn, running
+        settings = make_settings(running, policy)
+        spec = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32
+        )
+        blocks = KVCacheConfig(
+            num_blocks=settings.cache_config.num_gpu_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        self.scheduler = kind(
+            vllm_config=settings,
+            kv_cache_config=blocks,
+            structured_output_manager=StructuredOutputManager(settings),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        digest = get_hash_fn_by_name(settings.cache_config.prefix_caching_hash_algo)
+        init_none_hash(digest)
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, digest)
+        self._num_made = 0
+        self.num_tokens = 0  # that were given out
+        for _ in range(running):
+            self.scheduler.add_request(self._make())
+        while self.scheduler.get_request_counts() != (running, 0) or self._is_prefilling:
+            self.step()
+
+    _is_prefilling = True
+
+    def _make(self) -> Request:
+        self._num_made += 1
+        number = self._num_made
+        shared = [number % 5] * SHARED_TOKENS
+        own = [(number * 31 + i) % 2048 for i in range(PROMPT_TOKENS - SHARED_TOKENS)]
+        most = LIFE if self.is_churn else MAX_MODEL_LEN - PROMPT_TOKENS
+        # In `churn` those that are there at first end one after the other, not at once.
+        if self.is_churn and number <= self.num_running:
+            most = 1 + number * LIFE // self.num_running
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        return Request(f"r{number}", [*shared, *own], params, None, block_hasher=self._hasher)
+
+    def step(self) -> None:
+        """One step, and as many new requests as have ended in it."""
+        scheduler = self.scheduler
+        plan = scheduler.schedule()
+        rows = list(plan.num_scheduled_tokens)
+        computed = dict(
+            zip(
+                plan.scheduled_cached_reqs.req_ids,
+                plan.scheduled_cached_reqs.num_computed_tokens,
+                strict=True,
+            )
+        )
+        computed.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
+        sampled = [
+            [7] if computed[name] + count >= PROMPT_TOKENS else []
+            for name, count in plan.num_scheduled_tokens.items()
+        ]
+        self._is_prefilling = not all(sampled)
+        result = ModelRunnerOutput(rows, {name: i for i, name in enumerate(rows)}, sampled)
+        num_ended = 0
+        for batch in scheduler.update_from_output(plan, result).values():
+            self.num_tokens += len(batch.outputs)
+            num_ended += sum(output.finish_reason is not None for output in batch.outputs)
+        for _ in range(num_ended):
+            scheduler.add_request(self._make())
+
+    def turn(self, num_steps: int) -> float:
+        """Microseconds of processor time per step, of some steps."""
+        began = time.process_time()
+        for _ in range(num_steps):
+            self.step()
+        return 1e6 * (time.process_time() - began) / num_steps
+
+
+def make_settings(running: int, policy: str) -> VllmConfig:
+    """vLLM's settings, with seats for all, and KV blocks for all of what they may grow to."""
+    model = ModelConfig(
+        model=str(find_model(OurModelConfig()).path), skip_tokenizer_init=True, dtype="float32"
+    )
+    settings = VllmConfig(
+        model_config=model,
+        scheduler_config=SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN,
+            is_encoder_decoder=False,
+            max_num_seqs=running,
+            max_num_batched_tokens=8192,
+            async_scheduling=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        device_config=DeviceConfig(device="cpu"),
+        additional_config={"aioserve": {"policy": policy}},
+    )
+    most = PROMPT_TOKENS + 2000
+    settings.cache_config.num_gpu_blocks = running * (most // BLOCK_SIZE + 1) + 2
+    return settings
+
+
+def loop_cost(running: int, num_steps: int) -> float:
+    """Microseconds per step that this file's own loop takes beside the scheduler, about."""
+    rows = [f"r{i}" for i in range(running)]
+    began = time.process_time()
+    for _ in range(num_steps):
+        computed = dict(zip(rows, range(300, 300 + running), strict=True))
+        sampled = [[7] if computed[name] + 1 >= PROMPT_TOKENS else [] for name in rows]
+        ModelRunnerOutput(list(rows), {name: i for i, name in enumerate(rows)}, sampled)
+    return 1e6 * (time.process_time() - began) / num_steps
+
+
+def measure(running: int, kind: str, policy: str, rounds: int) -> dict[str, Any]:
+    """The medians of both, and the ratio of each turn."""
+    makers: dict[str, Callable[[], Engine]] = {
+        "aioserve": lambda: Engine(OurScheduler, running, policy, is_churn=kind == "churn"),
+        "vllm": lambda: Engine(TheirScheduler, running, policy, is_churn=kind == "churn"),
+    }
+    engines = {name: make() for name, make in makers.items()}
+    gc.collect()
+    gc.freeze()  # as vLLM's engine core does
+    beside = loop_cost(running, STEPS_A_TURN)
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(rounds + 1):
+        if number == 1:
+            for engine in engines.values():
+                engine.num_tokens = 0
+        for name in sorted(engines, reverse=bool(number % 2)):
+            took = engines[name].turn(STEPS_A_TURN) - beside
+            if number:  # the first turn warms up
+                found[name].append(took)
+    gc.unfreeze()
+    ours, theirs = (statistics.median(found[name]) for name in ("aioserve", "vllm"))
+    ratios = [b / a for a, b in zip(found["aioserve"], found["vllm"], strict=True)]
+    return {
+        "running": running,
+        "kind": kind,
+        "aioserve_us": round(ours, 1),
+        "vllm_us": round(theirs, 1),
+        "ratio": round(statistics.median(ratios), 2),
+        "least": round(min(ratios), 2),
+        "most": round(max(ratios), 2),
+        "loop_us": round(beside, 1),
+        "tokens": {name: engine.num_tokens for name, engine in engines.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--kind", nargs="+", default=["steady", "churn"])
+    parser.add_argument("--policy", default="chunked_prefill")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    print(f"microseconds per step of processor time; aioserve under {arguments.policy}")
+    print(f"{'':8}{'running':>8}{'aioserve':>10}{'vLLM':>10}{'ratio':>8}   least .. most")
+    results = []
+    for kind in arguments.kind:
+        for running in arguments.running:
+            row = measure(running, kind, arguments.policy, arguments.rounds)
+            results.append(row)
+            print(
+                f"{kind:8}{running:8}{row['aioserve_us']:10.1f}{row['vllm_us']:10.1f}"
+                f"{row['ratio']:8.2f}   {row['least']:.2f} .. {row['most']:.2f}",
+                flush=True,
+            )
+    print(json.dumps({"policy": arguments.policy, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
