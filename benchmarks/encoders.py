@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from aioserve.config import ModelConfig
+from aioserve.features.multimodal.cpu_encoder_attention import NAME
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
-from aioserve.runner.cpu.encoder_attention import NAME
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.seeing_models import make_seeing_model

@@ -29,7 +29,7 @@ from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSp
 from aioserve.model_source.info import ModelInfo
 from aioserve.request import ENTROPY, check_names, find_function
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import RUNNERS, RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
 from aioserve.support.files import check_writable
@@ -344,17 +344,10 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
                 f"speculation.speculative_method is {method}, but on a CUDA device a step begins "
                 "before what to guess from is known: give --pipeline-depth 1, or --device cpu"
             )
-        if config.runner.tensor_parallel_size > 1:
-            from aioserve.gpu.cuda.sharded_runner import ShardedOverlappedRunner
-
-            return ShardedOverlappedRunner(config, model_info)
-        from aioserve.gpu.cuda.runner import OverlappedRunner
-
-        return OverlappedRunner.on_cuda(config, model_info)
+        is_shared = config.runner.tensor_parallel_size > 1
+        return RUNNERS["cuda ranks" if is_shared else "cuda"](config, model_info)
     if config.runner.tensor_parallel_size > 1:
-        from aioserve.runner.cpu.sharded_runner import ShardedRunner
-
-        return ShardedRunner(config, model_info)
+        return RUNNERS["cpu ranks"](config, model_info)
     from aioserve.runner.cpu.runner import SleepingRunner
 
     return SleepingRunner(config, model_info)

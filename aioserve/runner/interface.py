@@ -1,10 +1,9 @@
 """What the engine needs from a runner, which computes tokens. Free of torch.
 
-Four implementations: `cpu.runner.ThreadedRunner` (the model on the CPU, on a thread of its own),
-`cpu.sharded_runner.ShardedRunner` (the same with other processes), `cuda.runner.OverlappedRunner`
-(the model on a device that computes asynchronously) and `simulated.SimulatedRunner` (a
-step-time model on the loop's clock). Last, the words in which all of them say that a row of logits
-gives no token.
+Two implementations of the core: `cpu.runner.ThreadedRunner` (the model on the CPU, on a thread of
+its own) and `simulated.SimulatedRunner` (a step-time model on the loop's clock); parts bring others
+(`RUNNERS`): the model on a device that computes asynchronously, or shared out over processes. Last,
+the words in which all of them say that a row of logits gives no token.
 """
 
 import asyncio
@@ -18,11 +17,14 @@ from aioserve.errors import ConfigError, place_of
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.support.parts import Brought
 
 if TYPE_CHECKING:
+    from aioserve.config import EngineConfig
     from aioserve.features.grammars import GrammarCompiler
     from aioserve.features.kv_connector import KVConnectorWorker
     from aioserve.features.lora.peft_directory import AdapterFiles
+    from aioserve.model_source.info import ModelInfo
 
 
 class RunnerInterface(ABC):
@@ -106,6 +108,10 @@ class RunnerInterface(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Wait for the step that runs, then give back threads and memory. Idempotent."""
+
+
+#: The runners that parts bring, by where they compute. Raise `ConfigError` for what cannot be.
+RUNNERS: "Brought[Callable[[EngineConfig, ModelInfo], RunnerInterface]]" = Brought("runners")
 
 
 async def load_runner(runner: RunnerInterface) -> RunnerInfo:

@@ -21,9 +21,9 @@ from aioserve.runner.served_model import ServedModel
 if TYPE_CHECKING:  # `model_drafter` brings `transformers`
     from aioserve.features.grammars import GrammarCompiler
     from aioserve.features.spec_decode.model_drafter import Draft, DraftRunner
-    from aioserve.gpu.tensor_parallel.group import Ranks
     from aioserve.kv_cache import WindowSpec
     from aioserve.runner.batch.drafter import Drafter
+    from aioserve.runner.ranks import Ranks
 
 #: Choices of `cache.kv_cache_dtype` besides "auto": the side that serves each, and the type.
 _KV_TYPES = {"int8": ("the CPU", torch.int8), "fp8": ("CUDA", torch.float8_e4m3fn)}

@@ -24,8 +24,6 @@ from aioserve.features.multimodal.families import family_of
 from aioserve.features.multimodal.image_encoder import ImageEncoder
 from aioserve.features.multimodal.vision_language import TextPart, load_parts
 from aioserve.features.states.layers import StatefulLayers
-from aioserve.gpu.tensor_parallel.group import together
-from aioserve.gpu.tensor_parallel.shard import check_groups, shard
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.quantized_weight import attached, has_quantized_layers, told_of_weights
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
@@ -62,6 +60,7 @@ from aioserve.runner.models.own_products import (
     widen_head,
 )
 from aioserve.runner.models.row_by_row import RowByRowModel
+from aioserve.runner.ranks import together
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.support.progress import as_stage
 
@@ -344,13 +343,13 @@ def load_model(
     )
     with quiet_transformers(), together(place.ranks):
         if place.ranks is not None and keeps_blocks and info.source.is_quantized:
-            check_groups(info, place.ranks.size)
+            place.ranks.check_groups(info)
         try:
             module = load(ATTN_IMPLEMENTATION)
         except NoAttentionInterfaceError:
             module = load(None)
         if place.ranks is not None:
-            shard(module, place.ranks, named_dtype(config.dtype))
+            place.ranks.share_out(module, named_dtype(config.dtype))
             module.to(place.device)
     if rounding is not None:
         # What could not be read weight by weight, as `transformers` puts it together of several.

@@ -8,6 +8,7 @@ a feature, write it into a folder of its part and give `BRINGS` a line.
 import importlib
 from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ def load(kind: str, name: Any) -> Any:
     """
     module, _, attribute = brought(kind)[name].partition(":")
     loaded = importlib.import_module(module)
-    return getattr(loaded, attribute) if attribute else loaded
+    return attrgetter(attribute)(loaded) if attribute else loaded
 
 
 class Brought(Generic[T]):

@@ -18,6 +18,8 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.engine import EngineClient
 from aioserve.errors import RunnerDeadError
+from aioserve.gpu.tensor_parallel import cpu_rank
+from aioserve.gpu.tensor_parallel.cpu_runner import ShardedRunner
 from aioserve.gpu.tensor_parallel.plan import check_model
 from aioserve.gpu.tensor_parallel.processes import (
     Answer,
@@ -29,9 +31,7 @@ from aioserve.gpu.tensor_parallel.processes import (
 )
 from aioserve.model_source.directory import Directory
 from aioserve.model_source.info import ModelInfo
-from aioserve.runner.cpu import rank
 from aioserve.runner.cpu.runner import ThreadedRunner
-from aioserve.runner.cpu.sharded_runner import ShardedRunner
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from tests.runner.cuda.fake_device import FakeDevice
@@ -112,7 +112,7 @@ class RankThread:
         try:
             info = ModelInfo(self._start.config.model)
             check_model(self._start.config, info)
-            obey = rank._load(self, self._start, info)  # type: ignore[arg-type]
+            obey = cpu_rank._load(self, self._start, info)  # type: ignore[arg-type]
             self._has_loaded.set()
             while True:
                 obey(self.hear(decode))

@@ -20,7 +20,7 @@ from aioserve.features.kv_connector import HostMemoryWorker, SlotGroup
 from aioserve.kv_cache import BLOCKS, KVConnectorMetadata
 
 if TYPE_CHECKING:
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.runner.ranks import Ranks
 
 # No other process is to see it; where there is no such flag, mmap is private anyway.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from aioserve.errors import ConfigError, one_line
+from aioserve.features.multimodal.cpu_encoder_attention import use_kernels
 from aioserve.features.multimodal.families import family_of
 from aioserve.features.multimodal.image_encoder import (
     ImageEncoder,
@@ -19,12 +20,11 @@ from aioserve.features.multimodal.image_encoder import (
     num_deep_rows,
 )
 from aioserve.features.quantized.blocks import quantize_experts, quantize_linears
-from aioserve.gpu.tensor_parallel.group import Ranks
-from aioserve.gpu.tensor_parallel.shard import shard
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.source import Rounding
 from aioserve.runner.attention.backend import GivenRows
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION, AttentionProbe, serving
+from aioserve.runner.ranks import Ranks
 
 _IN_TEXT = re.compile(r"(?!.*\bvis(?:ion|ual))(?:\w+\.)*?(layers\.\d+\..+|embed_tokens)")
 
@@ -184,6 +184,9 @@ def load_parts(
     names = ("image_token_id", *(("video_token_id",) if family.videos else ()))
     token_ids = [getattr(info.whole_config, name) for name in names]
     if ranks is None:
-        return text, ImageEncoder(whole, family, token_ids)
-    shard(text, ranks, dtype)
-    return text, SharedImageEncoder(whole, family, token_ids, ranks)
+        encoder = ImageEncoder(whole, family, token_ids)
+    else:
+        ranks.share_out(text, dtype)
+        encoder = SharedImageEncoder(whole, family, token_ids, ranks)
+    use_kernels(encoder)
+    return text, encoder

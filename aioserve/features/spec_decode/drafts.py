@@ -16,8 +16,8 @@ from aioserve.features.spec_decode.model_drafter import (
     DraftSource,
 )
 from aioserve.features.spec_decode.mtp import MtpSource
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.model_source.info import ModelInfo
+from aioserve.runner.ranks import Ranks
 from aioserve.runner.served_model import ServedModel
 
 

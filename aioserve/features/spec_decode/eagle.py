@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from aioserve.errors import ConfigError, one_line
 from aioserve.features.spec_decode.head_drafter import DraftHead, draft_of_head
 from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.source import read_json
 from aioserve.runner.attention.backend import (
@@ -32,6 +31,7 @@ from aioserve.runner.attention.backend import (
 )
 from aioserve.runner.fused.ops import Linear
 from aioserve.runner.models.long_rope import with_factors_chosen
+from aioserve.runner.ranks import Ranks
 from aioserve.runner.served_model import ServedModel, Taps
 
 NUM_TAPS = 3

@@ -40,7 +40,7 @@ from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import NewRequestData
 
 if TYPE_CHECKING:
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.runner.ranks import Ranks
 
 
 #: Logits [S, V] of the S rows that sample, as `ServedModel.forward` gives them.

@@ -22,7 +22,6 @@ from aioserve.errors import ConfigError, one_line
 from aioserve.features.lora.products import TokenAdapters
 from aioserve.features.spec_decode.head_drafter import DraftHead, draft_of_head
 from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
@@ -33,6 +32,7 @@ from aioserve.runner.attention.bridge import (
 )
 from aioserve.runner.loader import quiet_transformers
 from aioserve.runner.models.long_rope import with_factors_chosen
+from aioserve.runner.ranks import Ranks
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 
 _PROBE_TOKENS = 4

@@ -49,7 +49,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 from aioserve.support.progress import stage
 
 if TYPE_CHECKING:
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.runner.ranks import Ranks
 
 
 class OverlappedBatch(InputBatch):

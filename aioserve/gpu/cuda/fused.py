@@ -9,11 +9,11 @@ from torch import Tensor
 
 from aioserve.gpu.cuda.attention import DeviceStep, TorchDeviceAttention
 from aioserve.gpu.cuda.plan import Layout, Limits, plan_step
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Ops, RMSNorm, TorchOps
+from aioserve.runner.ranks import Ranks
 
 
 class TritonOps(TorchOps):

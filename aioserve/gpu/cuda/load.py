@@ -35,7 +35,6 @@ from aioserve.gpu.cuda.fused import CudaPlace
 from aioserve.gpu.cuda.host_blocks import device_bytes
 from aioserve.gpu.cuda.plan import Layout, Limits
 from aioserve.gpu.cuda.sampler import DeviceSampler, Draw, DrawColumns, draw, write_logprobs
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import MAX_LOGPROBS
 from aioserve.runner.attention.backend import (
@@ -51,6 +50,7 @@ from aioserve.runner.kv_pool import max_useful_blocks
 from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import load_model, num_weight_bytes
 from aioserve.runner.models.architecture import has_states
+from aioserve.runner.ranks import Ranks
 from aioserve.runner.served_model import ServedModel
 
 GIB = 1 << 30

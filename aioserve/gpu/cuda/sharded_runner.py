@@ -26,7 +26,7 @@ from aioserve.scheduler.output import SchedulerOutput
 if TYPE_CHECKING:
     from aioserve.features.lora.peft_directory import AdapterFiles
     from aioserve.gpu.cuda.executor import LaunchedParts, StepExecutor
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.runner.ranks import Ranks
 
 #: Loads the first rank's share.
 Build = Callable[["Ranks", GrammarCompiler | None], "StepExecutor"]

@@ -6,17 +6,20 @@ tensors; knows nothing about models, steps, or how ranks come to life.
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aioserve.errors import ConfigError, RunnerDeadError
+from aioserve.gpu.tensor_parallel.plan import shares_heads
 from aioserve.gpu.tensor_parallel.processes import in_a_line
+from aioserve.model_source.info import ModelInfo
+from aioserve.runner.ranks import Ranks
 
 #: The variable by which `torch.distributed` is told on which interfaces gloo listens.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -27,11 +30,8 @@ class SharedError(ConfigError):
     """What one rank could not do, and all ranks have left undone."""
 
 
-class Ranks:
-    """One of `size` ranks. All of them call the same, in the same order, on the same shapes.
-
-    Every method raises `RunnerDeadError` if another rank has left, or does not answer.
-    """
+class GroupedRanks(Ranks):
+    """Ranks in a process group of `torch.distributed`."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Ranks:
         import torch.distributed
 
         distributed: Any = torch.distributed  # its stubs tell little
-        self.rank, self.size, self._seconds = rank, size, timeout
-        self.device = device = device or torch.device("cpu")
+        super().__init__(rank, size, device or torch.device("cpu"))
+        self._seconds = timeout
         store = distributed.FileStore(str(meeting), size)
-        is_on_card = device.type == "cuda"
+        is_on_card = self.device.type == "cuda"
         kind = distributed.ProcessGroupNCCL if is_on_card else distributed.ProcessGroupGloo
         try:
             with nullcontext() if is_on_card else _gloo_on_loopback():
@@ -62,30 +62,26 @@ class Ranks:
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that is asked and answers."""
-        return self.rank == 0
+    def shares_heads(self, hf_config: Any) -> bool:
+        return shares_heads(hf_config)
 
-    def share(self, whole: int) -> slice:
-        """Which part of `whole` equal parts this rank has; `whole` is a multiple of `size`."""
-        part = whole // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
+    def check_groups(self, info: ModelInfo) -> None:
+        from aioserve.gpu.tensor_parallel.shard import check_groups
 
-    def padded_share(self, whole: int) -> slice:
-        """The same of any `whole`: the last parts may be smaller, or empty."""
-        part = -(-whole // self.size)
-        return slice(min(self.rank * part, whole), min((self.rank + 1) * part, whole))
+        check_groups(info, self.size)
+
+    def share_out(self, module: nn.Module, dtype: torch.dtype) -> None:
+        from aioserve.gpu.tensor_parallel.shard import shard
+
+        shard(module, self, dtype)
 
     def add_up(self, x: Tensor) -> None:
-        """Replace `x`, contiguous, by its sum over all ranks: the same bits on each."""
         try:
             self._group.allreduce([x]).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def join(self, x: Tensor) -> Tensor:
-        """`x` [..., n] of all ranks side by side, [..., size * n]."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         try:
@@ -95,7 +91,6 @@ class Ranks:
         return torch.cat(parts, dim=-1)
 
     def join_at_first(self, x: Tensor, width: int) -> Tensor:
-        """The first `width` columns of `join`, for the first rank; zeros for the others."""
         from torch.distributed import GatherOptions
 
         shape = (*x.shape[:-1], width)
@@ -112,7 +107,6 @@ class Ranks:
         return torch.cat(parts, dim=-1)[..., :width] if parts else x.new_zeros(1).expand(shape)
 
     def tell(self, x: Tensor) -> None:
-        """Replace `x`, contiguous, by what it is on the first rank."""
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
@@ -121,26 +115,6 @@ class Ranks:
             self._group.broadcast([x], options).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
-
-    def told_by_first(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers that the first rank has said; what the others say does not count."""
-        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        self.tell(told)
-        found: list[float] = told.tolist()
-        return found
-
-    def chosen_by_first(self, choose: Callable[[], int]) -> int:
-        """What `choose` returns on the first rank, where alone it is called. Raises `SharedError`
-        if it raises there.
-        """
-        with self.together():
-            chosen = choose() if self.is_first else 0
-        return int(self.told_by_first([chosen])[0])
-
-    def least(self, number: int) -> int:
-        """The least of the numbers that all ranks say."""
-        own = torch.tensor([number], dtype=torch.float64, device=self.device)
-        return int(self.join(own).min())
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -173,11 +147,6 @@ class Ranks:
     def _lost(self, error: RuntimeError) -> RunnerDeadError:
         what = f"another rank has left, or has not answered for {self._seconds:g} s"
         return RunnerDeadError(f"{what} (runner.rank_timeout): {error}".partition("\n")[0])
-
-
-def together(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """`Ranks.together`, if there are several."""
-    return nullcontext() if ranks is None else ranks.together()
 
 
 @contextmanager

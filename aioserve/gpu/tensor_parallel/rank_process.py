@@ -24,7 +24,7 @@ from aioserve.support.progress import show_no_bars
 if TYPE_CHECKING:
     import torch
 
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.gpu.tensor_parallel.group import GroupedRanks
 
 #: Loads a share of a model; what it returns does what the first rank says.
 LoadShare = Callable[[FirstRank, Start, ModelInfo], Callable[[Message], None]]
@@ -44,15 +44,15 @@ def run_rank(file: int, load: LoadShare) -> int:
         return 1
 
 
-def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -> "Ranks":
+def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -> "GroupedRanks":
     """To be called by `LoadShare` when nothing but the model is left to load: it is noticed late if
     a rank is expected there and does not come.
     """
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.gpu.tensor_parallel.group import GroupedRanks
 
     settings = start.config.runner
     first.answer(Answer())
-    return Ranks(
+    return GroupedRanks(
         start.rank,
         settings.tensor_parallel_size,
         Path(start.meeting),

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
 from aioserve.features.quantized.blocks import check_whole_groups
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.gpu.tensor_parallel.plan import EXPERTS, plan_of, vectors_of
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.quantized_weight import (
@@ -25,6 +24,7 @@ from aioserve.model_source.quantized_weight import (
     stand_in,
     stored_experts,
 )
+from aioserve.runner.ranks import Ranks
 
 _BY_INPUTS = ("rowwise", "rowwise_split_input", EXPERTS)
 

@@ -17,7 +17,7 @@ from aioserve.runner.interface import RunnerInterface
 if TYPE_CHECKING:
     import torch
 
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.gpu.tensor_parallel.group import GroupedRanks
 
 
 class FirstRankRunner(RunnerInterface):
@@ -28,7 +28,7 @@ class FirstRankRunner(RunnerInterface):
     _config: EngineConfig
     _rank_module: str  # what the other processes run
     _other_ranks: OtherRanks | None = None
-    _ranks: "Ranks | None" = None
+    _ranks: "GroupedRanks | None" = None
     _death: RunnerDeadError | None = None
     _on_death: Callable[[], None] | None = None
 
@@ -72,20 +72,20 @@ class FirstRankRunner(RunnerInterface):
         return self._other_ranks
 
     @property
-    def _met(self) -> "Ranks":
+    def _met(self) -> "GroupedRanks":
         assert self._ranks is not None, "load() first"
         return self._ranks
 
     @contextlib.contextmanager
-    def _loading(self, device: "torch.device | None" = None) -> "Iterator[Ranks]":
+    def _loading(self, device: "torch.device | None" = None) -> "Iterator[GroupedRanks]":
         """Meets the other ranks, which load beside the block, and waits for them at its end."""
-        from aioserve.gpu.tensor_parallel.group import Ranks
+        from aioserve.gpu.tensor_parallel.group import GroupedRanks
 
         settings, others = self._config.runner, self._others
         try:
             others.wait_here()
             size, timeout = settings.tensor_parallel_size, settings.rank_timeout
-            self._ranks = Ranks(0, size, others.meeting, timeout, device)
+            self._ranks = GroupedRanks(0, size, others.meeting, timeout, device)
             yield self._ranks
             others.wait_loaded()
         except Exception as error:

@@ -76,8 +76,8 @@ if TYPE_CHECKING:  # what few models need is loaded where it is used
         Piece,
         TokenAdapters,
     )
-    from aioserve.gpu.tensor_parallel.group import Ranks
     from aioserve.model_source.quantized_weight import QuantizedWeight
+    from aioserve.runner.ranks import Ranks
 
 
 class WholeDecoder(FusedDecoder):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aioserve.features.grammars import GrammarCompiler
     from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
     from aioserve.features.spec_decode.model_drafter import Draft
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.runner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,10 @@ from aioserve.errors import ConfigError
 from aioserve.features.multimodal.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.features.spec_decode.drafts import find_draft, load_draft
 from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
-from aioserve.gpu.tensor_parallel.group import Ranks, together
-from aioserve.gpu.tensor_parallel.plan import shares_heads
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.encoder_attention import use_kernels
 from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
 from aioserve.runner.cpu.fused import CpuPlace, WholeDecoder
 from aioserve.runner.cpu.memory import CPU_TYPES, check_memory, expected_bytes_per_token
@@ -32,6 +29,7 @@ from aioserve.runner.fused.ops import Mixture
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.models.own_products import EachExpert
+from aioserve.runner.ranks import Ranks, together
 from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -50,11 +48,11 @@ def load_models(
         source = find_draft(config, info)
         sees = sees_images(info)
         if ranks is None or ranks.is_first:
-            _check_memory(config, info, source, 1 if ranks is None else ranks.size)
+            _check_memory(config, info, source, ranks)
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
     quantize_activations(model, config.model)
-    use_kernels(model.image_encoder)
+
     place = DraftPlace(
         lambda info: load_model_on_cpu(info.config, info),
         lambda weight: pack_linear(weight, None),
@@ -82,7 +80,7 @@ def load_model_on_cpu(
 
 
 def _check_memory(
-    config: EngineConfig, info: ModelInfo, draft: DraftSource | None, num_ranks: int
+    config: EngineConfig, info: ModelInfo, draft: DraftSource | None, ranks: Ranks | None
 ) -> None:
     """Raises `ConfigError` if the weights of all ranks do not fit: they are on this machine."""
     weights, per_token = num_weight_bytes(CPU_TYPES.resolve(info.config), info, CpuPlace()), []
@@ -94,9 +92,11 @@ def _check_memory(
         per_token.append(expected_bytes_per_token(part.hf_config, *sizes))
         per_token.append(draft.num_states * itemsize if part is draft else 0)
     dtype = named_dtype(CPU_TYPES.resolve(info.config).dtype)
-    if num_ranks > 1:
+    num_ranks = 1
+    if ranks is not None:
+        num_ranks = ranks.size
         weights += (num_ranks - 1) * info.vocab_size * info.hidden_size * dtype.itemsize  # on each
-        if not shares_heads(info.hf_config):
+        if not ranks.shares_heads(info.hf_config):
             per_token = [None if size is None else size * num_ranks for size in per_token]
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None

@@ -35,7 +35,7 @@ from aioserve.runner.served_model import Taps
 
 if TYPE_CHECKING:
     from aioserve.features.lora.products import TokenAdapters
-    from aioserve.gpu.tensor_parallel.group import Ranks
+    from aioserve.runner.ranks import Ranks
 
 
 class AllReduceLinear:

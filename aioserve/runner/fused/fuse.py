@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.model_source.quantized_weight import attached, stands_in, unpacked, unpacked_in_turn
 from aioserve.runner.attention import StepInputs
 from aioserve.runner.fused.decoder import (
@@ -47,6 +46,7 @@ from aioserve.runner.fused.recognize import (
     LayerParts,
     find_parts,
 )
+from aioserve.runner.ranks import Ranks
 from aioserve.runner.served_model import ServedModel
 from aioserve.support.progress import stage
 

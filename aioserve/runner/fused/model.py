@@ -33,8 +33,8 @@ from aioserve.runner.served_model import Halves, ServedModel, Taps
 if TYPE_CHECKING:  # what few models need, or what brings `transformers`
     from aioserve.features.lora.products import AdapterSites, Site, TokenAdapters
     from aioserve.features.multimodal.image_encoder import ImageEncoder
-    from aioserve.gpu.tensor_parallel.group import Ranks
     from aioserve.runner.fused.recognize import MRoPERows
+    from aioserve.runner.ranks import Ranks
 
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj")
 _TABLE = re.compile(r"(?:\w+\.)*embed_tokens")

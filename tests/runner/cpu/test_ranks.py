@@ -20,7 +20,7 @@ import torch
 
 from aioserve.config import EngineConfig, SpeculationConfig
 from aioserve.errors import ConfigError, RequestFailedError, RunnerDeadError
-from aioserve.gpu.tensor_parallel.group import Ranks, SharedError
+from aioserve.gpu.tensor_parallel.group import GroupedRanks, SharedError
 from aioserve.gpu.tensor_parallel.plan import check_model, check_settings
 from aioserve.gpu.tensor_parallel.processes import Sampled, Step, decode, encode
 from aioserve.model_source.directory import Directory
@@ -31,6 +31,7 @@ from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.sampler import SampledTokens, sample
+from aioserve.runner.ranks import Ranks
 from aioserve.scheduler.output import SchedulerOutput
 from tests.models import VOCAB_SIZE, make_model
 from tests.processes import COMPUTING_SECONDS
@@ -59,7 +60,7 @@ class Pair:
     def _load(self, rank: int, choose: Any) -> StepExecutor:
         info = ModelInfo(self._config.model)
         check_model(self._config, info)
-        ranks = Ranks(rank, 2, self._meeting, COMPUTING_SECONDS)
+        ranks = GroupedRanks(rank, 2, self._meeting, COMPUTING_SECONDS)
         executor = load_on_cpu(self._config, info, ranks=ranks)
         executor.choose = choose
         return executor
@@ -230,7 +231,7 @@ def test_a_step_whose_tokens_cannot_be_chosen_is_lost_alone(
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     def meet(rank: int) -> Ranks:
-        return Ranks(rank, 2, tmp_path / "meeting", COMPUTING_SECONDS)
+        return GroupedRanks(rank, 2, tmp_path / "meeting", COMPUTING_SECONDS)
 
     with ThreadPoolExecutor(2) as pool:
         first, _ = pool.map(meet, range(2))
@@ -243,7 +244,7 @@ def test_a_rank_that_hangs_is_not_waited_for_for_ever(tmp_path: Path) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_all_ranks_hear_why_one_of_them_could_not_do_it(failing: int, tmp_path: Path) -> None:
     def work(rank: int) -> None:
-        ranks = Ranks(rank, 2, tmp_path / "meeting", COMPUTING_SECONDS)
+        ranks = GroupedRanks(rank, 2, tmp_path / "meeting", COMPUTING_SECONDS)
         with ranks.together():
             pass
         with ranks.together():

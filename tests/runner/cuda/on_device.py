@@ -9,8 +9,8 @@ from aioserve.gpu.cuda import load
 from aioserve.gpu.cuda.executor import StepExecutor
 from aioserve.gpu.cuda.fused import CudaPlace
 from aioserve.gpu.cuda.runner import OverlappedRunner
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.model_source.info import ModelInfo
+from aioserve.runner.ranks import Ranks
 from tests.runner.cuda.fake_device import FakeDevice
 
 

@@ -21,8 +21,8 @@ from aioserve.errors import AioserveError, ConfigError
 from aioserve.features.grammars import GrammarCompiler
 from aioserve.gpu.cuda.executor import StepExecutor
 from aioserve.gpu.cuda.sharded_runner import ShardedOverlappedRunner
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.model_source.info import ModelInfo
+from aioserve.runner.ranks import Ranks
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.gguf_models import write_gguf
 from tests.models import make_model

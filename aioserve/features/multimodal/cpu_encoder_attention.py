@@ -22,13 +22,13 @@ NAME = "aioserve_encoder"
 MULTIPLE, MAX_HEAD_DIM = 16, 256  # of the sizes of heads that the kernels serve
 
 
-def use_kernels(encoder: ImageEncoder | None) -> None:
-    """Let an encoder, if there is one, attend by the kernels, where they are as fast as torch."""
+def use_kernels(encoder: ImageEncoder) -> None:
+    """Let an encoder attend by the kernels, where they are as fast as torch."""
     try:
         is_fast = load_kernels().is_fast
     except KernelsUnavailableError:
         return
-    if is_fast and encoder is not None:
+    if is_fast:
         encoder.attend_by(NAME)
 
 

@@ -47,7 +47,7 @@ T = TypeVar("T")
 class ShardedRunner(FirstRankRunner, SleepingRunner):
     """Ends, and says so, when one of its ranks does: without it the others have no whole model."""
 
-    _rank_module = "aioserve.runner.cpu.rank"
+    _rank_module = "aioserve.gpu.tensor_parallel.cpu_rank"
     _is_sampled = False  # whether the others know what the step has chosen
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:

@@ -1,6 +1,7 @@
-"""A rank beside the first on a CPU: `python -m aioserve.runner.cpu.rank SOCKET`, run by that one.
+"""A rank beside the first on a CPU: a process of its own, which that one starts.
 
-Light until it is told what to load: from then on `following_rank` does what it is told.
+`python -m aioserve.gpu.tensor_parallel.cpu_rank SOCKET`. Light until it is told what to load: from
+then on `cpu_following_rank` does what it is told.
 """
 
 import sys
@@ -12,7 +13,7 @@ from aioserve.model_source.info import ModelInfo
 
 
 def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:
-    from aioserve.runner.cpu.following_rank import FollowingRank
+    from aioserve.gpu.tensor_parallel.cpu_following_rank import FollowingRank
 
     return FollowingRank(first, start, info).obey
 
