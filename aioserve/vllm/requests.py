@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus as TheirStatus
 
 from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason as OurReason
-from aioserve.params import SamplingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.request import (
     MAX_HINTS,
     SESSION,
@@ -98,28 +98,32 @@ def to_ours(theirs: TheirRequest, clock: Callable[[], float]) -> Tracked:
     """
     if theirs.resumable:
         raise RequestError("aioserve.vllm.Scheduler takes no streaming input (resumable requests)")
-    if theirs.pooling_params is not None or theirs.sampling_params is None:
-        raise RequestError("aioserve.vllm.Scheduler takes no pooling requests")
     if theirs.prompt_embeds is not None or theirs.prompt_token_ids is None:
         raise RequestError("aioserve.vllm.Scheduler takes token ids, and no prompt embeddings")
-    params = theirs.sampling_params
-    extra = params.extra_args or {}
+    params, pooling = theirs.sampling_params, theirs.pooling_params
+    extra = (None if params is None else params.extra_args) or {}
+    # vLLM says so where prompt logprobs are asked for, for means of all states, and where a client
+    # wants no cache.
+    needs_all = theirs.skip_reading_prefix_cache
     age = max(time.time() - theirs.arrival_time, 0.0)
     arrival_time = clock() - age
     deadline = _number(extra, DEADLINE)
+    eos = None if params is None else params.eos_token_id
     adapter = "" if theirs.lora_request is None else theirs.lora_request.lora_name
     spec = RequestSpec(
         request_id=theirs.request_id,
         prompt_token_ids=theirs.prompt_token_ids,
         sampling_params=SamplingParams(
             max_tokens=theirs.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=tuple(params.stop_token_ids or ()),
-            # vLLM says so where prompt logprobs are asked for, and where a client wants no cache.
-            prompt_logprobs=0 if theirs.skip_reading_prefix_cache else None,
+            min_tokens=0 if params is None else params.min_tokens,
+            stop_token_ids=() if params is None else tuple(params.stop_token_ids or ()),
+            prompt_logprobs=0 if needs_all else None,
+        ),
+        pooling_params=(
+            None if pooling is None else PoolingParams(pooling="mean" if needs_all else "last")
         ),
         arrival_time=arrival_time,
-        eos_token_ids=() if params.eos_token_id is None else (params.eos_token_id,),
+        eos_token_ids=() if eos is None else (eos,),
         priority=theirs.priority,
         user=str(extra.get(USER) or adapter),
         cache_salt=theirs.cache_salt or "",

@@ -8,7 +8,7 @@ own engine. Block ids are one higher at vLLM, whose block 0 is a padding that no
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -22,6 +22,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from aioserve.engine.step_loop import StepInFlight, StepLoop, StepObserver
 from aioserve.errors import AioserveError, ConfigError, InvariantError, RequestRejectedError
@@ -29,8 +30,10 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutput as OurOutput
 from aioserve.outputs import FinishReason as OurReason
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.request import Request
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed
+from aioserve.scheduler.results import take_drafts
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Tracked, to_ours
 from aioserve.vllm.settings import read_settings
 
@@ -123,7 +126,16 @@ class Scheduler(TheirInterface):
         self._refused: list[tuple[int, EngineCoreOutput]] = []  # with their clients
         self._carried = _Plans([], [])  # what the runner has to hear with the next plan
         self._finished: dict[int, set[str]] | None = {} if include_finished_set else None
+        self._draft_lengths: Mapping[str, int] = {}  # what the policy said of the newest step
         self._prefix_stats = PrefixCacheStats()
+        self._draft_stats: SpecDecodingStats | None = None
+
+    @property
+    def _policy(self) -> BaseScheduler:
+        """The policy that plans now: the one of the settings, or the fallback."""
+        policy = self._loop.scheduler
+        assert isinstance(policy, BaseScheduler)
+        return policy
 
     def _make_policy(self) -> BaseScheduler:
         config = self.settings.scheduler
@@ -308,6 +320,7 @@ class Scheduler(TheirInterface):
             )
             row.is_known = True
         self._last_rows = set(plan.num_scheduled_tokens)
+        self._draft_lengths = plan.draft_lengths
         return TheirPlan(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=CachedRequestData(
@@ -321,11 +334,14 @@ class Scheduler(TheirInterface):
             ),
             num_scheduled_tokens=dict(plan.num_scheduled_tokens),
             total_num_scheduled_tokens=plan.total_num_scheduled_tokens,
-            scheduled_spec_decode_tokens={},
+            scheduled_spec_decode_tokens={
+                name: list(ids) for name, ids in plan.scheduled_spec_decode_tokens.items()
+            },
             scheduled_encoder_inputs={},
             finished_req_ids=set(plan.finished_req_ids),
             free_encoder_mm_hashes=[],
             preempted_req_ids=set(plan.preempted_req_ids),
+            num_spec_tokens_to_schedule=self.settings.max_draft_tokens,
             new_block_ids_to_zero=self._blocks_to_zero(plan) if self._zeroes_blocks else None,
         )
 
@@ -379,6 +395,8 @@ class Scheduler(TheirInterface):
         outputs: Outputs = {}
         if handed.step is not None:
             result = _our_result(handed.step.output, model_runner_output)
+            if self._log_stats and scheduler_output.scheduled_spec_decode_tokens:
+                self._note_drafts(scheduler_output, result)
             for client, batch in self._loop.take(result).items():
                 outputs[client] = [
                     self._their_output(output, model_runner_output) for output in batch.outputs
@@ -398,6 +416,15 @@ class Scheduler(TheirInterface):
                 made[0] = EngineCoreOutputs()
             next(iter(made.values())).scheduler_stats = stats
         return made
+
+    def _note_drafts(self, plan: TheirPlan, result: ModelRunnerOutput) -> None:
+        """For vLLM's metrics: how many draft tokens of a step were right."""
+        sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
+        for name, drafts in plan.scheduled_spec_decode_tokens.items():
+            if token_ids := sampled[name]:
+                if self._draft_stats is None:
+                    self._draft_stats = SpecDecodingStats.new(self.settings.max_draft_tokens)
+                self._draft_stats.observe_draft(len(drafts), len(token_ids) - 1)
 
     def _their_output(self, output: OurOutput, result: "TheirResult") -> EngineCoreOutput:
         """What a step brought for one request, in vLLM's words."""
@@ -441,6 +468,7 @@ class Scheduler(TheirInterface):
             trace_headers=theirs.trace_headers,
             prefill_stats=prefill_stats,
             num_nans_in_logits=theirs.num_nans_in_logits,
+            pooling_output=None if (pooled := result.pooler_output) is None else pooled[index],
         )
 
     def _follow(
@@ -506,14 +534,29 @@ class Scheduler(TheirInterface):
             outputs.setdefault(theirs.client_index, []).append(output)
 
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
-        """Drafts are refused at the start, so none come."""
-        raise InvariantError("vLLM brings draft tokens, which were refused at the start")
+        """Verify these guesses with the next tokens of their requests: as many as the policy's
+        `draft_length` asked for, and what the grammars allow of them.
+        """
+        drafts: dict[str, list[int]] = {}
+        guessed: list[Request] = []
+        names, guesses = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
+        for name, token_ids in zip(names, guesses, strict=True):
+            row = self._tracked.get(name)
+            if row is None or row.ours.num_computed_tokens + 1 < row.ours.num_tokens:
+                continue  # it has ended, or its prompt is not computed yet
+            most = self._draft_lengths.get(name)
+            found = list(token_ids if most is None else token_ids[:most])
+            if row.is_structured:
+                found = self._grammars.validate_tokens(row.theirs, found)
+            drafts[name] = found
+            guessed.append(row.ours)
+        take_drafts(self._policy.book, guessed, drafts)
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: "DraftTokenIds", scheduler_output: TheirPlan
     ) -> None:
-        """Drafts are refused at the start, so none come."""
-        raise InvariantError("vLLM brings draft tokens, which were refused at the start")
+        """Asked for drafts beside asynchronous scheduling alone, which is refused at the start."""
+        raise InvariantError("vLLM guesses ahead of its results, which was refused at the start")
 
     # What vLLM's engine core asks.
 
@@ -558,10 +601,9 @@ class Scheduler(TheirInterface):
             self._loop.pause()
         else:
             self._loop.resume()
-        scheduler = self._loop.scheduler
-        if isinstance(scheduler, BaseScheduler):  # none is admitted where there is no seat
-            is_open = pause_state is PauseState.UNPAUSED
-            scheduler.max_num_seqs = self.settings.scheduler.max_num_seqs if is_open else 0
+        # None is admitted where there is no seat.
+        is_open = pause_state is PauseState.UNPAUSED
+        self._policy.max_num_seqs = self.settings.scheduler.max_num_seqs if is_open else 0
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -586,12 +628,14 @@ class Scheduler(TheirInterface):
             return None
         num_running, num_waiting = self.get_request_counts()
         prefix_stats, self._prefix_stats = self._prefix_stats, PrefixCacheStats()
+        draft_stats, self._draft_stats = self._draft_stats, None
         return SchedulerStats(
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting - len(self._compiling),
             num_skipped_waiting_reqs=len(self._compiling),
             kv_cache_usage=self.get_kv_cache_usage(),
             prefix_cache_stats=prefix_stats,
+            spec_decoding_stats=draft_stats,
         )
 
     def shutdown(self) -> None:
