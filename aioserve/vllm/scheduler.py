@@ -261,8 +261,13 @@ class Scheduler(TheirInterface):
             self._carried = _Plans([], [])
         masked: list[str] = []
         if step is not None and any(t.is_structured for t in self._rows(plan)):
-            masked = [t.ours.request_id for t in self._rows(plan) if _is_masked(t)]
+            rows = [row for row in self._rows(plan) if _is_masked(row)]
+            masked = [row.ours.request_id for row in rows]
             plan.has_structured_output_requests = bool(masked)
+            # A mask that waits for the token of a step in flight is made when that is back.
+            plan.pending_structured_output_tokens = any(
+                row.ours.num_computed_tokens > row.ours.num_tokens for row in rows
+            ) and len(loop.in_flight) > 1
         self._handed.append(_Handed(plan, step, masked))
         return plan
 
