@@ -265,9 +265,10 @@ class Scheduler(TheirInterface):
             masked = [row.ours.request_id for row in rows]
             plan.has_structured_output_requests = bool(masked)
             # A mask that waits for the token of a step in flight is made when that is back.
-            plan.pending_structured_output_tokens = any(
-                row.ours.num_computed_tokens > row.ours.num_tokens for row in rows
-            ) and len(loop.in_flight) > 1
+            plan.pending_structured_output_tokens = (
+                any(row.ours.num_computed_tokens > row.ours.num_tokens for row in rows)
+                and len(loop.in_flight) > 1
+            )
         self._handed.append(_Handed(plan, step, masked))
         return plan
 
