@@ -13,12 +13,12 @@ from aioserve import AsyncEngine, SamplingParams
 from aioserve.engine.step_loop import Observers
 from aioserve.errors import ConfigError, PolicyError, RequestFailedError
 from aioserve.features.formats.marked_json import HermesParser
-from aioserve.features.formats.reply_format import ReplyParser
 from aioserve.fleet.routing import BaseRouter, Dispatcher, RoutedRequest, RouterError
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
+from aioserve.server.chat.reply_format import ReplyParser
 from aioserve.testing import SchedulerHarness
 from tests.server.serving import SIMULATED
 

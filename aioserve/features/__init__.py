@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+_FORMATS = "aioserve.features.formats"
+
 BRINGS: Mapping[str, Mapping[Any, str]] = {
     # Resources of the scheduler's side, by the names of their plans: `kv_cache.resource`.
     "caches": {
@@ -19,5 +21,53 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     "media": {
         "parts": "aioserve.features.multimodal.bodies:BodyMedia",
         "loader": "aioserve.features.multimodal.bodies:ImageLoader",
+    },
+    # Ways in which models write calls and reasoning: by name, and by texts of which a chat template
+    # has one where its model writes so. That of plain JSON is never shown.
+    "reply formats": {
+        ("harmony", "<|channel|>"): f"{_FORMATS}.harmony:HarmonyParser",
+        ("gemma4", "<|tool_call>"): f"{_FORMATS}.noted_calls:Gemma4Parser",
+        (
+            "lfm2",
+            "<|tool_call_start|>",
+            "<|tool_list_start|>",
+            "List of tools: [",
+        ): f"{_FORMATS}.noted_calls:Lfm2Parser",
+        ("olmo3", "<function_calls>"): f"{_FORMATS}.noted_calls:Olmo3Parser",
+        ("llama4_pythonic", "[func_name1("): f"{_FORMATS}.noted_calls:Llama4PythonicParser",
+        ("llama4_json", "<|header_start|>"): f"{_FORMATS}.plain_json:Llama4JsonParser",
+        (
+            "deepseek_v3",
+            "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        ): f"{_FORMATS}.call_block:DeepSeekV3Parser",
+        (
+            "deepseek_v31",
+            "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        ): f"{_FORMATS}.call_block:DeepSeekV31Parser",
+        ("nemotron", "<TOOLCALL>"): f"{_FORMATS}.marked_json:NemotronParser",
+        ("apriel", "<tool_calls>["): f"{_FORMATS}.marked_json:AprielParser",
+        (
+            "phi4_mini",
+            "<|/tool_call|>",
+            "<|/tool|>",
+            "functools[",
+        ): f"{_FORMATS}.marked_json:Phi4Parser",
+        ("granite", "<|tool_call|>"): f"{_FORMATS}.marked_json:GraniteParser",
+        ("mistral", "[TOOL_CALLS]"): f"{_FORMATS}.mistral:MistralParser",
+        ("deepseek_v32", "\uff5cDSML\uff5c"): f"{_FORMATS}.tagged_formats:DeepSeekV32Parser",
+        ("deepseek_v4", "\uff5cDSML\uff5c"): f"{_FORMATS}.tagged_formats:DeepSeekV4Parser",
+        ("kimi_k2", "<|tool_calls_section_begin|>"): f"{_FORMATS}.call_block:KimiK2Parser",
+        ("minimax_m2", "<minimax:tool_call>"): f"{_FORMATS}.tagged_formats:MiniMaxM2Parser",
+        ("seed_oss", "<seed:tool_call>"): f"{_FORMATS}.tagged_formats:SeedOssParser",
+        ("glm47", "<arg_key>"): f"{_FORMATS}.tagged_formats:Glm47Parser",
+        ("glm", "<arg_key>"): f"{_FORMATS}.tagged_formats:GlmParser",
+        ("qwen3_coder", "<function="): f"{_FORMATS}.tagged_formats:Qwen3CoderParser",
+        ("hermes", "<tool_call>"): f"{_FORMATS}.marked_json:HermesParser",
+        (
+            "llama3_json",
+            "<|python_tag|>",
+            "<|start_header_id|>",
+        ): f"{_FORMATS}.plain_json:Llama3Parser",
+        ("json",): f"{_FORMATS}.plain_json:PlainJsonParser",
     },
 }

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from aioserve.features.formats import SHIPPED, Arguments, Call, Content, Function
-from aioserve.features.formats.registry import load_format
-from aioserve.features.formats.reply_format import (
+from aioserve.server.chat.format_choice import load_format
+from aioserve.server.chat.reply_format import (
     Marks,
     ReasoningParser,
     Reply,

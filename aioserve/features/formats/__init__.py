@@ -8,22 +8,8 @@ when they are asked for.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from aioserve.features.formats.grammar import (
-    ANY,
-    MAX_FORCED_CALLS,
-    Beginning,
-    Function,
-    Literal,
-    alternatives,
-    called,
-    free_reply,
-    json_rule,
-    leads,
-    literal_with,
-    repeated,
-    text_until,
-)
-from aioserve.features.formats.registry import (
+from aioserve.features.formats.text import JsonValue, any_of, match_end, skip_space, typed_json
+from aioserve.server.chat.format_choice import (
     SHIPPED,
     Choice,
     available_formats,
@@ -31,12 +17,18 @@ from aioserve.features.formats.registry import (
     choose,
     load_format,
 )
-from aioserve.features.formats.reply_format import (
+from aioserve.server.chat.reply_format import (
+    ANY,
     MARKS,
+    MAX_FORCED_CALLS,
+    SPACE,
     Arguments,
+    Beginning,
     Call,
     Content,
     Event,
+    Function,
+    Literal,
     Marks,
     Reasoning,
     ReasoningParser,
@@ -44,19 +36,19 @@ from aioserve.features.formats.reply_format import (
     ReplyFormat,
     ReplyParser,
     SaidCall,
+    alternatives,
+    called,
     choose_reasoning,
     dumps,
+    free_reply,
     joined,
+    json_rule,
+    leads,
+    literal_with,
     object_of,
-)
-from aioserve.features.formats.text import (
-    SPACE,
-    JsonValue,
-    any_of,
-    match_end,
     overlap,
-    skip_space,
-    typed_json,
+    repeated,
+    text_until,
 )
 
 if TYPE_CHECKING:

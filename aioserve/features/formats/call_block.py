@@ -9,9 +9,18 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from aioserve.features.formats.call_parser import CallParser
-from aioserve.features.formats.grammar import Beginning, Function, Literal, json_rule, repeated
-from aioserve.features.formats.reply_format import Arguments, Call, Reply, dumps
 from aioserve.features.formats.text import JsonValue, any_of, match_end
+from aioserve.server.chat.reply_format import (
+    Arguments,
+    Beginning,
+    Call,
+    Function,
+    Literal,
+    Reply,
+    dumps,
+    json_rule,
+    repeated,
+)
 
 _HEADER = re.compile(r"[^<\n]*")
 

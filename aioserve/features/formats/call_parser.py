@@ -12,9 +12,18 @@ from typing import Any, ClassVar
 import msgspec
 
 from aioserve.errors import UNREADABLE
-from aioserve.features.formats.grammar import Beginning, Function
-from aioserve.features.formats.reply_format import Arguments, Call, Content, Event, ReplyFormat
-from aioserve.features.formats.text import SPACE, JsonValue, overlap, skip_space
+from aioserve.features.formats.text import JsonValue, skip_space
+from aioserve.server.chat.reply_format import (
+    SPACE,
+    Arguments,
+    Beginning,
+    Call,
+    Content,
+    Event,
+    Function,
+    ReplyFormat,
+    overlap,
+)
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS = {"name", "type", "id", "description", *ARGUMENT_KEYS}

@@ -10,27 +10,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from aioserve.features.formats.call_parser import CallParser
-from aioserve.features.formats.grammar import (
-    ANY,
-    Beginning,
-    Function,
-    Literal,
-    Rules,
-    json_rule,
-    repeated,
-    split_literal,
-    text_until,
-    whole_pattern,
-)
-from aioserve.features.formats.reply_format import Arguments, Call, Reply, SaidCall, dumps
 from aioserve.features.formats.text import (
     JsonValue,
     any_of,
     argument_types,
     forms,
     match_end,
-    overlap,
     typed_json,
+)
+from aioserve.server.chat.reply_format import (
+    ANY,
+    Arguments,
+    Beginning,
+    Call,
+    Function,
+    Literal,
+    Reply,
+    Rules,
+    SaidCall,
+    dumps,
+    json_rule,
+    overlap,
+    repeated,
+    split_literal,
+    text_until,
+    whole_pattern,
 )
 
 NAME = re.compile(r'[^<>"\n]*')  # of a function or an argument

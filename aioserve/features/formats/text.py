@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-SPACE = " \t\r\n"
+from aioserve.server.chat.reply_format import SPACE
 
 
 def skip_space(text: str, start: int) -> int:
@@ -29,18 +29,6 @@ def match_end(pattern: re.Pattern[str], text: str, start: int) -> int:
     match = pattern.match(text, start)
     assert match is not None, "the pattern matches nothing, too"
     return match.end()
-
-
-def overlap(text: str, markers: Sequence[str], start: int = 0) -> int:
-    """How many characters at the end of `text[start:]` begin a marker, but are not all of it."""
-    longest = 0
-    for marker in markers:
-        at = text.find(marker[0], max(start, len(text) - len(marker) + 1))
-        while at >= 0 and not marker.startswith(text[at:]):
-            at = text.find(marker[0], at + 1)
-        if at >= 0:
-            longest = max(longest, len(text) - at)
-    return longest
 
 
 def any_of(markers: Sequence[str]) -> re.Pattern[str]:

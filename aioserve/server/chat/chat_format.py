@@ -19,7 +19,8 @@ from aioserve.engine.chat_template import ChatTemplate
 from aioserve.engine.detokenizer import special_token_ids
 from aioserve.engine.operations.command import Counted
 from aioserve.errors import RequestError
-from aioserve.features.formats import (
+from aioserve.server.chat.format_choice import check_names, choose
+from aioserve.server.chat.reply_format import (
     ANY,
     Beginning,
     Function,
@@ -28,8 +29,6 @@ from aioserve.features.formats import (
     ReplyFormat,
     ReplyParser,
     called,
-    check_names,
-    choose,
     free_reply,
     leads,
     literal_with,

@@ -13,15 +13,6 @@ from aiohttp import web
 from msgspec import UNSET
 
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.features.formats import (
-    Arguments,
-    Call,
-    Content,
-    Event,
-    Reasoning,
-    ReplyParser,
-    joined,
-)
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import SamplingParams, ThinkingBudget
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, MalformedCalls
@@ -32,6 +23,15 @@ from aioserve.server.chat.protocol import (
     FunctionCallDelta,
     ToolCall,
     ToolCallDelta,
+)
+from aioserve.server.chat.reply_format import (
+    Arguments,
+    Call,
+    Content,
+    Event,
+    Reasoning,
+    ReplyParser,
+    joined,
 )
 from aioserve.server.chat.tools import ToolUse
 from aioserve.server.protocol import CompletionTokensDetails, Usage

@@ -14,7 +14,6 @@ import msgspec
 
 from aioserve.engine import Conversation
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.features.formats import Function, json_rule
 from aioserve.features.grammars.schema import check_finite, for_grammar, place_of
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.server.body import convert_part
@@ -25,6 +24,7 @@ from aioserve.server.chat.protocol import (
     NamedToolChoice,
     Tool,
 )
+from aioserve.server.chat.reply_format import Function, json_rule
 from aioserve.server.fields import is_vendors
 
 # What every way to write calls can tell from what stands around it.

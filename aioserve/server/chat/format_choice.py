@@ -1,6 +1,6 @@
 """Which formats there are, and which one reads the replies of a model.
 
-`SHIPPED` is where a format that ships is registered. A format is imported when it is asked for by
+Formats that ship are brought by parts. A format is imported when it is asked for by
 name, or when a chat template has its sign. Knows two settings and a template's text; knows nothing
 about requests or tokenizers.
 """
@@ -11,71 +11,20 @@ from importlib.metadata import EntryPoint
 from typing import NamedTuple
 
 from aioserve.errors import ConfigError
-from aioserve.features.formats.reply_format import MARKS, Marks, ReplyFormat, choose_reasoning
+from aioserve.server.chat.reply_format import MARKS, Marks, ReplyFormat, choose_reasoning
 from aioserve.support.nearest import did_you_mean
+from aioserve.support.parts import brought
 from aioserve.support.plugins import Kind, installed, installed_entry_points
 
 logger = logging.getLogger(__name__)
 
 GROUP = "aioserve.formats"  # of entry points, by which other packages register formats
 
-#: By name, where the class is: in the order in which a chat template is asked for each.
-SHIPPED = {
-    "harmony": "aioserve.features.formats.harmony:HarmonyParser",
-    "gemma4": "aioserve.features.formats.noted_calls:Gemma4Parser",
-    "lfm2": "aioserve.features.formats.noted_calls:Lfm2Parser",
-    "olmo3": "aioserve.features.formats.noted_calls:Olmo3Parser",
-    "llama4_pythonic": "aioserve.features.formats.noted_calls:Llama4PythonicParser",
-    "llama4_json": "aioserve.features.formats.plain_json:Llama4JsonParser",
-    "deepseek_v3": "aioserve.features.formats.call_block:DeepSeekV3Parser",
-    "deepseek_v31": "aioserve.features.formats.call_block:DeepSeekV31Parser",
-    "nemotron": "aioserve.features.formats.marked_json:NemotronParser",
-    "apriel": "aioserve.features.formats.marked_json:AprielParser",
-    "phi4_mini": "aioserve.features.formats.marked_json:Phi4Parser",
-    "granite": "aioserve.features.formats.marked_json:GraniteParser",
-    "mistral": "aioserve.features.formats.mistral:MistralParser",
-    "deepseek_v32": "aioserve.features.formats.tagged_formats:DeepSeekV32Parser",
-    "deepseek_v4": "aioserve.features.formats.tagged_formats:DeepSeekV4Parser",
-    "kimi_k2": "aioserve.features.formats.call_block:KimiK2Parser",
-    "minimax_m2": "aioserve.features.formats.tagged_formats:MiniMaxM2Parser",
-    "seed_oss": "aioserve.features.formats.tagged_formats:SeedOssParser",
-    "glm47": "aioserve.features.formats.tagged_formats:Glm47Parser",
-    "glm": "aioserve.features.formats.tagged_formats:GlmParser",
-    "qwen3_coder": "aioserve.features.formats.tagged_formats:Qwen3CoderParser",
-    "hermes": "aioserve.features.formats.marked_json:HermesParser",
-    "llama3_json": "aioserve.features.formats.plain_json:Llama3Parser",
-    "json": "aioserve.features.formats.plain_json:PlainJsonParser",
-}
-
-
+#: By name, where the class is that ships: in the order in which a chat template is asked for each.
+SHIPPED = {name: where for (name, *_), where in brought("reply formats").items()}
 #: By name, texts of which a chat template has one where its model writes the format: others are not
-#: imported to be asked. That of plain JSON is never shown.
-_SIGNS: dict[str, tuple[str, ...]] = {
-    "harmony": ("<|channel|>",),
-    "gemma4": ("<|tool_call>",),
-    "lfm2": ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
-    "olmo3": ("<function_calls>",),
-    "llama4_pythonic": ("[func_name1(",),
-    "llama4_json": ("<|header_start|>",),
-    "deepseek_v3": ("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
-    "deepseek_v31": ("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
-    "nemotron": ("<TOOLCALL>",),
-    "apriel": ("<tool_calls>[",),
-    "phi4_mini": ("<|/tool_call|>", "<|/tool|>", "functools["),
-    "granite": ("<|tool_call|>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "deepseek_v32": ("\uff5cDSML\uff5c",),
-    "deepseek_v4": ("\uff5cDSML\uff5c",),
-    "kimi_k2": ("<|tool_calls_section_begin|>",),
-    "minimax_m2": ("<minimax:tool_call>",),
-    "seed_oss": ("<seed:tool_call>",),
-    "glm47": ("<arg_key>",),
-    "glm": ("<arg_key>",),
-    "qwen3_coder": ("<function=",),
-    "hermes": ("<tool_call>",),
-    "llama3_json": ("<|python_tag|>", "<|start_header_id|>"),
-    "json": (),
-}
+#: imported to be asked.
+_SIGNS = {name: signs for name, *signs in brought("reply formats")}
 
 
 def available_formats() -> dict[str, EntryPoint]:
