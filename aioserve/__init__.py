@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
-    from aioserve.features.multimodal import MultimodalPrompt, Video
+    from aioserve.engine.prompt import MultimodalPrompt, Video
     from aioserve.fleet.child import EngineProcess
     from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, RequestTimes
     from aioserve.params import PoolingParams, SamplingParams
@@ -26,13 +26,13 @@ _HOMES = {
     "EngineProcess": "aioserve.fleet.child",
     "EngineSnapshot": "aioserve.engine",
     "FinishReason": "aioserve.outputs",
-    "MultimodalPrompt": "aioserve.features.multimodal",
+    "MultimodalPrompt": "aioserve.engine.prompt",
     "PoolingParams": "aioserve.params",
     "RequestOutput": "aioserve.outputs",
     "RequestStream": "aioserve.engine",
     "RequestTimes": "aioserve.outputs",
     "SamplingParams": "aioserve.params",
-    "Video": "aioserve.features.multimodal",
+    "Video": "aioserve.engine.prompt",
 }
 
 __all__ = [

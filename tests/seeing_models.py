@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from aioserve.config import ModelConfig
-from aioserve.features.multimodal import Video
-from aioserve.features.multimodal.families import family_of
+from aioserve.engine.prompt import Video
 from aioserve.features.multimodal.prompt import load_processor
 from aioserve.features.multimodal.videos import VideoProcessor
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import family_of
 
 NUM_TOKENS = 12
 EMBEDDED = Path(__file__).parents[1] / "aioserve" / "model_source" / "embedded"

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from aioserve.engine.prompt import (
     Conversation,
     Encoded,
     Messages,
+    MultimodalPrompt,
     PromptLimit,
     ReadMedia,
     unmarked,
@@ -33,16 +34,21 @@ from aioserve.errors import (
     first_line,
     is_panic,
 )
-from aioserve.features.multimodal import MultimodalPrompt
-from aioserve.features.multimodal.families import family_of
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import family_of
 from aioserve.outputs import EmbeddingOutput, FinishReason
-from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_FORCED_TOKENS, PoolingParams, SamplingParams
+from aioserve.params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_FORCED_TOKENS,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputs,
+)
 from aioserve.runner.info import RunnerInfo
+from aioserve.support.parts import load
 
 if TYPE_CHECKING:
-    from aioserve.features.grammars import GrammarCompiler
-    from aioserve.features.multimodal.engine_prompts import MultimodalProcessor
+    from aioserve.engine.chat_template import ChatTemplate, ContentText
 
 
 R = TypeVar("R")
@@ -60,6 +66,37 @@ SHORT_MESSAGES = 20
 SHORT_TOOLS = 4
 
 
+class Grammars(Protocol):
+    """What compiles structured outputs."""
+
+    async def check(self, wanted: StructuredOutputs) -> None:
+        """Compile what is wanted, once. Raises `RequestError` that says what cannot be."""
+
+
+class MediaProcessor(Protocol):
+    """What reads prompts with images and videos, for one model and its tokenizer."""
+
+    media: ReadMedia
+    placeholders: Mapping[str, str]  # by kind, how a text mentions one
+
+    def look_at(self, prompt: MultimodalPrompt, room: PromptLimit) -> tuple[str | Messages, int]:
+        """The words of a prompt, without its images and videos, and how many tokens those stand for
+        at least. Raises `RequestError` for those that cannot be served, or are not those mentioned.
+        """
+
+    def encode(
+        self,
+        prompt: MultimodalPrompt,
+        room: PromptLimit,
+        add_special_tokens: bool,
+        encode: Callable[[str, bool], list[int]],
+        render: Callable[[Conversation], str],
+    ) -> Encoded:
+        """A prompt that `look_at` has let pass. `encode` makes tokens of a text, with special ones
+        or without, and `render` a text of a conversation. Raises `RequestError`; takes its time.
+        """
+
+
 class InputProcessor:
     """Makes token ids and complete sampling parameters, or raises `RequestError`."""
 
@@ -68,7 +105,7 @@ class InputProcessor:
         model_info: ModelInfo,
         max_model_len: int,
         seed: int,
-        grammars: "GrammarCompiler | None" = None,
+        grammars: "Grammars | None" = None,
         *,
         runner_info: RunnerInfo,
     ) -> None:
@@ -84,8 +121,10 @@ class InputProcessor:
         self._max_model_len = max_model_len
         if self._has_tokenizer:
             self._tokenizer = model_info.tokenizer
-            if family is not None or model_info.config.content_special_tokens == "text":
+            if family is not None:
                 self._illustrations  # noqa: B018 - which says at the start what cannot be read
+            if family is not None or self._marks_contents:
+                self._template  # noqa: B018 - which says at the start what it cannot do
             self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if self._backend is not None:
                 self._backend.no_truncation()
@@ -113,13 +152,32 @@ class InputProcessor:
         return self._illustrations.media
 
     @cached_property
-    def _illustrations(self) -> "MultimodalProcessor":
-        """What reads conversations, images and videos: loaded for the first of them, on the event
-        loop, where a model of text alone is served.
+    def _illustrations(self) -> MediaProcessor:
+        """What reads images and videos: loaded on the event loop for the first prompt that might
+        have some, where a model of text alone is served.
         """
-        from aioserve.features.multimodal.engine_prompts import MultimodalProcessor
+        processor: MediaProcessor = load("media", "prompts")(
+            self._model_info, self._tokenizer, self._runner_info
+        )
+        return processor
 
-        return MultimodalProcessor(self._model_info, self._tokenizer, self._runner_info)
+    @cached_property
+    def _content(self) -> "ContentText | None":
+        """What marks the texts of clients that spell controls, where those are to be text."""
+        if not self._marks_contents:
+            return None
+        from aioserve.engine.chat_template import ContentText
+
+        return ContentText(self._tokenizer)
+
+    @cached_property
+    def _template(self) -> "ChatTemplate":
+        """What reads conversations, loaded on the event loop for the first of them."""
+        from aioserve.engine.chat_template import ChatTemplate
+
+        has_family = family_of(self._model_info) is not None
+        placeholders = self._illustrations.placeholders if has_family else {}
+        return ChatTemplate(self._tokenizer, placeholders, content=self._content)
 
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
         """What `params` leave to a prompt."""
@@ -177,8 +235,8 @@ class InputProcessor:
         self, prompt: Prompt, room: PromptLimit, add_special_tokens: bool
     ) -> Encoded:
         if isinstance(prompt, MultimodalPrompt):
-            encode = self._illustrations.encode
-            work = partial(encode, prompt, room, add_special_tokens, self._encode)
+            encode, render = self._illustrations.encode, self._template.render
+            work = partial(encode, prompt, room, add_special_tokens, self._encode, render)
             return await asyncio.get_running_loop().run_in_executor(self._image_executor, work)
         if isinstance(prompt, Encoded):
             assert room.keep is None, "what is cut off would take its images along"
@@ -207,7 +265,7 @@ class InputProcessor:
     async def _encode_conversation(
         self, conversation: Conversation, room: PromptLimit
     ) -> list[int]:
-        self._illustrations  # noqa: B018 - here, where no thread makes a second one
+        self._template  # noqa: B018 - here, where no thread makes a second one
         messages = conversation.messages
         length = sum(len(message["content"] or "") for message in messages)
         is_long = (
@@ -250,8 +308,8 @@ class InputProcessor:
         """Let the threads end; requests that still wait for them are refused afterwards."""
         for executor in (self._executor, self._template_executor, self._image_executor):
             executor.shutdown(wait=False)
-        if "_illustrations" in self.__dict__:
-            self._illustrations.template.close()
+        if "_template" in self.__dict__:
+            self._template.close()
 
     def _least_tokens_of(self, text: str) -> int:
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
@@ -279,7 +337,7 @@ class InputProcessor:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
     def _render(self, conversation: Conversation, room: PromptLimit) -> str:
-        text = self._illustrations.template.render(conversation)
+        text = self._template.render(conversation)
         room.check(room.kept(self._least_tokens_of(unmarked(text))), "at least ")
         return text
 
@@ -292,7 +350,8 @@ class InputProcessor:
     def _encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:
             if self._marks_contents and MARK in text:
-                ids = self._illustrations.encode_marked(text)
+                assert self._content is not None
+                ids = self._content.encode(text)
             elif self._backend is None:
                 ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
             else:

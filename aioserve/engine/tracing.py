@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aioserve.engine.prompt import Conversation, Encoded
+from aioserve.engine.prompt import Conversation, Encoded, MultimodalPrompt
 from aioserve.engine.step_loop import StepObserver
 from aioserve.engine.stream import SampleState
 from aioserve.errors import ConfigError
-from aioserve.features.multimodal import MultimodalPrompt
 from aioserve.outputs import FinishReason
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput

@@ -17,11 +17,15 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         "gguf": "aioserve.features.gguf.file:GgufFile",
         "quantized directory": "aioserve.features.quantized.directory:QuantizedDirectory",
     },
-    # What reads images and videos of bodies, and what brings them to the engine.
+    # What reads images and videos of bodies, what brings them to the engine, and what reads prompts
+    # that have some.
     "media": {
         "parts": "aioserve.features.multimodal.bodies:BodyMedia",
         "loader": "aioserve.features.multimodal.bodies:ImageLoader",
+        "prompts": "aioserve.features.multimodal.engine_prompts:MultimodalProcessor",
     },
+    # What is known of JSON schemas by what compiles them.
+    "grammars": {"schemas": "aioserve.features.grammars.schema"},
     # Ways in which models write calls and reasoning: by name, and by texts of which a chat template
     # has one where its model writes so. That of plain JSON is never shown.
     "reply formats": {

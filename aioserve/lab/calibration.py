@@ -24,8 +24,8 @@ import numpy.typing as npt
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
+from aioserve.engine.prompt import MultimodalPrompt
 from aioserve.errors import ConfigError, RequestError
-from aioserve.features.multimodal import MultimodalPrompt
 from aioserve.kv_cache import Ahead
 from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
 from aioserve.lab.simulation.outcome import DelegatingRunner

@@ -20,13 +20,13 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.features.lora.hooks import HookedAdapters
 from aioserve.features.lora.products import TokenAdapters
-from aioserve.features.multimodal.families import family_of
 from aioserve.features.multimodal.image_encoder import ImageEncoder
 from aioserve.features.multimodal.vision_language import TextPart, load_parts
 from aioserve.features.states.layers import StatefulLayers
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.quantized_weight import attached, has_quantized_layers, told_of_weights
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
+from aioserve.model_source.vision_families import family_of
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,

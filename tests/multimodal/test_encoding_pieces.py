@@ -7,11 +7,11 @@ import torch
 
 from aioserve.config import ModelConfig
 from aioserve.features.multimodal.cpu_encoder_attention import use_kernels
-from aioserve.features.multimodal.families import family_of
 from aioserve.features.multimodal.prompt import ImageProcessor
 from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import usable_variants
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import family_of
 from tests.multimodal.pictures import picture
 from tests.multimodal.test_vision_language import cut_layers
 from tests.seeing_models import make_seeing_model

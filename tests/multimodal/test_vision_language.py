@@ -20,12 +20,12 @@ from aioserve.engine.prompt import Encoded
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
 from aioserve.features.multimodal.decoding import EncodedImage
 from aioserve.features.multimodal.encoding_pieces import EncodingPieces
-from aioserve.features.multimodal.families import FAMILIES
 from aioserve.features.multimodal.image_encoder import ImageEncoder
 from aioserve.features.multimodal.prompt import ImageProcessor
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import FAMILIES
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.fused import WholeDecoder

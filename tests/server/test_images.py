@@ -9,8 +9,9 @@ from aiohttp import web
 
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation
+from aioserve.engine.prompt import MultimodalPrompt
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.features.multimodal import MultimodalPrompt, fetching
+from aioserve.features.multimodal import fetching
 from aioserve.server.images import ImageParts, Images, joined
 from tests.multimodal.pictures import bomb, data_url, encoded, picture
 from tests.processes import PATIENCE

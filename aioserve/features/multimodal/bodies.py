@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation, Prompt
+from aioserve.engine.prompt import MultimodalPrompt, Video
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.features.multimodal import MultimodalPrompt, Video
 from aioserve.features.multimodal.decoding import MEDIA_TYPES, EncodedImage, Header, decode_base64
 from aioserve.features.multimodal.fetching import AT_ONCE_FOR_REQUEST, ImageFetcher
 from aioserve.server.images import Part

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aioserve.engine.chat_template import ChatTemplate, ContentText
 from aioserve.engine.prompt import (
     NO_IMAGES,
     NO_VIDEOS,
@@ -15,15 +14,15 @@ from aioserve.engine.prompt import (
     Conversation,
     Encoded,
     Messages,
+    MultimodalPrompt,
     PromptLimit,
     ReadMedia,
 )
 from aioserve.errors import ConfigError, RequestError
-from aioserve.features.multimodal import MultimodalPrompt
-from aioserve.features.multimodal.families import Family, family_of
 from aioserve.features.multimodal.prompt import ImageProcessor, Marks
 from aioserve.features.multimodal.videos import VideoProcessor
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import Family, family_of
 from aioserve.runner.info import RunnerInfo
 
 logger = logging.getLogger(__name__)
@@ -50,14 +49,8 @@ class MultimodalProcessor:
             *(self._refusals.get(kind, "") for kind in ("image", "video")),
             *(placeholders.get(kind, "") for kind in ("image", "video")),
         )
-        as_text = info.config.content_special_tokens == "text"
-        self.content = ContentText(tokenizer) if as_text else None
-        self.template = ChatTemplate(tokenizer, placeholders, content=self.content)
-
-    def encode_marked(self, text: str) -> list[int]:
-        """The token ids of a rendered prompt with the marks of `content` in it."""
-        assert self.content is not None
-        return self.content.encode(text)
+        #: By kind, how a text mentions one.
+        self.placeholders = placeholders
 
     def look_at(self, prompt: MultimodalPrompt, room: PromptLimit) -> tuple[str | Messages, int]:
         """The words of a prompt, without its images and videos, and how many tokens those stand for
@@ -96,14 +89,15 @@ class MultimodalProcessor:
         room: PromptLimit,
         add_special_tokens: bool,
         encode: Callable[[str, bool], list[int]],
+        render: Callable[[Conversation], str],
     ) -> Encoded:
         """One that `look_at` has let pass. `encode` makes tokens of a text, with special ones or
-        without. Raises `RequestError`; takes its time.
+        without, and `render` a text of a conversation. Raises `RequestError`; takes its time.
         """
         text, given = prompt.prompt, _given(prompt)
         if not isinstance(text, str):
             text = text if isinstance(text, Conversation) else Conversation(text)
-            text, add_special_tokens = self.template.render(text), False
+            text, add_special_tokens = render(text), False
         if not any(given.values()):
             return Encoded(room.cut(encode(text, add_special_tokens)))
         self._marks.check_counts(text, {kind: len(those) for kind, those in given.items()})

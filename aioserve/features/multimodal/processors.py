@@ -27,10 +27,10 @@ from transformers.processing_utils import ImagesKwargs, MultiModalData, Processo
 from transformers.video_processing_utils import VideoProcessorMixin
 
 from aioserve.errors import ConfigError
-from aioserve.features.multimodal.families import GRID, TURN
 from aioserve.features.multimodal.prompt import VideoSize
 from aioserve.features.multimodal.videos import VideoSettings
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import GRID, TURN
 
 
 class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from aioserve.engine.prompt import Video
 from aioserve.errors import ConfigError, RequestError, one_line
-from aioserve.features.multimodal import Video
 from aioserve.features.multimodal.decoding import on_white
-from aioserve.features.multimodal.families import Family
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import Family
 from aioserve.request import EncoderInput
 
 # Of the longer side to the shorter: some processors make the shorter one as long as they like it,

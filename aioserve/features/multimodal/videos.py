@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from aioserve.engine.prompt import Video
 from aioserve.errors import ConfigError, RequestError, one_line
-from aioserve.features.multimodal import Video
-from aioserve.features.multimodal.families import Family
 from aioserve.features.multimodal.prompt import (
     Mark,
     Prepared,
@@ -25,6 +24,7 @@ from aioserve.features.multimodal.prompt import (
     video_size_of,
 )
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import Family
 
 _BICUBIC = 3  # the number that Pillow has for it
 _Positive = Annotated[int, Meta(ge=1)]

@@ -13,7 +13,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from aioserve.errors import ConfigError, one_line
 from aioserve.features.multimodal.cpu_encoder_attention import use_kernels
-from aioserve.features.multimodal.families import family_of
 from aioserve.features.multimodal.image_encoder import (
     ImageEncoder,
     SharedImageEncoder,
@@ -22,6 +21,7 @@ from aioserve.features.multimodal.image_encoder import (
 from aioserve.features.quantized.blocks import quantize_experts, quantize_linears
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.source import Rounding
+from aioserve.model_source.vision_families import family_of
 from aioserve.runner.attention.backend import GivenRows
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION, AttentionProbe, serving
 from aioserve.runner.ranks import Ranks

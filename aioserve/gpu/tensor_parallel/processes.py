@@ -26,8 +26,8 @@ import numpy as np
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig
 from aioserve.errors import AioserveError, RunnerDeadError
-from aioserve.features.multimodal.families import GRID, TURN
 from aioserve.kv_cache import Ahead, StatePool, StateSlots, WindowBlocks, WindowPool
+from aioserve.model_source.vision_families import GRID, TURN
 from aioserve.params import SamplingParams
 from aioserve.request import ROW_VALUES, EncoderInput
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput

@@ -13,8 +13,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from aioserve.errors import ConfigError
-from aioserve.features.multimodal.families import FAMILIES
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import FAMILIES
 from aioserve.runner.models.long_rope import check_rope
 
 if TYPE_CHECKING:

@@ -8,13 +8,12 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from aioserve.engine import Conversation
 from aioserve.errors import UNREADABLE, RequestError
-from aioserve.features.grammars.schema import check_finite, for_grammar, place_of
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.server.body import convert_part
 from aioserve.server.chat.chat_format import ChatFormat
@@ -26,12 +25,32 @@ from aioserve.server.chat.protocol import (
 )
 from aioserve.server.chat.reply_format import Function, json_rule
 from aioserve.server.fields import is_vendors
+from aioserve.support.parts import load
 
 # What every way to write calls can tell from what stands around it.
 _NAME = re.compile(r"[\w.:/\-]{1,128}", re.ASCII)
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 Choice = Literal["none", "auto", "required"]
+
+
+class SchemaRules(Protocol):
+    """What is known of schemas by what compiles them to grammars."""
+
+    def check_finite(self, schema: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for a schema of which no value is finite."""
+
+    def for_grammar(self, schema: Mapping[str, Any], *, closes_objects: bool) -> dict[str, Any]:
+        """The schema as a grammar keeps to it. Raises `ValueError` that names the place."""
+
+    def place_of(self, reason: str, schema: Any) -> str:
+        """Where in the schema is what a reason names; empty if it names no place."""
+
+
+def schema_rules() -> SchemaRules:
+    """Loaded with the first schema."""
+    rules: SchemaRules = load("grammars", "schemas")
+    return rules
 
 
 class Names(NamedTuple):
@@ -167,7 +186,7 @@ def check_parameters(schema: Any, path: str) -> None:
     """Raises `RequestError` for what is no schema, and for one of which no value is finite."""
     check_schema(schema, path)
     try:
-        check_finite(schema)
+        schema_rules().check_finite(schema)
     except ValueError as error:
         raise RequestError(f"{path}: {error}", param=path) from error
 
@@ -278,7 +297,9 @@ def bind(
         if schema is not None:
             kinds.append("answer")
             try:
-                schema = for_grammar(schema, closes_objects=chat_format.closes_objects)
+                schema = schema_rules().for_grammar(
+                    schema, closes_objects=chat_format.closes_objects
+                )
             except ValueError as error:
                 param = field or f"structured_outputs.{wanted.way}"
                 raise NamedFault(f"{param}: {error}", param=param) from error
@@ -305,7 +326,9 @@ def _bound(params: SamplingParams, grammar: str) -> SamplingParams:
 def _sayable(function: Function, use: ToolUse, chat_format: ChatFormat) -> Function:
     """`function` with its schema as a grammar keeps to it. Raises `RequestError`."""
     try:
-        schema = for_grammar(function.parameters, closes_objects=chat_format.closes_objects)
+        schema = schema_rules().for_grammar(
+            function.parameters, closes_objects=chat_format.closes_objects
+        )
     except ValueError as error:
         path = use.paths[function.name]
         raise NamedFault(f"{path}: {error}", param=path) from error
@@ -328,7 +351,7 @@ def blame(error: RequestError, use: ToolUse | None, field: str | None) -> None:
     error.param, what = "tools", "the tools" if field is None else f"the tools or {field}"
     error.args = (f"{what} cannot be compiled: {reason}",)
     for function in use.functions:
-        if place := place_of(reason, function.parameters):
+        if place := schema_rules().place_of(reason, function.parameters):
             error.param = f"{use.paths[function.name]}.{place}"
             error.args = (f"{error.param}: {reason}",)
             return
