@@ -17,7 +17,6 @@ from torch import Tensor
 from aioserve.config import EngineConfig
 from aioserve.errors import one_line
 from aioserve.features.multimodal.encoding_pieces import EncodingPieces
-from aioserve.gpu.tensor_parallel.group import Ranks
 from aioserve.kv_cache import Ahead
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import GRID, TURN, Family, family_of
