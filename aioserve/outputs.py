@@ -47,7 +47,7 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # one per token; None: not asked for
 
     def first(self, count: int) -> "NewTokens":
-        """The first `count` tokens."""
+        """The first `count` tokens, with their log probabilities; all, if there are fewer."""
         if count >= len(self.token_ids):
             return self
         logprobs = None if self.logprobs is None else self.logprobs[:count]
@@ -101,7 +101,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_paused_reqs: int = 0  # waiting requests that keep their KV blocks
     num_kv_blocks: int
     num_used_kv_blocks: int
-    num_leased_kv_blocks: int = 0  # of these, held by leases and no request
+    num_leased_kv_blocks: int = 0  # used KV blocks that leases hold and no request
     num_leases: int = 0
     num_state_slots: int = 0  # 0: a model without states
     num_free_state_slots: int = 0  # that no running request has
@@ -113,11 +113,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_encoder_inputs: int = 0  # images and sounds that were encoded
-    num_encoder_tokens: int = 0  # of these
+    num_encoder_tokens: int = 0  # tokens of the images and sounds that were encoded
     num_encoder_hits: int = 0  # inputs of requests whose outputs were there already
     num_used_encoder_tokens: int = 0  # of outputs that are kept now
     num_draft_tokens: int  # sent along to be verified
-    num_accepted_tokens: int  # of these, that were right
+    num_accepted_tokens: int  # draft tokens that were right
     policy: str = ""  # as the settings name it
     policy_gauges: dict[str, float] = {}  # what the policy shows of itself, by name
 
@@ -223,4 +223,4 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     embedding: Vector  # float32 [hidden size, or the dimensions asked for]
     num_prompt_tokens: int
-    num_cached_tokens: int  # of these, found in the prefix cache
+    num_cached_tokens: int  # prompt tokens that were found in the prefix cache

@@ -313,7 +313,7 @@ class TokenPieces(dict[int, str | bytes]):
         return pieces
 
     def join(self, token_ids: Iterable[int]) -> bytes:
-        """The bytes of these tokens."""
+        """The UTF-8 bytes of the text of `token_ids`; those of skipped tokens are left out."""
         pieces = (self[token_id] for token_id in token_ids)
         return b"".join(p.encode() if isinstance(p, str) else p for p in pieces)
 

@@ -181,7 +181,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     options: dict[str, Any]
     policies: dict[str, str]  # that are installed, with a line on each
-    policy_options: dict[str, list[OptionField]]  # of these, where their sources declare them
+    policy_options: dict[str, list[OptionField]]  # of those policies whose source declares some
     is_simulated: bool  # no model computes: steps take the time of a profile, tokens are invented
     max_num_seqs: int
     num_blocks: int
@@ -250,7 +250,7 @@ class FeedObserver(StepObserver):
         self._requests: dict[int, Request] = {}
         self._num_told = 0
         self._rows: dict[str, int] = {}  # tokens by request, of the last step
-        self._row_numbers: list[int] = []  # of these: an id may be another's by now
+        self._row_numbers: list[int] = []  # numbers of the requests in `_rows`: ids may be reused
         self._reasons: dict[int, str] = {}  # as told last
         self._is_to_ask = False  # why requests wait, after the next step, however many they are
         self._clear()
@@ -453,7 +453,7 @@ class LiveFeed:
         self._config = config
         self._max_model_len = max_model_len
         self._policies: dict[str, str] | None = None  # that are installed; read once
-        self._options: dict[str, list[OptionField]] = {}  # of these
+        self._options: dict[str, list[OptionField]] = {}  # by policy that declares some
         self._onlooker: FeedObserver | None = None
         self._unix_time = 0.0  # when that was put in its place, seconds since 1970
         self._loop_lag = LoopLag()

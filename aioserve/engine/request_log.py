@@ -108,7 +108,7 @@ class RequestLine(msgspec.Struct, frozen=True):
     key: str  # the name of the key that it came with; "-": none was asked for
     model: str  # or adapter
     prompt_tokens: int
-    cached_tokens: int  # of these
+    cached_tokens: int  # prompt tokens that were found in the prefix cache
     output_tokens: int
     ttft: float | None  # seconds to the first token; None: there was none
     seconds: float  # to the end

@@ -33,10 +33,11 @@ MAX_BYTES = 2**30  # of the process's address space; it begins with some 40 MB
 MAX_PROCESSES = 3  # at once; a further text waits for one
 # For an answer, however busy the machine is.
 PATIENCE_SECONDS = 60.0
-# A process that waits for its answer is looked at so often. So many looks in a row that find it
-# stopped (SIGSTOP, a debugger), or waiting without any CPU time in between, mean that it stands
-# still. Looks are counted, not time: if this process was stopped as well, none has.
+# Seconds between two looks at a template process whose answer is awaited.
 LOOK_SECONDS = 0.25
+# Looks in a row that find the template process stopped (SIGSTOP, a debugger), or waiting without
+# any CPU time in between, before it counts as standing still. Looks are counted, not seconds: none
+# happens while this process is stopped as well.
 MAX_LOOKS_STOPPED, MAX_LOOKS_IDLE = 4, 40
 # What the process needs to find Python, Jinja and the time; what else there is may be secret.
 ENVIRONMENT = ["HOME", "LANG", "LC_ALL", "LC_TIME", "PATH", "TZ"]

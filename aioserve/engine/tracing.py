@@ -63,7 +63,8 @@ class Timelines(StepObserver):
 
     def __init__(self) -> None:
         self._timelines: dict[str, Timeline] = {}
-        self._prefilling: dict[str, Timeline] = {}  # of these, those whose prompt is not computed
+        # Those timelines whose requests' prompts are not computed yet.
+        self._prefilling: dict[str, Timeline] = {}
 
     def take(self, request_id: str) -> Timeline | None:
         """The notes on a request that has ended; None if it was never accepted."""

@@ -31,7 +31,7 @@ from aioserve.support.logs import wait_streams_written
 logger = logging.getLogger(__name__)
 
 MAX_TICK_SECONDS = 1.0
-TICKS_PER_BOUND = 4  # so often the shortest bound is looked at before it has passed
+TICKS_PER_BOUND = 4  # looks within the shortest bound
 
 
 class _Hang:
@@ -434,7 +434,7 @@ class _Timer:
             raise OSError(ctypes.get_errno(), "the system has no timer for the last resort")
 
     def set(self, seconds: float) -> None:
-        """Call it once, in so many seconds, and not when it was to be called before."""
+        """Call the function once, `seconds` from now; an earlier time that was set is forgotten."""
         whole = int(seconds)
         times = _Times(value_s=whole, value_ns=int((seconds - whole) * 1e9))
         self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)

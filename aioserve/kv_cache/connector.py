@@ -36,7 +36,7 @@ class KVConnectorStats(msgspec.Struct):
     """What a connector did since the start. Tokens are those of whole blocks."""
 
     num_queried_tokens: int = 0  # that the prefix cache lacked at admissions
-    num_hit_tokens: int = 0  # of these, loaded
+    num_hit_tokens: int = 0  # queried tokens that were loaded
     num_saved_tokens: int = 0  # copied out of the paged cache
     num_unsaved_tokens: int = 0  # that found no room to be copied to
     num_fetched_tokens: int = 0  # read from the directory

@@ -305,11 +305,11 @@ class Leases:
         return self._next_end if due is None else min(due, self._next_end)
 
     def begin_anew(self, max_blocks: int) -> None:
-        """Let go of everything; from here on all leases hold this many blocks at most."""
+        """End all leases. Those of later together hold at most `max_blocks` KV blocks."""
         self.end_all()
         self.max_blocks = max_blocks
 
     def end_all(self) -> None:
-        """Let go of everything."""
+        """End all leases: their KV blocks can be evicted again."""
         while self.give_way():
             pass

@@ -76,7 +76,7 @@ class BatchParts:
 
     @cached_property
     def grammars(self) -> "GrammarRows":
-        """Matchers by row."""
+        """The part that masks logits of rows with a grammar or a thinking budget, by matchers."""
         from aioserve.features.grammars.rows import GrammarRows
 
         return GrammarRows(self._compiler, self._vocab_size, self._eos_token_ids)

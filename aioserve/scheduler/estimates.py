@@ -39,7 +39,7 @@ class OnlineStepTime:
 
     def __init__(self) -> None:
         self.num_steps = 0  # steps learned from so far
-        self.num_prompt_steps = 0  # of these, with prompt tokens
+        self.num_prompt_steps = 0  # steps learned from that had prompt tokens
         self.last_seconds = 0.0  # what the last step took; 0 if its plan was not seen
         self._coefficients = list(FIRST_GUESS)
         self._covariance = [

@@ -118,7 +118,7 @@ class _Run:
         self._longest = longest
         self._trusts = trusts
         self._num_steps = 0
-        self._num_quiet = 0  # of these, the last, in which no request waited
+        self._num_quiet = 0  # steps since a request waited last
         self._num_crowds = 0
 
     def _clock(self) -> float:

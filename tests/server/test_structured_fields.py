@@ -71,7 +71,7 @@ WAYS: list[tuple[str, str, Any]] = [
     ("/v1/messages", "structured_outputs.json", lambda s: {"structured_outputs": {"json": s}}),
 ]
 FAULTS = [
-    ({"minimum": 10**20}, "minimum", "which leaves no number"),
+    ({"minimum": 10**20}, "minimum", "no number between"),
     ({"type": "string", "pattern": "a(?=b)"}, "pattern", "look-around"),
     ({"not": {"type": "string"}}, "not", "Unimplemented keys"),
 ]

@@ -206,7 +206,7 @@ class BareCalls:
 
     @property
     def text(self) -> str:
-        """All that was read."""
+        """All of the reply that `feed` has been given so far."""
         return "".join(self._pieces)
 
     def feed(self, text: str) -> None:

@@ -8,6 +8,7 @@ nothing about logits, nor how grammars are compiled.
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -372,11 +373,11 @@ class GrammarRows(BatchPart[Matcher]):
             wait_for(list(jobs.values()), LAST_SECONDS)
         words = np.empty((len(places), self._num_words), dtype=np.int32)
         late: list[int] = []
-        index, of_places = 0, rows[places].tolist()
-        while index < len(places):
-            row = of_places[index]
+        index = 0
+        # A row's places stand one behind the other, so counts alone say where each begins.
+        for row, num_places in Counter(rows[places].tolist()).items():
             job = jobs[row]
-            own = words[index : index + of_places.count(row)]
+            own = words[index : index + num_places]
             if job.is_done:
                 self._take_job(row, job)
                 own[:] = self._only_eos if row in self.errors else job.words[: len(own)]

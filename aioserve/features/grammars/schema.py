@@ -185,8 +185,8 @@ def _inner_bound(
             raise ValueError(f"{path}{of} must be a number of 64 bits, got {_shown(given)}")
         if given * inwards > LARGEST:
             raise ValueError(
-                f"{path}{of} is {_shown(given)}, which leaves no number: they are kept to from "
-                f"-{LARGEST} to {LARGEST}"
+                f"{path}{of} is {_shown(given)}: no number between -{LARGEST} and {LARGEST}, "
+                "the range of numbers in schemas, satisfies it"
             )
     values: list[int | float] = []
     if _is_number(bound):

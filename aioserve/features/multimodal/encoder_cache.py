@@ -29,7 +29,7 @@ class EncoderCacheManager:
         """`num_slots` is the room, in tokens."""
         self.num_slots = num_slots
         self.num_inputs = 0  # that were to be computed; what was planned and taken back is not
-        self.num_tokens = 0  # of these
+        self.num_tokens = 0  # tokens of the inputs in `num_inputs`
         self.num_hits = 0  # inputs of requests that were there, or on their way
         self._num_free_slots = num_slots  # not taken by anything, held or released
         self._sizes: dict[str, int] = {}

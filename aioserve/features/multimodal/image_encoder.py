@@ -209,7 +209,7 @@ class ImageEncoder(ImageRows):
         self._pieces = EncodingPieces(module)
         self._made: dict[str, Tensor] = {}  # [n, hidden or a multiple] by content
         self._failures: dict[str, str] = {}  # why, by content
-        self._gone: set[str] = set()  # of these, what the step says to drop
+        self._gone: set[str] = set()  # contents that the step says to drop
 
     def attend_by(self, name: str) -> None:
         """Let its layers attend by what `transformers` has registered under that name."""

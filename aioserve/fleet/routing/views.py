@@ -68,7 +68,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, gc=False):
     num_waiting_tokens: int = 0  # of those that wait: what is to be computed, unless it is cached
     max_num_seqs: int = 0  # seats: the largest batch
     num_kv_tokens: int = 0  # tokens that its KV cache can hold
-    num_free_kv_tokens: int = 0  # of these, held by no request: cached prefixes may be in them
+    num_free_kv_tokens: int = 0  # held by no request: may be cached prefixes
     step_seconds: float = 0.0  # mean of the newest steps, the last ten about; 0: no step yet
     step_base_seconds: float = 0.0  # of a step by the learned line over the batch, without requests
     step_request_seconds: float = 0.0  # that each request of the batch adds, by that line

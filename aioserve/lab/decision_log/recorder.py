@@ -363,7 +363,7 @@ class _End(Gaps):
         self._path = path
 
     def come(self, error: Exception) -> None:
-        """It ends here."""
+        """Note that the log ends now, because of `error`, and say so in the server's log once."""
         if not self.has_come:
             self.has_come = True
             logger.error("decision log %s ends here: %r", self._path, error)
