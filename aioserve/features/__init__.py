@@ -6,6 +6,16 @@ from typing import Any
 _FORMATS = "aioserve.features.formats"
 
 BRINGS: Mapping[str, Mapping[Any, str]] = {
+    # What the batch of a runner keeps of its rows: `runner.batch_parts`.
+    "batch parts": {
+        "adapters": "aioserve.features.lora.rows:AdapterRows",
+        "states": "aioserve.features.states.rows:StateRows",
+        "windows": "aioserve.features.states.rows:WindowRows",
+        "grammars": "aioserve.features.grammars.rows:GrammarRows",
+        "thinking": "aioserve.features.grammars.thinking:ThinkingRows",
+    },
+    # What compiles structured outputs: `runner.interface`.
+    "output compilers": {"llguidance": "aioserve.features.grammars.compiler:GrammarCompiler"},
     # Resources of the scheduler's side, by the names of their plans: `kv_cache.resource`.
     "caches": {
         "states": "aioserve.features.states.slots:StateSlotPool",

@@ -4,20 +4,23 @@ A part that not every request needs is made, and its module loaded, when the fir
 it; a part of few models, when such a model is served.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from aioserve.runner.batch.input_batch import BatchPart, LaterPart
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.served_model import ServedModel
+from aioserve.support.parts import Brought
 
 if TYPE_CHECKING:
-    from aioserve.features.grammars import GrammarCompiler
-    from aioserve.features.grammars.rows import GrammarRows
-    from aioserve.features.lora.rows import AdapterRows
     from aioserve.kv_cache import WindowSpec
     from aioserve.runner.batch.drafter import Drafter, DraftRows
+    from aioserve.runner.batch.masks import BoundRows
+    from aioserve.runner.interface import OutputCompiler
+
+#: What parts of aioserve bring for the batch, by the names of what it is about.
+PARTS = Brought[Callable[..., Any]]("batch parts")
 
 _GRAMMAR, _BUDGET = "sampling_params.structured_outputs", "sampling_params.thinking_budget"
 
@@ -33,7 +36,7 @@ class BatchParts:
         block_size: int,
         vocab_size: int,
         *,
-        grammars: "GrammarCompiler | None" = None,
+        grammars: "OutputCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
         drafter: "Drafter | None" = None,
         windows: "WindowSpec | None" = None,
@@ -51,13 +54,9 @@ class BatchParts:
             model.image_encoder,
         ]
         if model.states is not None:
-            from aioserve.features.states.rows import StateRows
-
-            parts.append(StateRows(max_num_seqs, model.states.take_back))
+            parts.append(PARTS["states"](max_num_seqs, model.states.take_back))
         if windows is not None:
-            from aioserve.features.states.rows import WindowRows
-
-            parts.append(WindowRows(max_num_seqs, max_model_len, block_size))
+            parts.append(PARTS["windows"](max_num_seqs, max_model_len, block_size))
         # A budget's matcher stands among those of grammars.
         parts.append(LaterPart((_GRAMMAR, _BUDGET), lambda: self.grammars))
         parts.append(LaterPart((_BUDGET,), self._thinking_rows))
@@ -75,18 +74,15 @@ class BatchParts:
         return "grammars" in self.__dict__ and bool(self.grammars.rows)
 
     @cached_property
-    def grammars(self) -> "GrammarRows":
+    def grammars(self) -> "BoundRows":
         """The part that masks logits of rows with a grammar or a thinking budget, by matchers."""
-        from aioserve.features.grammars.rows import GrammarRows
-
-        return GrammarRows(self._compiler, self._vocab_size, self._eos_token_ids)
+        made: BoundRows = PARTS["grammars"](self._compiler, self._vocab_size, self._eos_token_ids)
+        return made
 
     @cached_property
-    def adapters(self) -> "AdapterRows":
+    def adapters(self) -> Any:
         """Loaded LoRA adapters, and those of rows."""
-        from aioserve.features.lora.rows import AdapterRows
-
-        return AdapterRows()
+        return PARTS["adapters"]()
 
     @cached_property
     def drafts(self) -> "DraftRows":
@@ -96,9 +92,8 @@ class BatchParts:
         return DraftRows(self.drafter, self.sampling, self.grammars)
 
     def _thinking_rows(self) -> BatchPart[Any]:
-        from aioserve.features.grammars.thinking import ThinkingRows
-
-        return ThinkingRows(self._compiler, self.grammars)
+        made: BatchPart[Any] = PARTS["thinking"](self._compiler, self.grammars)
+        return made
 
 
 def _prompt_rows() -> BatchPart[Any]:

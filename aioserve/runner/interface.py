@@ -20,18 +20,39 @@ from aioserve.scheduler.output import SchedulerOutput
 from aioserve.support.parts import Brought
 
 if TYPE_CHECKING:
-    from aioserve.config import EngineConfig
-    from aioserve.features.grammars import GrammarCompiler
+    from aioserve.config import EngineConfig, StructuredOutputsConfig
     from aioserve.features.kv_connector import KVConnectorWorker
     from aioserve.features.lora.peft_directory import AdapterFiles
     from aioserve.model_source.info import ModelInfo
+    from aioserve.params import StructuredOutputs
+
+
+class OutputCompiler(ABC):
+    """Compiles structured outputs to what binds the texts of requests. Used from the event loop."""
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Make what all structured outputs share, or find out why that cannot be. To be called when
+        the runner is loaded.
+        """
+
+    @abstractmethod
+    async def check(self, wanted: "StructuredOutputs") -> None:
+        """Compile `wanted`, for requests that come with this very object. Raises `RequestError` for
+        what cannot be, takes too long or too much memory, and `EngineOverloadedError` if that is
+        the others' fault.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads and processes. Idempotent."""
 
 
 class RunnerInterface(ABC):
     """Runs steps in the order in which they are handed over. Used from one event loop."""
 
     #: What its masks are made by. None: it masks nothing, and structured outputs are refused.
-    grammars: "GrammarCompiler | None" = None
+    grammars: OutputCompiler | None = None
 
     @abstractmethod
     async def load(self) -> RunnerInfo:
@@ -112,6 +133,11 @@ class RunnerInterface(ABC):
 
 #: The runners that parts bring, by where they compute. Raise `ConfigError` for what cannot be.
 RUNNERS: "Brought[Callable[[EngineConfig, ModelInfo], RunnerInterface]]" = Brought("runners")
+
+#: What compiles structured outputs, by whose work it does so.
+OUTPUT_COMPILERS: "Brought[Callable[[ModelInfo, StructuredOutputsConfig], OutputCompiler]]" = (
+    Brought("output compilers")
+)
 
 
 async def load_runner(runner: RunnerInterface) -> RunnerInfo:

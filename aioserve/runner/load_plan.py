@@ -19,10 +19,10 @@ from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.served_model import ServedModel
 
 if TYPE_CHECKING:  # `model_drafter` brings `transformers`
-    from aioserve.features.grammars import GrammarCompiler
     from aioserve.features.spec_decode.model_drafter import Draft, DraftRunner
     from aioserve.kv_cache import WindowSpec
     from aioserve.runner.batch.drafter import Drafter
+    from aioserve.runner.interface import OutputCompiler
     from aioserve.runner.ranks import Ranks
 
 #: Choices of `cache.kv_cache_dtype` besides "auto": the side that serves each, and the type.
@@ -100,7 +100,7 @@ class LoadPlan:
         return f"{dtype}, {self.model.num_parameters / 1e6:.1f}M parameters"
 
     def make_parts(
-        self, grammars: "GrammarCompiler | None", make_runner: "Callable[[], DraftRunner]"
+        self, grammars: "OutputCompiler | None", make_runner: "Callable[[], DraftRunner]"
     ) -> BatchParts:
         """The parts of the batch. `make_runner` is called for a draft: what runs its passes."""
         drafter: Drafter | None = None

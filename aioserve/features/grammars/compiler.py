@@ -21,6 +21,7 @@ from aioserve.config import StructuredOutputsConfig
 from aioserve.errors import EngineOverloadedError, RequestError, first_line
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
+from aioserve.runner.interface import OutputCompiler
 from aioserve.support.tokens import TokenBytes
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Traits(NamedTuple):
     is_slow: bool  # masks, or calls that hold the GIL, take long
 
 
-class GrammarCompiler:
+class GrammarCompiler(OutputCompiler):
     """Matchers of one tokenizer. Used from the event loop, but for `matcher`.
 
     A grammar lives as long as the `StructuredOutputs` that asked for it, and so as long as their

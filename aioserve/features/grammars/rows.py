@@ -11,23 +11,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from aioserve.errors import GrammarLimitError, first_line
 from aioserve.runner.attention.backend import IntArray
-from aioserve.runner.batch.input_batch import BatchPart
+from aioserve.runner.batch.masks import NO_DRAFTS, BoundRows, Masks, Standing, StepMasks, Words
 from aioserve.runner.interface import step_failed
 from aioserve.scheduler.output import NewRequestData
 
 if TYPE_CHECKING:
     from aioserve.features.grammars import GrammarCompiler
 
-
-Words = npt.NDArray[np.int32]
 
 #: Seconds for which a step waits for masks once its forward pass is done, if all of its rows can
 #: sit out; after the other one, rows that cannot are ended.
@@ -203,37 +200,7 @@ def _resident() -> int:
 
 logger = logging.getLogger(__name__)
 
-_NO_PLACES: IntArray = np.zeros(0, dtype=np.int64)
-_NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 MAX_GUESSES = 16  # tokens without a choice that are sent along at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """Which tokens M of the S rows of a step may take."""
-
-    places: IntArray  # M, among the S
-    words: Words  # [M, ceil(V / 32)], a bit per token, the lowest first
-    late: IntArray = field(default_factory=lambda: _NO_PLACES)  # among the S: they sit out
-
-    def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """The masks as booleans [M, V]: True for each token id that a grammar allows."""
-        bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-        return bits.view(np.bool_)
-
-    def of(self, place: int) -> "Masks | None":
-        """That of one of the S, as the only one of a step; None if it may take all tokens."""
-        own = np.flatnonzero(self.places == place)
-        return Masks(np.zeros(1, dtype=np.int64), self.words[own[:1]]) if len(own) else None
-
-
-class Standing(NamedTuple):
-    """A row that samples and has a matcher."""
-
-    place: int  # among the S
-    row: int
-    matcher: Matcher
-    is_bound: bool  # it needs a mask in this step
 
 
 @dataclass(slots=True)
@@ -249,7 +216,7 @@ class _Row:
     seconds: float = 0.0  # of processor time for slow masks
 
 
-class StepMasks:
+class _JobMasks:
     """The masks of one step, while they are made."""
 
     def __init__(self, rows: "GrammarRows", places: list[int], jobs: dict[int, MaskJob]) -> None:
@@ -263,8 +230,10 @@ class StepMasks:
         return self._rows.taken(rows, self._places, self._jobs, may_sit_out)
 
 
-class GrammarRows(BatchPart[Matcher]):
+class GrammarRows(BoundRows):
     """Matchers by row. What `begin` returns is taken before `advance`, `set` or `drop`."""
+
+    rows: dict[int, Matcher]
 
     asked_by = "sampling_params.structured_outputs"
 
@@ -359,7 +328,7 @@ class GrammarRows(BatchPart[Matcher]):
             jobs[row] = job
         self._lanes.start(quick, is_slow=False)
         self._lanes.start(slow, is_slow=True)
-        return StepMasks(self, [each.place for each in bound], jobs)
+        return _JobMasks(self, [each.place for each in bound], jobs)
 
     def taken(
         self, rows: IntArray, places: list[int], jobs: dict[int, MaskJob], may_sit_out: bool
@@ -429,7 +398,7 @@ class GrammarRows(BatchPart[Matcher]):
             excess -= self._kept[row].num_bytes
 
     def standing(
-        self, rows: IntArray, drafts: Mapping[int, Sequence[int]] = _NO_DRAFTS
+        self, rows: IntArray, drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
     ) -> list[Standing]:
         """Which of the S `rows` have a matcher: for `catch_up`, when their tokens are known."""
         if not self.rows:

@@ -3,9 +3,9 @@
 Knows steps; knows nothing about what is guessed for which request.
 """
 
-from aioserve.features.grammars.rows import Masks
 from aioserve.features.spec_decode.model_drafter import DraftRunner, Forward
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.batch.masks import Masks
 from aioserve.runner.batch.sampling_columns import SamplingInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.sampler import sample

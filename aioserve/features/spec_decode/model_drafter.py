@@ -22,7 +22,6 @@ from torch import Tensor
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.features.grammars.rows import Masks
 from aioserve.features.spec_decode.draft_length import ModelDraftLength
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import (
@@ -34,6 +33,7 @@ from aioserve.runner.attention.backend import (
     StepInputs,
 )
 from aioserve.runner.batch.drafter import Drafter, Texts
+from aioserve.runner.batch.masks import Masks
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.fused.ops import Linear
 from aioserve.runner.served_model import ServedModel

@@ -7,13 +7,13 @@ nothing about what is guessed for which request.
 import numpy as np
 from torch import Tensor
 
-from aioserve.features.grammars.rows import Masks
 from aioserve.features.spec_decode.model_drafter import DraftRunner, Forward
 from aioserve.gpu.cuda.attention import DeviceAttention
 from aioserve.gpu.cuda.device import Device, StagingRing
 from aioserve.gpu.cuda.plan import Layout, plan_step
 from aioserve.gpu.cuda.sampler import DeviceSampler
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.batch.masks import Masks
 from aioserve.runner.batch.sampling_columns import SamplingInputs
 
 

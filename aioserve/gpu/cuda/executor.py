@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from aioserve.errors import AioserveError, RunnerDeadError
-from aioserve.features.grammars.rows import Standing
 from aioserve.features.lora.products import AdapterOwners, TokenAdapters
 from aioserve.features.lora.rows import AdapterRows
 from aioserve.gpu.cuda.adapters import DeviceAdapters, stage_adapters
@@ -39,6 +38,7 @@ from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.batch.drafter import Drafter
 from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.batch.masks import Standing
 from aioserve.runner.batch.prompt_rows import PromptRows, WantedLogprobs
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.batch_parts import BatchParts

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.features.grammars import GrammarCompiler
 from aioserve.features.grammars.rows import MAX_GUESSES
 from aioserve.features.lora.peft_directory import stored_parameters
 from aioserve.features.spec_decode.drafts import find_draft
@@ -46,6 +45,7 @@ from aioserve.runner.attention.backend import (
 from aioserve.runner.batch.prompt_rows import largest_piece
 from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.ops import PlainLinear
+from aioserve.runner.interface import OutputCompiler
 from aioserve.runner.kv_pool import max_useful_blocks
 from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import load_model, num_weight_bytes
@@ -150,7 +150,7 @@ INSTALL_LINE = "pip install flashinfer-python accelerate"
 def load_on_cuda(
     config: EngineConfig,
     info: ModelInfo,
-    grammars: GrammarCompiler | None = None,
+    grammars: OutputCompiler | None = None,
     ranks: Ranks | None = None,
 ) -> StepExecutor:
     """Load the model, share out the memory, capture graphs. With `ranks`, the share of one of them,
@@ -219,7 +219,7 @@ def make_executor(
     model: ServedModel,
     device: Device,
     card: CardMemory,
-    grammars: GrammarCompiler | None = None,
+    grammars: OutputCompiler | None = None,
     draft: Draft | None = None,
     ranks: Ranks | None = None,
 ) -> StepExecutor:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
-from aioserve.features.grammars import GrammarCompiler
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import OUTPUT_COMPILERS, OutputCompiler, RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.support.progress import interruptible
 
@@ -37,7 +36,7 @@ class OverlappedRunner(RunnerInterface):
     """Runs a `StepExecutor`. Each result reaches the loop by one call from the reading thread."""
 
     def __init__(
-        self, build: "Callable[[], StepExecutor]", grammars: GrammarCompiler | None = None
+        self, build: "Callable[[], StepExecutor]", grammars: OutputCompiler | None = None
     ) -> None:
         """`build` loads the model, on the launching thread; it may raise `ConfigError`."""
         self._build = build
@@ -56,7 +55,7 @@ class OverlappedRunner(RunnerInterface):
         model_info.check_positions()
         grammars = None
         if not model_info.config.skip_tokenizer_init:
-            grammars = GrammarCompiler(model_info, config.structured_outputs)
+            grammars = OUTPUT_COMPILERS["llguidance"](model_info, config.structured_outputs)
 
         def build() -> "StepExecutor":
             from aioserve.gpu.cuda.load import load_on_cuda

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RunnerDeadError
-from aioserve.features.grammars import GrammarCompiler
 from aioserve.gpu.cuda.runner import OverlappedRunner
 from aioserve.gpu.tensor_parallel.plan import (
     EXPERTS,
@@ -21,6 +20,7 @@ from aioserve.gpu.tensor_parallel.processes import Step
 from aioserve.gpu.tensor_parallel.watch import FirstRankRunner
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.interface import OUTPUT_COMPILERS, OutputCompiler
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aioserve.runner.ranks import Ranks
 
 #: Loads the first rank's share.
-Build = Callable[["Ranks", GrammarCompiler | None], "StepExecutor"]
+Build = Callable[["Ranks", OutputCompiler | None], "StepExecutor"]
 
 
 class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
@@ -68,7 +68,7 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         model_info.check_positions()
         grammars = None
         if not model_info.config.skip_tokenizer_init:
-            grammars = GrammarCompiler(model_info, config.structured_outputs)
+            grammars = OUTPUT_COMPILERS["llguidance"](model_info, config.structured_outputs)
         super().__init__(self._build_first, grammars)
         self._config, self._model_info, self._make_first = config, model_info, build
 

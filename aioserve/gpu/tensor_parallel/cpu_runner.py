@@ -32,10 +32,10 @@ from aioserve.scheduler.output import SchedulerOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioserve.features.grammars.rows import Masks
     from aioserve.features.kv_connector import KVConnectorWorker
     from aioserve.features.lora.peft_directory import AdapterFiles
     from aioserve.features.lora.products import Adapter
+    from aioserve.runner.batch.masks import Masks
     from aioserve.runner.batch.sampling_columns import SamplingInputs
     from aioserve.runner.cpu.executor import StepExecutor
     from aioserve.runner.cpu.sampler import SampledTokens

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from aioserve.features.grammars.rows import GrammarRows
 from aioserve.features.spec_decode.draft_length import DraftLength
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.input_batch import BatchPart, InputBatch
+from aioserve.runner.batch.masks import BoundRows
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
@@ -23,7 +23,7 @@ class Texts(NamedTuple):
     """The texts of rows, the places of their blocks, and how they go on: what a drafter may ask."""
 
     batch: InputBatch
-    grammars: GrammarRows
+    grammars: BoundRows
     sampling: SamplingColumns
 
 
@@ -76,7 +76,7 @@ class DraftRows(BatchPart[bool]):
     name = "draft_lengths"
 
     def __init__(
-        self, drafter: Drafter | None, sampling: SamplingColumns, grammars: GrammarRows
+        self, drafter: Drafter | None, sampling: SamplingColumns, grammars: BoundRows
     ) -> None:
         super().__init__()
         self.drafter, self._sampling, self._grammars = drafter, sampling, grammars

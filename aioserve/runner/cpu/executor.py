@@ -38,11 +38,11 @@ from aioserve.runner.load_plan import LoadPlan
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.features.grammars.rows import Masks
     from aioserve.features.kv_connector.cpu_copies import HostCopies
     from aioserve.features.kv_connector.host_blocks import HostBlocks, SharedSlots
     from aioserve.features.lora.products import Adapter
     from aioserve.features.lora.rows import LoadedAdapters
+    from aioserve.runner.batch.masks import Masks
     from aioserve.runner.cpu.asked_results import Looked, RowValueStep
 
 

@@ -26,9 +26,9 @@ from aioserve.runner.load_plan import LoadPlan, plan_load
 from aioserve.runner.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from aioserve.features.grammars import GrammarCompiler
     from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
     from aioserve.features.spec_decode.model_drafter import Draft
+    from aioserve.runner.interface import OutputCompiler
     from aioserve.runner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def load_on_cpu(
     config: EngineConfig,
     info: ModelInfo,
-    grammars: "GrammarCompiler | None" = None,
+    grammars: "OutputCompiler | None" = None,
     ranks: "Ranks | None" = None,
 ) -> StepExecutor:
     """Load the weights and allocate the KV cache. With `ranks`, the share of one of them, on its

@@ -13,11 +13,10 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RunnerDeadError
-from aioserve.features.grammars import GrammarCompiler
 from aioserve.model_source.info import ModelInfo, read_same_model
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import OUTPUT_COMPILERS, RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.support.progress import interruptible
 
@@ -45,7 +44,7 @@ class ThreadedRunner(RunnerInterface):
         self._executor: StepExecutor | None = None
         self._is_unwanted = threading.Event()  # what is being loaded
         if not model_info.config.skip_tokenizer_init:
-            self.grammars = GrammarCompiler(model_info, config.structured_outputs)
+            self.grammars = OUTPUT_COMPILERS["llguidance"](model_info, config.structured_outputs)
 
     async def load(self) -> RunnerInfo:
         try:

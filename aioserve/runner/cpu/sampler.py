@@ -20,7 +20,7 @@ from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.interface import step_failed, why_unsound
 
 if TYPE_CHECKING:
-    from aioserve.features.grammars.rows import Masks
+    from aioserve.runner.batch.masks import Masks
 
 
 def token_logprobs(
