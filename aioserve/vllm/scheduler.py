@@ -8,7 +8,9 @@ own engine. Block ids are one higher at vLLM, whose block 0 is a padding that no
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -31,8 +33,15 @@ from aioserve.outputs import EngineCoreOutput as OurOutput
 from aioserve.outputs import FinishReason as OurReason
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request
-from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerOutput, load_policy
+from aioserve.scheduler import (
+    FALLBACK_POLICY,
+    BaseScheduler,
+    SchedulerInterface,
+    SchedulerOutput,
+    load_policy,
+)
 from aioserve.scheduler.blame import blamed
+from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.results import take_drafts
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Tracked, to_ours
 from aioserve.vllm.settings import read_settings
@@ -133,11 +142,12 @@ class Scheduler(TheirInterface):
     @property
     def _policy(self) -> BaseScheduler:
         """The policy that plans now: the one of the settings, or the fallback."""
-        policy = self._loop.scheduler
+        policy = innermost(self._loop.scheduler)
         assert isinstance(policy, BaseScheduler)
         return policy
 
-    def _make_policy(self) -> BaseScheduler:
+    def _make_policy(self) -> SchedulerInterface:
+        """The policy of the settings, with a recorder around it if a log is to be written."""
         config = self.settings.scheduler
         policy = load_policy(config.policy)
         if not issubclass(policy, BaseScheduler):
@@ -145,8 +155,14 @@ class Scheduler(TheirInterface):
                 f"policy {config.policy!r} derives from SchedulerInterface alone: inside vLLM, "
                 "policies derive from BaseScheduler"
             )
+        make: Callable[..., SchedulerInterface] = policy
+        if config.decision_log is not None:
+            from aioserve.lab.decision_log.recorder import LogWriter, RecordingScheduler
+
+            log = LogWriter(Path(config.decision_log))
+            make = partial(RecordingScheduler, policy, sink=log)
         with blamed(policy, "__init__()"):
-            return policy(
+            return make(
                 config,
                 self._kv_cache,
                 max_model_len=self.settings.max_model_len,

@@ -36,7 +36,7 @@ OF_VLLM = {
     "encoder_chunk_tokens": "--disable-chunked-mm-input",
 }
 #: Settings of `SchedulerConfig` that are not translated yet.
-NOT_YET = ("decision_log", "request_log")
+NOT_YET = ("request_log",)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

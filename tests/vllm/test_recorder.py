@@ -25,7 +25,7 @@ from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.logs.what_if import measure, read_traffic
 from aioserve.model_source.info import find_model
 from aioserve.testing import SchedulerHarness
-from aioserve.vllm import Recorder
+from aioserve.vllm import Recorder, Scheduler
 from aioserve.vllm.foreign import VLLMScheduler
 from tests.processes import PATIENCE
 
@@ -62,11 +62,14 @@ def drive(scheduler: Any, hasher: Any, depth: int = 1, count: int = 24) -> list[
     as far as a runner is told.
     """
     told: list[Any] = []
+    lengths: dict[str, int] = {}  # tokens that are known of each request
     in_flight: deque[Any] = deque()
     step = 0
     while step < count or scheduler.has_requests() or in_flight:
         if step < count:
-            scheduler.add_request(a_request(step, hasher))
+            request = a_request(step, hasher)
+            lengths[request.request_id] = request.num_prompt_tokens
+            scheduler.add_request(request)
         if step % 7 == 6:
             scheduler.finish_requests([f"r{step - 3}", "nobody"], RequestStatus.FINISHED_ABORTED)
         if step == 20:
@@ -83,21 +86,22 @@ def drive(scheduler: Any, hasher: Any, depth: int = 1, count: int = 24) -> list[
         )
         in_flight.append(plan)
         while len(in_flight) >= depth or (in_flight and not plan.num_scheduled_tokens):
-            back(scheduler, in_flight.popleft())
+            back(scheduler, in_flight.popleft(), lengths)
         step += 1
     return told
 
 
-def back(scheduler: Any, plan: Any) -> None:
-    ids = list(plan.num_scheduled_tokens)
-    sampled = []
-    for request_id in ids:
-        request = scheduler.requests.get(request_id)
-        # With two steps in flight, what a step samples may stand in for a token still to come.
-        is_due = request is not None and not request.is_prefill_chunk
-        sampled.append([len(request_id)] if is_due else [])
-    result = ModelRunnerOutput(ids, {r: row for row, r in enumerate(ids)}, sampled)
-    scheduler.update_from_output(plan, result)
+def back(scheduler: Any, plan: Any, lengths: dict[str, int]) -> None:
+    """The result of a step: a token for each request all of whose tokens it has computed."""
+    cached, counts = plan.scheduled_cached_reqs, plan.num_scheduled_tokens
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
+    due = [name for name, count in counts.items() if starts[name] + count >= lengths[name]]
+    for name in due:
+        lengths[name] += 1
+    sampled = [[len(name)] if name in due else [] for name in counts]
+    rows = {name: row for row, name in enumerate(counts)}
+    scheduler.update_from_output(plan, ModelRunnerOutput(list(counts), rows, sampled))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -120,6 +124,24 @@ def test_a_recorded_scheduler_plans_what_it_plans_alone_and_its_log_replays(
     assert result.divergence is None
     assert result.num_requests == 24
     assert result.policies == "vllm"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_policy_inside_vllm_writes_the_same_kind_of_log(depth: int, tmp_path: Path) -> None:
+    path = tmp_path / "traffic.log"
+    own = {"policy": "fair", "options": {"quantum": 8}}
+    given = parts({"aioserve": own}, depth)
+    hasher = given.pop("hasher")
+    alone = Scheduler(**given)
+    given["vllm_config"].additional_config = {"aioserve": own | {"decision_log": str(path)}}
+    recorded = Scheduler(**given)
+    assert drive(recorded, hasher, depth) == drive(alone, hasher, depth)
+    recorded.shutdown()
+    log = DecisionLog(path)
+    result = replay(log)
+    assert result.divergence is None
+    assert log.is_complete
+    assert (result.policies, result.num_requests) == ("fair", 24)
 
 
 def test_a_log_of_vllm_says_when_and_how_long(tmp_path: Path) -> None:
@@ -150,7 +172,7 @@ def test_what_is_not_translated_ends_the_log_and_no_request(
     assert "streaming input" in caplog.text
     plan = recorder.schedule()
     assert set(plan.num_scheduled_tokens) == {"r0", "r1"}
-    back(recorder, plan)
+    back(recorder, plan, {"r0": 2, "r1": 14})
     recorder.shutdown()
     assert len(list(DecisionLog(path))) == 1  # the request before
 
