@@ -60,9 +60,10 @@ test-clients: .venv/clients/done .venv/libraries/done .venv/agents/done model  #
 	.venv/clients/bin/python $(CLIENTS) tests/clients --ignore tests/clients/libraries $(ARGS) || [ $$? = 5 ]
 	.venv/libraries/bin/python $(CLIENTS) tests/clients/libraries $(ARGS) || [ $$? = 5 ]
 
-test-real-models: .venv/test model  ## trained weights of strangers' packages, 730 MB: tokens beside transformers, tools by real clients (ARGS="-k qwen")
+test-real-models: .venv/test .venv/libraries/done model  ## trained weights of strangers' packages, 730 MB: tokens beside transformers, tools by real clients (ARGS="-k qwen")
 	$(BIN)/python -m tests.real_models
 	$(BIN)/python -m pytest -q tests/real_models $(ARGS) || [ $$? = 5 ]
+	.venv/libraries/bin/python $(CLIENTS) tests/clients/libraries/test_real_tool_loop.py $(ARGS) || [ $$? = 5 ]
 
 test-faults: .venv/test  ## every kind of fault at every point of a request's way, and 300 random days (DAYS=1000)
 	AIOSERVE_FAULT_DAYS=$(or $(DAYS),300) $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults $(ARGS)

@@ -64,6 +64,20 @@ def model_url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def qwen_url() -> Iterator[str]:
+    """Qwen2.5-Coder-0.5B-Instruct as `qwen`."""
+    path = ROOT / "models" / "test" / "qwen.gguf"
+    if not path.exists():
+        pytest.skip("make test-real-models fetches Qwen")
+    flags = ("--served-model-name", "qwen", "--max-model-len", "4096", "--num-kv-blocks", "600")
+    with serving("-m", "aioserve", "serve", "--port", "0", "--model", str(path), *flags) as (
+        _,
+        url,
+    ):
+        yield url
+
+
 class Script:
     """What a scripted model says, and what it was asked."""
 
