@@ -16,66 +16,248 @@ The load is one for a machine that computes 400 prompt tokens a second. For othe
 stretches all times, pauses included: 0.25 for 1,600 tokens a second. Where others use the machine
 as well, --flags "--runner simulated --step-prefill-token-us 2500 --step-base-ms 12 --step-decode-us
 3000" has the servers wait for modelled steps instead of computing: all else is the same.
+
+What a conversation has said is sent again with each turn: the model's replies as they came, all
+else as the user's words. `prompt_cache_key` names it, as Codex and others do; no request has a
+field that only aioserve knows but `ignore_eos`, which keeps replies to their length.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
+import math
+import os
 import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
-from agent_clients import ChatClients, OpenAIClients, ResponsesClients
-from agent_processes import CodexClients
-from harness import answers
+import openai
+from harness import Args, Opt, Program, percentile, ratio, serving, turns
 
 from aioserve.config import EngineConfig
-from aioserve.lab.bench.exchange import Exchange
+from aioserve.lab.bench.exchange import WORDS, Exchange, ServerError
 from aioserve.lab.comparison.measures import programs_of
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.what_if import read_traffic
 from aioserve.lab.simulation.outcome import RequestOutcome
-from aioserve.lab.simulation.run import simulate, simulated
+from aioserve.lab.simulation.run import Clients, Progress, simulate, simulated
 from aioserve.lab.workloads.synthetic import WorkloadSource
-from aioserve.lab.workloads.workload import Workload
+from aioserve.lab.workloads.workload import Workload, WorkloadRequest, text_tokens
 
 SERVERS = ("zoo.continuum,scheduler.max_leased_share=0", "zoo.continuum", "chunked_prefill")
-CLIENTS: dict[str, type[OpenAIClients]] = {
-    "responses": ResponsesClients,
-    "chat": ChatClients,
-    "codex": CodexClients,
-}
 BACKGROUND = "background"  # the class of single requests; all others are turns of agents
 CACHE = re.compile(r"^aioserve_prefix_cache_(queried|hit)_tokens_total\S* (\S+)$", re.MULTILINE)
 STEP_TIMES = (
     *("base_ms", "prefill_token_us", "decode_us", "context_token_us"),
     *("query_context_ns", "prefill_us", "idle_ms"),
 )
+CODEX = Path(__file__).parents[1] / ".venv/agents/node_modules/@openai/codex/bin/codex.js"
+CONFIG = Path(__file__).with_name("codex.toml").read_text(encoding="utf-8")
+PATIENCE = 600.0  # seconds that a reply may take in all: a request that takes longer has failed
 
 Row = dict[str, float]
+Usage = tuple[int, int, int]  # tokens of prompts, those of them that were cached, and of replies
 
 
-class Server(NamedTuple):
+# Clients.
+
+
+class OpenAIClients(Clients):
+    """The clients of a workload, each request sent by `openai`; `exchanges` hold what came back."""
+
+    def __init__(
+        self, url: str, model: str, workload: Workload, progress: Progress = lambda count: None
+    ) -> None:
+        super().__init__(workload, time.perf_counter, progress)
+        self.exchanges = [Exchange() for _ in workload.requests]
+        self.texts: dict[int, str] = {}  # replies, by the place of their request
+        self.url, self.model = url, model
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        )
+
+    async def run(self) -> None:
+        """Send the workload; returns when its last request has been answered or has failed."""
+        async with self._client:
+            self.start = self.clock()
+            await self.come()
+
+    async def ask(self, i: int, due: float) -> list[int]:
+        """Send request `i`. Its tokens are not told over HTTP: what later turns repeat is its text,
+        in `texts`, so that none are returned.
+        """
+        exchange = self.exchanges[i]
+        exchange.is_sent, exchange.arrival = True, self.clock() - self.start
+        exchange.lateness = exchange.arrival + self.start - due
+        try:
+            await self.send(i, self.workload.requests[i], exchange)
+        except (openai.OpenAIError, ServerError) as error:
+            exchange.error = type(error).__name__, str(error)
+        exchange.end = self.clock() - self.start
+        return []
+
+    @abstractmethod
+    async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
+        """Read the reply to a request as it streams. Raises `openai.OpenAIError`, or `ServerError`
+        where another client asks.
+        """
+
+    def messages(self, request: WorkloadRequest) -> Any:
+        """The prompt of a request: a system prompt if two texts begin it, then turns."""
+        found: list[dict[str, str]] = []
+        for number, piece in enumerate(request.pieces):
+            if piece.reply_of >= 0:
+                found.append({"role": "assistant", "content": self.texts.get(piece.reply_of, "")})
+                continue
+            tokens = text_tokens(piece.text, piece.length, 1 << 16)
+            is_system = number == 0 and [piece.reply_of for piece in request.pieces[1:2]] == [-1]
+            role = "system" if is_system else "user"
+            content = " ".join(WORDS[token % len(WORDS)] for token in tokens)
+            found.append({"role": role, "content": content})
+        return found
+
+    def labels(self, request: WorkloadRequest) -> dict[str, Any]:
+        """What names the conversation of a request, if it has one."""
+        if request.session < 0:
+            return {}
+        return {"prompt_cache_key": f"{self.workload.seed}-{request.session}"}
+
+
+class ResponsesClients(OpenAIClients):
+    """By `/v1/responses`, as Codex and the newer packages for agents ask."""
+
+    async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
+        text = ""
+        stream: Any = await self._client.responses.create(
+            model=self.model,
+            input=self.messages(request),
+            stream=True,
+            store=False,
+            max_output_tokens=request.output_tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+            **self.labels(request),
+        )
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                exchange.token_times.append(self.clock() - self.start)
+                text += event.delta
+            elif event.type in ("response.completed", "response.incomplete"):
+                usage = event.response.usage
+                exchange.num_prompt_tokens = usage.input_tokens
+                exchange.num_output_tokens = usage.output_tokens
+                exchange.num_cached_tokens = usage.input_tokens_details.cached_tokens
+                exchange.finish_reason = "length"
+        self.texts[i] = text
+
+
+class ChatClients(OpenAIClients):
+    """Sends each turn to `/v1/chat/completions`, by the package `openai`."""
+
+    async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
+        text = ""
+        stream: Any = await self._client.chat.completions.create(
+            model=self.model,
+            messages=self.messages(request),
+            stream=True,
+            stream_options={"include_usage": True},
+            max_completion_tokens=request.output_tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+            **self.labels(request),
+        )
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                exchange.token_times.append(self.clock() - self.start)
+                text += chunk.choices[0].delta.content
+            if chunk.usage is not None:
+                exchange.num_prompt_tokens = chunk.usage.prompt_tokens
+                exchange.num_output_tokens = chunk.usage.completion_tokens
+                details = chunk.usage.prompt_tokens_details
+                exchange.num_cached_tokens = (details and details.cached_tokens) or 0
+                exchange.finish_reason = "length"
+        self.texts[i] = text
+
+
+class CodexClients(ResponsesClients):
+    """Programs by Codex, single requests by `openai`. A program is one session of Codex, which has
+    a home of its own and its sandbox: a model may call its shell. The first token of a turn is not
+    told: its time is that of the last one, the start of the process included.
+    """
+
+    async def run(self) -> None:
+        if not CODEX.exists():
+            raise FileNotFoundError(f"{CODEX}: make test-clients installs Codex where there is npm")
+        self._used: dict[int, Usage] = {}  # by program, so far
+        with tempfile.TemporaryDirectory() as folder:
+            self._folder = Path(folder)
+            await super().run()
+
+    async def send(self, i: int, request: WorkloadRequest, exchange: Exchange) -> None:
+        if request.program < 0:
+            await super().send(i, request, exchange)
+            return
+        home = self._folder / str(request.program)
+        if request.follows < 0:
+            home.mkdir()
+            config = CONFIG.format(model=self.model, url=self.url)
+            (home / "config.toml").write_text(config, encoding="utf-8")
+        told = await self._turn(home, self.messages(request)[-1]["content"], request.follows >= 0)
+        usage = next((event["usage"] for event in told if event["type"] == "turn.completed"), None)
+        if usage is None:
+            raise ServerError("Codex", json.dumps(told[-1:]))
+        names = ("input_tokens", "cached_input_tokens", "output_tokens")
+        so_far = tuple(int(usage[name]) for name in names)
+        before = self._used.get(request.program, (0, 0, 0))
+        self._used[request.program] = so_far[0], so_far[1], so_far[2]
+        exchange.num_prompt_tokens = so_far[0] - before[0]
+        exchange.num_cached_tokens = so_far[1] - before[1]
+        exchange.num_output_tokens = so_far[2] - before[2]
+        exchange.token_times.append(self.clock() - self.start)
+        exchange.finish_reason = "stop"
+
+    async def _turn(self, home: Path, text: str, goes_on: bool) -> list[dict[str, Any]]:
+        """What Codex tells of one turn, its events in order."""
+        words = ["node", str(CODEX), "exec", *(["resume", "--last"] if goes_on else [])]
+        process = await asyncio.create_subprocess_exec(
+            *(*words, "--json", "--skip-git-repo-check", text),
+            cwd=home,
+            env={**os.environ, "HOME": str(home), "CODEX_HOME": str(home), "LOCAL_KEY": "none"},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        told, _ = await process.communicate()
+        return [json.loads(line) for line in told.splitlines() if line.startswith(b"{")]
+
+
+CLIENTS: dict[str, type[OpenAIClients]] = {
+    "responses": ResponsesClients,
+    "chat": ChatClients,
+    "codex": CodexClients,
+}
+
+
+# Servers, and what is made of a run.
+
+
+class Running(NamedTuple):
     """A server that runs, and what it was asked to be."""
 
     spec: str
     url: str
 
 
-def settings_of(spec: str, given: argparse.Namespace) -> list[tuple[str, str]]:
+def settings_of(spec: str, given: Args) -> list[tuple[str, str]]:
     """The settings of a server."""
     policy, *others = spec.split(",")
     return [
@@ -87,46 +269,13 @@ def settings_of(spec: str, given: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
-@contextlib.contextmanager
-def sigterm_held_back() -> Iterator[None]:
-    """A SIGTERM that comes in the block takes effect at its end."""
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        for number in heard:
-            signal.raise_signal(number)
+def words_of(spec: str, log: Path, given: Args) -> list[str]:
+    """What the command line of a server says."""
+    words = ["--model", given.model, "--decision-log", str(log), *shlex.split(given.flags)]
+    return words + [f"--set={name}={value}" for name, value in settings_of(spec, given)]
 
 
-@contextlib.contextmanager
-def serving(spec: str, log: Path, given: argparse.Namespace) -> Iterator[Server]:
-    """A server that is ready. Raises `RuntimeError` with its log if it does not start."""
-    words = [sys.executable, "-m", "aioserve", "--model", given.model, "--port", "0"]
-    words += ["--decision-log", str(log), *shlex.split(given.flags)]
-    for name, value in settings_of(spec, given):
-        words += ["--set", f"{name}={value}"]
-    with contextlib.ExitStack() as stack:
-        with sigterm_held_back():  # until what is started will be ended
-            process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-            stack.enter_context(process)
-            stack.callback(process.terminate)
-        assert process.stderr is not None
-        told = []
-        for line in process.stderr:
-            told.append(line)
-            if address := re.search(r"listening on (http://[^\s,]+)", line):
-                break
-        else:
-            raise RuntimeError(f"{' '.join(words)} does not start:\n{''.join(told)}")
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # or it fills
-        while not answers(address[1] + "/ready"):
-            time.sleep(0.2)
-        yield Server(spec, address[1])
-
-
-def prefix_cache(server: Server) -> tuple[float, float]:
+def prefix_cache(server: Running) -> tuple[float, float]:
     """Tokens looked up in the prefix cache so far, and those found, by `/metrics`."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
         found = dict(CACHE.findall(answer.read().decode()))
@@ -140,11 +289,6 @@ def stretched(workload: Workload, factor: float) -> Workload:
         for request in workload.requests
     ]
     return msgspec.structs.replace(workload, requests=tuple(requests))
-
-
-def percentile(seconds: Sequence[float], which: float) -> float:
-    """The percentile; NaN of an empty list."""
-    return float(np.percentile(seconds, which)) if len(seconds) else float("nan")
 
 
 def measure(
@@ -188,7 +332,7 @@ def measure(
     }
 
 
-def run_live(server: Server, workload: Workload, given: argparse.Namespace) -> Row:
+def run_live(server: Running, workload: Workload, given: Args) -> Row:
     """Send the workload to a server."""
     clients = CLIENTS[given.client](server.url, given.model, workload)
     queried, hit = prefix_cache(server)
@@ -201,9 +345,7 @@ def run_live(server: Server, workload: Workload, given: argparse.Namespace) -> R
     return row | {"all: found in the cache, %": 100 * hit / max(queried, 1)}
 
 
-def run_simulated(
-    spec: str, workload: Workload, log: Path, given: argparse.Namespace
-) -> tuple[Row, str]:
+def run_simulated(spec: str, workload: Workload, log: Path, given: Args) -> tuple[Row, str]:
     """The same workload on the virtual clock, and where its step times are from."""
     times = read_traffic(DecisionLog(str(log))).step_time
     settings = [
@@ -215,13 +357,6 @@ def run_simulated(
     row = measure(workload, outcome.requests, lengths)
     found = sum(o.num_cached_tokens for o in outcome.requests)
     return row | {"all: found in the cache, %": 100 * found / sum(lengths)}, times.error
-
-
-def ratio(rounds: list[dict[str, Row]], spec: str, name: str) -> float | None:
-    """The median over rounds of a server's value over the first server's; None: there is none."""
-    first = next(iter(rounds[0])) if rounds else ""
-    found = [run[spec][name] / run[first][name] for run in rounds if run[first][name]]
-    return statistics.median(found) if found else None
 
 
 def table(live: list[dict[str, Row]], virtual: list[dict[str, Row]], specs: list[str]) -> None:
@@ -237,54 +372,55 @@ def table(live: list[dict[str, Row]], virtual: list[dict[str, Row]], specs: list
         for spec, value in zip(specs[1:], values[1:], strict=True):
             cells.append(value)
             for rounds in (live, virtual):
-                found = ratio(rounds, spec, name)
-                cells.append("-" if found is None else f"{found:.2f}x")
+                found = ratio(*([run[which][name] for run in rounds] for which in (spec, specs[0])))
+                cells.append("-" if math.isnan(found) else f"{found:.2f}x")
         print(f"{name:34}" + "".join(f"{cell:>10}" for cell in cells))
 
 
-def main(given: argparse.Namespace) -> None:
+program = Program(__doc__)
+
+
+@program.command(
+    words={"servers": SERVERS},
+    rounds=3,
+    seed=Opt(0, "of the first round"),
+    client=Opt("responses", choices=CLIENTS),
+    workload=Opt("agent_sessions", "a file, or a shipped name"),
+    time_scale=1.0,
+    model="smollm2",
+    blocks=Opt(180, "of the KV cache, 16 tokens each"),
+    max_model_len=2048,
+    step_tokens=Opt(256, "the token budget of a step"),
+    flags=Opt("--threads 1", "more flags of every server"),
+)
+def main(given: Args) -> dict[str, Any]:
     """Start the servers, have them take turns, simulate the same, print."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers end as well
     source = WorkloadSource(path=given.workload)
     workloads = [
         stretched(source.load(given.seed + k), given.time_scale) for k in range(given.rounds)
     ]
-    live: list[dict[str, Row]] = []
+    live: list[dict[str, Row]] = [{} for _ in workloads]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         logs = {spec: Path(folder) / f"{k}.log" for k, spec in enumerate(given.servers)}
-        servers = [stack.enter_context(serving(spec, logs[spec], given)) for spec in given.servers]
-        for k, workload in enumerate(workloads):
-            found: dict[str, Row] = {}
-            for server in servers[k % len(servers) :] + servers[: k % len(servers)]:
-                found[server.spec] = run_live(server, workload, given)
-                print(
-                    f"round {k}, {server.spec}: {json.dumps(found[server.spec])}", file=sys.stderr
-                )
-            live.append({spec: found[spec] for spec in given.servers})
+        servers = {}
+        for spec, log in logs.items():
+            url = stack.enter_context(serving(*words_of(spec, log, given))).url
+            servers[spec] = Running(spec, url)
+        for number, spec in turns(given.servers, given.rounds):
+            row = live[number][spec] = run_live(servers[spec], workloads[number], given)
+            print(f"round {number}, {spec}: {json.dumps(row)}", file=sys.stderr)
         stack.pop_all().close()  # so that the logs are whole
-        log = logs[given.servers[0]]
         virtual = []
         error = "not simulated: the prompts of Codex are not those of the workload"
         for workload in workloads if given.client != "codex" else ():
+            log = logs[given.servers[0]]
             rows = {spec: run_simulated(spec, workload, log, given) for spec in given.servers}
             virtual.append({spec: row for spec, (row, _) in rows.items()})
             error = next(iter(rows.values()))[1]
     table(live, virtual, given.servers)
     print(f"virtual clock: {error}")
-    print(json.dumps({"servers": given.servers, "live": live, "virtual": virtual}))
+    return {"servers": given.servers, "live": live, "virtual": virtual}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("servers", nargs="*", metavar="SERVER", default=list(SERVERS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the first round")
-    parser.add_argument("--client", choices=tuple(CLIENTS), default="responses")
-    parser.add_argument("--workload", default="agent_sessions", help="a file, or a shipped name")
-    parser.add_argument("--time-scale", type=float, default=1.0)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--blocks", type=int, default=180, help="of the KV cache, 16 tokens each")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--step-tokens", type=int, default=256, help="the token budget of a step")
-    parser.add_argument("--flags", default="--threads 1", help="more flags of every server")
-    main(parser.parse_args())
+    program.main()

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from floors import Shapes
 from make_model import SHAPES, _write_tokenizer
+from steps import Shapes
 
 from aioserve import AsyncEngine
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig

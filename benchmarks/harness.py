@@ -1,8 +1,8 @@
 """What all benchmarks share: the command line, turns and medians, tables, servers, the machine.
 
 A program is a `Program` with one command or several; what a command returns is printed as the last
-line of output, in JSON, with the machine that it was measured on. Whether others use the machine is
-read in /proc, so that needs Linux; shares are in cores: 0.1 is a tenth of one core.
+line of output, in JSON, with the machine that it was measured on and the options. Whether others
+use the machine is read in /proc, so that needs Linux; shares are in cores: 0.1 is a tenth of one.
 """
 
 import argparse
@@ -98,7 +98,9 @@ class Program:
             found = asyncio.run(found)
         found, code = found if isinstance(found, tuple) else (found, 0)
         if found is not None:
-            print(msgspec.json.encode({"machine": before, **found}).decode())  # NaN becomes null
+            options = {name: value for name, value in vars(args).items() if name != "run"}
+            told = {"machine": before, "options": options, **found}
+            print(msgspec.json.encode(told, enc_hook=str).decode())  # NaN becomes null
         sys.exit(code)
 
 

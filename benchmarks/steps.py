@@ -1,17 +1,27 @@
-"""Steps of the real model runner, planned by hand: so many decodes at such a context, prompts.
+"""Steps of the real model runner, planned by hand, and the least time that they can take.
 
 A decode at a context starts as if all but its last token were in the prefix cache, so a case
 costs its own steps only. The KV pool holds zeros then; no kernel is faster for that.
+
+A floor is measured here, now, without our code: the model's matrix products on packed weights, plus
+reading the KV cache once (or, for long prompts, the arithmetic of attention at the rate of a large
+product). Where the CPU multiplies no two-byte numbers, a product is reading its weights once, or
+its arithmetic at float32 rate. Floors know shapes from the model's configuration, and nothing about
+aioserve's runner.
 """
 
 import math
 import os
 import random
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from floors import Floors, Time, samples, summary
+import torch
+import torch.nn.functional as F
+from harness import K, Time, samples, summary, timed, turns
+from torch import Tensor, nn
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.model_source.info import ModelInfo
@@ -22,6 +32,171 @@ from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutpu
 BLOCK_SIZE = 16
 MAX_STEPS = 100  # of one case: contexts grow by one with each
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+ROWS_HINT = 16  # of the packed layout; serves all numbers of rows
+READ_BYTES = 512 << 20
+# Products of one input are one product.
+FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+
+
+# Floors.
+
+
+class Shapes(NamedTuple):
+    """What of a model takes time for certain."""
+
+    products: list[tuple[int, int]]  # (outputs, inputs) of all layers, in order, without the head
+    head: tuple[int, int]
+    kv_bytes_per_token: int
+    attention_flops: int  # per pair of a token and one in its past, all layers
+
+    @classmethod
+    def of(cls, config: object, dtype: torch.dtype) -> "Shapes":
+        """From a `transformers` configuration, by building the model without memory."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        products: dict[tuple[str, str], tuple[int, int]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+                parent, _, leaf = name.rpartition(".")
+                group = next((min(names) for names in FUSED if leaf in names), leaf)
+                outputs = products.get((parent, group), (0, 0))[0] + module.out_features
+                products[parent, group] = (outputs, module.in_features)
+        head = model.get_output_embeddings().weight.shape
+        text = config.get_text_config(decoder=True)  # type: ignore[attr-defined]
+        heads = text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        layers = text.num_hidden_layers
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        return cls(
+            list(products.values()),
+            (head[0], head[1]),
+            2 * layers * kv_heads * head_dim * dtype.itemsize,
+            4 * layers * heads * head_dim,
+        )
+
+
+class Floors:
+    """Measures what is asked for, once. Torch's number of threads is the caller's business."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, is_widened: bool) -> None:
+        self.shapes = shapes
+        self.is_widened = is_widened
+        self._dtype = dtype
+        self._rate_dtype = torch.float32 if is_widened else dtype
+        if not is_widened:
+            self._body = [
+                packed_product(torch.randn(shape, dtype=dtype)) for shape in shapes.products
+            ]
+            self._head = packed_product(torch.randn(shapes.head, dtype=dtype))
+        self._times: dict[tuple[bool, int], Time] = {}
+        self.bandwidth = read_bandwidth(self._rate_dtype)  # bytes a second
+        self.rate = _product_rate(self._rate_dtype)  # operations a second
+
+    def linear(self, rows: int, sampled: int) -> Time:
+        """All products of a step of so many tokens, of which so many need logits."""
+        body = self._time(False, rows)
+        head = self._time(True, sampled) if sampled else Time(0.0, 0.0)
+        return Time(body.median + head.median, body.noise + head.noise)
+
+    def attention(self, contexts: list[tuple[int, int]]) -> float:
+        """Seconds for rows of (tokens in this step, tokens of context with those)."""
+        read = sum(context for _, context in contexts) * self.shapes.kv_bytes_per_token
+        pairs = sum(n * context - n * (n - 1) // 2 for n, context in contexts)
+        return max(read / self.bandwidth, pairs * self.shapes.attention_flops / self.rate)
+
+    def drift(self) -> float:
+        """How much longer than at first the products of one row take now: 1 if nothing changed."""
+        if self.is_widened:
+            return self.bandwidth / read_bandwidth(self._rate_dtype)
+        before = self._time(False, 1).median
+        del self._times[False, 1]
+        return self._time(False, 1).median / before
+
+    def _time(self, is_head: bool, rows: int) -> Time:
+        known = self._times.get((is_head, rows))
+        if known is None and self.is_widened:
+            shapes = [self.shapes.head] if is_head else self.shapes.products
+            numbers = sum(outputs * inputs for outputs, inputs in shapes)
+            read = numbers * self._dtype.itemsize / self.bandwidth
+            known = Time(max(read, 2 * numbers * rows / self.rate), 0.0)
+            self._times[is_head, rows] = known
+        elif known is None:
+            products = [self._head] if is_head else self._body
+            inputs = {p.inputs: torch.randn(rows, p.inputs, dtype=self._dtype) for p in products}
+            with torch.inference_mode():
+                known = timed(lambda: [p.run(inputs[p.inputs]) for p in products])
+            self._times[is_head, rows] = known
+        return known
+
+
+class Product(NamedTuple):
+    inputs: int
+    run: Callable[[Tensor], Tensor]
+
+
+def packed_product(weight: Tensor) -> Product:
+    """In oneDNN's own layout, where torch has it."""
+    if not (torch.backends.mkldnn.is_available() and weight.dtype != torch.float16):
+        return Product(weight.shape[1], lambda x: F.linear(x, weight))
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    run = torch.ops.mkldnn._linear_pointwise.default
+    return Product(weight.shape[1], lambda x: run(x, packed, None, "none", [], ""))
+
+
+def _product_rate(dtype: torch.dtype, size: int = 2048) -> float:
+    """Operations a second of a product of two square matrices."""
+    product = packed_product(torch.randn(size, size, dtype=dtype))
+    rows = torch.randn(size, size, dtype=dtype)
+    with torch.inference_mode():
+        return 2 * size**3 / timed(lambda: product.run(rows)).median
+
+
+def read_bandwidth(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes a second: the better of a product with one row and a sum over plain numbers."""
+    outputs = READ_BYTES // (4096 * dtype.itemsize)
+    product = packed_product(torch.randn(outputs, 4096, dtype=dtype))
+    row = torch.randn(1, 4096, dtype=dtype)
+    numbers = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+    with torch.inference_mode():
+        runs: list[Callable[[], object]] = [lambda: product.run(row), numbers.sum]
+        times = [samples(run, 6, 0.2, clock=clock)[1:] for run in runs]
+    return READ_BYTES / min(summary(seconds).median for seconds in times)
+
+
+# Steps.
+
+
+def new_request(
+    name: str, tokens: list[int], num_computed: int, block_ids: list[int], **more: Any
+) -> NewRequestData:
+    """A greedy request as the scheduler tells the runner of it."""
+    return NewRequestData(
+        *(name, tokens, len(tokens), GREEDY, frozenset(), block_ids, num_computed), **more
+    )
+
+
+def plan(
+    step_id: int,
+    new: list[NewRequestData],
+    cached: Mapping[str, int],
+    num_scheduled: dict[str, int],
+    finished: Sequence[str] = (),
+    **parts: Any,
+) -> SchedulerOutput:
+    """A step; `cached` says how many tokens of the requests in the batch are computed."""
+    return SchedulerOutput(
+        step_id=step_id,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=CachedRequestData(list(cached), list(cached.values()), {}),
+        num_scheduled_tokens=num_scheduled,
+        total_num_scheduled_tokens=sum(num_scheduled.values()),
+        preempted_req_ids=[],
+        finished_req_ids=list(finished),
+        parts=parts,
+    )
 
 
 class Case(NamedTuple):
@@ -109,26 +284,10 @@ class StepBench:
         """Let the decodes of the case enter the batch."""
         return CaseSteps(self, case, chunk, self._blocks, self._info.vocab_size)
 
-    def execute(
-        self,
-        new: list[NewRequestData],
-        cached: dict[str, int],
-        num_scheduled: dict[str, int],
-        finished: list[str],
-    ) -> None:
-        """One step; `cached` says how many tokens of those in the batch are computed."""
+    def execute(self, *planned: Any) -> None:
+        """One step, given as to `plan`."""
         self._num_steps += 1
-        self.runner.execute_model(
-            SchedulerOutput(
-                step_id=self._num_steps,
-                scheduled_new_reqs=new,
-                scheduled_cached_reqs=CachedRequestData(list(cached), list(cached.values()), {}),
-                num_scheduled_tokens=num_scheduled,
-                total_num_scheduled_tokens=sum(num_scheduled.values()),
-                preempted_req_ids=[],
-                finished_req_ids=finished,
-            )
-        )
+        self.runner.execute_model(plan(self._num_steps, *planned))
 
 
 class CaseSteps:
@@ -156,7 +315,7 @@ class CaseSteps:
             contexts = [self._prompt[i:] + self._prompt[:i] for i in range(case.decodes)]
             bench.execute(
                 [
-                    _new(f"decode-{i}", contexts[i][: case.context], case.context - 1, table)
+                    new_request(f"decode-{i}", contexts[i][: case.context], case.context - 1, table)
                     for i, table in enumerate(tables)
                 ],
                 {},
@@ -174,7 +333,9 @@ class CaseSteps:
             scheduled = dict.fromkeys(self._num_computed, 1)
             cached, new = dict(self._num_computed), []
             if size and not done:
-                new = [_new("prompt", self._prompt[: self._case.prompt], 0, self._prompt_blocks)]
+                new = [
+                    new_request("prompt", self._prompt[: self._case.prompt], 0, self._prompt_blocks)
+                ]
             elif size:
                 cached["prompt"] = done
             if size:
@@ -197,8 +358,31 @@ def _resident_bytes() -> float:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _new(name: str, tokens: list[int], num_computed: int, block_ids: list[int]) -> NewRequestData:
-    return NewRequestData(name, tokens, len(tokens), GREEDY, frozenset(), block_ids, num_computed)
+def steps_by_turns(
+    benches: Mapping[K, StepBench],
+    case: Case,
+    chunk: int,
+    rounds: int,
+    clock: Callable[[], float],
+    num_steps: int = 4,
+) -> dict[K, list[float]]:
+    """Seconds of the steps of a case, some steps of each bench at a time."""
+    found: dict[K, list[float]] = {name: [] for name in benches}
+    for _, name in turns(list(benches), rounds):
+        steps = benches[name].begin(case, chunk)
+        steps.step()
+        found[name] += samples(steps.step, num_steps, clock=clock)
+        steps.end()
+    return found
+
+
+def chosen(cases: Sequence[Case], names: str | None) -> list[Case]:
+    """The cases of these names, with commas between, or all."""
+    wanted = names and {name.strip() for name in names.split(",")}
+    if wanted and (unknown := wanted - {case.name for case in cases}):
+        known = ", ".join(case.name for case in cases)
+        raise SystemExit(f"no case {unknown}; there are {known}")
+    return [case for case in cases if not wanted or case.name in wanted]
 
 
 def floor(case: Case, chunk: int, floors: Floors) -> tuple[float, float]:

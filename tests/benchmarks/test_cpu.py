@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from breakdown import break_down
-from floors import Floors, Shapes
+from cpu import break_down
 from make_model import SHAPES, make_model
-from steps import Case, StepBench, floor
+from steps import Case, Floors, Shapes, StepBench, floor
 
 from aioserve.config import ModelConfig
 from aioserve.model_source.info import ModelInfo
@@ -36,7 +35,7 @@ def test_every_weight_is_in_a_product_and_products_of_one_input_are_one(shapes: 
 def test_a_floor_counts_each_token_of_context_once(
     dtype: torch.dtype, shapes: Shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("floors.READ_BYTES", 1 << 20)  # no matter how fast this machine is
+    monkeypatch.setattr("steps.READ_BYTES", 1 << 20)  # no matter how fast this machine is
     torch.set_num_threads(1)
     floors = Floors(shapes, dtype, is_widened=dtype.itemsize == 2)
     floors.bandwidth, floors.rate = 1.0, 1e30
@@ -54,7 +53,7 @@ def test_a_floor_counts_each_token_of_context_once(
 def test_widened_weights_are_read_in_two_bytes_and_multiplied_in_four(
     shapes: Shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("floors.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("steps.READ_BYTES", 1 << 20)
     floors = Floors(shapes, torch.bfloat16, is_widened=True)
     floors.bandwidth, floors.rate = 100.0, 10000.0
     numbers = sum(a * b for a, b in [*shapes.products, shapes.head])
