@@ -231,6 +231,10 @@ class ConfigError(AioserveError):
     """The configuration cannot work; said before anything starts."""
 
 
+class NoAdapterError(ConfigError):
+    """A file of an adapter is missing: there is none at that path."""
+
+
 class SettingError(ConfigError):
     """The value of a setting has the wrong type, or is out of range. `setting` is its dotted name,
     `why` says what was expected, and `where` is the file with the value, or None without one.

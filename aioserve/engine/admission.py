@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.engine.adapters import Adapters
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineCore
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.stream import Samples
 from aioserve.errors import EngineOverloadedError, KeyLimitError
-from aioserve.features.lora.manager import Adapters
 from aioserve.request import Request, RequestSpec, RequestStatus
 
 

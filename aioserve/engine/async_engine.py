@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.engine.adapters import Adapters
+from aioserve.engine.brought import PolicyTrials, make_trials
 from aioserve.engine.builder import EngineBuilder, EngineParts, check_row_values
 from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import is_real
@@ -39,7 +41,6 @@ from aioserve.engine.status import health_of, policy_error_of, settings_as_label
 from aioserve.engine.stream import Origin, RequestStream, Samples, SampleState
 from aioserve.engine.watchdog import LoopMonitor, StateLog, Watchdog
 from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
-from aioserve.features.lora.manager import Adapters
 from aioserve.kv_cache import KVEvent
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, SchedulerStats
@@ -51,7 +52,6 @@ from aioserve.scheduler import FALLBACK_POLICY, load_policy
 if TYPE_CHECKING:
     from aioserve.engine.control import Control
     from aioserve.engine.live_feed import LiveFeed
-    from aioserve.engine.policy_trials import PolicyTrials
     from aioserve.engine.snapshot import EngineSnapshot
 
 logger = logging.getLogger(__name__)
@@ -605,16 +605,14 @@ class EngineInternals:
         return self._engine.metrics.render()
 
     @property
-    def trials(self) -> "PolicyTrials":
+    def trials(self) -> PolicyTrials:
         """Comparisons of policies on the requests that come. Raises `EngineDeadError` before the
         start and after the end.
         """
         parts = self._engine._alive()
         if self._trials is None:
-            from aioserve.engine.policy_trials import PolicyTrials
-
             engine = self._engine
-            self._trials = PolicyTrials(
+            self._trials = make_trials(
                 parts.core.loop, parts.clock, lambda: engine.config, engine.max_model_len
             )
         return self._trials

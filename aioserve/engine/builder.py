@@ -8,13 +8,23 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.engine.adapters import Adapters
 from aioserve.engine.admission import Admission, ImageMemory, QueueShares
+from aioserve.engine.brought import (
+    Shadows,
+    ShadowTurns,
+    check_connector,
+    held_back,
+    make_connector,
+    make_shadows,
+    recorded,
+    shadow_settings,
+)
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
@@ -24,7 +34,6 @@ from aioserve.engine.output_processor import OutputProcessor, OutputRouter
 from aioserve.engine.step_loop import StepLoop
 from aioserve.engine.stream import Claims
 from aioserve.errors import ConfigError
-from aioserve.features.lora.manager import Adapters
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
 from aioserve.model_source.info import ModelInfo
 from aioserve.request import ENTROPY, check_names, find_function
@@ -38,7 +47,6 @@ if TYPE_CHECKING:
     from aioserve.engine.kv_events import KVEventRelay
     from aioserve.engine.request_log import RequestLog
     from aioserve.engine.tracing import Tracing
-    from aioserve.lab.shadow import ShadowBuilder, ShadowTurns
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +62,7 @@ class EngineParts(NamedTuple):
     clock: Clock
     max_model_len: int  # the setting, or what the KV pool can hold
     kv_events: "KVEventRelay | None"
-    shadow_turns: "ShadowTurns | None"
+    shadow_turns: ShadowTurns | None
     request_log: "RequestLog | None"
     arrivals: Admission
     delivery: OutputRouter
@@ -103,10 +111,7 @@ class EngineBuilder:
             self.shadows  # noqa: B018 - which refuses one that cannot work
         check_writable(config.scheduler.decision_log, "decision log")
         check_writable(config.scheduler.request_log, "request log")
-        if config.cache.kv_connector != "none":
-            from aioserve.features.kv_connector.engine_side import check_connector
-
-            check_connector(config, self._policy)
+        check_connector(config, self._policy)
         _check_chat_template(model_info)
         if config.server.otlp_traces_endpoint is not None:
             from aioserve.engine.tracing import check_installed
@@ -125,13 +130,11 @@ class EngineBuilder:
             self._request_log = request_log.RequestLog(config.scheduler.request_log, self._clock())
 
     @cached_property
-    def shadows(self) -> "ShadowBuilder":
+    def shadows(self) -> Shadows:
         """Makes shadows; loaded when the first one is wanted. Raises `ConfigError` for a shadow
         policy that cannot work.
         """
-        from aioserve.lab.shadow import ShadowBuilder
-
-        return ShadowBuilder(self.config, self._model_info, self._clock, self._metrics.shadow)
+        return make_shadows(self.config, self._model_info, self._clock, self._metrics.shadow)
 
     async def close(self) -> None:
         """Nothing will be built, or that has failed: give back what there is."""
@@ -149,12 +152,9 @@ class EngineBuilder:
         check_row_values(self._policy, info)
         self.config = config = _with_runner(self.config, info)
         clock, metrics = self._clock, self._metrics
-        if config.cache.kv_connector != "none":
-            from aioserve.features.kv_connector.engine_side import make_connector
-
-            self._connector = make_connector(
-                config, self._model_info, self.runner, metrics.kv_connector
-            )
+        self._connector = make_connector(
+            config, self._model_info, self.runner, lambda: metrics.kv_connector
+        )
         kv_cache = make_kv_cache(
             config.cache, info, record_events=on_kv_event is not None, connector=self._connector
         )
@@ -207,9 +207,7 @@ class EngineBuilder:
         delivery = OutputRouter(output_processor, clock)
         sink: OutputSink = delivery
         if kv_cache.connector is not None and config.cache.kv_connector == "disk":
-            from aioserve.features.kv_connector.engine_side import HeldBack
-
-            sink = HeldBack(delivery, kv_cache.connector, output_processor.reader_of, config.cache)
+            sink = held_back(delivery, kv_cache.connector, output_processor.reader_of, config.cache)
         core = EngineCore(loop, self.runner, sink, clock=clock)
         return EngineParts(
             info,
@@ -244,23 +242,15 @@ class EngineBuilder:
         with blamed(self._policy, "__init__()"):
             if settings.decision_log is None:
                 return make_policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
-            from aioserve.lab.decision_log.recorder import LogWriter, RecordingScheduler
-
-            sink = LogWriter(Path(settings.decision_log))
-            try:
-                return RecordingScheduler(
-                    make_policy,
-                    settings,
-                    kv_cache,
-                    max_model_len=max_model_len,
-                    clock=clock,
-                    sink=sink,
-                    # On a virtual clock no loop is late, and a timer more could move the others.
-                    loop_lag=LoopLag() if is_real(clock) else None,
-                )
-            except BaseException:
-                sink.close()
-                raise
+            return recorded(
+                make_policy,
+                settings,
+                kv_cache,
+                max_model_len=max_model_len,
+                clock=clock,
+                # On a virtual clock no loop is late, and a timer more could move the others.
+                loop_lag=LoopLag() if is_real(clock) else None,
+            )
 
     def _fit_max_model_len(self, num_slots: int) -> int:
         """As `fit_max_model_len`; a model that is cut short is said."""
@@ -307,11 +297,7 @@ def check_policies(config: EngineConfig) -> None:
     what can be said of them without a model.
     """
     wanted = [config.scheduler]
-    if config.shadow.shadow_policy is not None:
-        from aioserve.lab.shadow import shadow_settings
-
-        wanted += filter(None, [shadow_settings(config)])
-    for each in wanted:
+    for each in filter(None, [*wanted, shadow_settings(config)]):
         policy = load_policy(each.policy)
         if issubclass(policy, BaseScheduler):
             policy.parse_options(each.options)

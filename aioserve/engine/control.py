@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aioserve.config import EngineConfig
+from aioserve.engine.adapters import Adapters
 from aioserve.engine.core import EngineCore
 from aioserve.engine.operations.command import Arrivals, Running, State
 from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, InvariantError
-from aioserve.features.lora.manager import Adapters
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler
-from aioserve.scheduler.delegate import chain, innermost
+from aioserve.scheduler.delegate import DelegatingScheduler, chain, innermost
 
 logger = logging.getLogger(__name__)
 
@@ -199,11 +199,8 @@ class Control:
             self._check_trial(what)
 
     def _check_trial(self, what: str) -> None:
-        from aioserve.lab.decision_log.recorder import RecordingScheduler
-
-        if any(
-            isinstance(watcher, RecordingScheduler) for watcher in chain(self._core.loop.scheduler)
-        ):
+        watchers = chain(self._core.loop.scheduler)
+        if any(isinstance(one, DelegatingScheduler) and one.is_recording for one in watchers):
             raise ConfigError(
                 f"{what}: the traffic is recorded to try a policy on, and a recording does not "
                 "tell that requests lose their blocks: abort them (running: abort), or wait"

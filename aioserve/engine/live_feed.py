@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.engine.brought import ShadowMetrics
 from aioserve.engine.clock import Clock, LoopLag
 from aioserve.engine.core import EngineLoop
 from aioserve.engine.metrics import EngineMetrics, Latencies
 from aioserve.engine.operations.command import Seen
 from aioserve.engine.step_loop import StepObserver
 from aioserve.errors import EngineDeadError, RequestError
-from aioserve.lab.shadow import ShadowMetrics
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput

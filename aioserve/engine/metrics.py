@@ -7,12 +7,19 @@ increments. Knows nothing about HTTP.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from aioserve.engine.adapters import AdapterMetrics
+from aioserve.engine.brought import (
+    KVConnectorMetrics,
+    ShadowMetrics,
+    kv_connector_metrics,
+    shadow_metrics,
+)
 from aioserve.engine.metric_families import (
     LENGTH_BUCKETS,
     Histogram,
@@ -22,13 +29,8 @@ from aioserve.engine.metric_families import (
 )
 from aioserve.engine.operations.command import Counted, State, count_dropped_lines
 from aioserve.engine.stream import SampleState
-from aioserve.features.lora.manager import AdapterMetrics
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
-
-if TYPE_CHECKING:
-    from aioserve.features.kv_connector.engine_side import KVConnectorMetrics
-    from aioserve.lab.shadow import ShadowMetrics
 
 
 class Latencies:
@@ -119,18 +121,14 @@ class EngineMetrics(Collector):
         self.latencies: Latencies | None = None  # while a page looks
 
     @cached_property
-    def shadow(self) -> "ShadowMetrics":
+    def shadow(self) -> ShadowMetrics:
         """What the shadow policy would have done; registered when it is asked for."""
-        from aioserve.lab.shadow import ShadowMetrics
-
-        return ShadowMetrics(self._registry)
+        return shadow_metrics(self._registry)
 
     @cached_property
-    def kv_connector(self) -> "KVConnectorMetrics":
+    def kv_connector(self) -> KVConnectorMetrics:
         """What the KV connector does; registered when it is asked for."""
-        from aioserve.features.kv_connector.engine_side import KVConnectorMetrics
-
-        return KVConnectorMetrics(self._registry)
+        return kv_connector_metrics(self._registry)
 
     def on_accepted(self, spec: RequestSpec) -> None:
         """A request is in the queue, with all its samples."""

@@ -16,6 +16,14 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     },
     # What compiles structured outputs: `runner.interface`.
     "output compilers": {"llguidance": "aioserve.features.grammars.compiler:GrammarCompiler"},
+    # What engines load for their settings: `engine.brought` says what each is to them.
+    "engine": {
+        "KV connector": "aioserve.features.kv_connector.engine_side:make_connector",
+        "KV connector check": "aioserve.features.kv_connector.engine_side:check_connector",
+        "KV connector metrics": "aioserve.features.kv_connector.engine_side:KVConnectorMetrics",
+        "adapter files": "aioserve.features.lora.peft_directory:read_adapter",
+        "held ends": "aioserve.features.kv_connector.engine_side:HeldBack",
+    },
     # Resources of the scheduler's side, by the names of their plans: `kv_cache.resource`.
     "caches": {
         "states": "aioserve.features.states.slots:StateSlotPool",

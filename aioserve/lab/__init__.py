@@ -8,7 +8,16 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualClockEventLoop"]
 
-BRINGS: Mapping[str, Mapping[Any, str]] = {}
+BRINGS: Mapping[str, Mapping[Any, str]] = {
+    # What engines load for their settings: `engine.brought` says what each is to them.
+    "engine": {
+        "decision log": "aioserve.lab.decision_log.recorder:recorded",
+        "policy trials": "aioserve.lab.policy_trials:PolicyTrials",
+        "shadow metrics": "aioserve.lab.shadow:ShadowMetrics",
+        "shadow settings": "aioserve.lab.shadow:shadow_settings",
+        "shadows": "aioserve.lab.shadow:ShadowBuilder",
+    },
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ P = ParamSpec("P")
 class DelegatingScheduler(SchedulerInterface):
     """`live` is the one that decides, or another one that watches it. A switch replaces it."""
 
+    is_recording = False  # whether what it watches is written down, to be replayed
     error: Exception | None = None  # what ended the watching; the scheduler goes on without it
 
     def __init__(self, live: SchedulerInterface) -> None:

@@ -14,13 +14,13 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, EngineSnapshot, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.engine.operations import FindReport, TryPolicy
-from aioserve.engine.policy_trials import ENOUGH_REQUESTS
 from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestError
 from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.logs.what_if import make_workload, read_traffic
+from aioserve.lab.policy_trials import ENOUGH_REQUESTS
 
 CONFIG = EngineConfig(
     runner=RunnerConfig(runner="simulated", step_base_ms=2, step_decode_us=1),

@@ -28,13 +28,13 @@ from aioserve.errors import (
     ConfigError,
     EngineDeadError,
     EngineOverloadedError,
+    NoAdapterError,
     RequestError,
     RequestFailedError,
     RequestIdInUseError,
     RunnerDeadError,
     UnknownModelError,
 )
-from aioserve.features.lora.peft_directory import NoAdapterError
 from aioserve.fleet.workers import remote_engine
 from aioserve.fleet.workers.messages import Add, EndLease, Line, Listening, Stopped
 from aioserve.fleet.workers.remote_engine import RemoteEngine, RemoteResponses

@@ -32,6 +32,7 @@ from aioserve.errors import (
     AioserveError,
     EngineDeadError,
     EngineOverloadedError,
+    NoAdapterError,
     RequestError,
     UnknownAdapterError,
     UnknownModelError,
@@ -64,8 +65,6 @@ class LoadAdapter(OperatorCommand[None, str], frozen=True):
         return f"Success: LoRA adapter {self.name!r} added successfully."
 
     def refusal(self, error: AioserveError) -> RequestError:
-        from aioserve.features.lora.peft_directory import NoAdapterError
-
         if isinstance(error, NoAdapterError):
             return UnknownAdapterError(str(error), param="lora_path")
         return super().refusal(error)

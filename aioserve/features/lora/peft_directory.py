@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.errors import UNREADABLE, ConfigError, one_line
+from aioserve.errors import UNREADABLE, ConfigError, NoAdapterError, one_line
 from aioserve.model_source.source import check_file
 
 MAX_RANK = 256
@@ -30,10 +30,6 @@ _KEY = re.compile(
 )
 # Initial values that change the base model as well.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-class NoAdapterError(ConfigError):
-    """A file is missing: there is no adapter."""
 
 
 class _PeftConfig(msgspec.Struct):

@@ -20,7 +20,6 @@ from aioserve.engine.operations import EngineCommand, SetLogLevel
 from aioserve.engine.operations.command import AdapterPaths, Answer, Command, Counted, commands_of
 from aioserve.engine.stream import Origin
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
-from aioserve.features.lora.peft_directory import NoAdapterError
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
 from aioserve.runner.info import RunnerInfo
@@ -414,7 +413,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 _ERRORS: dict[str, type[AioserveError]] = {
     cls.__name__: cls
-    for cls in (*vars(errors).values(), NoAdapterError)
+    for cls in vars(errors).values()
     if isinstance(cls, type) and issubclass(cls, AioserveError)
 }
 

@@ -87,11 +87,42 @@ class FrozenClock:
         self._frozen = None
 
 
+def recorded(
+    make_policy: Callable[..., SchedulerInterface],
+    settings: SchedulerConfig,
+    kv_cache: KVCacheManager,
+    *,
+    max_model_len: int,
+    clock: Clock,
+    loop_lag: "Callable[[], float] | None" = None,
+) -> "RecordingScheduler":
+    """A scheduler that is recorded to the file `settings.decision_log`. Raises `ConfigError` if it
+    cannot be written, and what `make_policy` raises.
+    """
+    assert settings.decision_log is not None
+    sink = LogWriter(Path(settings.decision_log))
+    try:
+        return RecordingScheduler(
+            make_policy,
+            settings,
+            kv_cache,
+            max_model_len=max_model_len,
+            clock=clock,
+            sink=sink,
+            loop_lag=loop_lag,
+        )
+    except BaseException:
+        sink.close()
+        raise
+
+
 class RecordingScheduler(DelegatingScheduler):
     """The scheduler `live`, with every call written to a `RecordSink`.
 
     Calls that only ask (counts, statistics, wait reasons) are not noted.
     """
+
+    is_recording = True
 
     def __init__(
         self,

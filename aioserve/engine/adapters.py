@@ -29,6 +29,7 @@ from aioserve.errors import (
     UnknownModelError,
 )
 from aioserve.runner.interface import RunnerInterface
+from aioserve.support.parts import load
 
 #: Names of adapters in memory, names of those that requests wait for, and places for adapters.
 Places = tuple[list[str], list[str], int]
@@ -314,8 +315,7 @@ class Adapters:
 
     async def _read(self, adapter: _Adapter) -> None:
         """Into memory, and into the runner's. Gives its place back if that fails."""
-        from aioserve.features.lora.peft_directory import read_adapter
-
+        read_adapter = load("engine", "adapter files")
         try:
             async with self._disk:
                 self._check_open()
