@@ -25,7 +25,6 @@ def test_a_text_prompt_loads_no_feature_that_it_does_not_ask_for() -> None:
     assert {name for name in found if not name.endswith("/__init__.py")} <= {
         "features/grammars/compiler.py",
         "features/grammars/tokenizer.py",
-        "features/lora/manager.py",
         "features/multimodal/families.py",
     }
 
