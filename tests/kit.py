@@ -30,6 +30,16 @@ def run(main: Callable[[AsyncEngine], Coroutine[Any, Any, T]], config: EngineCon
         return runner.run(with_engine())
 
 
+def runner_of(engine: AsyncEngine) -> Any:
+    """The runner of an engine. This is the one place where tests look behind the engine's API."""
+    return engine._runner
+
+
+def executor_of(engine: AsyncEngine) -> Any:
+    """What computes the engine's steps (None while its weights are freed): model, batch, memory."""
+    return runner_of(engine)._executor
+
+
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
     """The statistics of the engine's scheduler, which keeps some."""
     stats = engine.get_stats()

@@ -14,6 +14,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from tests.architectures.tiny import VOCAB_SIZE, Case, make_config, make_model
+from tests.kit import executor_of
 
 MAX_TOKENS = 12
 BLOCK_SIZE, NUM_BLOCKS = 8, 13  # what the first four prompts take, and nothing for their replies
@@ -115,7 +116,7 @@ async def serve(
             ]
             stats = engine.get_stats()
             assert stats is not None
-            model = engine._runner._executor._model  # type: ignore[union-attr]
+            model = executor_of(engine)._model
             return Served(
                 model.name,
                 tokens,

@@ -32,7 +32,7 @@ from aioserve.outputs import FinishReason
 from aioserve.runner.cpu.runner import SleepingRunner
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, RequestStatus
-from tests.kit import run
+from tests.kit import executor_of, run
 from tests.models import make_model
 from tests.tokenizing import hold_tokenizing
 
@@ -275,7 +275,7 @@ async def test_who_is_kept_through_a_sleep_gets_the_same_tokens(
         expected = await whole_replies(engine)
         begun = await begin(engine)
         await engine.sleep(weights=weights)
-        executor = engine._runner._executor  # type: ignore[union-attr]
+        executor = executor_of(engine)
         if weights:
             assert executor is None
         elif executor._backend.memory.key_caches:  # layers with states alone have none
@@ -297,7 +297,7 @@ async def test_who_is_kept_through_a_sleep_gets_the_same_tokens(
 async def test_the_kv_cache_of_a_sleeper_is_zeros_and_found_by_nobody(model: Path) -> None:
     async with serving(of_model(model)) as engine:
         await whole_replies(engine)
-        memory = engine._runner._executor._backend.memory  # type: ignore[union-attr]
+        memory = executor_of(engine)._backend.memory
         assert any(cache.any() for cache in memory.key_caches)
         await engine.sleep()
         assert not any(cache.any() for cache in (*memory.key_caches, *memory.value_caches))

@@ -32,6 +32,7 @@ from aioserve.testing.faults import (
     open_descriptors,
 )
 from aioserve.testing.faults.clients import READERS
+from tests.kit import runner_of
 from tests.processes import PATIENCE
 
 #: What clients ask for: prompts that share a beginning, one of several chunks, one of its own.
@@ -188,7 +189,7 @@ class Rig:
         self.engine = AsyncEngine(self.config, on_kv_event=Observer())
         self._wrap(EARLY_PARTS)
         await self._stack.enter_async_context(self.engine)
-        FaultyRunner(self.engine._runner, self.faults)
+        FaultyRunner(runner_of(self.engine), self.faults)
         self._wrap(PARTS | self._more_parts)
         url = await self._stack.enter_async_context(listening(self.engine, sockets))
         self.host, port = url.removeprefix("http://").split(":")
@@ -432,5 +433,5 @@ async def reference_of(config: EngineConfig, asks: Sequence[dict[str, Any]] = AS
 
 def rows_of(engine: AsyncEngine) -> list[str]:
     """The requests that its runner remembers."""
-    runner: Any = engine._runner
+    runner = runner_of(engine)
     return list(runner._rows if hasattr(runner, "_rows") else runner._executor._batch._rows)

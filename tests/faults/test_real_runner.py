@@ -23,6 +23,7 @@ from aioserve.config import (
 from aioserve.testing.faults import RUNNER_KINDS, Fault, Faults
 from tests.adapters import make_adapter
 from tests.faults.rig import LENGTHS, Parts, Reference, Rig, reference_of
+from tests.kit import executor_of, runner_of
 
 IS_LONG = "AIOSERVE_FAULT_DAYS" in os.environ
 EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
@@ -34,13 +35,13 @@ ASKS: tuple[dict[str, Any], ...] = (
     {"prompt": "Once upon a time", "model": "adapted"},
 )
 PARTS: Parts = {
-    "forward": (lambda engine: engine._runner._executor._model, "forward"),
-    "logits": (lambda engine: engine._runner._executor._model, "forward"),
-    "sampler": (lambda engine: engine._runner._executor, "choose"),
-    "batch": (lambda engine: engine._runner._executor._batch, "apply"),
-    "kept": (lambda engine: engine._runner._executor._batch, "append"),
-    "grammar": (lambda engine: engine._runner.grammars, "check"),
-    "matcher": (lambda engine: engine._runner.grammars, "matcher"),
+    "forward": (lambda engine: executor_of(engine)._model, "forward"),
+    "logits": (lambda engine: executor_of(engine)._model, "forward"),
+    "sampler": (executor_of, "choose"),
+    "batch": (lambda engine: executor_of(engine)._batch, "apply"),
+    "kept": (lambda engine: executor_of(engine)._batch, "append"),
+    "grammar": (lambda engine: runner_of(engine).grammars, "check"),
+    "matcher": (lambda engine: runner_of(engine).grammars, "matcher"),
     "adapter": (lambda engine: engine.adapters, "hold"),
 }
 RAISING = ("raises", "no memory")

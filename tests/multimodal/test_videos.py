@@ -20,6 +20,7 @@ from aioserve.features.multimodal.videos import VideoProcessor
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
 from aioserve.model_source.info import ModelInfo
+from tests.kit import executor_of
 from tests.matrix.places import RunnerOfThreads, loading_one_at_a_time
 from tests.multimodal.pictures import bomb
 from tests.processes import COMPUTING_SECONDS
@@ -332,8 +333,7 @@ async def test_the_time_of_a_video_may_go_beyond_the_length_of_the_model(
     config = make_config(model, options={"chunk_size": 11})
     async with AsyncEngine(config) as engine:
         assert engine.max_model_len < 8_000
-        encoder: Any = engine._runner
-        module = encoder._executor._encoder._module
+        module = executor_of(engine)._encoder._module
         features = module.get_image_features
 
         def fail(**arguments: Any) -> Any:

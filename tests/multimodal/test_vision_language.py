@@ -32,6 +32,7 @@ from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
+from tests.kit import executor_of
 from tests.matrix.places import RunnerOfThreads, loading_one_at_a_time
 from tests.multimodal.pictures import bomb
 from tests.processes import COMPUTING_SECONDS, PATIENCE
@@ -102,8 +103,7 @@ def stats_of(engine: AsyncEngine) -> Any:
 
 
 def encoder_of(engine: AsyncEngine) -> Any:
-    runner: Any = engine._runner
-    return runner._executor._encoder
+    return executor_of(engine)._encoder
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -398,8 +398,7 @@ async def test_a_failed_step_leaves_the_embedding_where_it_was(
 ) -> None:
     model = seeing(ONE)
     async with AsyncEngine(make_config(model)) as engine:
-        runner: Any = engine._runner
-        decoder = runner._executor._model.decoder
+        decoder = executor_of(engine)._model.decoder
         if not isinstance(decoder, WholeDecoder):
             pytest.skip("the kernels of this CPU have no compiled loop")
         table = decoder._struct.embedding

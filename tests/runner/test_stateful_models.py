@@ -23,7 +23,15 @@ from aioserve.features.spec_decode.draft_length import DraftLength
 from aioserve.features.states.cpu_memory import choose_num_state_slots
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.load import load_on_cpu
-from tests.kit import expected_tokens, greedy, make_prompts, small_config, stats_of, tokens_of
+from tests.kit import (
+    executor_of,
+    expected_tokens,
+    greedy,
+    make_prompts,
+    small_config,
+    stats_of,
+    tokens_of,
+)
 from tests.models import edit_config, make_model
 from tests.slow import mostly_slow
 
@@ -59,7 +67,7 @@ def expected(model: Path) -> list[Any]:
 
 def slots_of(engine: AsyncEngine) -> Tensor:
     """Of some layer."""
-    states = engine._runner._executor._model.states  # type: ignore[union-attr]
+    states = executor_of(engine)._model.states
     return next(slots for layer in states._layers for slots in layer.slots.values())
 
 

@@ -172,7 +172,7 @@ class AccessMetrics(Collector):
     """What keys had, and what was refused, of the whole server."""
 
     def __init__(self, access: MainAccess) -> None:
-        self._access = access
+        self.access = access
         #: What workers have refused. Set before a scrape.
         self.elsewhere: Refusals = Counter()
 
@@ -183,10 +183,10 @@ class AccessMetrics(Collector):
             "Requests answered with an error, by reason and key",
             labels=["reason", "key"],
         )
-        for (reason, name), count in (self._access.refusals + self.elsewhere).items():
+        for (reason, name), count in (self.access.refusals + self.elsewhere).items():
             refused.add_metric([reason, name], count)
         yield refused
-        if not self._access.keyring:
+        if not self.access.keyring:
             return
         tokens = CounterMetricFamily(
             "aioserve_key_tokens", "Tokens of prompts and outputs, by key", labels=["key"]
@@ -196,10 +196,10 @@ class AccessMetrics(Collector):
             "Sequences of requests that run, of keys that have limits",
             labels=["key"],
         )
-        for key in self._access.keyring.keys:
-            tokens.add_metric([key.name], self._access.accounts.num_tokens[key.name])
+        for key in self.access.keyring.keys:
+            tokens.add_metric([key.name], self.access.accounts.num_tokens[key.name])
             if key.is_counted:
-                running.add_metric([key.name], self._access.accounts.num_running(key.name))
+                running.add_metric([key.name], self.access.accounts.num_running(key.name))
         yield tokens
         yield running
 
