@@ -270,7 +270,7 @@ def test_a_signal_ends_a_server_whose_policy_keeps_raising(tmp_path):
         status, body = fetch(f"{url}/ready")
         assert (status, b"Failing" in body) == (200, True)
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
         assert 1 <= stderr.count("step_loop: policy Failing failed") <= 2  # not one a step
 
@@ -301,7 +301,7 @@ def test_a_dead_engine_tells_its_clients_and_ends_the_process_with_exit_code_3(t
     with serving(*SIMULATED, "--policy", policy) as (process, url):
         with start_stream(url, max_tokens=1000) as response:
             assert b"the device is gone" in response.read()
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=PATIENCE)
         assert process.returncode == 3
         assert stderr.splitlines()[-1].startswith("aioserve: error: the engine has died: ")
 
@@ -317,7 +317,7 @@ def test_a_dead_engine_can_be_kept_up_until_a_signal(tmp_path):
         assert (status, json.loads(body)["status"]) == (503, "dead")
         assert fetch(f"{url}/v1/completions", {"prompt": "Hello"})[0] == 503
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 3
+        assert process.wait(timeout=PATIENCE) == 3
 
 
 def test_ctrl_c_before_the_command_runs_is_no_traceback(monkeypatch):

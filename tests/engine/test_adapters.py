@@ -13,6 +13,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
+from tests.processes import PATIENCE
 
 if TYPE_CHECKING:
     from aioserve.features.lora.peft_directory import AdapterFiles
@@ -81,7 +82,7 @@ async def say(engine: AsyncEngine, name: str, **more: Any) -> FinishReason | Non
 
 async def until(is_so: Any) -> None:
     """Let others go on until something is so."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         while not is_so():  # noqa: ASYNC110 - of several things
             await asyncio.sleep(0.001)
 
@@ -133,7 +134,7 @@ async def test_another_can_be_loaded_while_somebody_waits_for_a_place(
         stream = await engine.add_request([5, 6, 7], ENDLESS, adapter="a")
         waiting = asyncio.create_task(say(engine, "b"))
         await let_others_wait()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             await engine.adapters.load("c", str(paths["c"]))
         assert not waiting.done()
         assert len(runner.loaded) == 1  # it was checked, and has no place yet

@@ -192,9 +192,15 @@ def test_a_policy_that_raises_when_its_requests_give_way_loses_none_of_them() ->
 async def test_who_waits_for_a_pause_hears_that_the_engine_dies(monkeypatch: Any) -> None:
     async with AsyncEngine(simulated()) as engine:
         held: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        monkeypatch.setattr(SimulatedRunner, "execute_model", lambda self, step: held)
+        computes = asyncio.Event()
+
+        def execute(runner: SimulatedRunner, step: Any) -> "asyncio.Future[Any]":
+            computes.set()
+            return held
+
+        monkeypatch.setattr(SimulatedRunner, "execute_model", execute)
         stream = await engine.add_request([5], PARAMS)
-        await asyncio.sleep(0.01)
+        await computes.wait()
         pausing = asyncio.create_task(engine.pause())
         await asyncio.sleep(0.01)
         assert not pausing.done()

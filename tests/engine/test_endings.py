@@ -18,6 +18,7 @@ from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, SchedulerOutput
 from tests.kit import stats_of
+from tests.processes import PATIENCE
 
 T = TypeVar("T")
 
@@ -209,7 +210,7 @@ class Held(SimulatedRunner):
 async def test_a_deadline_passes_on_a_real_clock_while_a_step_is_held() -> None:
     config = make_config(queue_timeout=600.0)
     runner = Held(config)
-    async with AsyncEngine(config, runner=runner) as engine, asyncio.timeout(30):
+    async with AsyncEngine(config, runner=runner) as engine, asyncio.timeout(PATIENCE):
         others = [await engine.add_request([i], SILENT, timeout=60.0) for i in range(3)]
         hurried = await engine.add_request([5, 6, 7], SILENT, timeout=0.01)
         assert (await read(hurried))[1] is FinishReason.TIMEOUT

@@ -22,6 +22,7 @@ from aioserve.params import StructuredOutputs
 from tests.engine.test_async_engine import until_idle
 from tests.engine.test_structured_outputs import of_schema, params, replies, reply
 from tests.kit import stats_of
+from tests.processes import PATIENCE
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -59,10 +60,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(GrammarRows, "taken", noted)
     monkeypatch.setattr(rows, "SLOW_SECONDS", -1.0)
     monkeypatch.setattr(rows, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "LAST_SECONDS", PATIENCE)
     fill = MaskLanes._fill
 
     def slowly(self: MaskLanes, job: Any) -> Any:
-        time.sleep(0.002)  # as long as some steps of so small a model
+        seen, give_up = len(found), time.monotonic() + 0.1
+        while len(found) == seen and time.monotonic() < give_up:  # until a step went without it
+            time.sleep(0.0005)
         return fill(self, job)
 
     monkeypatch.setattr(MaskLanes, "_fill", slowly)

@@ -21,6 +21,7 @@ from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, RequestOutput
 from aioserve.request import RequestStatus
 from aioserve.scheduler import Request, SchedulerInterface, SchedulerOutput
+from tests.processes import PATIENCE
 
 BAD = 13  # a prompt that begins with this token provokes the policy
 
@@ -283,7 +284,7 @@ def test_a_policy_that_ends_requests_while_it_plans_leaves_no_client_waiting(
             return super().schedule()
 
     async def main(engine: AsyncEngine) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             if is_inside:  # refused, so that it has no effect
                 assert await generate(engine, [BAD] * 20) == 5
                 message = r"finish_requests\(\) was called while a step is under construction"
@@ -395,7 +396,7 @@ async def test_a_policy_that_raises_for_ever_is_asked_no_more_until_it_is_switch
             num_ticks += 1
             await asyncio.sleep(0)
 
-    async with AsyncEngine(config) as engine, asyncio.timeout(30):
+    async with AsyncEngine(config) as engine, asyncio.timeout(PATIENCE):
         endless = SamplingParams(max_tokens=400, ignore_eos=True)
         told(not has_run)
         stream = await engine.add_request([1] * 20, endless)

@@ -21,6 +21,7 @@ from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.logs.what_if import make_workload, read_traffic
 from aioserve.lab.policy_trials import ENOUGH_REQUESTS
+from tests.processes import PATIENCE
 
 CONFIG = EngineConfig(
     runner=RunnerConfig(runner="simulated", step_base_ms=2, step_decode_us=1),
@@ -71,6 +72,12 @@ async def busy() -> AsyncIterator[AsyncEngine]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def until_recording(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while look(engine).watchers != ["RecordingScheduler"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
 async def test_a_log_that_begins_amid_traffic_tells_of_what_came_and_what_steps_took(
     tmp_path: Path,
 ) -> None:
@@ -105,8 +112,8 @@ async def test_a_log_that_begins_amid_traffic_tells_of_what_came_and_what_steps_
 async def test_both_policies_are_simulated_and_nothing_is_left_behind() -> None:
     before = folders()
     async with busy() as engine:
-        asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 1.5)))
-        await asyncio.sleep(0.3)
+        asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 60, 30)))
+        await until_recording(engine)
         with pytest.raises(EngineOverloadedError, match="another trial goes on"):
             await engine.ask(TryPolicy("hrrn", {}, 2))
         report = await asked
@@ -178,8 +185,7 @@ async def test_what_cannot_be_tried_is_refused_in_words(
 async def test_blocks_are_not_taken_while_a_trial_records() -> None:
     async with busy() as engine:
         asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 60)))
-        while look(engine).watchers != ["RecordingScheduler"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until_recording(engine)
         with pytest.raises(ConfigError, match="recorded to try a policy on"):
             await engine.sleep()
         assert engine.state == "running"
@@ -192,8 +198,7 @@ async def test_blocks_are_not_taken_while_a_trial_records() -> None:
 async def test_who_leaves_ends_the_recording() -> None:
     async with busy() as engine:
         asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 60)))
-        await asyncio.sleep(0.2)
-        assert look(engine).watchers == ["RecordingScheduler"]
+        await until_recording(engine)
         asked.cancel()
         await asyncio.wait([asked])
         assert look(engine).watchers == []

@@ -193,10 +193,10 @@ from aioserve.engine.watchdog import GRACE_SECONDS, LockGuard
 
 closed = LockGuard(0.1 - GRACE_SECONDS, has_timers=False)
 closed.close()
-time.sleep(0.3)
-guard = LockGuard(0.1 - GRACE_SECONDS, has_timers=False)
-for _ in range(10):
-    time.sleep(0.03)
+time.sleep(0.2)
+guard = LockGuard(1.5 - GRACE_SECONDS, has_timers=False)
+for _ in range(4):  # together longer than the guard waits, each one much shorter
+    time.sleep(0.4)
     guard.renew()
 print("renewed", flush=True)
 ctypes.PyDLL(None).usleep(60_000_000)

@@ -94,10 +94,6 @@ HARMLESS_PARTS = (
 Reference = dict[str, dict[int, str]]  # texts by choice
 Parts = dict[str, tuple[type | Callable[[AsyncEngine], Any], str]]
 
-#: In which every client has its end, and nothing is left: steps take a millisecond.
-END_SECONDS = PATIENCE / 3
-
-
 #: Pins and unpins at random, and plans as `chunked_prefill`.
 PINS = "tests.testing.pinning:PinsForMoments"
 
@@ -293,7 +289,7 @@ class Rig:
         """Of all clients so far: what each was told. Raises `Wrong` if one waits for ever."""
         tasks = [task for _, _, task in self.clients]
         if tasks:
-            _, pending = await asyncio.wait(tasks, timeout=END_SECONDS)
+            _, pending = await asyncio.wait(tasks, timeout=PATIENCE)
             waiting = [client.body for client, _, task in self.clients if task in pending]
             self._want(not waiting, f"{len(waiting)} clients wait for ever: {waiting}")
         return [(client, ask, task.result()) for client, ask, task in self.clients]
@@ -392,7 +388,7 @@ class Rig:
 class _bounded:  # as an `asyncio.timeout` that says what was waited for
     def __init__(self, what: Callable[[], str], rig: Rig) -> None:
         self._what, self._rig = what, rig
-        self._timeout = asyncio.timeout(END_SECONDS)
+        self._timeout = asyncio.timeout(PATIENCE)
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()

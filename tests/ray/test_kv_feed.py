@@ -7,6 +7,7 @@ import zmq
 from aioserve.fleet.ray.kv_feed import KVFeed, Listener, Ticket, follow
 from aioserve.fleet.routing import ReplicaReport
 from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from tests.processes import PATIENCE
 
 
 def stored(name: str) -> BlockStored:
@@ -28,7 +29,7 @@ class Follower(Listener):
 
     async def expect(self, *names: str) -> None:
         """Returns when these are held, and no others."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while self.held != set(names):
                 self._changed.clear()
                 await self._changed.wait()
@@ -163,7 +164,7 @@ async def test_a_router_that_has_gone_is_forgotten(feed: KVFeed) -> None:
     feed.note(stored("a"))
     await follower.expect("a")
     await follower.stop()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while feed._numbers:
             feed.note(stored("b"))
             feed.note(removed("b"))
@@ -187,11 +188,11 @@ async def test_reports_reach_a_router_that_comes_early_and_one_that_comes_late()
     try:
         for listener in heard:
             tasks.append(asyncio.create_task(follow(feed.ticket, listener)))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 assert await listener.reports.get() == report
         report = ReplicaReport(num_running=4, max_num_seqs=8)
         for listener in heard:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 while await listener.reports.get() != report:
                     pass
     finally:

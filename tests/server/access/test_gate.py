@@ -11,6 +11,7 @@ from aioserve.errors import ConfigError
 from aioserve.scheduler import BaseScheduler
 from aioserve.server.access.access import MainAccess
 from aioserve.server.routes import ADMIN_ROUTES, all_routes
+from tests.processes import PATIENCE
 from tests.server.access.conftest import ADMIN, ANN, BEN, CARL, DORA
 from tests.server.raw_client import IDLE, until
 from tests.server.serving import SIMULATED
@@ -267,7 +268,7 @@ async def test_keys_are_read_again_and_a_bad_file_changes_nothing(locked, keys_f
     text = keys_file.read_text()
     keys_file.write_text(text.replace(ANN, "sk-ann-rotated-0123"))
     access.reload()
-    async with asyncio.timeout(10):  # API workers hear of it a moment later
+    async with asyncio.timeout(PATIENCE):  # API workers hear of it a moment later
         while (await ask(locked, ANN)).status != 401:
             pass
     assert (await ask(locked, "sk-ann-rotated-0123")).status == 200

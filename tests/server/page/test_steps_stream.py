@@ -68,7 +68,10 @@ async def test_two_who_look_see_the_same(server):
 
 
 async def test_head_does_not_wait_for_an_end(server):
-    async with asyncio.timeout(30), server.session.head(f"{server.url}/watch/steps") as response:
+    async with (
+        asyncio.timeout(PATIENCE),
+        server.session.head(f"{server.url}/watch/steps") as response,
+    ):
         assert response.status == 200
 
 
