@@ -48,7 +48,7 @@ async def takes() -> AsyncIterator[Callable[..., Any]]:
 BEYOND = [
     ({"type": "integer", "minimum": -(2**63) - 9, "maximum": -(2**63) - 2}, "maximum is -92"),
     ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "maximum is -92"),
-    ({"type": "integer", "minimum": 10**20, "maximum": 10**20}, "minimum is 10{20}, which"),
+    ({"type": "integer", "minimum": 10**20, "maximum": 10**20}, "minimum is 10{20}: no number"),
     ({"type": "integer", "exclusiveMinimum": 2**63}, "exclusiveMinimum is 92"),
     ({"type": "number", "minimum": 1e19}, r"minimum is 1e\+19"),
     ({"const": 2**53 + 1}, "const is 9007199254740993: a constant must be"),
