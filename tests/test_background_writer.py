@@ -3,10 +3,12 @@
 import fcntl
 import functools
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.support.files import begin_log
-from aioserve.support.logs import BackgroundWriter, Gaps, dropped_lines
+from aioserve.support.logs import BackgroundWriter, Gaps, HandedOver, dropped_lines
 from tests.processes import JSON, PATIENCE, serving, until
 
 LINE = b"x" * 99 + b"\n"
@@ -79,6 +81,30 @@ def test_an_end_does_not_wait_for_a_reader_that_stands_still(pipe: tuple[int, in
     assert not writer.write(LINE)
     assert read_until(pipe[0], LINE)
     until(lambda: writer.close(1.0) or os.read(pipe[0], 65536), "the rest is written")
+
+
+def test_the_log_of_another_program_that_stands_still_holds_up_no_caller() -> None:
+    may_go_on, taken, before = threading.Event(), [], dropped_lines["log"]
+
+    def target(record: logging.LogRecord) -> None:
+        assert may_go_on.wait(PATIENCE)
+        taken.append(record.getMessage())
+
+    logger = logging.Logger("other")
+    handed = HandedOver(target, max_bytes=10_000)
+    logger.addHandler(handed)
+    for i in range(100):
+        logger.info("line %d", i)
+    num_lost = dropped_lines["log"] - before
+    assert num_lost > 50
+    assert not handed.wait_written(0.0)
+    may_go_on.set()
+    assert handed.wait_written(PATIENCE)
+    expected = [f"line {i}" for i in range(100 - num_lost)]
+    assert taken == [*expected, f"{num_lost} lines of the log were dropped here"]
+    logger.info("on")
+    assert handed.wait_written(PATIENCE)
+    assert taken[-1] == "on"
 
 
 def test_a_pipe_that_another_process_made_non_blocking_gets_every_line(

@@ -344,6 +344,8 @@ def log_within(seconds: float, log: Callable[..., None], *arguments: object) -> 
 # Seconds between the warning and the end, in which a process can say that it lives: one that was
 # stopped as a whole finds its time over when it goes on. Longer than between two renewals.
 GRACE_SECONDS = 2
+# Longer than that: an alarm that is set takes the place of one that has not gone off.
+STACKS_SECONDS = GRACE_SECONDS + 1  # for the stacks to be written
 
 
 class LockGuard:
@@ -351,7 +353,9 @@ class LockGuard:
     some time. One in a process; it takes SIGALRM for itself.
 
     It counts time twice, so that a process that was stopped (SIGSTOP, a frozen container) and goes
-    on is not ended: first `seconds`, then `GRACE_SECONDS` that begin when the process runs.
+    on is not ended: first `seconds`, then `GRACE_SECONDS` that begin when the process runs. Where
+    what reads stderr stands still, the stacks are written in part, and the process ends
+    `STACKS_SECONDS` later.
     Where the C library has no timers that call a function (macOS), `faulthandler` ends the process
     with exit code 1, also if it was stopped for so long.
     """
@@ -371,6 +375,9 @@ class LockGuard:
                 _Timer("alarm", GRACE_SECONDS),
                 _Timer("warnx", ctypes.addressof(self._words)),
             ]
+            # A full pipe holds the first SIGALRM while it writes the stacks. At a second one
+            # `faulthandler` writes nothing, and passes on to the end of the process.
+            self._second = _Timer("alarm", GRACE_SECONDS)
         self.renew()
 
     def renew(self) -> None:
@@ -380,6 +387,7 @@ class LockGuard:
             return
         for timer in self._timers:
             timer.set(self._seconds)
+        self._second.set(self._seconds + STACKS_SECONDS)
         signal.alarm(0)
 
     def close(self) -> None:
@@ -387,7 +395,7 @@ class LockGuard:
         if not self._timers:
             faulthandler.cancel_dump_traceback_later()
             return
-        for timer in self._timers:
+        for timer in (*self._timers, self._second):
             timer.close()
         signal.alarm(0)
         faulthandler.unregister(signal.SIGALRM)

@@ -159,6 +159,20 @@ def test_replicas_that_fit_nowhere_are_told_in_a_line(
         build_app({"models": [{"settings": {"model.model": "/nope"}}]})
 
 
+async def test_replicas_and_ingresses_log_through_serve(http: aiohttp.ClientSession) -> None:
+    deploy({"settings": {"runner.runner": "simulated"}})
+    await complete(http, prompt=PROMPT, max_tokens=2)
+    (replica,) = replicas()
+
+    def said() -> str:
+        paths = [Path(file.path) for file in replica.open_files() if "/serve/" in file.path]
+        return "".join(path.read_text() for path in paths)
+
+    while " finish=length" not in said():  # a thread writes it  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    assert "prompt=" in said().partition(" finish=length")[0].splitlines()[-1]
+
+
 async def test_texts_and_refusals_are_those_of_one_engine(http: aiohttp.ClientSession) -> None:
     deploy({"num_replicas": 2, "settings": REAL})
     asked = [

@@ -1,6 +1,7 @@
 """Whatever hangs in a server, its process ends: by itself, or by signals."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -128,6 +129,15 @@ def asked(url):
     thread.join()
 
 
+def fill_stderr_of(process):
+    """From here on the pipe that is its stderr takes nothing more, and nothing is read of it."""
+    pipe = os.open(f"/proc/{process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"x")
+    os.close(pipe)
+
+
 def read_until(process, text):
     """Lines of its log up to one with this text."""
     said = ""
@@ -164,6 +174,14 @@ def test_c_code_that_never_gives_up_the_lock_ends_the_process_with_its_stack(pol
         assert "has not turned" not in before
         found = re.search(r'mine.py", line (\d+) in schedule', stacks)
         assert "re.search" in HOLDING.splitlines()[int(found[1]) - 1]
+
+
+def test_a_full_pipe_holds_up_no_end_of_c_code_that_never_gives_up_the_lock(policy):
+    bounds = ("--hung-loop-seconds", "0.2", "--dead-loop-seconds", "0.4")
+    with serving(*SIMULATED, *policy(HOLDING), *bounds) as (process, url):
+        fill_stderr_of(process)
+        with asked(url):
+            assert process.wait(PATIENCE) == -signal.SIGALRM
 
 
 @pytest.mark.slow

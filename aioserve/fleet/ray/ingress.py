@@ -25,6 +25,7 @@ from starlette.responses import Response, StreamingResponse
 from aioserve.config import EngineConfig
 from aioserve.fleet.ray.chooser import render
 from aioserve.fleet.ray.front import RayFront
+from aioserve.fleet.ray.replica import log_through_serve
 from aioserve.fleet.ray.settings import ModelSettings
 from aioserve.server.access.access import Access
 from aioserve.server.access.keys import Accounts, Rights
@@ -136,6 +137,7 @@ class Ingress:
         says of it, a list with the settings of each group of them, and a handle for each group.
         With `shares_load` there are other ingresses.
         """
+        log_through_serve()
         self._pace = Pace()
         self._folder = tempfile.TemporaryDirectory(prefix="aioserve-")
         self._named: dict[str, _Model] = {}

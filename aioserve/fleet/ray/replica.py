@@ -30,6 +30,7 @@ from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.info import RunnerInfo
 from aioserve.server.app import exempt_from_garbage_collection
 from aioserve.support.arguments import EXIT_ENGINE_DEAD
+from aioserve.support.logs import HandedOver
 from aioserve.support.version import __version__
 
 KEPT = 0.5  # weight of the mean of step times beside the newest interval of steps
@@ -161,6 +162,17 @@ class UserConfig(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+def log_through_serve() -> None:
+    """From now on what this package logs in this process is in the log of Ray Serve, at its level,
+    handed over by a thread: the loop waits neither for a disk nor for a pipe. Idempotent.
+    """
+    ours, of_serve = logging.getLogger("aioserve"), logging.getLogger("ray.serve")
+    if not any(isinstance(handler, HandedOver) for handler in ours.handlers):
+        ours.addHandler(HandedOver(of_serve.handle))
+        ours.setLevel(of_serve.getEffectiveLevel())
+        ours.propagate = False
+
+
 def _end_process(why: str) -> None:
     """On a thread of its own: the loop stands still."""
     log_within(LOG_SECONDS, logger.critical, "%s: the replica ends now", why)
@@ -172,6 +184,7 @@ class EngineReplica:
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Raises what `AsyncEngine.start` does: Ray tells it and tries again."""
+        log_through_serve()
         self._config = config
         reporter = Reporter(
             config,
