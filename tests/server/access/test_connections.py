@@ -327,11 +327,23 @@ async def test_2000_idle_connections_keep_nobody_from_being_served(start_server)
                 writer.close()
 
 
-async def test_a_client_that_never_reads_is_dropped_and_its_request_ends(start_server):
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "Hello", "logprobs": 20}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "?"}], "logprobs": True, "top_logprobs": 20},
+        ),
+    ],
+)
+async def test_a_client_that_never_reads_is_dropped_and_its_request_ends(
+    start_server, path, fields
+):
     # So much that no buffer of the system's holds it.
-    fields = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "n": 128, "stream": True}
+    fields |= {"max_tokens": 4000, "ignore_eos": True, "n": 128, "return_token_ids": True}
     async with start_server(access={"send_timeout": 0.2}) as server:
-        client = await RawClient.post(server, return_token_ids=True, logprobs=20, **fields)
+        client = await RawClient.post(server, path, stream=True, **fields)
         client.writer.transport.pause_reading()
         async with asyncio.timeout(PATIENCE):
             while "unread_answer" not in await refusals(server):  # noqa: ASYNC110

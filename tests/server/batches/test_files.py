@@ -1,7 +1,9 @@
 """Files over HTTP: uploaded in pieces, listed, read again, forgotten, and never too much."""
 
 import asyncio
+import contextlib
 import io
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 
 from aioserve.apis.batches import runner
 from aioserve.apis.batches.disk import Disk, sweep, usage
+from aioserve.config import AccessConfig
+from tests.processes import PATIENCE
 from tests.server.batches.asking import completions, config, create, serving, until
 from tests.server.serving import SIMULATED
 
@@ -36,6 +40,35 @@ async def test_a_file_comes_back_as_it_was_sent(tmp_path: Path) -> None:
                 await ask(made.id)
     kept = [path for path in (tmp_path / "batches").rglob("*") if path.is_file()]
     assert [path.name for path in kept] == ["owner"]
+
+
+async def test_a_client_that_reads_nothing_of_a_file_is_dropped_and_the_file_closed(
+    tmp_path: Path,
+) -> None:
+    base = msgspec.structs.replace(SIMULATED, access=AccessConfig(send_timeout=0.2))
+
+    def num_open() -> int:
+        paths = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # that of the list itself
+                paths.append(os.readlink(f"/proc/self/fd/{name}"))
+        return sum(made.id in path for path in paths)
+
+    async with serving(tmp_path, base) as (server, client):
+        data = io.BytesIO(bytes(16 * MIB))  # no buffer of the system's holds it
+        made = await client.files.create(file=("big.jsonl", data), purpose="batch")
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        head = f"GET /v1/files/{made.id}/content HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        writer.write(head.encode())
+        async with asyncio.timeout(PATIENCE):
+            await reader.readexactly(15)  # it has begun
+            assert num_open() == 1
+            writer.transport.pause_reading()
+            while b"unread_answer" not in (await server.get("/metrics")).body:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            while num_open():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        writer.transport.abort()
 
 
 async def test_files_are_listed_by_pages_in_either_order(tmp_path: Path) -> None:
