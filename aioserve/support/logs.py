@@ -265,7 +265,7 @@ def wait_streams_written(seconds: float = END_SECONDS) -> bool:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    writers = [*_standard.values(), *_handing]
+    writers: list[BackgroundWriter | HandedOver] = [*_standard.values(), *_handing]
     return all([w.wait_written(max(deadline - time.monotonic(), 0.0)) for w in writers])
 
 
