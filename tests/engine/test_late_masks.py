@@ -157,3 +157,62 @@ async def test_rows_that_take_too_much_memory_end_alone(monkeypatch: pytest.Monk
         with pytest.raises(GrammarLimitError, match="of memory"):
             await reply(engine, params(way=StructuredOutputs(regex="[a-z]{900}"), max_tokens=300))
         assert (await others).finish_reason == "length"
+
+
+async def test_tokens_that_take_long_to_read_are_read_beside_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes: list[bool] = []
+    unread: list[int] = []
+    start = MaskLanes.start
+
+    def noted(self: MaskLanes, jobs: Any, *, is_slow: bool) -> None:
+        lanes.extend([is_slow] * len(jobs))
+        unread.extend(len(job.unread) for job in jobs)
+        start(self, jobs, is_slow=is_slow)
+
+    monkeypatch.setattr(MaskLanes, "start", noted)
+    monkeypatch.setattr(rows, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "PAUSE_FROM", 0.0)
+    way = StructuredOutputs(regex="[a-z]{30}")
+    async with AsyncEngine(config()) as engine:
+        assert len((await reply(engine, params(way=way, max_tokens=40))).text) == 30
+        assert lanes[:2] == [False, True]
+        assert False not in lanes[1:]
+        assert sum(unread) > 1
+        # Neither does a step read for another request with that grammar, or for one that resumes.
+        lanes.clear()
+        assert len((await reply(engine, params(7, way=way, max_tokens=40))).text) == 30
+        assert lanes
+        assert False not in lanes
+
+
+async def test_no_step_waits_for_masks_while_earlier_ones_are_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    waited: list[float] = []
+    fill, wait = MaskLanes._fill, rows.wait_for
+
+    def stands_still(self: MaskLanes, job: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        asyncio.run_coroutine_threadsafe(may_go_on.wait(), loop).result(60)
+        return fill(self, job)
+
+    def noted(jobs: Any, seconds: float) -> None:
+        waited.append(seconds)
+        wait(jobs, seconds)
+
+    monkeypatch.setattr(MaskLanes, "_fill", stands_still)
+    monkeypatch.setattr(rows, "wait_for", noted)
+    async with AsyncEngine(config()) as engine:
+        wanted = params(way=StructuredOutputs(regex="[a-z]{9}"), max_tokens=30)
+        bound = asyncio.create_task(reply(engine, wanted))
+        await begun.wait()
+        other = SamplingParams(max_tokens=30, ignore_eos=True)
+        assert len((await reply(engine, other)).token_ids) == 30
+        assert waited.count(rows.STEP_SECONDS) < 15 < waited.count(0.0)
+        may_go_on.set()
+        assert len((await bound).text) == 9

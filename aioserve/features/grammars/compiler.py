@@ -60,7 +60,7 @@ LIMITS: dict[str, Any] = {
 class Grammar:
     """One that is compiled, or waits for that: `matcher` has it, or why it cannot be."""
 
-    __slots__ = ("key", "matcher", "num_bytes", "num_holders", "verdict")
+    __slots__ = ("__weakref__", "key", "matcher", "num_bytes", "num_holders", "verdict")
 
     def __init__(self, key: bytes) -> None:
         self.key = key

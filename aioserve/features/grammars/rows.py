@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 #: sit out; after the other one, rows that cannot are ended.
 STEP_SECONDS, LAST_SECONDS = 0.05, 1.0
 SLOW_SECONDS = 0.004  # of processor time: a mask, or a call that holds the GIL
+#: Of processor time in which the step's thread reads the tokens of one row, holding the GIL: beyond
+#: both, in all and for each token, they are read beside the step. JSON takes 2 us a token, right
+#: recursion 3 ms after 1,900: for 128 samples of it a step would stand for 0.4 s.
+READ_SECONDS, TOKEN_SECONDS = 0.01, 0.00005
+#: Beside the step as well, other threads wait for the GIL while a token is read. After one that
+#: takes so long, it is theirs for so many times as long, and for this long at most.
+PAUSE_FROM, PAUSES, MAX_PAUSE = 0.0003, 6, 0.05
+PIECE = 16  # tokens that are read at once of a text that goes on
 MAX_ROW_SECONDS = 20.0  # of processor time for the slow masks of one row
 MAX_ROW_BYTES = 1 << 27  # of memory that all rows have taken beyond their compiled grammars
 BYTES_PER_SECOND = 1 << 28  # that llguidance was seen to fill at most
@@ -147,8 +156,11 @@ class MaskLanes:
                 break
             if not is_masked:  # it lets other threads run, and then there is little left to read
                 matcher.unsafe_compute_mask_ptr(words.ctypes.data, words[0].nbytes)
+            began = time.thread_time()
             matcher.consume_tokens([token_id])
             is_masked = False
+            if (seconds := time.thread_time() - began) > PAUSE_FROM:
+                time.sleep(min(PAUSES * seconds, MAX_PAUSE))
         error = fill(matcher, words[0], self._only_eos)
         num_taken = 0
         for step, token_id in enumerate(job.guesses, start=1):
@@ -214,20 +226,35 @@ class _Row:
     unread: list[int]  # those that it has to read before its next mask
     is_masked: bool = False  # it has made a mask since it has read the last token
     seconds: float = 0.0  # of processor time for slow masks
+    read_seconds: float = 0.0  # of processor time in which the step's thread has read its tokens
 
 
 class _JobMasks:
     """The masks of one step, while they are made."""
 
-    def __init__(self, rows: "GrammarRows", places: list[int], jobs: dict[int, MaskJob]) -> None:
-        """`places`: of the M rows that need masks, among the S; `jobs` by row."""
+    def __init__(
+        self,
+        rows: "GrammarRows",
+        places: list[int],
+        jobs: dict[int, MaskJob],
+        *,
+        is_behind: bool,
+    ) -> None:
+        """`places`: of the M rows that need masks, among the S; `jobs` by row. The lane `is_behind`
+        if it still has masks to make of an earlier step.
+        """
         self._rows, self._places, self._jobs = rows, places, jobs
+        self._seconds = 0.0 if is_behind else STEP_SECONDS
 
     def take(self, rows: IntArray, *, may_sit_out: bool) -> Masks:
         """Those of the S `rows` of the step, once its forward pass is done. If they `may_sit_out`,
         some may be late; else the rows whose masks are not there after a second fail.
         """
-        return self._rows.taken(rows, self._places, self._jobs, may_sit_out)
+        return self._rows.taken(rows, self._places, self._jobs, may_sit_out, self._seconds)
+
+
+class _Apart:
+    """The grammar of a row that is bound by more: its masks are not those of others."""
 
 
 class GrammarRows(BoundRows):
@@ -248,6 +275,7 @@ class GrammarRows(BoundRows):
         self._is_free: dict[int, Callable[[int], bool]] = {}
         self._kept: dict[int, _Row] = {}
         self._jobs: dict[int, MaskJob] = {}  # by row, of those that sat the last step out
+        self._slow: WeakSet[object] = WeakSet()  # grammars of which a row was slow
         only_eos = np.zeros(self._num_words * 32, dtype=np.bool_)
         only_eos[list(eos_token_ids)] = True
         self._only_eos: Words = np.packbits(only_eos, bitorder="little").view(np.int32)
@@ -261,17 +289,16 @@ class GrammarRows(BoundRows):
         if self._num_bytes + num_bytes > MAX_ROW_BYTES:
             raise GrammarLimitError(GrammarLimitError.WORDS + TOO_LARGE)
         self.rows[row] = self._grammars.matcher(wanted)
-        kept = self._kept[row] = _Row(grammar, is_slow, num_bytes, [], [])
+        is_slow = is_slow or grammar in self._slow
+        self._kept[row] = _Row(grammar, is_slow, num_bytes, [], [])
         said = request.token_ids[request.num_prompt_tokens :]
-        if is_slow:  # reading holds the GIL
-            kept.unread.extend(said)
-        else:
-            self.advance(row, said)
+        for begin in range(0, len(said), PIECE):  # the rest is left once that has taken long
+            self.advance(row, said[begin : begin + PIECE])
 
     def put(self, row: int, matcher: Matcher, is_free: Callable[[int], bool]) -> None:
         """Let `matcher` bind a row from now on, unless `is_free` of the number of next tokens."""
         if (kept := self._kept.get(row)) is not None:
-            kept.grammar = object()  # what others say of the same grammar is not the same
+            kept.grammar = _Apart()
             if kept.unread:
                 self.rows[row].consume_tokens(kept.unread)
             kept.said, kept.unread = kept.said + kept.unread, []
@@ -303,6 +330,7 @@ class GrammarRows(BoundRows):
         if not bound:
             return None
         jobs: dict[int, MaskJob] = {}
+        is_behind = False
         same: dict[tuple[object, tuple[int, ...]], MaskJob] = {}
         quick: list[MaskJob] = []
         slow: list[MaskJob] = []
@@ -314,6 +342,7 @@ class GrammarRows(BoundRows):
             if job is not None and job.guesses[: len(guesses)] != guesses:
                 wait_for([job], LAST_SECONDS)  # one thread at a time may use a matcher
                 job = None
+            is_behind |= job is not None and not job.is_done and not self.is_slow(row)
             if job is None and kept is not None and not guesses:
                 if kept.is_slow or not kept.said:
                     key = kept.grammar, (*kept.said, *kept.unread)
@@ -328,16 +357,26 @@ class GrammarRows(BoundRows):
             jobs[row] = job
         self._lanes.start(quick, is_slow=False)
         self._lanes.start(slow, is_slow=True)
-        return _JobMasks(self, [each.place for each in bound], jobs)
+        return _JobMasks(self, [each.place for each in bound], jobs, is_behind=is_behind)
 
     def taken(
-        self, rows: IntArray, places: list[int], jobs: dict[int, MaskJob], may_sit_out: bool
+        self,
+        rows: IntArray,
+        places: list[int],
+        jobs: dict[int, MaskJob],
+        may_sit_out: bool,
+        seconds: float,
     ) -> Masks:
-        """The masks of a step of the S `rows`; see `StepMasks.take`."""
+        """The masks of a step of the S `rows`; see `_JobMasks.take`. Rows that need none wait for
+        those of the others for `seconds` at most.
+        """
         if may_sit_out:
             quick = [job for row, job in jobs.items() if not self.is_slow(row)]
-            # For slow ones alone nothing else waits: but a step that brings nothing takes time.
-            wait_for(quick if quick or len(jobs) < len(rows) else list(jobs.values()), STEP_SECONDS)
+            # A step of bound rows keeps no others waiting, and one that brings nothing takes time.
+            if len(jobs) == len(rows):
+                wait_for(quick or list(jobs.values()), STEP_SECONDS)
+            else:
+                wait_for(quick, seconds)
         else:
             wait_for(list(jobs.values()), LAST_SECONDS)
         words = np.empty((len(places), self._num_words), dtype=np.int32)
@@ -380,11 +419,16 @@ class GrammarRows(BoundRows):
             kept.num_bytes += job.grown
             job.grown, job.unread = 0, []
         if job.seconds > SLOW_SECONDS:
-            kept.is_slow = True
+            self._mark_slow(kept)
             if is_own:
                 kept.seconds += job.seconds
         if kept.seconds > MAX_ROW_SECONDS:
             self._note(row, TOO_SLOW)
+
+    def _mark_slow(self, kept: _Row) -> None:
+        """Ask nothing but masks of a row, beside the step, nor of rows to come with its grammar."""
+        kept.is_slow = True
+        self._slow.add(kept.grammar)
 
     def _bound_bytes(self) -> None:
         """End the rows that take the most memory, if all take too much together."""
@@ -436,6 +480,7 @@ class GrammarRows(BoundRows):
         if kept is not None and (kept.unread or kept.is_slow):
             kept.unread.extend(token_ids)  # read before its next mask, beside the step
             return
+        began = time.thread_time()
         try:
             if not matcher.is_stopped():
                 matcher.consume_tokens(list(token_ids))
@@ -445,6 +490,9 @@ class GrammarRows(BoundRows):
         if kept is not None:
             kept.said.extend(token_ids)
             kept.is_masked = False
+            kept.read_seconds += time.thread_time() - began
+            if kept.read_seconds > max(READ_SECONDS, TOKEN_SECONDS * len(kept.said)):
+                self._mark_slow(kept)
 
     def guesses(self, row: int) -> list[int]:
         """The next tokens of a row, as far as its grammar leaves no choice of text."""
@@ -454,7 +502,7 @@ class GrammarRows(BoundRows):
                 return []
             token_ids, is_slow = timed(matcher.compute_ff_tokens)
             if is_slow and (kept := self._kept.get(row)) is not None:
-                kept.is_slow = True
+                self._mark_slow(kept)
             self._check(row, matcher)
             return token_ids[:MAX_GUESSES]
         except Exception as error:
