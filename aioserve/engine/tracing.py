@@ -6,8 +6,10 @@ only where traces are wanted.
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,6 +100,9 @@ class Timelines(StepObserver):
 
 
 INSTALL_LINE = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+
+# Seconds that the end of an engine waits for what is sent to the collector last.
+CLOSE_SECONDS = 3.0
 
 _PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 
@@ -262,5 +267,28 @@ class Tracing:
         return int((seconds + self._offset) * 1e9)
 
     async def close(self) -> None:
-        """Send what was not sent yet; gives up after the exporter's timeout."""
-        await asyncio.to_thread(self._provider.shutdown)
+        """Send what was not sent yet, for `CLOSE_SECONDS` at most: a collector may stand still."""
+        loop = asyncio.get_running_loop()
+        sent: asyncio.Future[None] = loop.create_future()
+
+        def end() -> None:
+            if not sent.done():
+                sent.set_result(None)
+
+        def shut_down() -> None:
+            try:
+                self._provider.shutdown()
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(end)
+
+        # A daemon, and none of the loop's: those are waited for at its end.
+        threading.Thread(target=shut_down, name="aioserve-traces", daemon=True).start()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await sent
+        except TimeoutError:
+            logger.warning(
+                "the last traces are not sent: the collector has not taken them within %g s",
+                CLOSE_SECONDS,
+            )

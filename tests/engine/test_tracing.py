@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib.util
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerCo
 from aioserve.engine.tracing import Timelines, Tracing
 from aioserve.errors import ConfigError
 from tests.engine.pausing_policy import PausesAtEveryTurn
+from tests.processes import PATIENCE
 from tests.server.serving import SIMULATED
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -184,6 +187,22 @@ async def test_a_client_that_is_not_sampled_gets_no_spans(exporter: InMemorySpan
         async for _ in engine.generate("Hello", PARAMS, trace_headers=headers):
             pass
     assert not exporter.get_finished_spans()
+
+
+async def test_a_collector_that_never_answers_holds_up_neither_requests_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("aioserve.engine.tracing.CLOSE_SECONDS", 0.2, raising=False)
+    others = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as collector:  # the system takes connections
+        endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}/v1/traces"
+        async with AsyncEngine(traced(endpoint)) as engine:
+            for _ in range(3):
+                outputs = [output async for output in engine.generate([5] * 20, PARAMS)]
+                assert outputs[-1].finish_reason == "length"
+    assert "the last traces are not sent" in caplog.text
+    for thread in set(threading.enumerate()) - others:  # without a collector they give up
+        await asyncio.to_thread(thread.join, PATIENCE)
 
 
 async def test_notes_go_when_their_requests_end(
