@@ -206,7 +206,8 @@ def show(results: Results, asked: Sequence[Peer]) -> None:
 def write(results: Results, asked: Sequence[Peer]) -> None:
     """Put the tables into the pages."""
     words = _sentences(results)
-    short = _table(asked, _loads(results, README_LOADS, RATE))
+    plain = [server for server in asked if server.weights == BFLOAT16]
+    short = _table(plain, _loads(results, README_LOADS, RATE))
     _insert(ROOT / "README.md", [words, FENCE, TITLES[RATE], short])
     _insert(ROOT / "docs" / "benchmarks.md", [words, FENCE, *_full_tables(results, asked)])
 

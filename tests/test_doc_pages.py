@@ -45,7 +45,7 @@ def test_the_code_of_the_page_on_embedding_runs(
     what a program would import for seconds.
     """
     monkeypatch.chdir(ROOT)
-    code = "\n".join(blocks("embedding.md", "python"))
+    code = "\n".join(b for b in blocks("embedding.md", "python") if "AsyncClient(" not in b)
     exec(compile(code, "embedding.md", "exec"), {"__name__": "__main__"})
     lines = capsys.readouterr().out.splitlines()
     assert "timeout" in lines

@@ -45,7 +45,7 @@ def test_the_engine_example_prints_text(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_curl_command_streams_what_the_readme_says() -> None:
-    """Against the real server, on another port; the client example uses it as well."""
+    """Against the real server, on another port; the client of docs/embedding.md uses it too."""
     with serving(cwd=ROOT) as (server, url):
         (curl,) = [block for block in blocks("bash") if block.startswith("curl")]
         command = curl.replace("http://127.0.0.1:8000", url)
@@ -54,7 +54,9 @@ def test_the_curl_command_streams_what_the_readme_says() -> None:
         chunks = [json.loads(line[6:]) for line in streamed.splitlines()[:-2] if line]
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         assert f"The answer, `{text}`," in README
-        (client,) = [code for code in PYTHON if "AsyncClient(" in code]
+        embedding = (ROOT / "docs/embedding.md").read_text()
+        codes = re.findall(r"^```python\n(.*?)^```", embedding, re.DOTALL | re.MULTILINE)
+        (client,) = [code for code in codes if "AsyncClient(" in code]
         assert run_python(client.replace("http://127.0.0.1:8000", url)).strip()
         server.terminate()
         assert server.wait(PATIENCE) == 0
@@ -71,6 +73,10 @@ def test_the_comparison_prints_the_rows_that_are_shown() -> None:
     ).stdout
     (shown,) = [block for block in blocks("text") if "TTFT p99" in block]
     assert set(shown.splitlines()) <= set(printed.splitlines())
+
+
+def test_the_readme_has_at_most_200_lines() -> None:
+    assert README.count("\n") <= 200
 
 
 def test_every_file_and_target_that_is_named_exists() -> None:
