@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 #: What the contract of policies checks at depth 1 alone.
+_IN_PROCESSES = "test_plans_are_the_same_in_every_process"
 _AT_DEPTH_ONE = (
     "test_schedule_costs_in_proportion_to_the_requests",
     "test_memory_does_not_grow_with_requests_that_have_ended",
-    "test_plans_are_the_same_in_every_process",
+    _IN_PROCESSES,
 )
 
 
@@ -28,7 +29,8 @@ def mostly_slow(values: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
 
 def mark_twins_of_depth_one(items: Iterable[pytest.Item]) -> None:
     """Mark slow what the contract of a policy checks with two steps in flight as well; of fcfs, and
-    of the policies of tests/testing, `make test` checks both.
+    of the policies of tests/testing, `make test` checks both. What starts two processes it asks of
+    two policies alone.
     """
     for item in items:
         if not isinstance(item, pytest.Function) or "pipeline_depth" not in item.fixturenames:
@@ -36,6 +38,9 @@ def mark_twins_of_depth_one(items: Iterable[pytest.Item]) -> None:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         kinds = {base.__name__ for base in item.cls.__mro__} if item.cls else set()
         both = params.get("name") == "fcfs" or "TestWhoRefusesMany" in kinds
+        if "PolicyContract" in kinds and item.originalname == _IN_PROCESSES:
+            if params.get("name") not in ("fcfs", "fair"):
+                item.add_marker(pytest.mark.slow)
         if "PolicyContract" in kinds and params.get("pipeline_depth") == 1 and not both:
             if item.originalname not in _AT_DEPTH_ONE:
                 item.add_marker(pytest.mark.slow)

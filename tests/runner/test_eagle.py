@@ -31,6 +31,7 @@ from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
 from tests.runner.cuda.on_device import make_device_runner
 from tests.runner.test_stateful_models import MODELS
+from tests.slow import mostly_slow
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -163,7 +164,9 @@ async def say(
         return said
 
 
-@pytest.mark.parametrize("side", ["cpu", "cuda", "not fused", "states"])
+@pytest.mark.parametrize(
+    "side", mostly_slow(["cpu", "cuda", "not fused", "states"], but=["cpu", "cuda"])
+)
 async def test_a_head_guesses_what_a_plain_reference_guesses(
     side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""`pytest --aioserve-policy ...` as a stranger runs it: in a folder of their own, nothing else."""
+"""`pytest --aioserve-policy ...`, `--aioserve-format`, `--aioserve-router`, `--aioserve-autoscaler`
+as a stranger runs them: in a folder of their own, nothing else.
+"""
 
 import re
 import sys
@@ -38,9 +40,57 @@ class Raises(Good):
 """
 
 
-def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
+ROUTERS = """
+from aioserve.fleet.routing import BaseRouter, RouterOptions
+
+
+class Good(BaseRouter):
+    class Options(RouterOptions):
+        weight: float = 1.0
+
+    def choose(self, request, replicas):
+        return min(replicas, key=lambda replica: self.options.weight * replica.work)
+
+
+class Bad(BaseRouter):
+    def choose(self, request, replicas):
+        return replicas[-1]
+"""
+AUTOSCALERS = """
+import math
+from aioserve.fleet.routing import AutoscalerInterface, AutoscalerOptions
+
+
+class Good(AutoscalerInterface):
+    class Options(AutoscalerOptions):
+        requests: int = 9
+
+    def decide(self, fleet):
+        count = sum(replica.num_requests for replica in fleet.replicas)
+        return self.steady(math.ceil(count / self.options.requests), fleet, 60.0)
+
+
+class Bad(AutoscalerInterface):
+    def decide(self, fleet):
+        return fleet.max_replicas
+"""
+FORMATS = """
+from aioserve.features.formats.marked_json import HermesParser
+
+
+class Good(HermesParser):
+    pass
+
+
+class Bad(HermesParser):
+    def give_back(self):
+        self.held = None
+"""
+
+
+def run_pytest(folder: Path, *arguments: str, mine: str = GOOD) -> tuple[int, str]:
     """In `folder`, with few random traffics."""
-    (folder / "mine.py").write_text(GOOD)
+    (folder / "mine.py").write_text(mine)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--aioserve-examples=3"]
     command += ["-p", "no:schemathesis"]  # imports a lot, and says nothing here
     result = processes.run(*command, *arguments, cwd=folder)
@@ -122,10 +172,108 @@ def test_options_reach_the_policy_and_wrong_ones_are_named(tmp_path: Path) -> No
         assert message in output
 
 
-def test_an_unknown_policy_is_a_usage_error(tmp_path: Path) -> None:
-    code, output = run_pytest(tmp_path, "--aioserve-policy=fcsf")
+BAD_WORDS = [
+    (GOOD, ("--aioserve-policy=fcsf",), "unknown policy 'fcsf'"),
+    (
+        FORMATS,
+        ("--aioserve-format=hermse",),
+        "--aioserve-format: unknown format 'hermse' (did you mean 'hermes'?)",
+    ),
+    (
+        ROUTERS,
+        ("--aioserve-router=sesion",),
+        "unknown router 'sesion' (did you mean 'session'?)",
+    ),
+    (
+        ROUTERS,
+        ("--aioserve-router=mine.py:Good", '--aioserve-router-options={"wait": 2}'),
+        "--aioserve-router: options of router Good: Object contains unknown field `wait`",
+    ),
+    (AUTOSCALERS, ("--aioserve-autoscaler=queue_token",), "(did you mean 'queue_tokens'?)"),
+    (
+        AUTOSCALERS,
+        ("--aioserve-autoscaler=mine.py:Good", '--aioserve-autoscaler-options={"wait": 2}'),
+        "options of autoscaler Good: Object contains unknown field `wait`",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("mine", "words", "said"), mostly_slow(BAD_WORDS, but=[BAD_WORDS[0], BAD_WORDS[3]])
+)
+def test_an_unknown_name_or_option_is_a_usage_error(
+    mine: str, words: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    code, output = run_pytest(tmp_path, *words, mine=mine)
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert "unknown policy 'fcsf'" in output
+    assert said in output
+
+
+SOUND = [
+    (FORMATS, ("--aioserve-format=mine.py:Good", "--aioserve-format=mistral"), "is_read_back"),
+    (
+        ROUTERS,
+        (
+            *("--aioserve-router=mine.py:Good", "--aioserve-router=mine:Good"),
+            '--aioserve-router-options={"weight": 2}',
+        ),
+        "test_an_idle_fleet_serves",
+    ),
+    (
+        AUTOSCALERS,
+        ("--aioserve-autoscaler=mine.py:Good", '--aioserve-autoscaler-options={"requests": 5}'),
+        "test_a_start_takes_its_time",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mine", "words", "rule"), SOUND)
+def test_what_is_sound_passes_by_its_file_and_by_its_name(
+    mine: str, words: tuple[str, ...], rule: str, tmp_path: Path
+) -> None:
+    code, output = run_pytest(tmp_path, *words, "-v", mine=mine)
+    assert code == 0, output
+    for word in words:
+        option, _, spec = word.partition("=")
+        assert option.endswith("-options") or f"{rule}[{spec}] PASSED" in output
+
+
+BROKEN = [
+    (
+        FORMATS,
+        "--aioserve-format=mine:Bad",
+        "Bad loses or changes text that is no call: it reads .*The text, in 1 pieces: "
+        r"\['<tool_call>\{\"a\": 1\}kept0kept'\]",
+    ),
+    (ROUTERS, "--aioserve-router=mine.py:Bad", "a replica is flooded that holds more"),
+    (
+        AUTOSCALERS,
+        "--aioserve-autoscaler=mine.py:Bad",
+        "the load ended at 660 s, and the least is 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mine", "word", "said"), mostly_slow(BROKEN, but=[BROKEN[0]]))
+def test_what_is_broken_fails_on_a_screen_in_words(
+    mine: str, word: str, said: str, tmp_path: Path
+) -> None:
+    code, output = run_pytest(tmp_path, word, mine=mine)
+    assert code == 1, output
+    assert re.search(said, " ".join(output.split())), output
+    assert re.search(r"1 failed, .*\d skipped", output), output
+    assert len(output.splitlines()) <= 30, output
+
+
+@pytest.mark.slow
+def test_a_policy_and_a_format_can_be_tested_in_one_run(tmp_path: Path) -> None:
+    code, output = run_pytest(
+        tmp_path, "--aioserve-format=hermes", "--aioserve-policy=fcfs", "-v", "-k", "cut or leaves"
+    )
+    assert code == 0, output
+    assert "[hermes] PASSED" in output
+    assert "[fcfs-1] PASSED" in output
 
 
 @pytest.mark.slow

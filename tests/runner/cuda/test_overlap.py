@@ -122,10 +122,10 @@ def compare(seeds: range, **settings: Any) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    "hundred", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))]
+    "seeds", [range(40), pytest.param(range(40, 400), marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_two_steps_in_flight_give_the_tokens_of_one(hundred: int) -> None:
-    compare(range(100 * hundred, 100 * hundred + 100))
+def test_two_steps_in_flight_give_the_tokens_of_one(seeds: range) -> None:
+    compare(seeds)
 
 
 @torch.inference_mode()
@@ -138,4 +138,4 @@ def test_flashinfer_plans_and_padded_graphs_change_no_token(
     """Sizes that hold no step, some, all: eager and replayed steps follow each other."""
     # the stand-in has no use for it, and to clear 256 MB takes longer than to serve the traffic
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1)
-    compare(range(5000, 5045), is_flashinfer=True, sizes=sizes)
+    compare(range(5000, 5020), is_flashinfer=True, sizes=sizes)
