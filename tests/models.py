@@ -74,6 +74,9 @@ _MORE_KINDS: dict[str, dict[str, Any]] = {
 }
 
 MODEL_KINDS = tuple(_KINDS)
+#: Each kind, fused and as it is; and of these every second, as on a chessboard.
+KINDS_AND_FUSED = [(kind, fused) for kind in MODEL_KINDS for fused in (True, False)]
+EACH_KIND_ONCE = [(kind, i % 2 == 0) for i, kind in enumerate(MODEL_KINDS)]
 
 
 def make_model(kind: str, path: Path, **overrides: Any) -> Path:

@@ -1,6 +1,7 @@
 """An engine is paused, put to sleep, given other weights: streams survive, tokens stay right."""
 
 import asyncio
+import itertools
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,6 +35,7 @@ from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, RequestStatus
 from tests.kit import executor_of, run
 from tests.models import make_model
+from tests.slow import mostly_slow
 from tests.tokenizing import hold_tokenizing
 
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0, detokenize=False)
@@ -269,8 +271,13 @@ async def finish(begun: list[Any]) -> list[list[int]]:
     return [first + more for (_, first), more in zip(begun, rest, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba"])  # with windows, with states
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "weights"),  # as it is, with windows, with states
+    mostly_slow(
+        itertools.product(["llama", "gemma2", "mamba"], [False, True]),
+        but=[("llama", True), ("gemma2", False), ("mamba", True)],
+    ),
+)
 async def test_who_is_kept_through_a_sleep_gets_the_same_tokens(
     weights: bool, kind: str, model: Path, folder: Path
 ) -> None:
@@ -313,7 +320,7 @@ async def test_the_kv_cache_of_a_sleeper_is_zeros_and_found_by_nobody(model: Pat
         stream.close()
 
 
-@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("sleeps", mostly_slow([False, True], but=[False]))
 async def test_other_weights_of_the_same_model_are_served(
     model: Path, other_weights: Path, sleeps: bool
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from aioserve import AsyncEngine, SamplingParams
 from tests.policies.simulate import run
+from tests.slow import mostly_slow
 
 LONG = [5] * 8192
 
@@ -49,7 +50,7 @@ def test_chunked_prefill_bounds_the_worst_gap_beside_a_long_prompt_and_fcfs_does
     assert whole > 0.4  # 8,192 tokens in one step
 
 
-@pytest.mark.parametrize("chunk_size", [64, 256, 1024])
+@pytest.mark.parametrize("chunk_size", mostly_slow([64, 256, 1024], but=[64, 1024]))
 def test_smaller_chunks_give_smaller_gaps(chunk_size: int) -> None:
     gap = worst_gap(
         run("chunked_prefill", stream_beside_long_prompt, options={"chunk_size": chunk_size})

@@ -14,6 +14,7 @@ from tests.greedy import GreedyReference
 from tests.kit import greedy, make_prompts, small_config, stats_of
 from tests.models import make_model
 from tests.runner.test_stateful_models import MODELS
+from tests.slow import mostly_slow
 
 #: Linear layers outside of those with states.
 TARGETS = {
@@ -23,7 +24,7 @@ TARGETS = {
 NUM_TOKENS = 12
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", mostly_slow(TARGETS, but=["qwen3_5_text"]))
 async def test_a_batch_with_and_without_adapters_says_what_merged_weights_say(
     kind: str, tmp_path: Path
 ) -> None:

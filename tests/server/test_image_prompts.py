@@ -245,7 +245,7 @@ def alone(model):
     return lambda num_tokens=NUM_TOKENS: [ids[:num_tokens] for ids in whole]
 
 
-@pytest.mark.parametrize("policy", SHIPPED)
+@pytest.mark.parametrize("policy", mostly_slow(SHIPPED, but=["fcfs", "deadline"]))
 async def test_under_every_policy_the_tokens_are_the_same(seeing, alone, policy):
     async with seeing(policy=policy) as server:
         assert await look_at_all(server) == alone()

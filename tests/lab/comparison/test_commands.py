@@ -15,6 +15,7 @@ from aioserve.cli.main import main
 from aioserve.lab.comparison.measures import aborts, programs_of
 from aioserve.lab.workloads.synthetic import generate, read_spec
 from tests import processes
+from tests.slow import mostly_slow
 
 ROOT = Path(__file__).parents[3]
 FCFS, CHUNKED = str(ROOT / "configs/fcfs.yaml"), str(ROOT / "configs/chunked_prefill.yaml")
@@ -285,7 +286,7 @@ class Raising(BaseScheduler):
 """
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", mostly_slow(["1", "2"], but=["2"]))
 def test_a_policy_that_raises_ends_the_comparison_in_one_line(
     jobs: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,7 +362,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", mostly_slow(["1", "2"], but=["2"]))
 def test_ctrl_c_is_a_line_and_130_and_leaves_no_process_behind(jobs: str, tmp_path: Path) -> None:
     """As from a terminal: all processes of the group hear of it."""
     script = tmp_path / "script.py"

@@ -86,11 +86,17 @@ def test_a_replica_serves_programs_as_the_engine_does() -> None:
         assert result.arrival == pytest.approx(last + asked.arrival)
 
 
+#: One that looks at nothing, at loads, at prefixes; one that moves requests.
+ROUTERS = ("round_robin", "least_requests", "prefix", "llumnix")
+
+
 def ends(outcome: FleetOutcome) -> Counter[str]:
     return Counter(r.finish_reason for r in outcome.requests)
 
 
-@pytest.mark.parametrize("policy", SHIPPED)
+@pytest.mark.parametrize(
+    "policy", mostly_slow(SHIPPED, but=["chunked_prefill", "deadline", "mlfq"])
+)
 def test_one_replica_serves_every_request_as_the_engine_does(policy: str) -> None:
     """To the last bit of every time: with preemptions, deadlines and a queue that is full."""
     settings = crowded(config(policy, num_kv_blocks=61, max_num_seqs=8, max_waiting_requests=9))
@@ -170,7 +176,7 @@ def test_nobody_is_taken_to_keep_decoding_who_need_not(policy: str, tmp_path: Pa
     check_equal(config(str(file)), asked)
 
 
-@pytest.mark.parametrize("router", available_routers())
+@pytest.mark.parametrize("router", mostly_slow(available_routers(), but=ROUTERS))
 def test_every_request_of_a_fleet_ends_and_the_same_way_again(router: str) -> None:
     asked = traffic()
     first = simulate_fleet(
@@ -206,7 +212,7 @@ def test_when_a_replica_dies_what_had_not_streamed_is_served_elsewhere() -> None
     assert outcome.num_resent == 1
 
 
-@pytest.mark.parametrize("router", available_routers())
+@pytest.mark.parametrize("router", mostly_slow(available_routers(), but=ROUTERS))
 def test_nothing_is_lost_while_replicas_die_and_come_back(router: str) -> None:
     failures = tuple(
         Failure(replica=i % 3, at=0.05 + 0.1 * i, down=0.15 if i < 6 else None) for i in range(9)

@@ -18,6 +18,7 @@ from aioserve.runner.attention.backend import ImageEnds, IntArray
 from aioserve.runner.cpu import attention
 from aioserve.runner.cpu.attention import CompiledAttention, TorchPagedAttention
 from aioserve.runner.loader import named_dtype
+from tests.slow import mostly_slow
 from tests.variants import DTYPE, EVERY_VARIANT
 
 BLOCK_SIZE = 4
@@ -247,7 +248,7 @@ def run_mixed_steps(
     sequences.step({3: 27, 4: 12, 1: 5}, 6, **options)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("num_kv_heads", mostly_slow([1, 2, 6], but=[1, 6]))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_chunks_and_decodes_equal_the_loop(
     make_backend: MakeBackend, name: str, num_kv_heads: int
@@ -278,7 +279,7 @@ SEEING_AHEAD = ["plain", "window", "window of one", "softcap", "sinks", "all"]
 
 
 @pytest.mark.parametrize("only_in_windows", [False, True])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("num_kv_heads", mostly_slow([1, 2, 6], but=[2]))
 @pytest.mark.parametrize("name", SEEING_AHEAD)
 def test_tokens_of_an_image_see_each_other_as_in_the_loop(
     make_backend: MakeBackend,

@@ -8,9 +8,10 @@ import torch
 from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu import kv_memory
-from tests.models import MODEL_KINDS, VOCAB_SIZE
+from tests.models import EACH_KIND_ONCE, KINDS_AND_FUSED, VOCAB_SIZE
 from tests.runner.cpu.resident import is_resident
 from tests.runner.driver import BLOCK_SIZE, Driver, Generate, MakeDriver, random_prompt
+from tests.slow import mostly_slow
 
 
 def assert_all_match(driver: Driver, kind: str, generate: Generate) -> None:
@@ -19,8 +20,7 @@ def assert_all_match(driver: Driver, kind: str, generate: Generate) -> None:
         assert sequence.output == generate(kind, prompt, len(sequence.output))
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "as is"])
-@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize(("kind", "fused"), mostly_slow(KINDS_AND_FUSED, but=EACH_KIND_ONCE))
 def test_mixed_chunks_and_decodes_equal_generate(
     kind: str, fused: bool, make_driver: MakeDriver, generate_reference: Generate
 ) -> None:

@@ -12,8 +12,9 @@ from aioserve.outputs import Vector
 from aioserve.params import PoolingParams
 from aioserve.runner.loader import named_dtype
 from tests.greedy import GreedyReference
-from tests.models import MODEL_KINDS
+from tests.models import EACH_KIND_ONCE, KINDS_AND_FUSED
 from tests.runner.driver import Generate, MakeDriver, random_prompt
+from tests.slow import mostly_slow
 from tests.variants import DTYPE
 
 # How far a vector may be, as a share of its length. Measured here: 2.4e-6, 0.037 and 0.008.
@@ -32,8 +33,7 @@ def difference(found: Vector, expected: Vector) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "as is"])
-@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize(("kind", "fused"), mostly_slow(KINDS_AND_FUSED, but=EACH_KIND_ONCE))
 def test_vectors_are_those_of_transformers_beside_requests_that_say_what_they_would_alone(
     kind: str,
     fused: bool,

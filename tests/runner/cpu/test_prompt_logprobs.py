@@ -14,8 +14,9 @@ from aioserve.outputs import TokenLogprobs
 from aioserve.params import SamplingParams
 from aioserve.runner.batch import prompt_rows
 from aioserve.runner.loader import named_dtype
-from tests.models import MODEL_KINDS, VOCAB_SIZE
+from tests.models import EACH_KIND_ONCE, KINDS_AND_FUSED, VOCAB_SIZE
 from tests.runner.driver import Driver
+from tests.slow import mostly_slow
 from tests.variants import DTYPES
 
 MakeDriver = Callable[..., Driver]
@@ -54,8 +55,7 @@ def check(
         assert entry.top_logprobs == pytest.approx(row[entry.top_token_ids].tolist(), abs=tolerance)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "as is"])
-@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize(("kind", "fused"), mostly_slow(KINDS_AND_FUSED, but=EACH_KIND_ONCE))
 def test_prompt_logprobs_are_those_of_transformers(
     kind: str, fused: bool, make_driver: MakeDriver, model_path: ModelPath
 ) -> None:
