@@ -1,10 +1,14 @@
 """What a client's grammar can do to the process in which it is tried, and not to the engine's."""
 
 import asyncio
+import json
 import os
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,7 @@ from aioserve.features.grammars import compiler as grammars
 from aioserve.features.grammars.trial import Setup, Trials
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
+from tests.processes import JSON, PATIENCE, serving
 
 INFO = ModelInfo(ModelConfig())
 MIB = 1 << 20
@@ -139,3 +144,38 @@ async def test_where_no_process_can_be_started_a_grammar_is_for_later(
         with pytest.raises(EngineOverloadedError, match="no process can be started"):
             await compiler.check(StructuredOutputs(regex="abc"))
     assert await is_served(compiler)
+
+
+def ask(url: str, **wanted: Any) -> tuple[int, str]:
+    """Status and body of a completion with these structured outputs."""
+    body = {"prompt": "x", "max_tokens": 2, "structured_outputs": wanted}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), JSON)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+async def test_a_schema_of_numbers_beyond_64_bits_ends_no_server() -> None:
+    beyond = {"type": "integer", "minimum": -(2**63) - 9, "maximum": -(2**63) - 2}
+    with serving("--kv-cache-gib", "0.05") as (process, url):
+        status, said = await asyncio.to_thread(ask, url, json=beyond)
+        assert status == 400, said
+        assert "maximum is -9223372036854775810" in said
+        assert (await asyncio.to_thread(ask, url, json={"type": "integer"}))[0] == 200
+        assert process.poll() is None
+
+
+async def test_short_patterns_take_no_memory_of_a_server_for_good() -> None:
+    with serving("--kv-cache-gib", "0.05") as (process, url):
+
+        def resident() -> int:
+            return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+
+        assert (await asyncio.to_thread(ask, url, regex="[a-z]{3}"))[0] == 200
+        before = resident()
+        for times in (100, 101):
+            pattern = f"(((d{{{times}}}){{100}}){{100}})"
+            assert (await asyncio.to_thread(ask, url, regex=pattern))[0] == 400
+        assert (resident() - before) * os.sysconf("SC_PAGE_SIZE") < 64 * MIB
