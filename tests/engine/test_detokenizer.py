@@ -218,8 +218,9 @@ class Counted(str):
     looks = 0
 
     def __getitem__(self, place: Any) -> str:
-        Counted.looks += 1
-        return super().__getitem__(place)
+        found = super().__getitem__(place)
+        Counted.looks += len(found)
+        return found
 
 
 @pytest.mark.parametrize("length", [100, 1000])
