@@ -9,11 +9,11 @@ from typing import Any
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
+from aioserve.fleet.ray.fleet import publish
 from aioserve.fleet.ray.front import RayFront
 from aioserve.fleet.ray.kv_feed import KVFeed, model_of
 from aioserve.fleet.ray.line import Door
 from aioserve.fleet.ray.replica import ReplicaInfo, Reporter
-from aioserve.fleet.ray.router import publish
 from aioserve.fleet.ray.settings import ModelSettings
 from aioserve.fleet.routing import Dispatcher
 from aioserve.outputs import RequestOutput

@@ -1,3 +1,4 @@
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.fleet.ray.settings import RaySettings, check_served, names_of
 
-CONFIGS = Path(__file__).parents[2] / "configs/ray"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs/ray"
 
 
 @pytest.mark.parametrize(
@@ -153,3 +155,12 @@ def test_keys_of_the_environment_are_refused_in_words(monkeypatch: pytest.Monkey
     monkeypatch.setenv("AIOSERVE_API_KEYS", "sk-ann-0123456789")
     with pytest.raises(ConfigError, match="AIOSERVE_API_KEYS has no effect on Ray Serve"):
         check_served(EngineConfig())
+
+
+def test_the_module_that_ray_sends_by_value_holds_no_state() -> None:
+    """Each process would have its own, and a lock cannot be sent at all."""
+    module = ast.parse((ROOT / "aioserve/fleet/ray/router.py").read_text())
+    assert any(isinstance(part, ast.ClassDef) for part in module.body)
+    assert not [
+        ast.unparse(part) for part in module.body if isinstance(part, ast.Assign | ast.AnnAssign)
+    ]

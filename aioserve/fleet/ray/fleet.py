@@ -6,6 +6,7 @@ The ingress keeps the tokens of requests that may move, since another replica ma
 import asyncio
 import functools
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -22,6 +23,52 @@ from aioserve.fleet.workers.messages import Quit, ToWorker
 from aioserve.fleet.workers.remote_engine import EngineEnd, RemoteDelivery
 from aioserve.kv_cache.block_pool import KVEvent
 from aioserve.outputs import EngineCoreOutput
+
+# Which replicas there are, as Ray's router of a deployment tells it, by their tickets.
+
+
+Tickets = dict[str, str]  # of KV feeds, by names of replicas
+
+#: The key of a replica's metadata under which its ticket lies.
+TICKET = "kv_feed"
+
+_lock = threading.Lock()
+_known: dict[str, Tickets] = {}  # by deployment
+_followers: dict[str, list[Callable[[Tickets], object]]] = {}
+
+
+def deployment_key(name: str, app_name: str) -> str:
+    """What `publish` and `subscribe` call a deployment."""
+    return f"{app_name}#{name}"
+
+
+def publish(deployment: str, tickets: Tickets) -> None:
+    """These are all replicas of a deployment from now on. From any thread."""
+    with _lock:
+        _known[deployment] = tickets
+        followers = list(_followers.get(deployment, ()))
+    for follower in followers:
+        follower(tickets)
+
+
+def subscribe(deployment: str, follower: Callable[[Tickets], object]) -> None:
+    """Call `follower` with all replicas of a deployment, now if any are known, and whenever they
+    change: on the thread of Ray's router.
+    """
+    with _lock:
+        _followers.setdefault(deployment, []).append(follower)
+        tickets = _known.get(deployment)
+    if tickets is not None:
+        follower(tickets)
+
+
+def unsubscribe(deployment: str, follower: Callable[[Tickets], object]) -> None:
+    """End a subscription: `follower` is not called for this deployment any more."""
+    with _lock:
+        _followers[deployment].remove(follower)
+
+
+# What the ingress does with the replicas that there are.
 
 
 class Movable(ABC):

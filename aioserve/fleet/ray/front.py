@@ -23,10 +23,9 @@ from aioserve.engine.stream import Claims, RequestStream, Samples
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.fleet.ray.call import Call, Mover
 from aioserve.fleet.ray.chooser import Chooser, OwnChooser, RayChooser, RouterMetrics, render
-from aioserve.fleet.ray.fleet import Fleet
+from aioserve.fleet.ray.fleet import Fleet, Tickets, deployment_key, subscribe, unsubscribe
 from aioserve.fleet.ray.kv_feed import model_of
 from aioserve.fleet.ray.replica import ReplicaInfo
-from aioserve.fleet.ray.router import Tickets, deployment_key, subscribe, unsubscribe
 from aioserve.fleet.ray.settings import ModelSettings
 from aioserve.fleet.routing import Dispatcher, RoutedRequest, load_router, short_name
 from aioserve.fleet.workers.remote_engine import RemoteDelivery

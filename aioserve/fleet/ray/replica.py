@@ -21,9 +21,9 @@ from aioserve.config import EngineConfig, Section
 from aioserve.engine import AsyncEngine, Prompt
 from aioserve.engine.watchdog import LOG_SECONDS, log_within
 from aioserve.errors import ConfigError, EngineDeadError
+from aioserve.fleet.ray.fleet import TICKET
 from aioserve.fleet.ray.kv_feed import KVFeed, model_of
 from aioserve.fleet.ray.line import Door
-from aioserve.fleet.ray.router import TICKET
 from aioserve.fleet.routing import ReplicaReport, StepTimes
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.params import PoolingParams, SamplingParams

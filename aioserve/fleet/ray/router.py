@@ -1,55 +1,13 @@
-"""Ray Serve's request router in front of engines: tells the ingress which replicas there are."""
+"""Ray Serve's request router in front of engines: tells the ingress which replicas there are.
 
-import threading
-from collections.abc import Callable
+The ingress sends its requests to them by lines of its own. What goes through Ray, such as a call of
+a handle elsewhere, goes to the replica with the shortest queue. Knows no request. Ray sends this
+module to other processes by value, with all that stands in it: what is shared stands in `fleet`.
+"""
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-Tickets = dict[str, str]  # of KV feeds, by names of replicas
-
-_lock = threading.Lock()
-_known: dict[str, Tickets] = {}  # by deployment
-_followers: dict[str, list[Callable[[Tickets], object]]] = {}
-
-
-def publish(deployment: str, tickets: Tickets) -> None:
-    """These are all replicas of a deployment from now on. From any thread."""
-    with _lock:
-        _known[deployment] = tickets
-        followers = list(_followers.get(deployment, ()))
-    for follower in followers:
-        follower(tickets)
-
-
-def subscribe(deployment: str, follower: Callable[[Tickets], object]) -> None:
-    """Call `follower` with all replicas of a deployment, now if any are known, and whenever they
-    change: on the thread of Ray's router.
-    """
-    with _lock:
-        _followers.setdefault(deployment, []).append(follower)
-        tickets = _known.get(deployment)
-    if tickets is not None:
-        follower(tickets)
-
-
-def unsubscribe(deployment: str, follower: Callable[[Tickets], object]) -> None:
-    """End a subscription: `follower` is not called for this deployment any more."""
-    with _lock:
-        _followers[deployment].remove(follower)
-
-
-# Ray Serve's request router in front of engines: tells the ingress which replicas there are. The
-# ingress sends its requests to them by lines of its own. What goes through Ray, such as a call of a
-# handle elsewhere, goes to the replica with the shortest queue. Knows no request.
-
-
-#: The key of a replica's metadata under which its ticket lies.
-TICKET = "kv_feed"
-
-
-def deployment_key(name: str, app_name: str) -> str:
-    """What the directory calls a deployment."""
-    return f"{app_name}#{name}"
+from aioserve.fleet.ray.fleet import TICKET, deployment_key, publish
 
 
 class AioserveRouter(RequestRouter):
