@@ -266,7 +266,7 @@ def load_config(arguments: argparse.Namespace) -> EngineConfig:
 def _add_flag(
     group: TakesArguments, section: str, field: msgspec.structs.FieldInfo
 ) -> list[argparse.Action]:
-    """Those that it has added: one, or none."""
+    """Add the flag of a setting; returns the actions that were added: one, or none."""
     kind, description = _read_annotation(field.type)
     if typing.get_origin(kind) is dict:
         return []  # --set reaches inside of mappings

@@ -185,7 +185,7 @@ class Adapters:
             self._disk.release()
 
     async def load_configured(self) -> None:
-        """Those of the settings. Raises `ConfigError`."""
+        """Load the LoRA adapters of the settings. Raises `ConfigError`."""
         for spec in self._config.adapters.lora:
             name, is_pair, path = spec.partition("=")
             if not (is_pair and name and path):

@@ -98,7 +98,7 @@ class AsyncEngine(EngineClient):
         self._runner = runner
         self._on_kv_event = on_kv_event
         self._parts: EngineParts | None = None  # between start and shutdown
-        self._builder: EngineBuilder | None = None  # these three from the start on
+        self._builder: EngineBuilder | None = None  # it, `_adapters` and `_task`: from the start on
         self._adapters: Adapters | None = None
         self._task: asyncio.Task[None] | None = None
         self._control: Control | None = None  # from its first use on

@@ -151,7 +151,7 @@ class Observers:
                 logger.error("%s failed and hears no more: %r", name, error, exc_info=error)
 
     def tell_ended(self, request_ids: list[str], status: RequestStatus) -> None:
-        """These requests have ended, if there are any."""
+        """Tell observers that the requests of `request_ids`, perhaps none, have ended."""
         if request_ids:
             self.tell(self.ended, request_ids, status.finish_reason or FinishReason.ERROR)
 

@@ -46,7 +46,7 @@ class Tally:
             self._num_cached_tokens[index] = output.num_cached_tokens
 
     def usage(self) -> Usage:
-        """Of all of them, so far."""
+        """Token counts of all prompts and samples so far."""
         return Usage.of(
             self._num_prompt_tokens,
             sum(self._num_output_tokens.values()),

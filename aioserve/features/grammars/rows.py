@@ -258,7 +258,9 @@ class _Apart:
 
 
 class GrammarRows(BoundRows):
-    """Matchers by row. What `begin` returns is taken before `advance`, `set` or `drop`."""
+    """The part of a batch that masks logits of rows, by a matcher each. What `begin` returns is
+    taken before `advance`, `set` or `drop`.
+    """
 
     rows: dict[int, Matcher]
 

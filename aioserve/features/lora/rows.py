@@ -65,7 +65,7 @@ class LoadedAdapters:
 
     @property
     def loaded(self) -> dict[str, Adapter]:
-        """Those of which requests may come, by id."""
+        """Loaded LoRA adapters, of which requests may come, by id."""
         return self._rows.loaded
 
     def unload(self, adapter_id: str) -> None:

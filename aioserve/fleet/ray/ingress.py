@@ -233,7 +233,7 @@ class Ingress:
         return self._models
 
     async def _list_models(self) -> Response:
-        """Of all of them, as each lists its own."""
+        """The list of all models: each application lists its own."""
         cards: list[msgspec.Raw] = []
         for model in self._models:
             async with await model.ask("GET", "/v1/models") as response:

@@ -18,7 +18,7 @@ class AioserveRouter(RequestRouter):
         self._key = ""  # of the deployment, which its first replica tells
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Those that there are from now on."""
+        """Publish the replicas that there are from now on."""
         super().update_replicas(replicas)
         self._publish(replicas)
 

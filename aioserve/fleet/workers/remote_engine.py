@@ -133,7 +133,7 @@ class EngineEnd:
         # Not before: until then there may be outputs of one that had its id, and was dropped.
         self._accepting[number] = accept
         future.add_done_callback(lambda _: self._accepting.pop(number))
-        sent = encode_spec(spec.without_arrays())  # these are attached
+        sent = encode_spec(spec.without_arrays())  # arrays are attached
         self.say(Add(number, *sent, adapter, seconds, origin, forms, hands_over), arrays)
         return future
 

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class DeviceAdapters(LoadedAdapters):
-    """Those that are loaded, and room for more."""
+    """LoRA adapters that are loaded on a device, and its room for more."""
 
     def __init__(self, sites: AdapterSites, rows: AdapterRows, device: Device, room: int) -> None:
         """`room`: bytes on the device that all of them may take."""

@@ -37,7 +37,7 @@ class HostBuffer(ABC):
 
     @property
     def array(self) -> npt.NDArray[np.int32]:
-        """The same memory for numpy."""
+        """The memory of `tensor` as an array of numpy."""
         array: npt.NDArray[np.int32] = self.tensor.numpy()
         return array
 

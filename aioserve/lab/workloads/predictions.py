@@ -159,7 +159,7 @@ def with_predictions(workload: Workload, prediction: AnyPrediction) -> Workload:
 
 
 def without_predictions(workload: Workload) -> Workload:
-    """The same requests without a predicted length."""
+    """A workload of the same requests, of which none has a predicted length."""
     requests = tuple(
         msgspec.structs.replace(
             request,

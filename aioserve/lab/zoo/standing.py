@@ -244,7 +244,7 @@ class Results(msgspec.Struct, frozen=True):
     policies: dict[str, Entry] = {}
 
     def only(self, num_seeds: int) -> "Results":
-        """The same of the first seeds alone."""
+        """The results of the first `num_seeds` seeds alone."""
         policies = {
             name: msgspec.structs.replace(
                 entry,

@@ -156,7 +156,7 @@ class AttentionProbe:
         self.queries: list[Tensor] = []
         self.calls: list[AttentionCall] = []  # of the layers of the cache
         self._layers: list[LayerSpec] = []
-        self._states: list[tuple[Tensor, Tensor]] = []  # K and V of these
+        self._states: list[tuple[Tensor, Tensor]] = []  # K and V of each layer in `_layers`
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -185,13 +185,13 @@ class Connections:
         return True
 
     def note(self, connection: "Connection | Handshake") -> None:
-        """It has just been heard of."""
+        """Count `connection` as the one that was silent for the shortest time."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None
 
     def discard(self, connection: "Connection | Handshake") -> None:
-        """It is closed, or will be."""
+        """Forget `connection`, which is closed or about to be."""
         self._open.pop(connection, None)
 
     def count(self, reason: str) -> None:

@@ -290,7 +290,7 @@ def _labels(body: Any) -> Hints:
 
 
 def _possible(labels: Mapping[str, Any]) -> Hints:
-    """Those of the labels that can be hints."""
+    """The labels that have the name and the type of a hint."""
     found: Hints = {}
     for name, value in labels.items():
         if value is None:

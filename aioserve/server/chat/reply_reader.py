@@ -240,7 +240,7 @@ class HeldCalls:
         self._until_whole = until_whole
         self._call: Call | None = None  # that is held back
         self._pieces: list[str] = []  # of its arguments
-        self._head = ""  # the first characters of these
+        self._head = ""  # the first characters of the arguments
 
     def read(self, events: Sequence[Event], *, has_ended: bool, is_cut: bool) -> list[Event]:
         """The events that can be told now; all that are left, if the reply has ended."""
