@@ -74,6 +74,10 @@ async def changed(future: Any, change: Callable[[Any], Any]) -> Any:
     return change(await future)
 
 
+def changes(**fields: Any) -> Callable[[Any], Any]:
+    return resolved(lambda result: msgspec.structs.replace(result, **fields))
+
+
 def told_twice(result: Any) -> Any:
     told = [TokenLogprobs(0.0, 1, [], [])] * 2
     return msgspec.structs.replace(result, logprobs=dict.fromkeys(result.req_ids, told))
@@ -89,6 +93,15 @@ def told_twice(result: Any) -> Any:
             "has sampled_token_ids of 0 requests; the step has 1",
         ),
         (resolved(told_twice), "has logprobs of 2 tokens for a request with 1"),
+        (changes(sampled_token_ids=[[]]), "has no token of a request whose 3 tokens are computed"),
+        (changes(sampled_token_ids=[None]), "has None where token ids of a request go"),
+        (changes(sampled_token_ids=None), "must have a list as sampled_token_ids, got None"),
+        (changes(sampled_token_ids=[[1.5]]), "has 1.5 among token ids"),
+        (changes(sampled_token_ids=[[-1]]), "has -1 among token ids"),
+        (changes(sampled_token_ids=[[2**70]]), f"has {2**70} among token ids"),
+        (changes(sat_out=5), "must have a list as sat_out, got 5"),
+        (changes(logprobs="none"), "must have a dict as logprobs, got 'none'"),
+        (changes(failed=None), "must have a dict as failed, got None"),
     ],
 )
 async def test_a_step_whose_result_is_none_fails_alone_and_is_named(

@@ -146,7 +146,8 @@ class EngineCore:
         try:
             step = self.loop.in_flight[0]
             result = await step.handle
-            check_result(self._runner, step.output, result)
+            request_of = getattr(self.loop.scheduler, "get_request", None)
+            check_result(self._runner, step.output, result, request_of)
         except RunnerDeadError:
             raise
         except asyncio.CancelledError as error:

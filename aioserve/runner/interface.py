@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from aioserve.errors import ConfigError, place_of
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.request import Request, RequestStatus
 from aioserve.runner.info import RunnerInfo
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.results import computed_by
 from aioserve.support.parts import Brought
 
 if TYPE_CHECKING:
@@ -140,6 +142,14 @@ OUTPUT_COMPILERS: "Brought[Callable[[ModelInfo, StructuredOutputsConfig], Output
 )
 
 
+#: Fields of a `ModelRunnerOutput` that tell something of requests by their ids.
+_BY_REQUEST = (
+    *("logprobs", "draft_token_ids", "failed", "prompt_logprobs", "pooled"),
+    "row_values",
+)
+_MOST_TOKENS = 2**31  # ids of tokens are below
+
+
 async def load_runner(runner: RunnerInterface) -> RunnerInfo:
     """What `runner.load()` returns. Raises what it raises, and `ConfigError` that names the method
     and its line where that is no `RunnerInfo`.
@@ -165,28 +175,75 @@ def check_started(runner: RunnerInterface, future: object) -> None:
         )
 
 
-def check_result(runner: RunnerInterface, output: SchedulerOutput, result: object) -> None:
+def check_result(
+    runner: RunnerInterface,
+    output: SchedulerOutput,
+    result: object,
+    request_of: Callable[[str], Request | None] | None = None,
+) -> None:
     """Raises `TypeError` if `result` is not one of the step of `output`: of another type, with
-    tokens of another number of requests, or log probabilities of another number of tokens.
+    tokens of another number of requests or that are no token ids, with log probabilities of another
+    number of tokens, or without a token of a request that was to get one, which would wait for
+    ever. `request_of` knows the unfinished requests by id.
     """
     if not isinstance(result, ModelRunnerOutput):
         raise _wrong_result(runner, f"must be a ModelRunnerOutput, got {result!r:.100}")
     if not output.total_num_scheduled_tokens:
         return
+    for name in _BY_REQUEST:
+        if not isinstance(found := getattr(result, name), dict):
+            raise _wrong_result(runner, f"must have a dict as {name}, got {found!r:.100}")
+    for name in ("sampled_token_ids", "sat_out"):
+        if not isinstance(found := getattr(result, name), list):
+            raise _wrong_result(runner, f"must have a list as {name}, got {found!r:.100}")
     num_rows, num_told = len(output.num_scheduled_tokens), len(result.sampled_token_ids)
     if num_rows != num_told:
         raise _wrong_result(
             runner, f"has sampled_token_ids of {num_told} requests; the step has {num_rows}"
         )
+    is_any_empty = False
+    given: list[object] = [*result.sampled_token_ids]
+    for token_ids in given:
+        if not isinstance(token_ids, list):
+            raise _wrong_result(runner, f"has {token_ids!r:.100} where token ids of a request go")
+        is_any_empty |= not token_ids
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < _MOST_TOKENS:
+                raise _wrong_result(runner, f"has {token_id!r:.100} among token ids")
+    if is_any_empty and request_of is not None:
+        _check_silent(runner, output, result, request_of)
     if result.logprobs:
         rows = zip(output.num_scheduled_tokens, result.sampled_token_ids, strict=True)
         for name, token_ids in rows:
-            told = result.logprobs.get(name)
-            if told is not None and len(told) != len(token_ids):
+            told_of = result.logprobs.get(name)
+            if told_of is not None and len(told_of) != len(token_ids):
                 raise _wrong_result(
                     runner,
-                    f"has logprobs of {len(told)} tokens for a request with {len(token_ids)}",
+                    f"has logprobs of {len(told_of)} tokens for a request with {len(token_ids)}",
                 )
+
+
+def _check_silent(
+    runner: RunnerInterface,
+    output: SchedulerOutput,
+    result: ModelRunnerOutput,
+    request_of: Callable[[str], Request | None],
+) -> None:
+    """Raises `TypeError` for a request whose tokens are all computed, and that gets no new one."""
+    computed = computed_by(output)
+    rows = zip(output.num_scheduled_tokens, result.sampled_token_ids, strict=True)
+    for name, token_ids in rows:
+        if token_ids or name in result.sat_out or name in result.failed:
+            continue
+        request = request_of(name)
+        if request is None or request.pooling_params is not None:
+            continue
+        num_drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+        is_running = request.status is RequestStatus.RUNNING
+        if is_running and computed[name] - num_drafts == request.num_tokens:
+            raise _wrong_result(
+                runner, f"has no token of a request whose {request.num_tokens} tokens are computed"
+            )
 
 
 def _method(runner: RunnerInterface, name: str) -> str:
