@@ -7,6 +7,7 @@ median of all pairs of a start, and of several starts, because where code and da
 a process faster or slower for life. Knows nothing about what is measured.
 """
 
+import argparse
 import gc
 import importlib.util
 import io
@@ -22,7 +23,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-ROOT = Path(__file__).parents[1]
+from harness import ROOT, Args, Opt, Table
+
 ROUND_SECONDS = 0.015  # long beside a clock's tick, short beside what neighbours do
 MAX_UNITS = 200  # of a round
 # Of a start. Where one round takes long, fewer do: it has more of neighbours' ups and downs in it.
@@ -110,11 +112,11 @@ def checkout(revision_or_directory: str) -> Iterator[Path]:
 class _Side:
     """One of the two processes."""
 
-    def __init__(self, script: Path, root: Path) -> None:
+    def __init__(self, words: Sequence[str], root: Path) -> None:
         # One seed for both: where dicts and sets have their entries is a matter of chance else.
         environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, str(script), "--turns"],
+            [sys.executable, *words, "--turns"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -157,7 +159,7 @@ class _Side:
 
 
 def compare(
-    script: Path,
+    words: Sequence[str],
     cases: Sequence[tuple[str, Any]],
     other: Path,
     *,
@@ -177,14 +179,14 @@ def compare(
             len(ratios) < 2 * num_starts and statistics.median(ratios) > 1 + tolerance
         ):
             pair = (case, beside(case))
-            ratio, is_same = _start(script, pair, other, len(ratios), num_rounds)
+            ratio, is_same = _start(words, pair, other, len(ratios), num_rounds)
             ratios.append(ratio)
             is_same_work &= is_same
         yield Compared(name, statistics.median(ratios), min(ratios), max(ratios), is_same_work)
 
 
 def _start(
-    script: Path, cases: tuple[Any, Any], other: Path, number: int, num_rounds: int
+    words: Sequence[str], cases: tuple[Any, Any], other: Path, number: int, num_rounds: int
 ) -> tuple[float, bool]:
     """This one's time to the other's in a start of both, and whether they did the same work;
     `cases` are this one's and the other's.
@@ -193,7 +195,7 @@ def _start(
     is_first = number % 2 == 1
     with ExitStack() as stack:
         sides = [
-            stack.enter_context(_Side(script, root))
+            stack.enter_context(_Side(words, root))
             for root in ((ROOT, other) if is_first else (other, ROOT))
         ]
         for side, case in zip(sides, cases if is_first else cases[::-1], strict=True):
@@ -234,22 +236,46 @@ def _rounds(sides: Sequence[_Side], units: int, num_rounds: int) -> tuple[list[f
     return ratios, is_same
 
 
-def report(found: Iterator[Compared], tolerance: float) -> int:
-    """Print each as it comes; 1 if this checkout is slower by more than `tolerance` somewhere."""
+#: What a program that compares checkouts is asked besides its own options.
+OPTIONS: dict[str, Any] = {
+    "against": Opt(str, "compare with another checkout: a directory, or a revision"),
+    "tolerance": Opt(0.03, "by which this checkout may be slower"),
+    "starts": Opt(5, "of both sides, for each case"),
+    "rounds": Opt(20, "of each start"),
+    "turns": Opt(False, argparse.SUPPRESS),  # be one side
+}
+
+
+def report(
+    words: Sequence[str],
+    cases: Sequence[tuple[str, Any]],
+    args: Args,
+    beside: Callable[[Any], Any] = lambda case: case,
+) -> tuple[dict[str, Any], int]:
+    """Compare named cases with another checkout, this one where none is given, and print each as
+    it comes. `words` are the script and its command; the code is 1 if this checkout is slower by
+    more than `tolerance` somewhere.
+    """
+    table = Table({"": "<44", "this / other": "13.3f", "lowest": "9.3f", "highest": "9.3f"})
     slower = []
-    print(f"{'':44}{'this / other':>13}{'of the starts':>18}")
-    rows = []
-    for one in found:
-        rows.append(one._asdict())
-        words = "" if one.is_same_work else "  they decide otherwise: not the same work"
-        if one.ratio > 1 + tolerance:
-            slower.append(one.name)
-            words += "  SLOWER"
-        print(
-            f"{one.name:44}{one.ratio:13.3f}{one.lowest:11.3f}..{one.highest:.3f}{words}",
-            flush=True,
+    with checkout(args.against or str(ROOT)) as other:
+        found = compare(
+            words,
+            cases,
+            other,
+            num_starts=args.starts,
+            num_rounds=args.rounds,
+            tolerance=args.tolerance,
+            beside=beside,
         )
+        for one in found:
+            name, ratio, lowest, highest, is_same_work = one
+            row = {"": name, "this / other": ratio, "lowest": lowest, "highest": highest}
+            table.add({**row, "is_same_work": is_same_work})
+            if not is_same_work:
+                print(f"{name}: they decide otherwise: not the same work")
+            if ratio > 1 + args.tolerance:
+                slower.append(name)
     if slower:
-        print(f"slower by more than {tolerance:.0%}: {', '.join(slower)}")
-    print(json.dumps(rows))
-    return 1 if slower else 0
+        print(f"slower by more than {args.tolerance:.0%}: {', '.join(slower)}")
+    return {"rows": table.rows}, int(bool(slower))

@@ -1,10 +1,11 @@
-"""How well a model predicts a text, by the type of its weights.
+"""How well a model predicts a text: by the type of its weights, of K and V, activations, logits.
 
     python benchmarks/perplexity.py TEXT
-    python benchmarks/perplexity.py TEXT --model smollm2 --types bfloat16,int8,int4,Q4_1
+    python benchmarks/perplexity.py TEXT --model smollm2 --types bfloat16 int8 int4 Q4_1
     python benchmarks/perplexity.py TEXT --model smollm2 --kv-cache       # auto and int8
     python benchmarks/perplexity.py TEXT --model smollm2 --activations    # exact and int8
     python benchmarks/perplexity.py TEXT --model FILE.gguf --beside-llama-cpp
+    python benchmarks/perplexity.py [TEXT] --model smollm2 --logits [--prompts 200]
 
 Weights are rounded to a type and unpacked again, and `transformers` computes in float32: measured
 are types, not kernels. `int4/64` is int4 in groups of 64 inputs. `stored` is what the model has on
@@ -12,10 +13,15 @@ disk; a file shows a type that nobody here writes (Q4_K, Q5_K, Q6_K). With `--kv
 as they are and our own engine reads the windows, by `prompt_logprobs`, with each type of K and V;
 with `--activations`, with activations as they are and quantized to int8. Then it also counts the
 tokens at which the first choice is the same, and those of greedy replies up to the first that
-differs, after each window's first half. The last line is JSON.
+differs, after each window's first half.
+
+With `--logits`, pieces of TEXT are prompts. A reference in float32 continues each greedily; then
+the model in bfloat16 reads prompt and reply, once with its logits rounded to bfloat16 and once as
+they are. Counted are the tokens of the replies at which its first choice is the reference's, those
+at which two tokens share the first place, and the replies that it writes itself like the reference
+to the end. TEXT is by default that of Python's own help pages. The last line is JSON.
 """
 
-import argparse
 import asyncio
 import itertools
 import math
@@ -23,25 +29,27 @@ import operator
 import re
 import subprocess
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any, Literal, NamedTuple
 
 import gguf
-import msgspec
 import torch
 from build_peers import PEERS
+from harness import Args, Opt, Program, Table
 from torch import Tensor, nn
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import EMBEDDED_MODEL, CacheConfig, ModelConfig
 from aioserve.features.quantized.blocks import quantize
 from aioserve.model_source.info import ModelInfo
+from aioserve.runner.fused.model import FusedModel
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-REPLY_TOKENS = 64
-LLAMA_PERPLEXITY = (
-    PEERS / "llama.cpp" / "llama-perplexity"
-)  # `build_peers.py llama.cpp` puts it there
+PROMPT_TOKENS = REPLY_TOKENS = 64
+# `build_peers.py llama.cpp` puts it there.
+LLAMA_PERPLEXITY = PEERS / "llama.cpp" / "llama-perplexity"
 TYPES = ("stored", "bfloat16", "int8", "int4", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+LOGITS = ("float32", "bfloat16, rounded", "bfloat16")
 
 
 def rounded(weight: Tensor, kind: str, is_inner: bool) -> Tensor:
@@ -81,7 +89,7 @@ class Served(NamedTuple):
 async def served(config: EngineConfig, windows: Tensor, reply_tokens: int = 0) -> Served:
     """Read the windows by an engine, and let it continue their first halves."""
     reads = SamplingParams(max_tokens=1, prompt_logprobs=1)
-    writes = SamplingParams(max_tokens=reply_tokens, temperature=0.0, ignore_eos=True)
+    writes = SamplingParams(max_tokens=max(reply_tokens, 1), temperature=0.0, ignore_eos=True)
     losses, choices, replies = list[float](), list[int](), list[list[int]]()
     async with AsyncEngine(config) as engine:
         for window in windows.tolist():
@@ -98,7 +106,7 @@ async def served(config: EngineConfig, windows: Tensor, reply_tokens: int = 0) -
     return Served(lost, choices, replies)
 
 
-def by_kv_cache(args: argparse.Namespace, windows: Tensor) -> dict[str, float]:
+def by_kv_cache(args: Args, windows: Tensor) -> dict[str, float]:
     """Perplexities with K and V as they are and in int8."""
     found: dict[str, float] = {}
     kinds: tuple[Literal["auto", "int8"], ...] = ("auto", "int8")
@@ -112,7 +120,7 @@ def by_kv_cache(args: argparse.Namespace, windows: Tensor) -> dict[str, float]:
     return found
 
 
-def by_activations(args: argparse.Namespace, windows: Tensor) -> dict[str, float]:
+def by_activations(args: Args, windows: Tensor) -> dict[str, float]:
     """Perplexities with exact activations and those of int8, and how often both choose the same."""
     found: dict[str, Served] = {}
     kinds: tuple[Literal["int8"] | None, ...] = (None, "int8")
@@ -146,62 +154,150 @@ def by_activations(args: argparse.Namespace, windows: Tensor) -> dict[str, float
     return values | {"same_choices": same, "same_replies": whole / len(prefixes)}
 
 
-def by_llama_cpp(args: argparse.Namespace, windows: Tensor) -> float:
+def by_llama_cpp(args: Args, windows: Tensor) -> float:
     """Perplexity of the second halves of the same windows by llama.cpp's own program."""
     count, length = windows.shape
     command = [LLAMA_PERPLEXITY, "-m", args.model, "-f", args.text, "-c", length, "-b", length]
-    command += [
-        "--chunks",
-        count,
-        "-t",
-        1,
-    ]  # more threads spin, and starve each other on busy cores
+    command += ["--chunks", count, "-t", 1]  # more spin, and starve each other on busy cores
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if not (found := re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)):
         raise SystemExit(f"{LLAMA_PERPLEXITY} told no perplexity: {done.stderr[-500:]}")
     return float(found[1])
 
 
-def main() -> None:
-    """Print a row per type."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--model", default=EMBEDDED_MODEL)
-    parser.add_argument("--types", default=",".join(TYPES), help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the end of the text")
-    parser.add_argument("--length", type=int, default=512, help="tokens that are read together")
-    parser.add_argument("--kv-cache", action="store_true", help="types of K and V, not of weights")
-    parser.add_argument("--activations", action="store_true", help="exact activations and int8")
-    parser.add_argument("--beside-llama-cpp", action="store_true", help="--activations, and theirs")
-    parser.add_argument("--quantization", choices=("int8", "int4"), help="with --activations")
-    parser.add_argument("--dtype", default="auto", help="to compute in, where our engine does")
-    args = parser.parse_args()
-    info = ModelInfo(ModelConfig(model=args.model))
-    ids = info.tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"]
-    ids = ids[: args.tokens] if args.beside_llama_cpp else ids[-args.tokens :]
-    windows = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
-    if args.kv_cache or args.activations or args.beside_llama_cpp:
-        read = by_kv_cache if args.kv_cache else by_activations
-        values = read(args, windows)
-        print(msgspec.json.encode({"model": args.model, "served": values}).decode())
-        return
-    found = {}
+class Read(NamedTuple):
+    """What a model makes of the prompts and of the reference's replies."""
+
+    replies: list[list[int]]  # its own, greedily
+    loss: float  # of all tokens of the prompts but their first
+    num_same: int  # tokens of the reference's replies that are its first choice
+    num_ties: int  # of them and all others: where the first place is shared
+
+
+class Rounded:
+    """Inside the block, logits are rounded to bfloat16, as products of that type are."""
+
+    def __enter__(self) -> None:
+        self._whole = {name: getattr(FusedModel, name) for name in ("forward", "logits")}
+        for name, method in self._whole.items():
+            setattr(FusedModel, name, self._rounding(method))
+
+    def __exit__(self, *_: object) -> None:
+        for name, method in self._whole.items():
+            setattr(FusedModel, name, method)
+
+    @staticmethod
+    def _rounding(method: Any) -> Any:
+        return lambda *args: method(*args).to(torch.bfloat16)
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:
+    """The tokens of the reply, and the log-probabilities of the prompt's tokens."""
+    tokens: list[int] = []
+    of_prompt: Any = None
+    async for output in engine.generate(prompt, params):
+        tokens += output.token_ids
+        of_prompt = of_prompt or output.prompt_logprobs
+    return tokens, of_prompt
+
+
+async def read(
+    model: str, dtype: Any, prompts: list[list[int]], reference: list[list[int]] | None
+) -> Read:
+    """Let a model write its own replies, then read those of the `reference`, or its own."""
+    config = EngineConfig(
+        model=ModelConfig(model=model, dtype=dtype), cache=CacheConfig(enable_prefix_caching=False)
+    )
+    writes = SamplingParams(max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=True)
+    reads = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
+    loss, num_same, num_ties = 0.0, 0, 0
+    async with AsyncEngine(config) as engine:
+        written = await asyncio.gather(*(collect(engine, prompt, writes) for prompt in prompts))
+        replies = [tokens for tokens, _ in written]
+        for prompt, reply in zip(prompts, reference or replies, strict=True):
+            _, entries = await collect(engine, prompt + reply, reads)
+            loss -= sum(entry.logprob for entry in entries[1 : len(prompt)])
+            for entry, token in zip(entries[len(prompt) :], reply, strict=True):
+                num_ties += entry.top_logprobs[0] == entry.top_logprobs[1]
+                num_same += entry.top_token_ids[0] == token
+    return Read(replies, loss, num_same, num_ties)
+
+
+def by_logits(args: Args, ids: list[int]) -> dict[str, Any]:
+    """What it is worth that logits are not rounded to bfloat16, as the weights are."""
+    stride = (len(ids) - PROMPT_TOKENS) // args.prompts
+    prompts = [ids[i * stride : i * stride + PROMPT_TOKENS] for i in range(args.prompts)]
+    num_tokens = args.prompts * REPLY_TOKENS
+    columns = {"logits": "<18", "same token": "11.2%", "ties": "7", "same reply": "11"}
+    title = f"{args.prompts} prompts, {num_tokens:,} tokens"
+    table = Table({**columns, "perplexity": "11.4f"}, title)
+    reference: list[list[int]] | None = None
+    for kind in LOGITS:
+        if kind.endswith("rounded"):
+            with Rounded():
+                seen = asyncio.run(read(args.model, "bfloat16", prompts, reference))
+        else:
+            seen = asyncio.run(read(args.model, kind, prompts, reference))
+        reference = reference or seen.replies
+        row = {"same token": seen.num_same / num_tokens, "ties": seen.num_ties}
+        row["same reply"] = sum(map(list.__eq__, seen.replies, reference))
+        row["perplexity"] = math.exp(seen.loss / args.prompts / (PROMPT_TOKENS - 1))
+        table.add({"logits": kind, **row})
+    return {"logits": table.rows}
+
+
+def by_types(args: Args, info: ModelInfo, windows: Tensor) -> dict[str, Any]:
+    """Perplexities with weights of each type."""
     module = info.source.load_module(torch.float32, torch.device("cpu"), "sdpa")
     inner = {id(part.weight) for part in module.modules() if type(part) is nn.Linear}
     inner -= {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
     matrices = [p for p in module.parameters() if p.ndim == 2 and p.shape[1] % 32 == 0]
     originals = [parameter.detach().clone() for parameter in matrices]
-    print(f"{args.model}, {windows.numel():,} tokens of {args.text.name}")
-    print(f"{'weights':10} {'perplexity':>10} {'to stored':>10}")
-    for kind in args.types.split(","):
+    found: dict[str, float] = {}
+    table = Table({"weights": "<10", "perplexity": "11.3f", "to stored": "11.2%"})
+    for kind in args.types:
         for parameter, original in zip(matrices, originals, strict=True):
             is_inner = id(parameter) in inner
             parameter.data = original if kind == "stored" else rounded(original, kind, is_inner)
         found[kind] = perplexity(module, windows)
         share = found[kind] / found.get("stored", math.nan) - 1
-        print(f"{kind:10} {found[kind]:10.3f} {share:+10.2%}", flush=True)
-    print(msgspec.json.encode({"model": args.model, "perplexity": found}).decode())
+        table.add({"weights": kind, "perplexity": found[kind], "to stored": share})
+    return {"perplexity": found}
+
+
+program = Program(__doc__)
+
+
+@program.command(
+    words={"text": Opt(topics.__file__, "a file")},
+    model=EMBEDDED_MODEL,
+    types=TYPES,
+    tokens=Opt(8192, "of the end of the text"),
+    length=Opt(512, "tokens that are read together"),
+    kv_cache=Opt(False, "types of K and V, not of weights"),
+    activations=Opt(False, "exact activations and int8"),
+    beside_llama_cpp=Opt(False, "--activations, and theirs"),
+    logits=Opt(False, "in float32, and rounded"),
+    prompts=Opt(200, "with --logits"),
+    quantization=Opt(str, "with --activations", ("int8", "int4")),
+    dtype=Opt("auto", "to compute in, where our engine does"),
+)
+def main(args: Args) -> dict[str, Any]:
+    """Print a row per type."""
+    info = ModelInfo(ModelConfig(model=args.model))
+    ids = info.tokenizer(Path(args.text).read_text(encoding="utf-8"))["input_ids"]
+    print(f"{args.model}, of {Path(args.text).name}")
+    if args.logits:
+        return by_logits(args, ids)
+    ids = ids[: args.tokens] if args.beside_llama_cpp else ids[-args.tokens :]
+    windows = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
+    print(f"{windows.numel():,} tokens")
+    if args.kv_cache:
+        return {"served": by_kv_cache(args, windows)}
+    if args.activations or args.beside_llama_cpp:
+        return {"served": by_activations(args, windows)}
+    return by_types(args, info, windows)
 
 
 if __name__ == "__main__":
-    main()
+    program.main()

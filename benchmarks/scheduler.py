@@ -18,17 +18,14 @@ running request in `steady`. With `--against` a case that is slower by more than
 the exit code 1. The last line is JSON.
 """
 
-import argparse
 import asyncio
 import gc
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import against
+from harness import ROOT, Args, Opt, Program, Table
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
@@ -37,7 +34,7 @@ from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput, Request, RequestSpec
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 
-POLICIES = sorted(path.stem for path in (against.ROOT / "policies").glob("[a-z]*.py"))
+POLICIES = sorted(path.stem for path in (ROOT / "policies").glob("[a-z]*.py"))
 CASES = ("steady", "churn", "bursts", "engine")
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 200
@@ -325,80 +322,54 @@ def usual_users(policy: str, waiting: int) -> list[int]:
     return [FEW_USERS, MANY_USERS] if policy == "fair" and waiting else [FEW_USERS]
 
 
-def print_all(cases: list[Case], num_steps: int) -> None:
+def print_all(cases: list[Case], num_steps: int) -> dict[str, Any]:
     """A line for each."""
-    print(
-        f"{'policy':16}{'case':8}{'running':>8}{'waiting':>8}{'users':>7}"
-        f"{'add':>9}{'schedule':>10}{'update':>9}{'us/row':>9}"
-    )
-    rows = []
+    counts = {"running": "8", "waiting": "8", "users": "7"}
+    times = {"add_us": "9.1f", "schedule_us": "12.1f", "update_us": "10.1f", "us_per_row": "11.3f"}
+    table = Table({"policy": "<16", "kind": "<8", **counts, **times})
     for case in cases:
         gc.collect()
-        row = measure(case, num_steps)
-        rows.append(row)
-        cells = "".join(
-            f"{row.get(f'{name}_us', ''):>{width}}"
-            for name, width in (("add", 9), ("schedule", 10), ("update", 9))
-        )
-        print(
-            f"{case.policy:16}{case.kind:8}{case.running:8}{case.waiting:8}{case.users:7}{cells}"
-            f"{row['us_per_row']:9.3f}",
-            flush=True,
-        )
-    print(json.dumps(rows))
+        table.add(measure(case, num_steps))
+    return {"rows": table.rows}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--policy", nargs="+", default=POLICIES)
-    parser.add_argument("--case", nargs="+", default=CASES, choices=CASES)
-    parser.add_argument("--running", nargs="+", type=int, default=[64], help="at once")
-    parser.add_argument("--waiting", nargs="+", type=int, default=[0, 10_000], help="behind them")
-    parser.add_argument(
-        "--users",
-        nargs="+",
-        type=int,
-        help=f"clients that ask, in turn (default: {FEW_USERS}; fair with requests waiting: "
-        f"{MANY_USERS} as well)",
-    )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--images", type=int, default=0, help="in every prompt (at most 20)")
-    parser.add_argument("--against", metavar="REV_OR_DIR", help="compare with another checkout")
-    parser.add_argument(
-        "--beside", metavar="POLICY", help="compare with this policy, name or YAML file"
-    )
-    parser.add_argument("--tolerance", type=float, default=0.03, help="by which one may be slower")
-    parser.add_argument("--starts", type=int, default=5, help="of both sides, for each case")
-    parser.add_argument("--rounds", type=int, default=20, help="of each start")
-    parser.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # be one side
-    args = parser.parse_args()
+program = Program(__doc__)
+
+
+@program.command(
+    "",
+    {},
+    policy=POLICIES,
+    case=Opt(CASES, choices=CASES),
+    running=Opt([64], "at once"),
+    waiting=Opt([0, 10_000], "behind them"),
+    users=Opt(
+        [0],
+        f"clients that ask, in turn; 0: {FEW_USERS}, fair with requests waiting {MANY_USERS} too",
+    ),
+    steps=300,
+    images=Opt(0, "in every prompt (at most 20)"),
+    beside=Opt(str, "compare with this policy, name or YAML file"),
+    **against.OPTIONS,
+)
+def main(args: Args) -> tuple[dict[str, Any] | None, int]:
+    """Measure all cases, or compare them."""
     if args.turns:
         against.take_turns(make_work)
-        return 0
+        return None, 0
     cases = [
         Case(policy, kind, running, waiting, users, args.images)
         for policy in args.policy
         for kind in args.case
         for running in args.running
         for waiting in (args.waiting if kind != "engine" else [0])
-        for users in args.users or usual_users(policy, waiting)
+        for users in (args.users if any(args.users) else usual_users(policy, waiting))
     ]
     if args.against is None and args.beside is None:
-        print_all(cases, args.steps)
-        return 0
+        return print_all(cases, args.steps), 0
     named = [(case.name, list(case)) for case in cases]
-    with against.checkout(args.against or str(against.ROOT)) as other:
-        found = against.compare(
-            Path(__file__).resolve(),
-            named,
-            other,
-            num_starts=args.starts,
-            num_rounds=args.rounds,
-            tolerance=args.tolerance,
-            beside=lambda case: [args.beside or case[0], *case[1:]],
-        )
-        return against.report(found, args.tolerance)
+    return against.report([__file__], named, args, lambda case: [args.beside or case[0], *case[1:]])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.main()

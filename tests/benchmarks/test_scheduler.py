@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from against import ROOT, checkout
+from against import checkout
+from harness import ROOT
 from scheduler import POLICIES, Case, SchedulerWork, usual_users
 
 from tests.processes import run
@@ -70,7 +71,10 @@ def test_another_checkout_is_run_with_its_own_scheduler_and_policies(tmp_path: P
     assert code == 0
     assert re.findall(r"^fcfs (\w+) 4 run", text, re.MULTILINE) == ["bursts", "engine"]
     assert "not the same work" not in text
-    assert [row["is_same_work"] for row in json.loads(text.splitlines()[-1])] == [True, True]
+    assert [row["is_same_work"] for row in json.loads(text.splitlines()[-1])["rows"]] == [
+        True,
+        True,
+    ]
     policy = other / "policies/fcfs.py"
     policy.write_text(policy.read_text().replace("self.new_step()", "self.new_step(250)"))
     _, text = compare(other, 1000, "bursts")

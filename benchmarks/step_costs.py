@@ -1,0 +1,373 @@
+"""What stands around a step costs in CPU time: the runner's part, the KV blocks, the decision log.
+
+    python benchmarks/step_costs.py runner [--running 1 16 64] [--case model batch]
+    python benchmarks/step_costs.py blocks           # by age, and by ranks that a policy states
+    python benchmarks/step_costs.py blocks --against main     # or a directory: ratios, in turns
+    python benchmarks/step_costs.py log [--running 64 256] [--steps 2000]
+
+`runner`: decodes of one to many rows, on one thread. `model`: whole steps of the embedded model.
+`batch`: the same steps with logits that are ready, so that the batch, its parts and the sampler are
+left. With `--against` a case that is slower by more than `--tolerance` makes the exit code 1. Of
+another revision the kernels are not there: give a directory that has them built.
+
+`blocks`: microseconds per block of requests that come, hit and go. Requests of 32 blocks come one
+after the other, and each frees its blocks before the next but three comes. `new`: none is found, so
+that each block evicts one. `half`: the first 16 are found again among those of 40 prefixes. `all`:
+every block is found, as none was evicted. Counted are finding, taking, making findable and freeing,
+not the hashing of tokens. By ranks, each request has one of eight.
+
+`log`: microseconds and bytes per step with a decision log, beside the same steps without one, in
+turns. Steady decode, and a batch in which in every step a request leaves and one comes with a
+prompt of 200 tokens. No model, no event loop; the file is written by its thread meanwhile. Medians
+and 99th percentiles of `schedule()` and `update_from_output()` together. Token ids are random out
+of 150,000, which no compression can do anything about. The last line is JSON.
+"""
+
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import against
+from harness import Args, Opt, Program, Table
+
+from aioserve.config import SchedulerConfig
+from aioserve.kv_cache import KVCacheManager
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import SamplingParams
+from aioserve.request import Request, RequestSpec, RequestStatus
+from aioserve.scheduler import SchedulerInterface, load_policy
+
+BLOCK_SIZE = 16
+
+program = Program(__doc__)
+
+
+# The runner. What is imported here is imported late: another checkout may not have all of it.
+
+
+PROMPT_TOKENS = 32
+LIFE = 64  # steps that a request stays
+
+
+class RunnerCase(NamedTuple):
+    """What is measured."""
+
+    kind: str
+    running: int
+
+    @property
+    def name(self) -> str:
+        """The words that stand for it in the report."""
+        return f"{self.kind} {self.running} run"
+
+
+class RunnerWork:
+    """An executor whose requests decode; each is replaced by the next one after `LIFE` steps."""
+
+    def __init__(self, case: RunnerCase) -> None:
+        import torch
+
+        from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+        from aioserve.model_source.info import ModelInfo
+        from aioserve.runner.cpu.load import load_on_cpu
+
+        blocks_each = -(-(PROMPT_TOKENS + LIFE + 1) // BLOCK_SIZE)
+        config = EngineConfig(
+            cache=CacheConfig(num_kv_blocks=case.running * blocks_each, block_size=BLOCK_SIZE),
+            runner=RunnerConfig(threads=1),
+            scheduler=SchedulerConfig(max_num_seqs=case.running),
+        )
+        info = ModelInfo(config.model)
+        self._executor = load_on_cpu(config, info)
+        self._blocks_each, self._running = blocks_each, case.running
+        self._computed: dict[str, int] = {}  # by request, in the order of admission
+        self._num_made = self._num_steps = self._sum = 0
+        if case.kind == "batch":
+            torch.manual_seed(0)
+            logits = torch.rand(case.running, info.vocab_size)
+            model: Any = self._executor._model
+            model.forward = lambda inputs, attention: logits[: len(inputs.logits_rows)]
+        self.round(LIFE)
+
+    def round(self, num_units: int) -> tuple[float, float]:
+        """Units are steps."""
+        spent = 0.0
+        for _ in range(num_units):
+            step = self._plan()
+            began = time.thread_time()
+            output = self._executor.execute_model(step)
+            spent += time.thread_time() - began
+            self._sum += sum(map(sum, output.sampled_token_ids))
+        return spent, self._sum
+
+    def close(self) -> None:
+        """Give back the model."""
+        self._executor.close()
+
+    def _plan(self) -> Any:
+        """Each request one token; one joins in a step as long as rows are free."""
+        from aioserve.params import SamplingParams
+        from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+        ended = [name for name, count in self._computed.items() if count >= PROMPT_TOKENS + LIFE]
+        for name in ended:
+            del self._computed[name]
+        known = dict(self._computed)
+        scheduled = dict.fromkeys(known, 1)
+        new_blocks = {
+            name: [self._block(name, count // BLOCK_SIZE)]
+            for name, count in known.items()
+            if count % BLOCK_SIZE == 0
+        }
+        new = []
+        if len(known) < self._running:
+            name = str(self._num_made)
+            self._num_made += 1
+            tokens = [300 + (7 * self._num_made + place) % 1500 for place in range(PROMPT_TOKENS)]
+            blocks = [self._block(name, place) for place in range(PROMPT_TOKENS // BLOCK_SIZE)]
+            params = SamplingParams(temperature=0, ignore_eos=True)
+            new = [NewRequestData(name, tokens, len(tokens), params, frozenset(), blocks, 0)]
+            scheduled[name] = PROMPT_TOKENS
+        for name, count in scheduled.items():
+            self._computed[name] = known.get(name, 0) + count
+        self._num_steps += 1
+        cached = CachedRequestData(list(known), list(known.values()), new_blocks)
+        total = sum(scheduled.values())
+        return SchedulerOutput(self._num_steps, new, cached, scheduled, total, [], ended)
+
+    def _block(self, name: str, place: int) -> int:
+        return int(name) % self._running * self._blocks_each + place
+
+
+@program.command(
+    "runner",
+    {},
+    case=Opt(["model", "batch"], choices=["model", "batch"]),
+    running=Opt([1, 16, 64], "at once"),
+    steps=2000,
+    **against.OPTIONS,
+)
+def runner(args: Args) -> tuple[dict[str, Any] | None, int]:
+    """Steps of the runner."""
+    if args.turns:
+        against.take_turns(lambda case: RunnerWork(RunnerCase(*case)))
+        return None, 0
+    cases = [RunnerCase(kind, running) for kind in args.case for running in args.running]
+    if args.against is not None:
+        return against.report([__file__, "runner"], [(it.name, list(it)) for it in cases], args)
+    table = Table({"case": "<20", "us a step": "12.1f", "us a row": "11.2f"})
+    for case in cases:
+        work = RunnerWork(case)
+        us = 1e6 * statistics.median(work.round(1)[0] for _ in range(args.steps))
+        work.close()
+        table.add({"case": case.name, "us a step": us, "us a row": us / case.running})
+    return {"rows": table.rows}, 0
+
+
+# KV blocks.
+
+
+KINDS = ("new", "half", "all")
+SIZE = 32  # blocks of a request
+NUM_PREFIXES = 40
+NUM_HELD = 3  # requests that hold blocks beside the newest
+NUM_BLOCKS = 4096
+
+
+class PoolCase(NamedTuple):
+    """How much of each request the pool has, and whether it evicts by rank."""
+
+    kind: str
+    by_rank: bool = False
+
+
+class PoolWork:
+    """A full pool of blocks, and requests that come, hit and go."""
+
+    def __init__(self, case: PoolCase) -> None:
+        from aioserve.kv_cache import BlockPool
+
+        self.case = case
+        self.pool = BlockPool(NUM_BLOCKS)
+        self._rng = random.Random(1)
+        self._held: deque[tuple[list[bytes], list[int]]] = deque()
+        self._num_made = 0
+        self._check = 0
+        self._rank = None
+        if case.by_rank:
+            from aioserve.kv_cache.retention import Ranking  # an older checkout has none
+
+            ranking = Ranking(self.pool)
+            ranking.begin()
+            self._rank = ranking.rank
+        self.round(NUM_BLOCKS // SIZE)
+
+    def _contents(self) -> list[bytes]:
+        self._num_made += 1
+        num_found = {"new": 0, "half": SIZE // 2, "all": SIZE}[self.case.kind]
+        prefix = self._rng.randrange(NUM_PREFIXES)
+        old = [b"%016d" % (prefix * SIZE + i) for i in range(num_found)]
+        first = 10**9 + self._num_made * SIZE
+        return old + [b"%016d" % (first + i) for i in range(SIZE - num_found)]
+
+    def round(self, num_units: int) -> tuple[float, float]:
+        """Units are requests. Returns CPU seconds, and the sum of the block ids handed out."""
+        ready = [(self._contents(), self._rng.randrange(8)) for _ in range(num_units)]
+        began = time.thread_time()
+        for contents, rank in ready:
+            self._serve(contents, rank)
+        return time.thread_time() - began, self._check
+
+    def _serve(self, contents: list[bytes], rank: int) -> None:
+        pool, found = self.pool, []
+        for content in contents:
+            block_id = pool.lookup(content)
+            if block_id is None:
+                break
+            found.append(block_id)
+        pool.touch(found)
+        new = pool.allocate(SIZE - len(found))
+        pool.register(new, contents[len(found) :])
+        self._check += sum(new)
+        self._held.append((contents, found + new))
+        if len(self._held) > NUM_HELD:
+            gone, block_ids = self._held.popleft()
+            pool.free(reversed(block_ids))
+            if self._rank is not None:
+                self._rank(gone, rank)
+
+    def close(self) -> None:
+        """Does nothing: a pool holds no resources to give back."""
+
+
+def microseconds(case: PoolCase, num_rounds: int) -> float:
+    """Microseconds per block, the median of the rounds."""
+    work = PoolWork(case)
+    gc.collect()
+    gc.disable()
+    rounds = [work.round(100)[0] for _ in range(num_rounds)]
+    gc.enable()
+    return 1e6 * statistics.median(rounds) / (100 * SIZE)
+
+
+@program.command("blocks", {}, case=Opt(KINDS, choices=KINDS), **against.OPTIONS)
+def blocks(args: Args) -> tuple[dict[str, Any] | None, int]:
+    """Requests that take and free KV blocks."""
+    if args.turns:
+        against.take_turns(lambda case: PoolWork(PoolCase(*case)))
+        return None, 0
+    if args.against is not None:
+        cases = [(kind, list(PoolCase(kind))) for kind in args.case]
+        return against.report([__file__, "blocks"], cases, args)
+    table = Table({"us per block": "<12", "by age": "10.3f", "by rank": "10.3f"})
+    for kind in args.case:
+        by_age, by_rank = (microseconds(PoolCase(kind, it), args.rounds) for it in (False, True))
+        table.add({"us per block": kind, "by age": by_age, "by rank": by_rank})
+    return {"rows": table.rows}, 0
+
+
+# The decision log.
+
+
+LOGGED_PROMPT = 200  # tokens
+VOCAB_SIZE = 150_000
+
+
+class LoggedLoad:
+    """A scheduler that is kept at so many running requests."""
+
+    def __init__(self, num_running: int, num_steps: int, path: Path | None) -> None:
+        self.rng = random.Random(0)
+        self.max_model_len = LOGGED_PROMPT + num_steps + 200
+        blocks_each = -(-self.max_model_len // BLOCK_SIZE)
+        config = SchedulerConfig(
+            policy="fcfs",
+            max_num_seqs=num_running,
+            max_num_batched_tokens=self.max_model_len + LOGGED_PROMPT * num_running,
+        )
+        from aioserve.lab.decision_log.recorder import LogWriter, RecordingScheduler
+
+        make: Any = load_policy("fcfs")
+        if path is not None:
+            make = partial(RecordingScheduler, make, sink=LogWriter(path))
+        self.scheduler: SchedulerInterface = make(
+            config,
+            KVCacheManager(num_running * blocks_each, BLOCK_SIZE),
+            max_model_len=self.max_model_len,
+            clock=lambda: 0.0,
+        )
+        self.num_added = 0
+        for _ in range(num_running):
+            self.add()
+
+    def add(self) -> None:
+        spec = RequestSpec(
+            f"req-{self.rng.getrandbits(128):032x}",
+            [self.rng.randrange(VOCAB_SIZE) for _ in range(LOGGED_PROMPT)],
+            SamplingParams(),
+            arrival_time=float(self.num_added),
+        )
+        self.scheduler.add_request(Request(spec))
+        self.num_added += 1
+
+    def step(self, has_churn: bool) -> float:
+        """Plan a step and take in a result; seconds of both."""
+        began = time.perf_counter()
+        self.scheduler.expire_requests()
+        output = self.scheduler.schedule()
+        seconds = time.perf_counter() - began
+        req_ids = list(output.num_scheduled_tokens)
+        sampled = [[self.rng.randrange(VOCAB_SIZE)] for _ in req_ids]
+        result = ModelRunnerOutput(req_ids, sampled)
+        began = time.perf_counter()
+        self.scheduler.update_from_output(output, result)
+        seconds += time.perf_counter() - began
+        if has_churn:
+            self.scheduler.finish_requests(req_ids[0], RequestStatus.FINISHED_STOPPED)
+            self.add()
+        return seconds
+
+
+def measure_log(num_running: int, num_steps: int, has_churn: bool, folder: Path) -> dict[str, Any]:
+    path = folder / "log"
+    plain, logged = (LoggedLoad(num_running, num_steps, it) for it in (None, path))
+    for load in (plain, logged):
+        for _ in range(50):
+            load.step(has_churn)
+    logged.scheduler._sink.flush()  # type: ignore[attr-defined]
+    time.sleep(0.2)
+    size = path.stat().st_size
+    times = [(plain.step(has_churn), logged.step(has_churn)) for _ in range(num_steps)]
+    logged.scheduler.shutdown()
+    without, with_log = (sorted(1e6 * t for t in column) for column in zip(*times, strict=True))
+    return {
+        "running": num_running,
+        "batch": "changing" if has_churn else "steady",
+        "without_us": round(statistics.median(without), 1),
+        "with_us": round(statistics.median(with_log), 1),
+        "cost_us": round(statistics.median(with_log) - statistics.median(without), 1),
+        "p99_cost_us": round(with_log[int(0.99 * num_steps)] - without[int(0.99 * num_steps)], 1),
+        "bytes_per_step": round((path.stat().st_size - size) / num_steps, 1),
+    }
+
+
+@program.command("log", running=[64, 256], steps=2000)
+def log(args: Args) -> dict[str, Any]:
+    """Steps with a decision log."""
+    names = ("without_us", "with_us", "cost_us", "p99_cost_us", "bytes_per_step")
+    table = Table({"running": "8", "batch": "10", **dict.fromkeys(names, "16.1f")})
+    with tempfile.TemporaryDirectory() as folder:
+        for num_running in args.running:
+            for has_churn in (False, True):
+                table.add(measure_log(num_running, args.steps, has_churn, Path(folder)))
+    return {"rows": table.rows}
+
+
+if __name__ == "__main__":
+    program.main()
