@@ -8,7 +8,8 @@ without a model. Measured is the processor time of `schedule()` and `update_from
 together, per step. `steady`: decodes alone. `churn`: every step one in 64 of the running requests
 ends, and as many come, whose `add_request()` is counted. The two take turns of some steps in one
 process, so that what else the machine does falls on both; the ratio is vLLM's time over aioserve's,
-the median of the turns, with the least and the most. Needs vLLM. The last line is JSON.
+the median of the turns, with the least and the most. `log adds` is what `aioserve.vllm.Recorder`
+adds to a step of vLLM's own. Needs vLLM. The last line is JSON.
 """
 
 import argparse
@@ -16,8 +17,10 @@ import gc
 import json
 import logging
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from aioserve.config import ModelConfig as OurModelConfig
 from aioserve.model_source.info import find_model
+from aioserve.vllm import Recorder
 from aioserve.vllm import Scheduler as OurScheduler
 
 BLOCK_SIZE = 16
@@ -45,9 +49,10 @@ STEPS_A_TURN = 40
 class Engine:
     """One scheduler with what vLLM's engine core does around it, but for the model."""
 
-    def __init__(self, kind: Any, running: int, policy: str, *, is_churn: bool) -> None:
+    def __init__(self, kind: Any, running: int, stated: dict[str, str], *, is_churn: bool) -> None:
+        """`stated` is what `--additional-config` has for aioserve."""
         self.is_churn, self.num_running = is_churn, running
-        settings = make_settings(running, policy)
+        settings = make_settings(running, stated)
         spec = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32
         )
@@ -122,7 +127,7 @@ class Engine:
         return 1e6 * (time.process_time() - began) / num_steps
 
 
-def make_settings(running: int, policy: str) -> VllmConfig:
+def make_settings(running: int, stated: dict[str, str]) -> VllmConfig:
     """vLLM's settings, with seats for all, and KV blocks for all of what they may grow to."""
     model = ModelConfig(
         model=str(find_model(OurModelConfig()).path), skip_tokenizer_init=True, dtype="float32"
@@ -138,7 +143,7 @@ def make_settings(running: int, policy: str) -> VllmConfig:
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         device_config=DeviceConfig(device="cpu"),
-        additional_config={"aioserve": {"policy": policy}},
+        additional_config={"aioserve": stated},
     )
     most = PROMPT_TOKENS + 2000
     settings.cache_config.num_gpu_blocks = running * (most // BLOCK_SIZE + 1) + 2
@@ -156,13 +161,17 @@ def loop_cost(running: int, num_steps: int) -> float:
     return 1e6 * (time.process_time() - began) / num_steps
 
 
-def measure(running: int, kind: str, policy: str, rounds: int) -> dict[str, Any]:
-    """The medians of both, and the ratio of each turn."""
-    makers: dict[str, Callable[[], Engine]] = {
-        "aioserve": lambda: Engine(OurScheduler, running, policy, is_churn=kind == "churn"),
-        "vllm": lambda: Engine(TheirScheduler, running, policy, is_churn=kind == "churn"),
+def measure(running: int, kind: str, policy: str, rounds: int, log: Path) -> dict[str, Any]:
+    """The medians of all, and the ratio of each turn."""
+    stated: dict[str, tuple[Any, dict[str, str]]] = {
+        "aioserve": (OurScheduler, {"policy": policy}),
+        "vllm": (TheirScheduler, {}),
+        "recorded": (Recorder, {"decision_log": str(log)}),
     }
-    engines = {name: make() for name, make in makers.items()}
+    engines = {
+        name: Engine(maker, running, given, is_churn=kind == "churn")
+        for name, (maker, given) in stated.items()
+    }
     gc.collect()
     gc.freeze()  # as vLLM's engine core does
     beside = loop_cost(running, STEPS_A_TURN)
@@ -176,8 +185,11 @@ def measure(running: int, kind: str, policy: str, rounds: int) -> dict[str, Any]
             if number:  # the first turn warms up
                 found[name].append(took)
     gc.unfreeze()
+    for engine in engines.values():
+        engine.scheduler.shutdown()
     ours, theirs = (statistics.median(found[name]) for name in ("aioserve", "vllm"))
     ratios = [b / a for a, b in zip(found["aioserve"], found["vllm"], strict=True)]
+    adds = [b - a for a, b in zip(found["vllm"], found["recorded"], strict=True)]
     return {
         "running": running,
         "kind": kind,
@@ -186,6 +198,7 @@ def measure(running: int, kind: str, policy: str, rounds: int) -> dict[str, Any]
         "ratio": round(statistics.median(ratios), 2),
         "least": round(min(ratios), 2),
         "most": round(max(ratios), 2),
+        "log_adds_us": round(statistics.median(adds), 1),
         "loop_us": round(beside, 1),
         "tokens": {name: engine.num_tokens for name, engine in engines.items()},
     }
@@ -200,15 +213,18 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.ERROR)
     print(f"microseconds per step of processor time; aioserve under {arguments.policy}")
-    print(f"{'':8}{'running':>8}{'aioserve':>10}{'vLLM':>10}{'ratio':>8}   least .. most")
+    head = ("", "running", "aioserve", "vLLM", "ratio", "least", "most", "log adds")
+    print("{:8}{:>8}{:>10}{:>10}{:>8}{:>8}{:>8}{:>10}".format(*head))
     results = []
-    for kind in arguments.kind:
-        for running in arguments.running:
-            row = measure(running, kind, arguments.policy, arguments.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, running in product(arguments.kind, arguments.running):
+            log = Path(folder, f"{kind}-{running}.log")
+            row = measure(running, kind, arguments.policy, arguments.rounds, log)
             results.append(row)
             print(
                 f"{kind:8}{running:8}{row['aioserve_us']:10.1f}{row['vllm_us']:10.1f}"
-                f"{row['ratio']:8.2f}   {row['least']:.2f} .. {row['most']:.2f}",
+                f"{row['ratio']:8.2f}{row['least']:8.2f}{row['most']:8.2f}"
+                f"{row['log_adds_us']:10.1f}",
                 flush=True,
             )
     print(json.dumps({"policy": arguments.policy, "results": results}))

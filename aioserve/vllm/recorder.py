@@ -162,21 +162,20 @@ class Notes:
         if step_id is None:  # the step had no token
             return
         took = time.monotonic() - began
+        known = self._observed.requests
         ended: list[str] = []
         reasons: list[tuple[int | str, str]] = []
         for batch in outputs.values():
-            for output in batch.outputs:
-                if output.request_id not in self._observed.requests:
+            for output in batch.outputs:  # tokens alone are in the result
+                if output.finish_reason is None or output.request_id not in known:
                     continue
                 request, _ = self._observed.took(output)
-                if (reason := request.status.finish_reason) is not None:
-                    ended.append(request.request_id)
-                    reasons.append((self._short.name(request.request_id), reason.value))
-        sampled = result.sampled_token_ids
-        tokens = [
-            list(sampled[result.req_id_to_index[name]]) if sampled else []
-            for name in plan.num_scheduled_tokens
-        ]
+                reason = request.status.finish_reason
+                assert reason is not None
+                ended.append(request.request_id)
+                reasons.append((self._short.name(request.request_id), reason.value))
+        sampled, rows = result.sampled_token_ids, result.req_id_to_index
+        tokens = [sampled[rows[name]] if sampled else [] for name in plan.num_scheduled_tokens]
         self._sink.write(Updated(began, None, step_id, tokens, [], reasons, took))
         self._forget(ended)
 
@@ -205,8 +204,10 @@ class Notes:
             self._sink.flush()
 
     def _counts(self) -> tuple[int, int, int]:
-        stats = self._observed.stats(self._theirs, "vllm")
-        return stats.num_running_reqs, stats.num_waiting_reqs, stats.num_used_kv_blocks
+        num_running = len(self._theirs.running)
+        pool = self._theirs.kv_cache_manager.block_pool
+        num_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return num_running, len(self._observed.requests) - num_running, num_used
 
 
 def _path(vllm_config: VllmConfig) -> Path:

@@ -223,6 +223,10 @@ class Scheduler(TheirInterface):
             del self._compiling[request.request_id]
             self._enter(request)
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether the request has come and not ended. vLLM asks from version 0.33 on."""
+        return request_id in self._tracked or request_id in self._compiling
+
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: TheirStatus
     ) -> list[TheirRequest]:
