@@ -76,10 +76,15 @@ def deploy(*models: dict[str, Any]) -> None:
 
 def replicas() -> list[psutil.Process]:
     """The processes of the engines, of this Ray alone: another may run beside it."""
+    return processes("engine")
+
+
+def processes(deployment: str) -> list[psutil.Process]:
+    """Those of all deployments whose names begin so."""
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if name_of(process).startswith("ray::ServeReplica:aioserve:engine")
+        if name_of(process).startswith(f"ray::ServeReplica:aioserve:{deployment}")
     ]
 
 
@@ -159,17 +164,20 @@ def test_replicas_that_fit_nowhere_are_told_in_a_line(
         build_app({"models": [{"settings": {"model.model": "/nope"}}]})
 
 
-async def test_replicas_and_ingresses_log_through_serve(http: aiohttp.ClientSession) -> None:
+async def test_an_ingress_logs_the_ends_of_requests_into_the_files_of_serve(
+    http: aiohttp.ClientSession,
+) -> None:
     deploy({"settings": {"runner.runner": "simulated"}})
     await complete(http, prompt=PROMPT, max_tokens=2)
-    (replica,) = replicas()
+    (ingress,) = processes("Ingress")
 
     def said() -> str:
-        paths = [Path(file.path) for file in replica.open_files() if "/serve/" in file.path]
+        paths = [Path(file.path) for file in ingress.open_files() if "/serve/" in file.path]
         return "".join(path.read_text() for path in paths)
 
-    while " finish=length" not in said():  # a thread writes it  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(COMPUTING_SECONDS):
+        while " finish=length" not in said():  # a thread writes it  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
     assert "prompt=" in said().partition(" finish=length")[0].splitlines()[-1]
 
 
