@@ -1,9 +1,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 import zmq
 
+from aioserve.fleet.ray import kv_feed
 from aioserve.fleet.ray.kv_feed import KVFeed, Listener, Ticket, follow
 from aioserve.fleet.routing import ReplicaReport
 from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -169,6 +171,38 @@ async def test_a_router_that_has_gone_is_forgotten(feed: KVFeed) -> None:
             feed.note(stored("b"))
             feed.note(removed("b"))
             await asyncio.sleep(0.01)
+
+
+async def test_a_router_that_reads_nothing_is_forgotten_and_others_hear_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_feed, "MAX_QUEUED", 4)
+    monkeypatch.setattr(kv_feed, "FLUSH_SECONDS", 0.0)
+    feed = KVFeed("127.0.0.1")
+    feed.start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+        public, secret = zmq.curve_keypair()
+        silent.setsockopt(zmq.CURVE_SERVERKEY, feed.ticket.server_key)
+        silent.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        silent.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        silent.setsockopt(zmq.RCVHWM, 1)
+        silent.setsockopt(zmq.LINGER, 0)
+        silent.connect(feed.ticket.address)
+        silent.send_multipart([feed.ticket.token, b"follow"])
+        async with asyncio.timeout(PATIENCE):
+            while not feed._numbers:
+                feed.note(stored("a"))
+                await asyncio.sleep(0.01)
+            while feed._numbers:  # until its queue and the system's buffers are full
+                for i in range(100):
+                    feed.note(stored(f"{i}".ljust(20_000)))
+                await asyncio.sleep(0.01)
+    follower = Follower(feed)
+    feed.note(AllBlocksCleared())
+    feed.note(stored("b"))
+    await follower.expect("b")
+    await follower.stop()
+    await feed.close()
 
 
 async def test_reports_reach_a_router_that_comes_early_and_one_that_comes_late() -> None:
