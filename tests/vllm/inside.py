@@ -1,0 +1,214 @@
+"""A real vLLM on a small model in this process, whose scheduler tests exchange for aioserve's.
+
+Both schedulers drive one and the same engine core and runner, one after the other, so that what
+differs is the scheduler. Prompts share prefixes, some clients leave, and the KV cache is small.
+"""
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+)
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+
+from aioserve.vllm import Scheduler
+
+MODEL = Path(__file__).parents[2] / "aioserve/model_source/embedded"
+BLOCK_SIZE = 32  # the least that vLLM's attention on a CPU takes
+
+#: A pool in which requests are preempted, and steps in which prompts are split.
+TIGHT = {
+    "num_gpu_blocks_override": 28,
+    "max_num_batched_tokens": 96,
+    "max_num_seqs": 12,
+    "max_model_len": 384,
+}
+
+
+class Asked(NamedTuple):
+    """One request of a client."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    fields: dict[str, Any]
+
+
+class Served(NamedTuple):
+    """What came of a run."""
+
+    replies: dict[str, list[Any]]  # by request: of each sample tokens, reasons, logprobs
+    num_steps: int
+    num_cached: int  # prompt tokens that were found in the cache
+
+
+def make_engine(*, asynchronous: bool = False, **settings: Any) -> LLM:
+    """vLLM with its own scheduler. On a CPU it plans no step ahead by itself: `asynchronous` makes
+    it, as on a card.
+    """
+    given = {
+        "model": str(MODEL),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+        "disable_log_stats": False,
+        "async_scheduling": False,
+        **settings,
+    }
+    with _as_on_a_card() if asynchronous else contextlib.nullcontext():
+        return LLM(**given)
+
+
+@contextlib.contextmanager
+def _as_on_a_card() -> Iterator[None]:
+    """vLLM's runner copies its results on a stream of the device, of which a CPU has none; its
+    platform then turns asynchronous scheduling off.
+    """
+
+    class Nothing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.device = torch.device("cpu")
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    torch.cuda.Event = torch.cuda.Stream = torch.Event = Nothing
+    torch.cuda.current_stream = lambda *args: Nothing()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    platform = type(current_platform)
+    before = platform.check_and_update_config
+
+    def update(cls: Any, config: Any) -> None:
+        before(config)
+        config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = classmethod(update)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = before
+
+
+def core_of(llm: LLM) -> Any:
+    """vLLM's engine core, in this process."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def exchange(llm: LLM, **settings: Any) -> Scheduler:
+    """Let aioserve's scheduler plan from now on, with these settings under `aioserve`."""
+    core = core_of(llm)
+    while core.batch_queue:
+        core.step_fn()
+    config = llm.llm_engine.vllm_config
+    config.additional_config = {"aioserve": settings}
+    llm.kv_cache_config = getattr(llm, "kv_cache_config", None) or core.scheduler.kv_cache_config
+    core.scheduler = Scheduler(
+        vllm_config=config,
+        kv_cache_config=llm.kv_cache_config,
+        structured_output_manager=core.structured_output_manager,
+        block_size=BLOCK_SIZE,
+        hash_block_size=BLOCK_SIZE,
+        log_stats=True,
+    )
+    return core.scheduler
+
+
+def a_load(count: int, seed: int = 0, *, samples: bool = True) -> list[Asked]:
+    """Prompts of 1 to 220 tokens, most behind one of four prefixes; of every kind some requests."""
+    dice = random.Random(seed)
+    prefixes = [[dice.randrange(5, 2000) for _ in range(n)] for n in (32, 64, 64, 100)]
+    load = []
+    for i in range(count):
+        prompt = list(dice.choice(prefixes)) if dice.random() < 0.7 else []
+        prompt += [dice.randrange(5, 2000) for _ in range(dice.randrange(1, 120))]
+        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": dice.randrange(1, 60)}
+        kind = dice.random()
+        if kind < 0.15 and samples:  # vLLM takes no greedy samples: these are, by `top_k`
+            params |= {"n": 3, "temperature": 0.5, "top_k": 1}
+        elif kind < 0.25:
+            params |= {"stop_token_ids": [15, 17], "min_tokens": min(4, params["max_tokens"])}
+        elif kind < 0.32:
+            params |= {"logprobs": 2}
+        elif kind < 0.38:
+            params |= {"prompt_logprobs": 1}
+        elif kind < 0.45:
+            params |= {"ignore_eos": True}
+        prompt_fields = {"cache_salt": "salted"} if i % 9 == 0 else {}
+        load.append(Asked(prompt, params, prompt_fields))
+    return load
+
+
+def serve(llm: LLM, load: list[Asked], *, aborts: bool = True, **fields: Any) -> Served:
+    """A few requests come in each step; in some steps a client leaves."""
+    engine, dice = llm.llm_engine, random.Random(1)
+    replies: dict[str, list[Any]] = {}
+    num_sent = num_steps = num_cached = 0
+    while num_sent < len(load) or engine.has_unfinished_requests():
+        for _ in range(dice.randrange(6)):
+            if num_sent < len(load):
+                asked = load[num_sent]
+                prompt = {"prompt_token_ids": asked.prompt, **asked.fields}
+                params = SamplingParams(**asked.params)
+                priority = num_sent % 3
+                engine.add_request(str(num_sent), prompt, params, priority=priority, **fields)
+                num_sent += 1
+        if aborts and num_steps % 7 == 3 and num_sent:
+            engine.abort_request([str(dice.randrange(num_sent))])
+        for output in engine.step():
+            if output.finished:
+                replies[output.request_id] = _told(output)
+                num_cached += output.num_cached_tokens or 0
+        num_steps += 1
+        assert num_steps < 200 * len(load), f"{len(replies)} of {len(load)} have ended"
+    return Served(replies, num_steps, num_cached)
+
+
+def _told(output: Any) -> list[Any]:
+    told: list[Any] = [
+        (list(c.token_ids), c.finish_reason, c.stop_reason, _rounded(c.logprobs))
+        for c in output.outputs
+    ]
+    return [*told, _rounded(output.prompt_logprobs)]
+
+
+def _rounded(logprobs: Any) -> Any:
+    """To a hundredth: sums over a batch of another size differ in their last digits."""
+    if logprobs is None:
+        return None
+    return [
+        entry and sorted((token, round(each.logprob, 2)) for token, each in entry.items())
+        for entry in logprobs
+    ]
+
+
+def check_over(scheduler: Scheduler) -> None:
+    """Nothing remains of what was served, and no rule of the contract was broken."""
+    policy = scheduler.policy
+    assert scheduler.get_request_counts() == (0, 0)
+    assert scheduler.get_kv_cache_usage() == 0.0
+    assert policy.get_num_unfinished_requests() == 0
+    assert scheduler.failures.count == 0, scheduler.failures.first
+    if scheduler.checks is not None and scheduler.checks.violation is not None:
+        raise scheduler.checks.violation
+
+
+def check_equal(ours: Served, theirs: Served) -> None:
+    """Each request that ended under both got the same; aborts may catch another step."""
+    both = ours.replies.keys() & theirs.replies.keys()
+    assert len(both) > 0.8 * len(theirs.replies)
+    assert {n: ours.replies[n] for n in both} == {n: theirs.replies[n] for n in both}

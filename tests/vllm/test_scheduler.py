@@ -1,0 +1,467 @@
+"""aioserve's scheduler inside a real vLLM: its tokens are those of vLLM's own scheduler."""
+
+import copy
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import torch
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.interface import SchedulerInterface
+
+from aioserve.errors import ConfigError
+from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, available_policies
+from aioserve.vllm import Scheduler
+from aioserve.vllm.settings import read_settings
+from tests.vllm.inside import (
+    BLOCK_SIZE,
+    MODEL,
+    TIGHT,
+    Asked,
+    Served,
+    a_load,
+    check_equal,
+    check_over,
+    core_of,
+    exchange,
+    make_engine,
+    serve,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": TIGHT,
+    "asynchronous": TIGHT | {"asynchronous": True},
+    "drafts": TIGHT | {"speculative_config": NGRAMS},
+    "lora": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4},
+    "pooling": {"runner": "pooling", "max_num_batched_tokens": 64},
+}
+
+
+def load_of(kind: str) -> list[Asked]:
+    # vLLM's sampler of drafts takes no `top_k` on a CPU.
+    return a_load(60, samples=kind != "drafts")
+
+
+class Engine(NamedTuple):
+    llm: LLM
+    theirs: Served | None  # the load of `load_of` under vLLM's own scheduler
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    llm = make_engine(**KINDS[request.param])
+    is_tight = KINDS[request.param].keys() >= TIGHT.keys()
+    yield Engine(llm, serve(llm, load_of(request.param)) if is_tight else None)
+    core_of(llm).shutdown()
+
+
+def of(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("engine", kinds, indirect=True)
+
+
+def generate(llm: LLM, prompts: list[Any], params: list[Any], **fields: Any) -> list[Any]:
+    """Of each reply the tokens and why it ended."""
+    outputs = llm.generate(prompts, params, use_tqdm=False, **fields)
+    return [[(list(c.token_ids), c.finish_reason) for c in o.outputs] for o in outputs]
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count)
+
+
+def ids(first: int, count: int) -> dict[str, list[int]]:
+    return {"prompt_token_ids": list(range(first, first + count))}
+
+
+class Finished(NamedTuple):
+    reason: str | None
+    stop_reason: object
+    num_tokens: int
+
+
+def drive(llm: LLM, requests: dict[str, SamplingParams], steps: int = 400) -> dict[str, Finished]:
+    """Serve requests of 40 tokens by name; how each has ended."""
+    engine, ended = llm.llm_engine, {}
+    for i, (name, params) in enumerate(requests.items()):
+        engine.add_request(name, ids(5 + 50 * i, 40), params)
+    for _ in range(steps):
+        if not engine.has_unfinished_requests():
+            break
+        for output in engine.step():
+            if output.finished:
+                [c] = output.outputs
+                ended[output.request_id] = Finished(
+                    c.finish_reason, c.stop_reason, len(c.token_ids)
+                )
+    return ended
+
+
+# The same tokens.
+
+
+@of("plain", "asynchronous", "drafts")
+@pytest.mark.parametrize("policy", ["chunked_prefill", "mlfq", "priority"])
+def test_replies_are_those_of_vllms_own_scheduler(
+    engine: Engine, policy: str, request: pytest.FixtureRequest
+) -> None:
+    """Shared prefixes, salts, chunks, preemptions, aborts, priorities, stop tokens, several
+    samples, logprobs of replies and prompts; each step is checked.
+    """
+    kind = request.node.callspec.params["engine"]
+    assert engine.theirs is not None
+    scheduler = exchange(engine.llm, policy=policy, check=True)
+    ours = serve(engine.llm, load_of(kind))
+    check_equal(ours, engine.theirs)
+    check_over(scheduler)
+    stats = scheduler.policy.make_stats()
+    assert stats.num_preemptions > 0
+    assert ours.num_cached > 0
+    assert (stats.num_accepted_tokens > 0) == (kind == "drafts")
+    assert scheduler.settings.scheduler.depth == (2 if kind == "asynchronous" else 1)
+
+
+@of("plain")
+def test_equal_prompts_of_one_step_share_their_blocks(engine: Engine) -> None:
+    """vLLM's attention writes the keys and values of all rows before any row attends."""
+    alone = generate(engine.llm, [ids(5, 90)], [greedy(8)])
+    exchange(engine.llm, check=True)
+    outputs = engine.llm.generate([ids(5, 90)] * 2, [greedy(8)] * 2, use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [alone[0][0][0]] * 2
+    assert [o.num_cached_tokens for o in outputs] == [0, 90 // BLOCK_SIZE * BLOCK_SIZE]
+
+
+@of("plain", "asynchronous", "drafts")
+def test_structured_outputs_keep_to_their_grammars(engine: Engine) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    wanted = [
+        StructuredOutputsParams(json=json.dumps(schema)),
+        StructuredOutputsParams(choice=["yes", "no", "perhaps"]),
+        StructuredOutputsParams(regex="[a-c]{3,9}x"),
+        None,
+    ]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=each) for each in wanted
+    ]
+    prompts = ["The duke of York and all of his men", "The duke", "A", "Once upon a time"]
+    scheduler = exchange(engine.llm, check=True)
+    ours = generate(engine.llm, prompts * 2, params * 2)
+    check_over(scheduler)
+    tokenizer = engine.llm.get_tokenizer()
+    texts = [tokenizer.decode(reply[0][0], skip_special_tokens=True) for reply in ours]
+    assert texts[:4] == texts[4:]
+    assert texts[0].startswith("{")
+    assert texts[1] in ("yes", "no", "perhaps")
+    assert set(texts[2]) <= set("abcx")
+    assert texts[2].endswith("x")
+
+
+@of("lora")
+def test_adapters_share_steps_and_no_blocks(engine: Engine, tmp_path: Path) -> None:
+    adapters = [None, *(write_adapter(tmp_path, n) for n in (1, 2, 3))]
+    prompts, params = [ids(5, 90)] * 8, [greedy(10)] * 8
+    theirs = generate(engine.llm, prompts, params, lora_request=adapters * 2)
+    scheduler = exchange(engine.llm, policy="fair", check=True)
+    ours = generate(engine.llm, prompts, params, lora_request=adapters * 2)
+    assert ours == theirs
+    assert ours[:4] == ours[4:]
+    assert len({str(reply) for reply in ours}) == 4
+    check_over(scheduler)
+
+
+def write_adapter(path: Path, number: int) -> LoRARequest:
+    """Random weights on the queries and values of the small model."""
+    config = json.loads((MODEL / "config.json").read_text())
+    dice = torch.Generator().manual_seed(number)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in (("q_proj", config["hidden_size"]), ("v_proj", config["head_dim"])):
+            to = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            shape = (8, config["hidden_size"])
+            tensors[f"{to}.lora_A.weight"] = 0.05 * torch.randn(shape, generator=dice)
+            tensors[f"{to}.lora_B.weight"] = 0.05 * torch.randn((size, 8), generator=dice)
+    folder = path / str(number)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
+    fields |= {"target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return LoRARequest(f"adapter-{number}", number, str(folder))
+
+
+@of("pooling")
+def test_pooled_prompts_have_vllms_own_vectors(engine: Engine) -> None:
+    prompts = [ids(5, count) for count in (3, 50, 100, 100)]
+
+    def vectors() -> list[Any]:
+        outputs = engine.llm.encode(prompts, pooling_task="embed", use_tqdm=False)
+        return [output.outputs.data for output in outputs]
+
+    theirs = vectors()
+    scheduler = exchange(engine.llm, check=True)
+    for one, other in zip(vectors(), theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    check_over(scheduler)
+
+
+# What operators do.
+
+
+@of("plain", "asynchronous")
+def test_a_pause_that_empties_the_cache_changes_no_reply(engine: Engine) -> None:
+    core, llm_engine = core_of(engine.llm), engine.llm.llm_engine
+    exchange(engine.llm)
+    expected = generate(engine.llm, [ids(5, 60), ids(70, 60)], [greedy(20)] * 2)
+    scheduler = exchange(engine.llm, check=True)
+    llm_engine.add_request("a", ids(5, 60), greedy(20))
+    for _ in range(8):
+        llm_engine.step()
+    scheduler.set_pause_state(type(scheduler.pause_state).PAUSED_ALL)
+    while core.batch_queue:
+        llm_engine.step()
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    llm_engine.add_request("b", ids(70, 60), greedy(20))
+    assert not scheduler.has_requests()
+    assert scheduler.get_request_counts() == (0, 2)
+    core.resume_scheduler()
+    ended = {}
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            ended[output.request_id] = list(output.outputs[0].token_ids)
+    assert [ended["a"], ended["b"]] == [reply[0][0] for reply in expected]
+    check_over(scheduler)
+
+
+@of("plain")
+def test_a_pause_for_new_requests_lets_running_ones_end(engine: Engine) -> None:
+    llm_engine = engine.llm.llm_engine
+    scheduler = exchange(engine.llm, check=True)
+    llm_engine.add_request("a", ids(5, 60), greedy(6))
+    llm_engine.step()
+    scheduler.set_pause_state(type(scheduler.pause_state).PAUSED_NEW)
+    llm_engine.add_request("b", ids(70, 60), greedy(6))
+    ended = []
+    while scheduler.has_requests():
+        ended += [output.request_id for output in llm_engine.step() if output.finished]
+    assert ended == ["a"]
+    assert scheduler.get_request_counts() == (0, 1)
+    scheduler.set_pause_state(type(scheduler.pause_state).UNPAUSED)
+    while llm_engine.has_unfinished_requests():
+        ended += [output.request_id for output in llm_engine.step() if output.finished]
+    assert ended == ["a", "b"]
+    check_over(scheduler)
+
+
+# What policies see, and what becomes of those that fail.
+
+
+class Sees(BaseScheduler):
+    """Order of arrival; keeps what it saw of each request."""
+
+    seen: ClassVar[dict[str, Request]] = {}
+
+    def order(self, request: Request) -> float:
+        self.seen[request.request_id.partition("-")[0]] = request
+        return request.arrival_time
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in step.run_decodes():
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()
+
+
+class Raises(Sees):
+    def schedule(self) -> SchedulerOutput:
+        if self.num_steps > 3:
+            raise ValueError("planted")
+        return super().schedule()
+
+
+class Turns(Sees):
+    """Rejects what says so, holds back what says so."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in step.run_decodes():
+            step.run(request)
+        for request in self.waiting:
+            if request.user == "unwanted":
+                step.reject(request, "not today", retry_after=3.0)
+            elif request.user != "held":
+                step.admit(request)
+        return step.output()
+
+
+HERE = f"{Path(__file__)}"
+
+
+@of("plain")
+def test_hints_reach_the_policy(engine: Engine) -> None:
+    exchange(engine.llm, policy=f"{HERE}:Sees")
+    extra = {"user": "alice", "slo_class": "gold", "osl": 7, "urgent": True, "deadline": 60.0}
+    extra["kv_transfer_params"] = {"x": 1}
+    params = SamplingParams(temperature=0.0, max_tokens=3, extra_args={**extra, "Other": [1]})
+    engine.llm.llm_engine.add_request("a", ids(5, 40), params, priority=-2)
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
+    policy = core_of(engine.llm).scheduler.policy
+    [seen] = [each for name, each in type(policy).seen.items() if name.startswith("a")]
+    assert seen.priority == -2
+    assert seen.user == "alice"
+    assert seen.hints == {"slo_class": "gold", "predicted_output_tokens": 7, "urgent": True}
+    assert seen.deadline == pytest.approx(seen.arrival_time + 60.0)
+    assert 0.0 <= policy.clock() - seen.arrival_time < 600.0
+
+
+@of("plain", "asynchronous")
+def test_a_policy_that_raises_is_replaced_and_vllm_goes_on(engine: Engine) -> None:
+    scheduler = exchange(engine.llm, policy=f"{HERE}:Raises", check=True)
+    ended = drive(engine.llm, {f"r{i}": greedy(12) for i in range(4)})
+    assert len(ended) == 4
+    assert scheduler.failures.count >= 2
+    assert type(scheduler.policy).__name__ == "FallbackScheduler"
+    assert {each.reason for each in ended.values()} <= {"error", "length"}
+    assert [each.reason for each in drive(engine.llm, {"later": greedy(5)}).values()] == ["length"]
+    assert scheduler.checks is not None
+    assert scheduler.checks.violation is None
+    assert scheduler.get_kv_cache_usage() == 0.0
+
+
+@of("plain")
+def test_rejected_and_late_requests_are_told_why(engine: Engine) -> None:
+    scheduler = exchange(engine.llm, policy=f"{HERE}:Turns", check=True)
+    by_user = {
+        name: SamplingParams(temperature=0.0, max_tokens=4, extra_args=extra)
+        for name, extra in {
+            "wanted": {"user": "wanted"},
+            "unwanted": {"user": "unwanted"},
+            "late": {"user": "held", "deadline": 0.05},
+            "wrong": {"deadline": -1},
+        }.items()
+    }
+    ended = drive(engine.llm, by_user, steps=100_000)
+    assert ended["wanted"].reason == "length"
+    assert ended["unwanted"] == Finished("abort", "rejected: not today (ask again in 3 s)", 0)
+    assert ended["late"] == Finished("abort", "timeout", 0)
+    assert ended["wrong"].reason == "abort"
+    assert "deadline must be seconds above 0" in str(ended["wrong"].stop_reason)
+    check_over(scheduler)
+
+
+@of("plain")
+@pytest.mark.parametrize("policy", sorted(set(available_policies()) - {"vllm"}))
+def test_every_policy_serves_a_load_by_the_rules(engine: Engine, policy: str) -> None:
+    options = {"composed": {"order": "arrival"}}.get(policy, {})
+    scheduler = exchange(engine.llm, policy=policy, options=options, check=True)
+    served = serve(engine.llm, a_load(200, seed=2, samples=False))
+    check_over(scheduler)
+    assert len(served.replies) > 100
+
+
+# What is refused, and which vLLM this is.
+
+
+@of("plain")
+@pytest.mark.parametrize(
+    ("place", "value", "name"),
+    [
+        ("scheduler_config.enable_chunked_prefill", False, "--no-enable-chunked-prefill"),
+        ("parallel_config.data_parallel_size", 2, "--data-parallel-size"),
+        ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size"),
+        ("scheduler_config.long_prefill_token_threshold_adaptive", True, "-threshold-adaptive"),
+        ("additional_config", {"aioserve": {"max_num_seqs": 3}}, "--max-num-seqs decides"),
+        ("additional_config", {"aioserve": {"decision_log": "x"}}, "decision_log"),
+        ("additional_config", {"aioserve": {"polcy": "fair"}}, "polcy"),
+        ("additional_config", {"aioserve": {"check": 1}}, "check"),
+    ],
+)
+def test_what_is_not_translated_is_refused_by_name(
+    engine: Engine, place: str, value: Any, name: str
+) -> None:
+    exchange(engine.llm)
+    config = copy.deepcopy(engine.llm.llm_engine.vllm_config)
+    *owner, field = place.split(".")
+    object.__setattr__(getattr(config, owner[0]) if owner else config, field, value)
+    with pytest.raises(ConfigError, match=name):
+        read_settings(config, engine.llm.kv_cache_config, BLOCK_SIZE)
+
+
+@of("plain")
+def test_several_kv_cache_groups_are_refused(engine: Engine) -> None:
+    exchange(engine.llm)
+    kv_cache = copy.copy(engine.llm.kv_cache_config)
+    kv_cache.kv_cache_groups = kv_cache.kv_cache_groups * 2
+    with pytest.raises(ConfigError, match="2 KV cache groups"):
+        read_settings(engine.llm.llm_engine.vllm_config, kv_cache, BLOCK_SIZE)
+
+
+@of("plain")
+def test_settings_come_from_a_file(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("scheduler:\n  policy: fair\n  victim: newest\n")
+    scheduler = exchange(engine.llm, config=str(file), victim="least_lost")
+    assert type(scheduler.policy).__name__ == "FairScheduler"
+    assert scheduler.settings.scheduler.victim == "least_lost"
+    assert scheduler.settings.scheduler.max_num_seqs == TIGHT["max_num_seqs"]
+
+
+#: The members of vLLM's `SchedulerInterface`, with what they take, that aioserve was written for.
+MEMBERS = {
+    "add_request": "request",
+    "finish_requests": "request_ids, finished_status",
+    "get_ec_connector": "",
+    "get_grammar_bitmask": "scheduler_output",
+    "get_kv_cache_usage": "",
+    "get_kv_connector": "",
+    "get_kv_event_publisher_config": "",
+    "get_num_unfinished_requests": "",
+    "get_request_counts": "",
+    "has_finished_requests": "",
+    "has_requests": "",
+    "has_unfinished_requests": "",
+    "make_stats": "",
+    "reset_encoder_cache": "",
+    "reset_prefix_cache": "reset_running_requests, reset_connector",
+    "schedule": "throttle_prefills",
+    "set_pause_state": "pause_state",
+    "shutdown": "",
+    "update_draft_token_ids": "draft_token_ids",
+    "update_draft_token_ids_in_output": "draft_token_ids, scheduler_output",
+    "update_from_output": "scheduler_output, model_runner_output",
+    "__init__": (
+        "vllm_config, kv_cache_config, structured_output_manager, block_size, hash_block_size, "
+        "mm_registry, include_finished_set, log_stats"
+    ),
+}
+
+
+def test_vllms_interface_has_the_members_that_are_implemented() -> None:
+    """With a newer vLLM, this says in one line which member moved."""
+    found = {
+        name: ", ".join(list(inspect.signature(member).parameters)[1:])
+        for name, member in vars(SchedulerInterface).items()
+        if inspect.isfunction(member)
+    }
+    moved = {n: (MEMBERS.get(n), found.get(n)) for n in MEMBERS.keys() | found.keys()}
+    assert {n: pair for n, pair in moved.items() if pair[0] != pair[1]} == {}
+    assert not Scheduler.__abstractmethods__
