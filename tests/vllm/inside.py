@@ -18,6 +18,8 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     HF_HUB_OFFLINE="1",
+    TORCH_COMPILE_DISABLE="1",  # it takes longer than what is compiled
+    VLLM_CACHE_ROOT=str(Path.home() / ".cache/vllm"),  # what it knows of model classes
 )
 
 import torch
