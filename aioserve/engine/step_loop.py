@@ -326,6 +326,12 @@ class PolicyGuard:
             observers.tell_ends(outputs)
         return outputs
 
+    def give_up_plan(self, error: PolicyError) -> None:
+        """The call that planned was ended from outside, by a driver that bounds how long it takes:
+        the policy has failed as if it had raised `error`. Raises it if failures are raised.
+        """
+        self._discard(error, self.scheduler.get_num_unfinished_requests())
+
     # Which side is at fault: the policy or aioserve.
 
     @property

@@ -15,6 +15,7 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.delegate import innermost
 from aioserve.testing import invariants
 from aioserve.testing.bench import Bench, Prefixes
 from aioserve.testing.ledger import Ledger, Life
@@ -62,7 +63,7 @@ class Checks:
     @property
     def scheduler(self) -> SchedulerInterface:
         """The policy that plans now."""
-        return self._loop.scheduler
+        return innermost(self._loop.scheduler)
 
     @property
     def now(self) -> float:

@@ -93,7 +93,7 @@ class Tracked:
         """Its first output was made: what is of the prompt has been told."""
         params = self.theirs.sampling_params
         asks = params is not None and params.num_logprobs is not None
-        self.is_plain = not (asks or self.theirs.trace_headers)
+        self.is_plain = not (asks or self.theirs.trace_headers or self.follows_tokens)
 
 
 def to_ours(theirs: TheirRequest, clock: Callable[[], float]) -> Tracked:

@@ -27,7 +27,14 @@ from vllm.v1.request import RequestStatus as TheirStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from aioserve.engine.step_loop import PolicyFailures, StepInFlight, StepLoop, StepObserver
-from aioserve.errors import AioserveError, ConfigError, InvariantError, RequestRejectedError
+from aioserve.errors import (
+    AioserveError,
+    CallInterrupted,
+    ConfigError,
+    InvariantError,
+    PolicyError,
+    RequestRejectedError,
+)
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutput as OurOutput
 from aioserve.outputs import FinishReason as OurReason
@@ -40,9 +47,10 @@ from aioserve.scheduler import (
     SchedulerOutput,
     load_policy,
 )
-from aioserve.scheduler.blame import blamed
+from aioserve.scheduler.blame import blamed, place
 from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.results import take_drafts
+from aioserve.testing.violation import begin_call, end_call
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Tracked, to_ours
 from aioserve.vllm.settings import read_settings
 
@@ -127,6 +135,8 @@ class Scheduler(TheirInterface):
             self.checks = checks.Checks(
                 self._loop, config, self._kv_cache, settings.max_model_len, self._clock
             )
+        self._asleep_until = 0.0  # on the clock: the policy holds all back; 0: it does not
+        self._loop.wake = self._wake
         self._ends = _Ends()
         self._loop.observers.subscribe(self._ends)
         self._grammars = structured_output_manager
@@ -138,6 +148,7 @@ class Scheduler(TheirInterface):
         self._pause_state = PauseState.UNPAUSED
         self._tracked: dict[str, Tracked] = {}
         self._theirs: dict[str, TheirRequest] = {}  # of the same requests
+        self._structured: set[str] = set()  # requests of structured output among them
         self._compiling: dict[str, TheirRequest] = {}  # their grammars are not there yet
         self._handed: deque[_Handed] = deque()
         self._last_rows: set[str] = set()  # requests of the newest step
@@ -216,6 +227,8 @@ class Scheduler(TheirInterface):
         request.status = TheirStatus.WAITING
         self._tracked[request.request_id] = tracked
         self._theirs[request.request_id] = request
+        if structured is not None:
+            self._structured.add(request.request_id)
 
     def _refuse(self, request: TheirRequest, reason: FinishReason, why: str) -> None:
         """End a request that the policy never saw."""
@@ -270,6 +283,7 @@ class Scheduler(TheirInterface):
     def _forget(self, request_id: str) -> Tracked | None:
         """The request has ended, and its client has been told, or is being told now."""
         self._theirs.pop(request_id, None)
+        self._structured.discard(request_id)
         return self._tracked.pop(request_id, None)
 
     def _note_finished(self, request: TheirRequest) -> None:
@@ -286,8 +300,9 @@ class Scheduler(TheirInterface):
         due = loop.scheduler.next_expiry()
         if due is not None and due <= self._clock():
             loop.expire_requests()
-        if not loop.is_paused and loop.scheduler.has_requests():
-            step = loop.plan()
+        if not loop.is_paused and loop.scheduler.has_requests() and self._is_time():
+            step = self._plan()
+            self._note_idle(step)
             if self.checks is not None:
                 told = None if step is None else step.output
                 self.checks.look(self.checks.planned_step, told, self._ends.ended)
@@ -301,7 +316,7 @@ class Scheduler(TheirInterface):
             plan.preempted_req_ids = {*(plan.preempted_req_ids or ()), *self._carried.preempted}
             self._carried = _Plans([], [])
         masked: list[str] = []
-        if step is not None and any(t.is_structured for t in self._rows(plan)):
+        if step is not None and self._structured:
             rows = [row for row in self._rows(plan) if _is_masked(row)]
             masked = [row.ours.request_id for row in rows]
             plan.has_structured_output_requests = bool(masked)
@@ -312,6 +327,46 @@ class Scheduler(TheirInterface):
             )
         self._handed.append(_Handed(plan, step, masked))
         return plan
+
+    def _plan(self) -> StepInFlight[None] | None:
+        """Ask the policy. A call that does not come back is ended where it stands, and counts as
+        a failure of the policy: no other thread of vLLM's engine core could do anything about it.
+        """
+        seconds = self.settings.scheduler.stall_timeout
+        call = begin_call(seconds)
+        step, ended_by = None, None
+        try:
+            step = self._loop.plan()
+        except CallInterrupted as error:
+            ended_by = error
+        finally:
+            end_call(call)
+        if ended_by is None:
+            return step
+        policy = type(self.policy)
+        where = place(ended_by, policy)
+        self._loop.give_up_plan(
+            PolicyError(f"policy {policy.__name__} planned for {seconds:g} s without end{where}")
+        )
+        return None
+
+    def _is_time(self) -> bool:
+        """Whether to ask the policy: vLLM does every millisecond while a policy holds all back."""
+        return self._clock() >= self._asleep_until
+
+    def _note_idle(self, step: StepInFlight[None] | None) -> None:
+        """A step was planned: if it runs nothing, and none is in flight, the policy sleeps until
+        the time that it has stated, for some milliseconds otherwise, or until something happens.
+        """
+        self._asleep_until = 0.0
+        if self._loop.in_flight or step is None:
+            return
+        seconds = self._loop.idle_seconds()
+        if seconds is not None:
+            self._asleep_until = self._clock() + seconds
+
+    def _wake(self) -> None:
+        self._asleep_until = 0.0
 
     def _rows(self, plan: TheirPlan) -> list[Tracked]:
         return [self._tracked[name] for name in plan.num_scheduled_tokens]
@@ -449,9 +504,7 @@ class Scheduler(TheirInterface):
                 told = handed.step.output
                 self.checks.look(self.checks.received, told, result, ours, self._ends.ended)
             for client, batch in ours.items():
-                outputs[client] = [
-                    self._their_output(output, model_runner_output) for output in batch.outputs
-                ]
+                outputs[client] = self._their_outputs(batch.outputs, model_runner_output)
         self._tell_ends(outputs)
         for client, output in self._refused:
             outputs.setdefault(client, []).append(output)
@@ -477,14 +530,25 @@ class Scheduler(TheirInterface):
                     self._draft_stats = SpecDecodingStats.new(self.settings.max_draft_tokens)
                 self._draft_stats.observe_draft(len(drafts), len(token_ids) - 1)
 
-    def _their_output(self, output: OurOutput, result: "TheirResult") -> EngineCoreOutput:
+    def _their_outputs(
+        self, outputs: list[OurOutput], result: "TheirResult"
+    ) -> list[EngineCoreOutput]:
+        """What a step brought, in vLLM's words."""
+        made, tracked = [], self._tracked
+        for output in outputs:
+            row = tracked[output.request_id]
+            if row.is_plain and output.finish_reason is None:  # tokens alone: most are
+                made.append(EngineCoreOutput(output.request_id, output.new_token_ids))
+            else:
+                made.append(self._their_output(row, output, result))
+        return made
+
+    def _their_output(
+        self, row: Tracked, output: OurOutput, result: "TheirResult"
+    ) -> EngineCoreOutput:
         """What a step brought for one request, in vLLM's words."""
         name, token_ids = output.request_id, output.new_token_ids
-        row = self._tracked[name]
         reason = None if output.finish_reason is None else REASONS[output.finish_reason]
-        if row.is_plain and reason is None:
-            if not row.follows_tokens:
-                return EngineCoreOutput(name, token_ids)
         stop_reason = output.stop_reason
         if row.follows_tokens:
             reason, stop_reason = self._follow(row, token_ids, reason, stop_reason)

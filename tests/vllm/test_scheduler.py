@@ -83,7 +83,7 @@ def generate(llm: LLM, prompts: list[Any], params: list[Any], **fields: Any) -> 
 
 
 def greedy(count: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=count)
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
 
 def ids(first: int, count: int) -> dict[str, list[int]]:
@@ -297,6 +297,35 @@ class Raises(Sees):
         return super().schedule()
 
 
+class Loops(Sees):
+    def schedule(self) -> SchedulerOutput:
+        if self.num_steps > 3:
+            while True:
+                pass
+        return super().schedule()
+
+
+class Nonsense(Sees):
+    def schedule(self) -> SchedulerOutput:
+        return super().schedule() if self.num_steps <= 3 else None  # type: ignore[return-value]
+
+
+class Sleeps(Sees):
+    """Holds everything back for a while; counts how often it was asked."""
+
+    num_asked = 0
+
+    def schedule(self) -> SchedulerOutput:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            self.until = self.clock() + 0.5
+        if self.clock() < self.until:
+            step = self.new_step()
+            self.wake_at(self.until)
+            return step.output()
+        return super().schedule()
+
+
 class Turns(Sees):
     """Rejects what says so, holds back what says so."""
 
@@ -334,8 +363,11 @@ def test_hints_reach_the_policy(engine: Engine) -> None:
 
 
 @of("plain", "asynchronous")
-def test_a_policy_that_raises_is_replaced_and_vllm_goes_on(engine: Engine) -> None:
-    scheduler = exchange(engine.llm, policy=f"{HERE}:Raises", check=True)
+@pytest.mark.parametrize("policy", ["Raises", "Loops", "Nonsense"])
+def test_a_policy_that_fails_is_replaced_and_vllm_goes_on(engine: Engine, policy: str) -> None:
+    scheduler = exchange(
+        engine.llm, policy=f"{HERE}:{policy}", check=True, stall_timeout=PATIENCE_OF_LOOPS
+    )
     ended = drive(engine.llm, {f"r{i}": greedy(12) for i in range(4)})
     assert len(ended) == 4
     assert scheduler.failures.count >= 2
@@ -345,6 +377,19 @@ def test_a_policy_that_raises_is_replaced_and_vllm_goes_on(engine: Engine) -> No
     assert scheduler.checks is not None
     assert scheduler.checks.violation is None
     assert scheduler.get_kv_cache_usage() == 0.0
+
+
+#: Seconds after which a call of a policy counts as one that does not come back.
+PATIENCE_OF_LOOPS = 2.0
+
+
+@of("plain")
+def test_a_policy_that_sleeps_is_asked_when_it_wakes(engine: Engine) -> None:
+    """vLLM's engine core asks its scheduler every millisecond."""
+    scheduler = exchange(engine.llm, policy=f"{HERE}:Sleeps", check=True)
+    assert drive(engine.llm, {"a": greedy(1)}, steps=10_000_000)["a"].reason == "length"
+    assert scheduler.policy.num_asked == 2 + 1  # the last tells the runner of the end
+    check_over(scheduler)
 
 
 @of("plain")
@@ -390,7 +435,7 @@ def test_every_policy_serves_a_load_by_the_rules(engine: Engine, policy: str) ->
         ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size"),
         ("scheduler_config.long_prefill_token_threshold_adaptive", True, "-threshold-adaptive"),
         ("additional_config", {"aioserve": {"max_num_seqs": 3}}, "--max-num-seqs decides"),
-        ("additional_config", {"aioserve": {"decision_log": "x"}}, "decision_log"),
+        ("additional_config", {"aioserve": {"request_log": "x"}}, "request_log"),
         ("additional_config", {"aioserve": {"polcy": "fair"}}, "polcy"),
         ("additional_config", {"aioserve": {"check": 1}}, "check"),
     ],
