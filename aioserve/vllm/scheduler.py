@@ -310,7 +310,11 @@ class Scheduler(TheirInterface):
                 loop.observers.tell(loop.observers.planned, step.output)
                 if not (loop.in_flight and loop.in_flight[-1] is step):
                     step = None
-        plan = TheirPlan.make_empty() if step is None else self._translate(step.told)
+        if step is None:
+            plan = TheirPlan.make_empty()
+            self._last_rows = set()
+        else:
+            plan = self._translate(step.told)
         if self._carried.finished or self._carried.preempted:
             plan.finished_req_ids.update(self._carried.finished)
             plan.preempted_req_ids = {*(plan.preempted_req_ids or ()), *self._carried.preempted}
@@ -334,10 +338,13 @@ class Scheduler(TheirInterface):
         """
         seconds = self.settings.scheduler.stall_timeout
         call = begin_call(seconds)
-        step, ended_by = None, None
+        step: StepInFlight[None] | None = None
+        ended_by: BaseException | None = None
         try:
             step = self._loop.plan()
-        except CallInterrupted as error:
+        except (CallInterrupted, KeyboardInterrupt) as error:  # in the main thread the latter
+            if not call.was_ended:
+                raise
             ended_by = error
         finally:
             end_call(call)

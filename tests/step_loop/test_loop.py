@@ -9,7 +9,7 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.config import SchedulerConfig
 from aioserve.engine.step_loop import StepInFlight, StepLoop, StepObserver
-from aioserve.errors import PolicyError, StalledError
+from aioserve.errors import CallInterrupted, PolicyError, StalledError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.params import SamplingParams
@@ -187,3 +187,32 @@ def test_the_loop_needs_neither_asyncio_streams_nor_the_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['aioserve.engine', 'aioserve.engine.step_loop']"
+
+
+def test_a_plan_that_is_given_up_costs_the_requests_that_it_had_reached_alone() -> None:
+    """A driver may end a call of the policy that does not come back, by raising in it."""
+
+    class Interrupted(FCFSScheduler):
+        is_ended = False
+
+        def schedule(self) -> SchedulerOutput:
+            if not self.is_ended:
+                self.is_ended = True
+                step = self.new_step()
+                for request in self.waiting:
+                    step.admit(request)
+                    raise CallInterrupted
+            return super().schedule()
+
+    bench = Bench(Interrupted)
+    bench.add("a")
+    bench.add("b")
+    with pytest.raises(CallInterrupted):
+        bench.loop.plan()
+    bench.loop.give_up_plan(PolicyError("it planned without end"))
+    [(failed, error)] = bench.loop.failed
+    assert failed == ["a"]
+    assert str(error) == "it planned without end"
+    step = bench.loop.plan()
+    assert step is not None
+    assert list(step.output.num_scheduled_tokens) == ["b"]
