@@ -388,7 +388,7 @@ def test_a_policy_that_sleeps_is_asked_when_it_wakes(engine: Engine) -> None:
     """vLLM's engine core asks its scheduler every millisecond."""
     scheduler = exchange(engine.llm, policy=f"{HERE}:Sleeps", check=True)
     assert drive(engine.llm, {"a": greedy(1)}, steps=10_000_000)["a"].reason == "length"
-    assert scheduler.policy.num_asked == 2 + 1  # the last tells the runner of the end
+    assert scheduler.policy.num_asked == 2
     check_over(scheduler)
 
 
