@@ -12,19 +12,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aioserve.engine import template_process
 from aioserve.engine.template_process import HEAD, NAMES, REFUSAL, RENDER, TEXT, TOO_LONG
 from aioserve.errors import RequestError, TemplateStalledError
-
-T = TypeVar("T")
+from aioserve.support.process import LOOK_SECONDS, ProcessWatch, StandsStillError
 
 # Of CPU time, however busy the machine is. A message takes some 50 microseconds.
 TEMPLATE_SECONDS = 5.0
@@ -33,12 +31,9 @@ MAX_BYTES = 2**30  # of the process's address space; it begins with some 40 MB
 MAX_PROCESSES = 3  # at once; a further text waits for one
 # For an answer, however busy the machine is.
 PATIENCE_SECONDS = 60.0
-# Seconds between two looks at a template process whose answer is awaited.
-LOOK_SECONDS = 0.25
-# Looks in a row that find the template process stopped (SIGSTOP, a debugger), or waiting without
-# any CPU time in between, before it counts as standing still. Looks are counted, not seconds: none
-# happens while this process is stopped as well.
-MAX_LOOKS_STOPPED, MAX_LOOKS_IDLE = 4, 40
+# Looks in a row that find the template process waiting without any CPU time in between, before it
+# counts as standing still.
+MAX_LOOKS_IDLE = 40
 # What the process needs to find Python, Jinja and the time; what else there is may be secret.
 ENVIRONMENT = ["HOME", "LANG", "LC_ALL", "LC_TIME", "PATH", "TZ"]
 ENVIRONMENT += ["LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH"]
@@ -141,7 +136,7 @@ class _Process:
         self._line.settimeout(LOOK_SECONDS)
 
     def ask(self, kind: bytes, seconds: float, data: bytes) -> tuple[bytes, str]:
-        watch = _Watch(self._process.pid)
+        watch = ProcessWatch(self._process.pid, PATIENCE_SECONDS, MAX_LOOKS_IDLE)
         try:
             rest = memoryview(HEAD.pack(kind, seconds, len(data)) + data)
             while rest:
@@ -158,6 +153,10 @@ class _Process:
                     size += HEAD.unpack_from(received)[2]
                     if size > HEAD.size + 4 * MAX_TEXT:
                         return TOO_LONG, ""
+        except StandsStillError:
+            raise TemplateStalledError(
+                "the process that renders the chat template stood still, and was ended: try again"
+            ) from None
         except TimeoutError:
             raise TemplateTooSlowError("the chat template takes too long", "messages") from None
         except ConnectionError:
@@ -177,44 +176,6 @@ class _Process:
         self._line.close()
         self._process.kill()
         self._process.wait()
-
-
-class _Watch:
-    """Whether a process that is waited for goes on."""
-
-    def __init__(self, pid: int) -> None:
-        self._stat = Path(f"/proc/{pid}/stat")  # of Linux; elsewhere there is patience alone
-        self._give_up = time.monotonic() + PATIENCE_SECONDS
-        self._num_stopped = self._num_idle = 0
-        self._cpu_time: list[str] = []
-
-    def wait(self, work: Callable[[], T]) -> T:
-        """Do `work` again and again until it is done in its time. Raises `TimeoutError` after all
-        patience, and `TemplateStalledError` once the process stands still.
-        """
-        while True:
-            try:
-                return work()
-            except TimeoutError:
-                self._look()
-                if self._num_stopped >= MAX_LOOKS_STOPPED or self._num_idle >= MAX_LOOKS_IDLE:
-                    raise TemplateStalledError(
-                        "the process that renders the chat template stood still, and was ended: "
-                        "try again"
-                    ) from None
-                if time.monotonic() > self._give_up:
-                    raise
-
-    def _look(self) -> None:
-        try:
-            state, *rest = self._stat.read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:
-            return
-        cpu_time = rest[10:12]  # of its own, in user and system mode
-        goes_on = state == "R" or cpu_time != self._cpu_time  # or is about to, if there is a core
-        self._cpu_time = cpu_time
-        self._num_stopped = self._num_stopped + 1 if state in "tT" else 0
-        self._num_idle = 0 if goes_on else self._num_idle + 1
 
 
 def _end_all(processes: list[_Process]) -> None:

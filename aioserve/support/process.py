@@ -6,8 +6,13 @@ Imports nothing heavy, so that a signal in the first moments of a server is hear
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Seconds that the log has to be written when a server is interrupted before it listens.
 LAST_LINES_SECONDS = 0.5
@@ -68,6 +73,61 @@ def _end(number: int, frame: FrameType | None) -> None:
     if wait is not None:
         wait(LAST_LINES_SECONDS)
     os._exit(0)
+
+
+# Whether another process goes on, for who waits for its answer.
+
+
+# Seconds between two looks at a process whose answer is awaited.
+LOOK_SECONDS = 0.25
+# Looks in a row that find the process stopped (SIGSTOP, a debugger) before it counts as standing
+# still. Looks are counted, not seconds: none happens while this process itself is stopped.
+MAX_LOOKS_STOPPED = 4
+
+
+class StandsStillError(Exception):
+    """A process that is waited for stands still."""
+
+
+class ProcessWatch:
+    """Whether a process that is waited for goes on."""
+
+    def __init__(self, pid: int, seconds: float, max_looks_idle: int | None = None) -> None:
+        """It is waited for `seconds` at most. After `max_looks_idle` looks in a row that find it
+        waiting it stands still; None: it may wait for others.
+        """
+        self._stat = Path(f"/proc/{pid}/stat")  # of Linux; elsewhere there is patience alone
+        self._give_up = time.monotonic() + seconds
+        self._max_looks_idle = max_looks_idle
+        self._num_stopped = self._num_idle = 0
+        self._cpu_time: list[str] = []
+
+    def wait(self, work: Callable[[], T]) -> T:
+        """Do `work`, which raises `TimeoutError` after `LOOK_SECONDS`, again and again until it is
+        done. Raises `TimeoutError` after all patience, and `StandsStillError`.
+        """
+        while True:
+            try:
+                return work()
+            except TimeoutError:
+                self._look()
+                if self._num_stopped >= MAX_LOOKS_STOPPED:
+                    raise StandsStillError("it is stopped") from None
+                if self._max_looks_idle is not None and self._num_idle >= self._max_looks_idle:
+                    raise StandsStillError("it waits") from None
+                if time.monotonic() > self._give_up:
+                    raise
+
+    def _look(self) -> None:
+        try:
+            state, *rest = self._stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            return
+        cpu_time = rest[10:12]  # of its own, in user and system mode
+        goes_on = state == "R" or cpu_time != self._cpu_time  # or is about to, if there is a core
+        self._cpu_time = cpu_time
+        self._num_stopped = self._num_stopped + 1 if state in "tT" else 0
+        self._num_idle = 0 if goes_on else self._num_idle + 1
 
 
 # Says which package a Python lacks, and the line that brings it. Imports the standard library

@@ -179,3 +179,14 @@ async def test_short_patterns_take_no_memory_of_a_server_for_good() -> None:
             pattern = f"(((d{{{times}}}){{100}}){{100}})"
             assert (await asyncio.to_thread(ask, url, regex=pattern))[0] == 400
         assert (resident() - before) * os.sysconf("SC_PAGE_SIZE") < 64 * MIB
+
+
+async def test_a_process_of_trials_that_is_stopped_is_replaced(compiler: GrammarCompiler) -> None:
+    before = children()
+    assert await is_served(compiler)
+    (pid,) = children() - before
+    os.kill(pid, signal.SIGSTOP)
+    wanted = [StructuredOutputs(regex=f"[a-z]{{{number}}}") for number in range(5, 9)]
+    await asyncio.gather(*map(compiler.check, wanted))
+    assert len(children() - before - {pid}) == 1
+    assert pid not in children()

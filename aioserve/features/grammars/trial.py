@@ -40,6 +40,7 @@ from aioserve.config import StructuredOutputsConfig
 from aioserve.errors import EngineOverloadedError, first_line
 from aioserve.features.grammars.translation import grammar_of, reason_of
 from aioserve.params import StructuredOutputs
+from aioserve.support.process import LOOK_SECONDS, ProcessWatch, StandsStillError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -99,8 +100,8 @@ class Trials:
             process = self._process()
             try:
                 return _verdict(process.ask(wanted))
-            except (OSError, EOFError) as error:
-                # It may have been ended by another process while there was nothing to do.
+            except (OSError, EOFError, StandsStillError) as error:
+                # Another process may have ended or stopped it while there was nothing to do.
                 self._drop(process)
                 if is_last:
                     raise EngineOverloadedError(
@@ -187,16 +188,21 @@ class _Process:
             raise
 
     def ask(self, wanted: bytes) -> bytes | int:
-        """The answer of a trial, or its exit code. Raises `OSError` or `EOFError`."""
+        """The answer of a trial, or its exit code. Raises `OSError`, `EOFError`, or
+        `StandsStillError` if the process is stopped.
+        """
         mine, theirs = socket.socketpair()
         with mine:
             # Its start takes seconds with a large vocabulary, and comes before the first trial.
-            mine.settimeout(START_SECONDS)
+            watch = ProcessWatch(self._process.pid, START_SECONDS)
+            mine.settimeout(LOOK_SECONDS)
             with theirs, self._asking:
                 socket.send_fds(self._line, [b"T"], [theirs.fileno()])
-            mine.sendall(_HEAD.pack(len(wanted)) + wanted)
-            (size,) = _HEAD.unpack(_read(mine, _HEAD.size))
-            return _read(mine, size) if size >= 0 else size + 1
+            rest = memoryview(_HEAD.pack(len(wanted)) + wanted)
+            while rest:
+                rest = rest[watch.wait(partial(mine.send, rest)) :]
+            (size,) = _HEAD.unpack(_read(mine, _HEAD.size, watch))
+            return _read(mine, size, watch) if size >= 0 else size + 1
 
     def end(self) -> None:
         """Idempotent; takes no longer than to be killed."""
@@ -210,10 +216,11 @@ def _end_all(processes: list[_Process]) -> None:
         processes.pop().end()
 
 
-def _read(line: socket.socket, size: int) -> bytes:
+def _read(line: socket.socket, size: int, watch: ProcessWatch | None = None) -> bytes:
     data = bytearray()
     while len(data) < size:
-        if not (piece := line.recv(min(size - len(data), 1 << 20))):
+        receive = partial(line.recv, min(size - len(data), 1 << 20))
+        if not (piece := receive() if watch is None else watch.wait(receive)):
             raise EOFError("it has ended")
         data += piece
     return bytes(data)
