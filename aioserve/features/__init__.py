@@ -6,6 +6,12 @@ from typing import Any
 _FORMATS = "aioserve.features.formats"
 
 BRINGS: Mapping[str, Mapping[Any, str]] = {
+    # LoRA adapters on models: `runner.adapters`.
+    "adapters": {
+        "loaded": "aioserve.features.lora.rows:LoadedLowRank",
+        "hooks": "aioserve.features.lora.hooks:HookedAdapters",
+        "decoder": "aioserve.features.lora.cpu_products:CompiledAdapters",
+    },
     # What the batch of a runner keeps of its rows: `runner.batch_parts`.
     "batch parts": {
         "adapters": "aioserve.features.lora.rows:AdapterRows",

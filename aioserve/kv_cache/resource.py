@@ -1,9 +1,9 @@
 """What requests hold besides blocks of the main pool: the seam for another kind of cache.
 
-A kind of cache is one class derived from `Resource` with a line in `KINDS`, made by
-`make_resources` if the model decides on it, by `make_limits` if settings do, and a part of the
-runner that reads what its plan says. The scheduler knows no kind by name; the manager names two of
-today, for policies that look at them.
+A kind of cache is one class derived from `Resource`, brought by a part and made by `make_resources`
+if the model decides on it, by `make_limits` if settings do; and a part of the runner's batch that
+reads what its plan says. The scheduler knows no kind by name; the manager names two of today, for
+policies that look at them.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,6 @@ import msgspec
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import KVConnectorBase
 from aioserve.request import EncoderInput, Request, WaitReason
-from aioserve.support.parts import Brought
 
 
 class Resource:
@@ -359,10 +358,6 @@ class LimitOf:
             self._made.follow(other.resource)
 
 
-#: The kinds of cache that parts bring, by the names of their plans.
-KINDS = Brought[Callable[..., Resource]]("caches")
-
-
 def make_resources(
     num_state_slots: int | None,
     windows: WindowSpec | None,
@@ -375,11 +370,10 @@ def make_resources(
     """
     resources: list[Resource] = []
     if num_state_slots is not None:
-        make = KINDS["states"]
-        resources.append(make(num_state_slots, block_size, keeps_snapshots=keeps_prefixes))
+        pool = _make("states", num_state_slots, block_size, keeps_snapshots=keeps_prefixes)
+        resources.append(pool)
     if windows is not None:
-        make = KINDS["windows"]
-        resources.append(make(windows, block_size, keeps_prefixes=keeps_prefixes))
+        resources.append(_make("windows", windows, block_size, keeps_prefixes=keeps_prefixes))
     return resources
 
 
@@ -387,9 +381,17 @@ def make_limits(max_loras: int, encoder: EncoderLimits, pool: BlockPool) -> list
     """What settings of the scheduler limit, whatever the model: these come and go with policies."""
 
     def make_encoder() -> Resource:
-        return KINDS["encoder"](encoder, pool)
+        return _make("encoder", encoder, pool)
 
     return [
         LimitOf(lambda request: bool(request.adapter_id), lambda: AdapterSlots(max_loras)),
         LimitOf(lambda request: bool(request.encoder_inputs), make_encoder),
     ]
+
+
+def _make(name: str, *sizes: Any, **options: Any) -> Resource:
+    """A kind of cache that a part brings under the name of its plan."""
+    from aioserve.support.parts import load
+
+    made: Resource = load("caches", name)(*sizes, **options)
+    return made

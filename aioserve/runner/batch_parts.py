@@ -80,9 +80,10 @@ class BatchParts:
         return made
 
     @cached_property
-    def adapters(self) -> Any:
+    def adapters(self) -> BatchPart[Any]:
         """Loaded LoRA adapters, and those of rows."""
-        return PARTS["adapters"]()
+        made: BatchPart[Any] = PARTS["adapters"]()
+        return made
 
     @cached_property
     def drafts(self) -> "DraftRows":

@@ -11,7 +11,8 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from aioserve.errors import ConfigError, place_of
 from aioserve.outputs import ModelRunnerOutput
@@ -24,7 +25,6 @@ from aioserve.support.parts import Brought
 if TYPE_CHECKING:
     from aioserve.config import EngineConfig, StructuredOutputsConfig
     from aioserve.features.kv_connector import KVConnectorWorker
-    from aioserve.features.lora.peft_directory import AdapterFiles
     from aioserve.model_source.info import ModelInfo
     from aioserve.params import StructuredOutputs
 
@@ -50,6 +50,17 @@ class OutputCompiler(ABC):
         """Give back threads and processes. Idempotent."""
 
 
+class AdapterFiles(Protocol):
+    """A LoRA adapter as it lies on disk, for the part that puts adapters on models."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def digest(self) -> str:
+        """Of all its files: equal for equal weights."""
+
+
 class RunnerInterface(ABC):
     """Runs steps in the order in which they are handed over. Used from one event loop."""
 
@@ -73,7 +84,7 @@ class RunnerInterface(ABC):
         """Threads of this machine that compute steps now; None if a step needs none."""
         return None
 
-    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+    async def load_adapter(self, adapter_id: str, files: AdapterFiles) -> None:
         """Take requests of this adapter id from now on, beside steps; one that it has is replaced.
         Raises `ConfigError` for an adapter that is not of its model.
         """

@@ -18,8 +18,6 @@ from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.features.lora.hooks import HookedAdapters
-from aioserve.features.lora.products import TokenAdapters
 from aioserve.features.multimodal.image_encoder import ImageEncoder
 from aioserve.features.multimodal.vision_language import TextPart, load_parts
 from aioserve.features.states.layers import StatefulLayers
@@ -27,6 +25,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.quantized_weight import attached, has_quantized_layers, told_of_weights
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
 from aioserve.model_source.vision_families import family_of
+from aioserve.runner.adapters import TokenAdapters, make_hooks
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
@@ -237,7 +236,7 @@ class AnyModel(ServedModel, Halves):
         self._takes_logits_to_keep = takes(module, "logits_to_keep")  # else it gives all of them
         self._takes_positions = takes(module, "position_ids")
         self._parts: BodyAndHead | None = None
-        self._adapters = HookedAdapters(module)
+        self._adapters = make_hooks(module)
         self._tapped: TappedLayers | None = None
 
     def tap(self, layers: Sequence[int]) -> Taps | None:

@@ -21,9 +21,9 @@ from aioserve.runner.attention.backend import (
 )
 
 if TYPE_CHECKING:  # what few models need, or what brings `transformers`
-    from aioserve.features.lora.products import AdapterSites, TokenAdapters
     from aioserve.features.multimodal.image_encoder import ImageEncoder
     from aioserve.features.states.layers import StatefulLayers
+    from aioserve.runner.adapters import AdapterSites, TokenAdapters
 
 
 def _keep_nothing(slots: Tensor, states: Tensor) -> None:

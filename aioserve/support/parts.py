@@ -6,7 +6,7 @@ a feature, write it into a folder of its part and give `BRINGS` a line.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -14,23 +14,30 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 #: The packages that bring something, in the order in which it is found.
-PARTS = ("aioserve.apis", "aioserve.features", "aioserve.fleet", "aioserve.gpu", "aioserve.lab")
+PARTS = ("aioserve.features", "aioserve.apis", "aioserve.fleet", "aioserve.gpu", "aioserve.lab")
 
 
 @cache
 def brought(kind: str) -> Mapping[Any, str]:
     """Where what the parts bring of this kind is, by name."""
-    found: dict[Any, str] = {}
+    return {name: path for own in _brought_by_each(kind) for name, path in own.items()}
+
+
+def _brought_by_each(kind: str) -> Iterator[Mapping[Any, str]]:
+    """What each part brings of this kind; a part's package is imported when it is come to."""
     for package in PARTS:
-        found.update(importlib.import_module(package).BRINGS.get(kind, {}))
-    return found
+        found: Mapping[Any, str] = importlib.import_module(package).BRINGS.get(kind, {})
+        yield found
 
 
 def load(kind: str, name: Any) -> Any:
     """What is brought by this name: a module, or what it calls so. Raises `KeyError` for a name
     that no part brings, and `ModuleNotFoundError` where a package is missing.
     """
-    module, _, attribute = brought(kind)[name].partition(":")
+    path = next((own[name] for own in _brought_by_each(kind) if name in own), None)
+    if path is None:
+        raise KeyError(name)
+    module, _, attribute = path.partition(":")
     loaded = importlib.import_module(module)
     return attrgetter(attribute)(loaded) if attribute else loaded
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from aioserve.errors import ConfigError
 from aioserve.features.lora.peft_directory import read_adapter
-from aioserve.features.lora.products import TokenAdapters
+from aioserve.features.lora.products import LowRankTokens
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.fused import WholeDecoder
@@ -219,7 +219,7 @@ def test_an_adapter_is_compared_with_the_base_while_a_step_has_adapters(
     weights["base_model.model.lm_head.base_layer.weight"] = own
     save_file(weights, path / "adapter_model.safetensors")
     wide = sites.put(read_adapter(adapted("llama")["wide"][0]))
-    of_a_step = TokenAdapters([(wide, torch.tensor([3, 70]))])
+    of_a_step = LowRankTokens([(wide, torch.tensor([3, 70]))])
     with driver.runner._model._adapters.used(of_a_step, of_a_step):  # type: ignore[attr-defined]
         sites.put(read_adapter(path))
 

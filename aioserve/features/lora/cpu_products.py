@@ -5,14 +5,25 @@ Knows how the kernels want them; knows nothing about names, files or requests.
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.features.lora.products import Adapter, LowRankProduct, LowRankTable, Piece, Place
-from aioserve.kernels import Kernels
+from aioserve.features.lora.products import (
+    Adapter,
+    LowRankProduct,
+    LowRankTable,
+    LowRankTokens,
+    Piece,
+    TorchProduct,
+)
+from aioserve.kernels import Kernels, load_kernels
 from aioserve.kernels.structs import AdapterStruct, LowRankPiece, LowRankStruct
+from aioserve.runner.adapters import DecoderAdapters, Place, TokenAdapters
+from aioserve.runner.fused.decoder import HEAD, LayerProduct
 
 _MULTIPLE = 16  # inputs
 
@@ -62,6 +73,50 @@ class CompiledTable(LowRankTable):
     def add(self, ids: Tensor, out: Tensor, rows: Tensor) -> None:
         own = AdapterStruct(None, ctypes.pointer(self.struct), rows.data_ptr(), len(rows))
         self._kernels.add_low_rank(own, None, ids, out)
+
+
+def make_product(pieces: Sequence[Piece]) -> LowRankProduct:
+    """The addition to a product by `pieces` in the order of their outputs: by the kernels, or by
+    torch where there is none for them.
+    """
+    if CompiledProduct.serves(pieces):
+        return CompiledProduct(load_kernels(), pieces)
+    return TorchProduct(pieces)
+
+
+def make_table(piece: Piece) -> LowRankTable:
+    """The addition to the embedding."""
+    return CompiledTable(load_kernels(), piece)
+
+
+class CompiledAdapters(DecoderAdapters):
+    """The adapters that a decoder has met, laid out for its one call."""
+
+    def __init__(self, num_layers: int) -> None:
+        layers = [(i, name) for i in range(num_layers) for name in get_args(LayerProduct)]
+        self._places: list[Place] = [*layers, HEAD]
+        # Gone with their adapters.
+        self._known: WeakKeyDictionary[Adapter, CompiledAdapter] = WeakKeyDictionary()
+
+    def serves(self, tokens: TokenAdapters) -> bool:
+        assert isinstance(tokens, LowRankTokens), "of this part"
+        return all(CompiledAdapter.serves(adapter) for adapter, _ in tokens.groups)
+
+    def structs(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:
+        structs = [
+            [self._of(adapter).of(own) for adapter, own in one.groups]
+            if isinstance(one, LowRankTokens)
+            else []
+            for one in rows
+        ]
+        arrays = [(AdapterStruct * len(own))(*own) for own in structs]
+        return (*arrays, *map(len, arrays))
+
+    def _of(self, adapter: Adapter) -> "CompiledAdapter":
+        found = self._known.get(adapter)
+        if found is None:
+            found = self._known[adapter] = CompiledAdapter(adapter, self._places)
+        return found
 
 
 class CompiledAdapter:

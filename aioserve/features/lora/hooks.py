@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aioserve.features.lora.products import AdapterSites, Site, TokenAdapters
 from aioserve.features.states.layers import StatefulLayers
 from aioserve.gpu.tensor_parallel.shard import share_of
+from aioserve.runner.adapters import AdapterHooks, AdapterSites, Site, TokenAdapters
 
 
-class HookedAdapters:
+class HookedAdapters(AdapterHooks):
     """The adapters of one model, by hooks. A step says first what it is computed with."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,9 +28,6 @@ class HookedAdapters:
 
     @contextmanager
     def finding(self, num_tokens: int, states: StatefulLayers | None = None) -> Iterator[None]:
-        """The model is run in here on `num_tokens` tokens: see which modules they pass. What is
-        in layers with `states` is called with others in steps.
-        """
         handles = []
         for name, module in self._module.named_modules():
             if isinstance(module, nn.Linear) and (states is None or module not in states):
@@ -52,7 +49,6 @@ class HookedAdapters:
 
     @contextmanager
     def used(self, tokens: TokenAdapters | None, sampling: TokenAdapters | None) -> Iterator[None]:
-        """The model is run in here, by these."""
         self._tokens, self._sampling = tokens, sampling
         try:
             yield
@@ -60,7 +56,6 @@ class HookedAdapters:
             self._tokens = self._sampling = None
 
     def sites(self, head: Callable[[Tensor], Tensor]) -> AdapterSites:
-        """The places that were found; `head` as in `AdapterSites`."""
         weight = next(self._module.parameters())
         table, shape = self._table, None
         if table is not None:
@@ -77,7 +72,7 @@ class HookedAdapters:
             return Site(name, 0, *share_of(module))
 
         return AdapterSites(
-            find,
+            find=find,
             dtype=weight.dtype,
             device=weight.device,
             table_shape=shape,

@@ -19,10 +19,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.features.lora.products import TokenAdapters
 from aioserve.features.spec_decode.head_drafter import DraftHead, draft_of_head
 from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
 from aioserve.model_source.info import ModelInfo
+from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,

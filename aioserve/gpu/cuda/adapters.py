@@ -5,6 +5,7 @@ adapter is made of is known to `adapter_sites`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -13,25 +14,32 @@ from torch import Tensor
 
 from aioserve.errors import ConfigError
 from aioserve.features.lora.peft_directory import AdapterFiles
-from aioserve.features.lora.products import Adapter, AdapterOwners, AdapterSites, TokenAdapters
-from aioserve.features.lora.rows import AdapterRows, LoadedAdapters
+from aioserve.features.lora.products import Adapter, LowRankOwners, LowRankTokens
+from aioserve.features.lora.rows import AdapterRows, LoadedLowRank, put_on
 from aioserve.gpu.cuda.device import Device
 from aioserve.gpu.cuda.sampler import DeviceSampler
+from aioserve.runner import interface
+from aioserve.runner.adapters import AdapterSites, TokenAdapters
+from aioserve.runner.batch.input_batch import BatchPart
 
 MIB = 1 << 20
 
 
-class DeviceAdapters(LoadedAdapters):
+class DeviceAdapters(LoadedLowRank):
     """LoRA adapters that are loaded on a device, and its room for more."""
 
-    def __init__(self, sites: AdapterSites, rows: AdapterRows, device: Device, room: int) -> None:
+    def __init__(
+        self, sites: AdapterSites, rows: BatchPart[Any], device: Device, room: int
+    ) -> None:
         """`room`: bytes on the device that all of them may take."""
+        assert isinstance(rows, AdapterRows), "of that part"
         super().__init__(sites, rows)
         self._device, self._room = device, room
         self._placed = WeakSet[Adapter]()  # while they live: unloaded ones may still have rows
 
-    def put(self, files: AdapterFiles) -> Adapter:
-        """As `AdapterSites.put`. Raises `ConfigError` too if there is no room."""
+    def put(self, files: interface.AdapterFiles) -> Adapter:
+        """As `put_on`. Raises `ConfigError` too if there is no room."""
+        assert isinstance(files, AdapterFiles), "read by that part"
         needed = files.num_parameters * self._sites.dtype.itemsize
         left = self._room - sum(adapter.num_bytes for adapter in self._placed)
         full = ConfigError(
@@ -43,7 +51,7 @@ class DeviceAdapters(LoadedAdapters):
         made: list[Adapter] = []
 
         def work() -> Sequence[Tensor]:
-            made.append(self._sites.put(files))
+            made.append(put_on(self._sites, files))
             return made[0].tensors
 
         try:
@@ -55,7 +63,7 @@ class DeviceAdapters(LoadedAdapters):
 
 
 def stage_adapters(
-    owners: Sequence[AdapterOwners], sampler: DeviceSampler
+    owners: Sequence[LowRankOwners], sampler: DeviceSampler
 ) -> Sequence[TokenAdapters]:
     """Each of `owners` on the device, by one copy. To be used when the device gets there."""
     groups = [one.groups() for one in owners]
@@ -66,7 +74,7 @@ def stage_adapters(
     }
     staged = sampler.stage(words)
     return [
-        TokenAdapters(
+        LowRankTokens(
             [
                 (adapter, staged[f"{number} {place}"].view(torch.int64))
                 for place, (adapter, _) in enumerate(own)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aioserve.errors import AioserveError, RunnerDeadError
-from aioserve.features.lora.products import AdapterOwners, TokenAdapters
+from aioserve.features.lora.products import LowRankOwners
 from aioserve.features.lora.rows import AdapterRows
 from aioserve.gpu.cuda.adapters import DeviceAdapters, stage_adapters
 from aioserve.gpu.cuda.attention import DeviceAttention
@@ -35,6 +35,7 @@ from aioserve.gpu.cuda.sampler import (
 )
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.params import SamplingParams
+from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.batch.drafter import Drafter
 from aioserve.runner.batch.input_batch import InputBatch
@@ -346,7 +347,7 @@ class StepExecutor:
         columns = self.parts.sampling.of(inputs)
         buffer = self._ring.take()
         wanted: WantedLogprobs | None = inputs.parts.get(PromptRows.name)
-        owners: AdapterOwners | None = inputs.parts.get(AdapterRows.name)
+        owners: LowRankOwners | None = inputs.parts.get(AdapterRows.name)
         # graphs give no hidden states, and have no adapters
         sizes = self._graphs.sizes if wanted is None and owners is None else ()
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
@@ -415,7 +416,7 @@ class StepExecutor:
         self._device.launch(lambda: self._sample(logits.pop(), sampling, masks))
 
     def _stage_adapters(
-        self, owners: AdapterOwners, plan: StepPlan, prompts: PromptPlan | None
+        self, owners: LowRankOwners, plan: StepPlan, prompts: PromptPlan | None
     ) -> Sequence[TokenAdapters]:
         """Stage the adapters for T tokens, S sampled rows and the prompt pieces, in this order."""
         owners = owners.take(plan.tokens)

@@ -24,8 +24,8 @@ from aioserve.support.progress import interruptible
 
 if TYPE_CHECKING:
     from aioserve.features.kv_connector import KVConnectorWorker
-    from aioserve.features.lora.peft_directory import AdapterFiles
     from aioserve.gpu.cuda.executor import LaunchedParts, StepExecutor
+    from aioserve.runner.interface import AdapterFiles
 
 logger = logging.getLogger(__name__)
 

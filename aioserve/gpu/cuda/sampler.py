@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioserve.features.lora.products import TokenAdapters
 from aioserve.gpu.cuda.device import Device, StagingRing
 from aioserve.gpu.cuda.plan import Sections, StepPlan, Words
 from aioserve.outputs import TokenLogprobs
 from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
+from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.batch.masks import Masks
 from aioserve.runner.batch.prompt_rows import WantedLogprobs
 from aioserve.runner.batch.sampling_columns import BAD, NO_LOGPROBS, LogitsEdits, has_penalties

@@ -24,8 +24,8 @@ from aioserve.runner.interface import OUTPUT_COMPILERS, OutputCompiler
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.features.lora.peft_directory import AdapterFiles
     from aioserve.gpu.cuda.executor import LaunchedParts, StepExecutor
+    from aioserve.runner.interface import AdapterFiles
     from aioserve.runner.ranks import Ranks
 
 #: Loads the first rank's share.

@@ -14,7 +14,6 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RequestFailedError
 from aioserve.features.kv_connector.host_blocks import SharedSlots
 from aioserve.features.lora.peft_directory import read_adapter
-from aioserve.features.lora.products import Adapter
 from aioserve.gpu.tensor_parallel.group import SharedError
 from aioserve.gpu.tensor_parallel.processes import (
     DropAdapter,
@@ -45,7 +44,7 @@ class FollowingRank:
         self._first, self._ranks = first, meet(first, start)
         self._slots = SharedSlots(start.kv_file, self._ranks)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="aioserve-adapters")
-        self._reading: dict[str, Future[Adapter]] = {}  # adapters that no request has yet, by id
+        self._reading: dict[str, Future[object]] = {}  # adapters that no request has yet, by id
         self._model = ResidentModel(start.config, info, self._make)
 
     def obey(self, message: Message) -> None:
@@ -85,7 +84,7 @@ class FollowingRank:
             info = read_same_model(message.model, self._model.info)
         self._model.load(info, message.cache)
 
-    def _read_adapter(self, message: ReadAdapter) -> Adapter:
+    def _read_adapter(self, message: ReadAdapter) -> object:
         files = read_adapter(Path(message.path))
         if files.digest != message.digest:
             raise ConfigError(f"adapter {message.path} has changed while it was read")

@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioserve.features.kv_connector import KVConnectorWorker
-    from aioserve.features.lora.peft_directory import AdapterFiles
-    from aioserve.features.lora.products import Adapter
     from aioserve.runner.batch.masks import Masks
     from aioserve.runner.batch.sampling_columns import SamplingInputs
     from aioserve.runner.cpu.executor import StepExecutor
     from aioserve.runner.cpu.sampler import SampledTokens
+    from aioserve.runner.interface import AdapterFiles
 
 
 T = TypeVar("T")
@@ -117,7 +116,7 @@ class ShardedRunner(FirstRankRunner, SleepingRunner):
         with self._all_told(MakeHostBlocks(num_bytes, of_first)), self._met.together():
             return self._model.make_host_blocks(num_bytes, slots)
 
-    def _use_adapter(self, adapter_id: str, adapter: "Adapter | BaseException") -> None:
+    def _use_adapter(self, adapter_id: str, adapter: "object | BaseException") -> None:
         with self._all_told(UseAdapter(adapter_id)):
             with self._met.together():
                 if isinstance(adapter, BaseException):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from aioserve.features.lora.products import AdapterOwners, TokenAdapters
+    from aioserve.runner.adapters import AdapterOwners, TokenAdapters
 
 IntArray = npt.NDArray[np.int64]
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioserve.features.lora.products import AdapterOwners, TokenAdapters
 from aioserve.outputs import TokenLogprobs, Vector
 from aioserve.request import ENTROPY, find_function
+from aioserve.runner.adapters import AdapterOwners, TokenAdapters
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.batch.prompt_rows import WantedLogprobs, WantedStates
 from aioserve.runner.cpu.sampler import token_logprobs

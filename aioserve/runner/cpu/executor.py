@@ -6,7 +6,7 @@ a model is loaded.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -40,8 +40,7 @@ from aioserve.scheduler.output import SchedulerOutput
 if TYPE_CHECKING:
     from aioserve.features.kv_connector.cpu_copies import HostCopies
     from aioserve.features.kv_connector.host_blocks import HostBlocks, SharedSlots
-    from aioserve.features.lora.products import Adapter
-    from aioserve.features.lora.rows import LoadedAdapters
+    from aioserve.runner.adapters import LoadedAdapters
     from aioserve.runner.batch.masks import Masks
     from aioserve.runner.cpu.asked_results import Looked, RowValueStep
 
@@ -156,12 +155,12 @@ class StepExecutor:
     @cached_property
     def adapters(self) -> "LoadedAdapters":
         """Loads and drops LoRA adapters."""
-        from aioserve.features.lora.rows import LoadedAdapters
+        from aioserve.runner.adapters import make_loaded
 
-        return LoadedAdapters(self._model.adapter_sites, self.parts.adapters)
+        return make_loaded(self._model.adapter_sites, self.parts.adapters)
 
     @property
-    def loaded_adapters(self) -> "dict[str, Adapter]":
+    def loaded_adapters(self) -> Mapping[str, object]:
         """The LoRA adapters of which requests may come, by id."""
         return self.adapters.loaded if "adapters" in self.__dict__ else {}
 
@@ -274,7 +273,7 @@ class ResidentModel:
         self.executor: StepExecutor | None = make(config, info)
         self._made_cache = config.cache
         # What outlives an executor: it is of the model's sizes, and of none of its weights.
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, object] = {}
         self.host_blocks: HostBlocks | None = None
 
     def make_host_blocks(self, num_bytes: int, shared: "SharedSlots | None" = None) -> "HostBlocks":

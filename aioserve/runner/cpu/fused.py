@@ -7,8 +7,8 @@ about model classes.
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, get_args
-from weakref import WeakKeyDictionary
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +39,11 @@ from aioserve.runner.cpu.products import (
     pack_linear,
 )
 from aioserve.runner.fused.decoder import (
-    HEAD,
     AllReduceLinear,
     DecoderLayer,
     FusedDecoder,
     GatedMLP,
     GatherToRank0,
-    LayerProduct,
     Place,
     own_experts,
     own_product,
@@ -68,16 +66,12 @@ from aioserve.runner.fused.ops import (
 )
 
 if TYPE_CHECKING:  # what few models need is loaded where it is used
-    from aioserve.features.lora.cpu_products import CompiledAdapter
-    from aioserve.features.lora.products import (
-        Adapter,
-        LowRankProduct,
-        LowRankTable,
-        Piece,
-        TokenAdapters,
-    )
     from aioserve.model_source.quantized_weight import QuantizedWeight
+    from aioserve.runner.adapters import DecoderAdapters
     from aioserve.runner.ranks import Ranks
+
+#: What the one call is told of adapters where no token has any: two arrays, and how many they have.
+_NO_ADAPTERS: tuple[Any, ...] = ((AdapterStruct * 0)(), (AdapterStruct * 0)(), 0, 0)
 
 
 class WholeDecoder(FusedDecoder):
@@ -100,8 +94,13 @@ class WholeDecoder(FusedDecoder):
         self._logits_memory = LogitsMemory()
         output = layers[0].output
         self._sums = _Sums(output.ranks) if isinstance(output, AllReduceLinear) else None
-        # Gone with their adapters.
-        self._compiled_adapters: WeakKeyDictionary[Adapter, CompiledAdapter] = WeakKeyDictionary()
+
+    @cached_property
+    def _adapters(self) -> "DecoderAdapters":
+        """What adapters are to the kernels, from the first step on that has some."""
+        from aioserve.runner.adapters import make_decoder_adapters
+
+        return make_decoder_adapters(len(self.layers))
 
     @staticmethod
     def serves(layers: list[DecoderLayer], head: Linear) -> bool:
@@ -126,7 +125,7 @@ class WholeDecoder(FusedDecoder):
         given = inputs.given is not None
         if inputs.given is not None and inputs.given.deep:
             return super().forward(inputs, attention)
-        if tokens is not None and (given or not _serve_all(tokens)):
+        if tokens is not None and (given or not self._adapters.serves(tokens)):
             return super().forward(inputs, attention)
         check_ids(inputs.input_ids, self.embedding.shape[0])
         if self._attention is not attention:
@@ -143,6 +142,9 @@ class WholeDecoder(FusedDecoder):
             if self._sums is not None:
                 self._sums.scratch = self._scratch
         logits = self._logits_memory.take(num_sampling, self._struct.head.outputs)
+        adapters = _NO_ADAPTERS
+        if tokens is not None:
+            adapters = self._adapters.structs(tokens, inputs.logits_adapters)
         taps = self.taps
         num_taps = 0 if taps is None else len(taps.layers)
         if num_taps:
@@ -162,7 +164,7 @@ class WholeDecoder(FusedDecoder):
             len(attention.seq_lens),
             attention.tables.blocks.shape[1],
             num_sampling,
-            *self._adapters(tokens, inputs.logits_adapters),
+            *adapters,
             ctypes.addressof(tap_layers),
             self._tapped.data_ptr(),
             num_taps,
@@ -178,24 +180,6 @@ class WholeDecoder(FusedDecoder):
         if self._sums is not None:
             self._sums.check()
         return self.head.join(logits) if isinstance(self.head, GatherToRank0) else logits
-
-    def _adapters(self, *rows: "TokenAdapters | None") -> tuple[Any, ...]:
-        """The groups of each, then their numbers."""
-        structs = [
-            [self._compiled(adapter).of(own) for adapter, own in (one.groups if one else ())]
-            for one in rows
-        ]
-        arrays = [(AdapterStruct * len(own))(*own) for own in structs]
-        return (*arrays, *map(len, arrays))
-
-    def _compiled(self, adapter: "Adapter") -> "CompiledAdapter":
-        from aioserve.features.lora.cpu_products import CompiledAdapter
-
-        found = self._compiled_adapters.get(adapter)
-        if found is None:
-            places = [(i, name) for i in range(len(self.layers)) for name in get_args(LayerProduct)]
-            found = self._compiled_adapters[adapter] = CompiledAdapter(adapter, [*places, HEAD])
-        return found
 
     def _fill_in(self, attention: CompiledAttention) -> None:
         """The structs, with the caches of this attention."""
@@ -260,13 +244,6 @@ def _experts_struct(experts: object) -> Any:
 
     assert isinstance(experts, CompiledExperts), "`serves`"
     return ctypes.pointer(experts.struct)
-
-
-def _serve_all(tokens: "TokenAdapters") -> bool:
-    """Whether the kernels serve all adapters of the tokens."""
-    from aioserve.features.lora.cpu_products import CompiledAdapter
-
-    return all(CompiledAdapter.serves(adapter) for adapter, _ in tokens.groups)
 
 
 def _packed(linear: Linear) -> PackedWeight:
@@ -342,6 +319,7 @@ class CompiledOps(PackedOps):
     """Kernels, also for the products if there are some; one call per operation, nothing checked."""
 
     is_compiled = True
+    low_rank = "kernels"
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -384,18 +362,6 @@ class CompiledOps(PackedOps):
 
     def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
         return BlockEmbedding(head, dtype) if isinstance(head, BlockLinear) else None
-
-    def low_rank_product(self, pieces: "Sequence[Piece]") -> "LowRankProduct":
-        from aioserve.features.lora.cpu_products import CompiledProduct
-
-        if CompiledProduct.serves(pieces):
-            return CompiledProduct(self._kernels, pieces)
-        return super().low_rank_product(pieces)
-
-    def low_rank_table(self, piece: "Piece") -> "LowRankTable":
-        from aioserve.features.lora.cpu_products import CompiledTable
-
-        return CompiledTable(self._kernels, piece)
 
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
         assert isinstance(attention, CompiledAttention)  # both are chosen by `why_not`

@@ -16,13 +16,12 @@ from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_source.info import ModelInfo, read_same_model
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import OUTPUT_COMPILERS, RunnerInterface
+from aioserve.runner.interface import OUTPUT_COMPILERS, AdapterFiles, RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.support.progress import interruptible
 
 if TYPE_CHECKING:
     from aioserve.features.kv_connector import KVConnectorWorker
-    from aioserve.features.lora.peft_directory import AdapterFiles
     from aioserve.runner.cpu.executor import ResidentModel, StepExecutor
 
 
@@ -64,7 +63,7 @@ class ThreadedRunner(RunnerInterface):
         assert self._executor is not None, "load() first"
         return self._executor.copies.make(num_bytes)
 
-    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+    async def load_adapter(self, adapter_id: str, files: AdapterFiles) -> None:
         if (executor := self._executor) is None:
             raise RunnerDeadError("the model runner is closed")
         adapter = await asyncio.to_thread(executor.adapters.put, files)
@@ -161,7 +160,7 @@ class SleepingRunner(ThreadedRunner):
         config = msgspec.structs.replace(known.config, model=path)
         return await asyncio.to_thread(read_same_model, config, known)
 
-    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+    async def load_adapter(self, adapter_id: str, files: AdapterFiles) -> None:
         self._check_awake()
         await super().load_adapter(adapter_id, files)
 

@@ -34,7 +34,7 @@ from aioserve.runner.fused.ops import (
 from aioserve.runner.served_model import Taps
 
 if TYPE_CHECKING:
-    from aioserve.features.lora.products import TokenAdapters
+    from aioserve.runner.adapters import TokenAdapters
     from aioserve.runner.ranks import Ranks
 
 

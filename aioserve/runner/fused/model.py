@@ -31,8 +31,8 @@ from aioserve.runner.fused.decoder import (
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 
 if TYPE_CHECKING:  # what few models need, or what brings `transformers`
-    from aioserve.features.lora.products import AdapterSites, Site, TokenAdapters
     from aioserve.features.multimodal.image_encoder import ImageEncoder
+    from aioserve.runner.adapters import AdapterSites, Site, TokenAdapters
     from aioserve.runner.fused.recognize import MRoPERows
     from aioserve.runner.ranks import Ranks
 
@@ -105,7 +105,7 @@ class FusedModel(ServedModel, Halves):
 
 def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device) -> "AdapterSites":
     """All linear layers but those of experts, the embedding and the head."""
-    from aioserve.features.lora.products import AdapterSites, Site
+    from aioserve.runner.adapters import AdapterSites, Site
 
     (tokens, hidden), head = decoder.embedding.shape, decoder.head
     ranks, of_head = None, slice(None)
@@ -122,22 +122,21 @@ def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device)
         return sites[int(match[1])].get(match[2])
 
     return AdapterSites(
-        find,
+        find=find,
         dtype=dtype,
         device=device,
         table_shape=decoder.embedding.shape,
         rows_of_table=decoder.embedding,
         head=own_product(head),
         is_table=lambda name: _TABLE.fullmatch(name) is not None,
-        make_product=decoder.ops.low_rank_product,
-        make_table=decoder.ops.low_rank_table,
+        products=decoder.ops.low_rank,
     )
 
 
 def _layer_sites(
     index: int, layer: DecoderLayer, hidden: int, ranks: "Ranks | None"
 ) -> "dict[str, Site]":
-    from aioserve.features.lora.products import Site
+    from aioserve.runner.adapters import Site
 
     attention, mlp = layer.attention, layer.mlp
     queries = attention.num_heads * attention.head_dim

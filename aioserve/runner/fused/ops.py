@@ -16,7 +16,6 @@ from torch import Tensor
 from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, ModelInputs
 
 if TYPE_CHECKING:
-    from aioserve.features.lora.products import LowRankProduct, LowRankTable, Piece
     from aioserve.model_source.quantized_weight import QuantizedWeight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -138,6 +137,8 @@ class Ops(ABC):
     """One thread, one step at a time: `begin`, then the operations of all layers in order."""
 
     is_compiled = False  # whether our own kernels do all of them
+    #: What computes the additions of LoRA adapters beside these: as in `AdapterSites`.
+    low_rank: Literal["torch", "kernels"] = "torch"
 
     @abstractmethod
     def linear(
@@ -174,18 +175,6 @@ class Ops(ABC):
     ) -> Mixture | None:
         """Experts without their router, for rows of `dtype`; None where nothing computes these."""
         return None
-
-    def low_rank_product(self, pieces: "Sequence[Piece]") -> "LowRankProduct":
-        """The addition of an adapter to a product, by `pieces` in the order of their outputs."""
-        from aioserve.features.lora.products import TorchProduct
-
-        return TorchProduct(pieces)
-
-    def low_rank_table(self, piece: "Piece") -> "LowRankTable":
-        """The addition of an adapter to the embedding."""
-        from aioserve.features.lora.products import TorchTable
-
-        return TorchTable(piece)
 
     @abstractmethod
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from aioserve.errors import one_line
-from aioserve.features.lora.products import AdapterSites
+from aioserve.runner.adapters import AdapterSites
 from aioserve.runner.attention.backend import (
     KVCacheSpec,
     LayerAttention,
@@ -61,7 +61,7 @@ class RowByRowModel(ServedModel):
         self._device, self._vocab_size = weight.device, vocab_size
         self.kv_cache_spec, self._places = self._find_places(weight.dtype)
         self.adapter_sites = AdapterSites(
-            lambda _: None,
+            find=lambda _: None,
             dtype=weight.dtype,
             device=weight.device,
             table_shape=None,

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioserve.features.lora.products import AdapterSites, TokenAdapters
 from aioserve.gpu.cuda import sampler
 from aioserve.gpu.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.gpu.cuda.executor import StepExecutor
 from aioserve.gpu.cuda.flashinfer_attention import FlashInferAttention
 from aioserve.gpu.cuda.plan import Layout, Limits
 from aioserve.gpu.cuda.sampler import DeviceSampler
+from aioserve.runner.adapters import AdapterSites, TokenAdapters
 from aioserve.runner.attention.backend import (
     AttentionCall,
     AttentionOptions,
@@ -48,7 +48,7 @@ class TinyModel(ServedModel, Halves):
         self.qkv = weight(2, HIDDEN, (NUM_HEADS + 2) * HEAD_DIM)
         self.head = weight(HIDDEN, VOCAB_SIZE)
         self.adapter_sites = AdapterSites(
-            lambda name: None,
+            find=lambda name: None,
             dtype=torch.float32,
             device=torch.device("cpu"),
             table_shape=None,
