@@ -38,7 +38,6 @@ from aioserve.kv_cache.resource import (
     make_limits,
     make_resources,
 )
-from aioserve.kv_cache.retention import Retention
 
 __all__ = [
     "BLOCKS",
@@ -61,7 +60,6 @@ __all__ = [
     "OffloadPrice",
     "Outside",
     "Resource",
-    "Retention",
     "StatePool",
     "StateSlots",
     "Vacancy",

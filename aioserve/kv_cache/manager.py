@@ -7,14 +7,16 @@ Knows requests' tokens and blocks. Does not know steps, queues or which request 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aioserve.errors import InvariantError
-from aioserve.kv_cache.block_pool import BlockPool, KVEvent, hash_blocks, tell_stored
+from aioserve.kv_cache.block_pool import BlockPool, KVEvent, Leases, hash_blocks, tell_stored
 from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase, OffloadPrice
 from aioserve.kv_cache.resource import LimitOf, Resource, StatePool, WindowPool
-from aioserve.kv_cache.retention import Leases, Retention
 from aioserve.request import Request, RequestStatus, WaitReason
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache.retention import Retention
 
 
 class KVCacheManager:
@@ -93,7 +95,8 @@ class KVCacheManager:
     def follow(self, limits: Iterable[LimitOf], max_leased_blocks: int) -> None:
         """Another scheduler is in charge, with `limits` of its settings; leases and ranks end."""
         self.leases.begin_anew(max_leased_blocks)
-        self.retention = Retention.replace(self.retention, None)
+        if self.retention is not None:
+            self.retention = self.retention.replace(self.retention, None)
         for mine, other in zip(self._limits, limits, strict=True):
             mine.follow(other)
 

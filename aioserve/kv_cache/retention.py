@@ -1,22 +1,20 @@
-"""Which cached prefixes are kept: by ranks that a policy states, or by leases that it pins.
+"""Which cached prefixes are evicted first, by ranks that a policy states. Loaded if one does.
 
-Without either, the least recently used block is evicted first. `Ranking` is the order in which
-free cached blocks are evicted when they have ranks: the smallest rank goes first, of equal ranks
-the block that was freed first, and never a block before a free one behind it in its prefix; it
-costs O(log n) for each block that is freed, ranked or evicted. `Retention` holds the ranks that
-one policy states. A lease holds its blocks as a request does, so that no other request gets them,
-but gives way to a request beside which nothing runs. (Continuum, Li et al., 2025, pins a program's
-prefix while its tool runs.)
+Without ranks, the least recently used block is evicted first. `Ranking` is the order in which free
+cached blocks are evicted when they have ranks: the smallest rank goes first, of equal ranks the
+block that was freed first, and never a block before a free one behind it in its prefix; it costs
+O(log n) for each block that is freed, ranked or evicted. `Retention` holds the ranks that one
+policy states.
 """
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from aioserve.errors import InvariantError, PolicyError
+from aioserve.errors import InvariantError
 from aioserve.kv_cache.block_pool import BlockPool, hash_blocks
 from aioserve.request import Request
 
@@ -228,88 +226,3 @@ class Retention:
                 break
             found.append(content)
         return found
-
-
-class _Lease(NamedTuple):
-    block_ids: list[int]
-    until: float  # seconds of the scheduler's clock
-
-
-class Leases:
-    """The leases of one pool, by key, the oldest first; a key has one lease."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.max_blocks = pool.num_blocks  # that all leases hold at most, shared ones counted twice
-        self._pool = pool
-        self.held: dict[Hashable, _Lease] = {}  # what is asked in every step: a dict is cheap
-        self._num_blocks = 0
-        self._next_end = math.inf  # no lease ends before
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    @property
-    def references(self) -> Counter[int]:
-        """By block: how many leases hold it."""
-        return Counter(b for lease in self.held.values() for b in lease.block_ids)
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks that leases hold, and no request does."""
-        own = self.references
-        return sum(self._pool.ref_counts[b] == count for b, count in own.items())
-
-    def pin(self, key: Hashable, block_ids: list[int], until: float) -> int:
-        """Hold these cached blocks until a time, or as many of the first as `max_blocks` allows, in
-        the place of what the key has held; older leases end where there is no room beside them.
-        Returns how many are held. Raises `PolicyError` for a time that never comes.
-        """
-        if not math.isfinite(until):
-            raise PolicyError(f"pin() takes a time of the clock in seconds, got {until!r}")
-        block_ids = block_ids[: self.max_blocks]
-        self._pool.touch(block_ids)
-        self.end(key)
-        while self.held and self._num_blocks + len(block_ids) > self.max_blocks:
-            self.give_way()
-        if block_ids:
-            self.held[key] = _Lease(block_ids, until)
-            self._num_blocks += len(block_ids)
-            self._next_end = min(self._next_end, until)
-        return len(block_ids)
-
-    def end(self, key: Hashable) -> None:
-        """Let go of what the key holds, if anything: it stays cached until it is evicted."""
-        if (lease := self.held.pop(key, None)) is not None:
-            self._num_blocks -= len(lease.block_ids)
-            self._pool.free(reversed(lease.block_ids))  # the head of a prefix is evicted last
-
-    def give_way(self) -> bool:
-        """End the oldest lease. False: there is none."""
-        for key in self.held:
-            self.end(key)
-            return True
-        return False
-
-    def expire(self, now: float) -> None:
-        """End the leases whose time has passed."""
-        if now < self._next_end:
-            return
-        for key in [key for key, lease in self.held.items() if lease.until <= now]:
-            self.end(key)
-        self._next_end = min((lease.until for lease in self.held.values()), default=math.inf)
-
-    def next_due(self, due: float | None) -> float | None:
-        """The earlier one of that time and the one at which a lease ends; None: neither is."""
-        if not self.held:
-            return due
-        return self._next_end if due is None else min(due, self._next_end)
-
-    def begin_anew(self, max_blocks: int) -> None:
-        """End all leases. Those of later together hold at most `max_blocks` KV blocks."""
-        self.end_all()
-        self.max_blocks = max_blocks
-
-    def end_all(self) -> None:
-        """End all leases: their KV blocks can be evicted again."""
-        while self.give_way():
-            pass

@@ -6,12 +6,15 @@ the policy's `retention` and checks the answers; which block is evicted first, t
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aioserve.errors import PolicyError
-from aioserve.kv_cache import KVCacheManager, Retention
+from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request
 from aioserve.scheduler.table import RequestTable
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache.retention import Retention
 
 
 class _Owner(Protocol):
@@ -118,12 +121,13 @@ class Ranks:
         """Whether the policy has given ranks, or is asked for them."""
         return self._ranks is not None
 
-    def begin(self) -> Retention:
+    def begin(self) -> "Retention":
         """Let ranks decide what is evicted, if they do not yet."""
         if self._ranks is None:
             self._ranks = self._make(None)
-        self._kv_cache.retention = Retention.replace(self._kv_cache.retention, self._ranks)
-        return self._ranks
+        ranks = self._ranks
+        self._kv_cache.retention = ranks.replace(self._kv_cache.retention, ranks)
+        return ranks
 
     def retain(self, request: Request, rank: float, num_tokens: int | None) -> int:
         """Give the request's cached prefix, or its first `num_tokens` tokens, a rank; returns the
@@ -132,7 +136,9 @@ class Ranks:
         self._check(rank, request)
         return self.begin().rank(request, rank, num_tokens)
 
-    def _make(self, ask: Callable[[Request], float] | None) -> Retention:
+    def _make(self, ask: Callable[[Request], float] | None) -> "Retention":
+        from aioserve.kv_cache.retention import Retention
+
         return Retention(self._kv_cache.pool, self._kv_cache.block_size, ask)
 
     def _asked(self, request: Request) -> float:

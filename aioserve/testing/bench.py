@@ -22,10 +22,10 @@ from aioserve.kv_cache import (
     BlockStored,
     KVCacheManager,
     KVEvent,
-    Retention,
     WindowSpec,
     make_resources,
 )
+from aioserve.kv_cache.retention import Retention
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, hinted_flag

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from aioserve.kv_cache import BlockPool, KVCacheManager, Retention
-from aioserve.kv_cache.retention import Ranking
+from aioserve.kv_cache import BlockPool, KVCacheManager
+from aioserve.kv_cache.retention import Ranking, Retention
 from aioserve.request import Request
 from tests.kv_cache.test_manager import compute, make_request
 
