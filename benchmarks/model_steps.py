@@ -66,6 +66,7 @@ from steps import (
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.features.lora.peft_directory import read_adapter
+from aioserve.features.lora.products import Adapter
 from aioserve.kernels import load_kernels
 from aioserve.kv_cache import StateSlots
 from aioserve.model_source.info import ModelInfo
@@ -235,6 +236,7 @@ def adapters(args: Args) -> dict[str, Any]:
         for number, name in enumerate(names):
             made = make_adapter(path, Path(folder) / name, args.rank, number)
             adapter = runner.adapters.put(read_adapter(made))
+            assert isinstance(adapter, Adapter)
             num_bytes += adapter.num_bytes
             runner.adapters.load(name, adapter)
     kinds: dict[str, list[NewRequestData]] = {"without": [], "with": []}
