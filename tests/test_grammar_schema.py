@@ -1,6 +1,7 @@
 """What schemas become before native code reads them: exact numbers, keys once, closed objects."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -226,6 +227,36 @@ async def test_a_key_of_a_pattern_is_written_once(takes) -> None:
     one = {**letters, "maxProperties": 1}
     assert await takes(one, {})
     assert not await takes(one, '{"a": 1, "a": 2}')
+
+
+@pytest.mark.parametrize(
+    ("counts", "required"),
+    [
+        ({"minProperties": 2}, []),
+        ({"minProperties": 2}, ["c"]),
+        ({"minProperties": 1, "maxProperties": 2}, ["b"]),
+        ({"maxProperties": 2}, []),
+        ({"minProperties": 3, "maxProperties": 9}, []),
+    ],
+)
+async def test_keys_of_a_pattern_are_counted_once_each(
+    counts: dict[str, int], required: list[str], takes
+) -> None:
+    integers = {"patternProperties": {"^[abc]$": {"type": "integer"}}}
+    closed = {"type": "object", "additionalProperties": False, "required": required}
+    schema = {**closed, **integers, **counts}
+    least, most = counts.get("minProperties", 0), counts.get("maxProperties", 3)
+    for number in range(4):
+        for names in itertools.combinations("abc", number):
+            fits = least <= number <= most and {*required} <= {*names}
+            assert await takes(schema, dict.fromkeys(names, 1)) == fits
+    assert not await takes(schema, '{"b": 1, "b": 1}')
+    assert not await takes(schema, '{"a": 1, "b": 1, "b": 1}')
+    with pytest.raises(RequestError, match="leave no choice among the 3 names"):
+        await takes({**schema, "minProperties": 4}, {})
+    letters = {"^[a-z]$": {"type": "integer"}}
+    with pytest.raises(RequestError, match="more than 512 choices among the 26 names"):
+        await takes({**closed, "patternProperties": letters, "minProperties": 5}, {})
 
 
 async def test_a_declared_key_is_not_written_again_by_escapes(takes) -> None:

@@ -7,10 +7,11 @@ given schema allows as well; what cannot be said exactly is refused. Knows JSON 
 nothing about tokens, requests, or which field of a request holds the schema.
 """
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import Any
@@ -23,6 +24,7 @@ LARGEST = 2**63 - 1024
 _EXACT = 2**53  # up to here, floats hold every whole number
 _UNBOUNDED_FROM = 10**18  # where the library fails if the other bound is missing
 MAX_COUNT = 2**31 - 1  # of characters, items or properties; no reply comes near
+MAX_CHOICES = 512  # of names, where an object has at least or at most so many of a few
 _SMALLEST = 1e-17  # what stands for the first number beside 0
 _MAX_MULTIPLE = (2**32 - 10) // 10  # the library keeps ten times the rest of a division in 32 bits
 _MAX_BOUND_MULTIPLE = 10_000  # beside bounds it makes states of each rest
@@ -46,6 +48,9 @@ _OF_OBJECTS = {
     *("properties", "additionalProperties", "required", "minProperties", "maxProperties"),
     *("const", "enum", "dependentRequired", *_OPENING, *_CONDITIONS),
 }
+
+#: Keywords beside which an object cannot be said as one of several.
+_IN_PLACE_KEYS = {*_IN_PLACE, *_CONDITIONS, "$ref", "const", "enum", "dependentSchemas"}
 
 Schema = dict[str, Any]
 
@@ -395,6 +400,8 @@ def _name_keys(schema: Schema, patterns: Mapping[str, Any]) -> None:
         most = None
     # The library counts properties that may be left out up to one, and none but those.
     if (least or most is not None) and not (is_closed and least <= 1 and most in (None, 1)):
+        if is_closed and schema.get("type") == "object" and not schema.keys() & _IN_PLACE_KEYS:
+            _count_keys(schema, made, least, most)
         return
     if most is None:
         schema.pop("maxProperties", None)
@@ -402,6 +409,50 @@ def _name_keys(schema: Schema, patterns: Mapping[str, Any]) -> None:
     del schema["patternProperties"]
     if left:
         schema["patternProperties"] = left
+
+
+def _count_keys(schema: Schema, properties: Schema, least: Any, most: Any) -> None:
+    """Make an object of a few names, of which it has at least and at most so many, one of several:
+    the library counts none that may be left out, and would count a name as often as it is written.
+
+    Raises `ValueError` for more than `MAX_CHOICES` choices of names.
+    """
+    if not all(count is None or (type(count) is int and count >= 0) for count in (least, most)):
+        return  # the library says what is wrong
+    names, required = list(properties), {*schema.get("required", ())}
+    choices: list[tuple[Sequence[str], Sequence[str]]] = []  # names that are there, and may be
+    sizes = [least] if most is None else range(least, min(most, len(names)) + 1)
+    for size in sizes:
+        if math.comb(len(names), size) + len(choices) > MAX_CHOICES:
+            raise ValueError(
+                f"minProperties and maxProperties leave more than {MAX_CHOICES} choices among the "
+                f"{len(names)} names of patternProperties, which cannot be kept to"
+            )
+        for places in itertools.combinations(range(len(names)), size):
+            first = [names[place] for place in places]
+            # Those that are there first; without an upper bound, others may follow the last one.
+            rest = names[places[-1] + 1 :] if most is None else []
+            if required <= {*first, *rest}:
+                needed = [*first, *(name for name in rest if name in required)]
+                choices.append((needed, [*first, *rest]))
+    if not choices:
+        raise ValueError(
+            f"minProperties, maxProperties and required leave no choice among the {len(names)} "
+            "names of patternProperties"
+        )
+    for key in ("type", "properties", "patternProperties", "additionalProperties", "required"):
+        schema.pop(key, None)
+    schema.pop("minProperties", None)
+    schema.pop("maxProperties", None)
+    schema["anyOf"] = [
+        {
+            "type": "object",
+            "properties": {name: properties[name] for name in allowed},
+            "required": needed,
+            "additionalProperties": False,
+        }
+        for needed, allowed in choices
+    ]
 
 
 # Closed objects.
