@@ -405,6 +405,12 @@ async def test_a_regex_is_refused_with_what_it_lacks_and_where(takes) -> None:
     assert place_of('Unimplemented keys: ["not"]', {"properties": {"not": {}}}) == ""
 
 
+@pytest.mark.parametrize("way", [{"regex": r"[^\s\S]"}, {"grammar": "start: start"}])
+async def test_what_no_text_fits_is_refused_in_words(way: dict[str, str], takes) -> None:
+    with pytest.raises(RequestError, match=r"structured_outputs\.\w+: no text fits it$"):
+        await takes(StructuredOutputs(**way), "")
+
+
 async def test_schemas_nested_too_deep_are_refused_at_the_door(takes) -> None:
     schema: dict[str, Any] = {"type": "null"}
     for _ in range(MAX_DEPTH + 1):

@@ -53,6 +53,8 @@ def grammar_of(wanted: StructuredOutputs, settings: StructuredOutputsConfig) -> 
 def reason_of(error: str, wanted: StructuredOutputs) -> str:
     """Why llguidance refuses what is `wanted`, in a line, and where that is in a schema."""
     reason = _of_regex(error) or (error.splitlines() or [""])[0]
+    if reason == "NoExtensionBias":  # of its first token, in llguidance's words
+        reason = "no text fits it"
     if wanted.regex is not None:  # the place is one in the grammar around it
         reason = re.sub(r"^at 1\(\d+\): ", "", reason)
     place = "" if wanted.json is None else place_of(error, _decoded(wanted.json))
