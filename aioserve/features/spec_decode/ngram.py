@@ -26,7 +26,7 @@ class NgramText:
     Places of one n-gram are chained from the newest to the oldest, as in zlib's deflate. Tokens are
     entered when something is looked for, so a text without a search costs nothing. A token takes
     106 bytes and, on a shared Xeon, 0.4 us to enter among many, 2.2 us alone; to look for what is
-    not there takes 0.9 us, and 5 us where 16 tokens agree (`python benchmarks/speculation.py --task
+    not there takes 0.9 us, and 5 us where 16 tokens agree (`python benchmarks/speculation.py
     lookup`).
     """
 

@@ -1,0 +1,272 @@
+"""What fits into memory: requests with sliding windows, and which request is preempted.
+
+    python benchmarks/memory.py windows gpt_oss|gemma3_text [--gib 0.5] [--tokens 2048]
+    python benchmarks/memory.py victims [--seeds 5] [--slots 96] [--live]
+
+`windows`: how many requests run at once in the same memory, with and without blocks for sliding
+windows. Random weights with the layers and the K and V of gpt-oss-20b and of Gemma 3 1B, and small
+products. Without: a KV connector, with which all layers keep all blocks.
+
+`victims`: tokens computed again and p99 by which request is preempted, where layers have states.
+Requests come faster than KV blocks last, so that running ones are preempted; what such a request
+computes again is what lies behind its newest snapshot, if its blocks are still there. Each value of
+`--victim` serves the same requests: on the virtual clock, and with `--live` by the engine with a
+tiny Qwen3.5 of random weights, all at once. Printed are medians of the seeds and, in brackets, of
+the ratios to the policy's own victim, the last in its order. The last line is JSON.
+"""
+
+import asyncio
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import ROOT, Args, Opt, Program, Table, percentile, ratio, turns
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig
+from aioserve.engine.builder import make_runner
+from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
+from aioserve.lab.simulation.outcome import DelegatingRunner
+from aioserve.model_source.info import ModelInfo
+from aioserve.outputs import ModelRunnerOutput, SchedulerStats
+from aioserve.scheduler import SchedulerOutput
+
+sys.path.append(str(ROOT))
+from tests.models import make_model
+
+program = Program(__doc__)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "num_attention_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "layer_types": [
+            "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(26)
+        ],
+    },
+}
+REPLY = 96  # tokens
+
+
+def stats_of(engine: AsyncEngine) -> SchedulerStats:
+    """As it is now."""
+    stats = engine.get_stats()
+    assert stats is not None
+    return stats
+
+
+async def run_windows(
+    model: Path, cache: CacheConfig, num_tokens: int, num_requests: int
+) -> dict[str, Any]:
+    """What the pools hold, and how many of the requests ran at once."""
+    config = EngineConfig(
+        model=ModelConfig(
+            model=str(model), dtype="bfloat16", max_model_len=8192, skip_tokenizer_init=True
+        ),
+        cache=cache,
+        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
+    )
+    random.seed(0)
+    params = SamplingParams(max_tokens=REPLY, ignore_eos=True, detokenize=False)
+    most = 0
+    async with AsyncEngine(config) as engine:
+
+        async def generate() -> None:
+            nonlocal most
+            prompt = [random.randrange(3, 500) for _ in range(num_tokens - REPLY)]
+            async for _ in engine.generate(prompt, params):
+                most = max(most, stats_of(engine).num_running_reqs)
+
+        await asyncio.gather(*(generate() for _ in range(num_requests)))
+        stats = stats_of(engine)
+    return {
+        "tokens": stats.num_kv_blocks * cache.block_size,
+        "window_blocks": stats.num_window_blocks,
+        "at_once": most,
+        "preemptions": stats.num_preemptions,
+    }
+
+
+@program.command(
+    "windows",
+    {"shape": Opt(str, choices=SHAPES)},
+    gib=0.5,
+    tokens=Opt(2048, "of a request"),
+    requests=12,
+)
+def windows(args: Args) -> dict[str, Any]:
+    """Requests at once, with blocks for sliding windows and without."""
+    counts = {"tokens": "10", "window_blocks": "15", "at_once": "9", "preemptions": "13"}
+    table = Table({"blocks": "<24", **counts})
+    with tempfile.TemporaryDirectory() as folder:
+        shape = {"max_position_embeddings": 8192, **SHAPES[args.shape]}
+        model = make_model(args.shape, Path(folder), **shape)
+        for name, cache in {
+            "of windows": CacheConfig(kv_cache_gib=args.gib),
+            "all, by a KV connector": CacheConfig(
+                kv_cache_gib=args.gib, kv_connector="memory", kv_connector_gib=0.01
+            ),
+        }.items():
+            found = asyncio.run(run_windows(model, cache, args.tokens, args.requests))
+            table.add({"blocks": name, **found})
+    return {"rows": table.rows}
+
+
+# Victims.
+
+
+VICTIMS = ("policy", "least_computed", "least_lost")
+STEPS = {"step_base_ms": 4.0, "step_prefill_token_us": 50.0, "step_decode_us": 100.0}
+SPEC = {
+    "arrivals": {"kind": "poisson", "rate": 6.0},
+    "num_requests": 200,
+    "classes": [
+        {
+            "name": "chat",
+            "prompt": {"kind": "lognormal", "median": 300, "sigma": 1.0, "max": 2000},
+            "output": {"kind": "lognormal", "median": 150, "sigma": 1.0, "max": 1000},
+        }
+    ],
+}
+LIVE_REQUESTS = 48
+Found = dict[str, float]
+
+
+def simulated(victim: str, seed: int, args: Args) -> Found:
+    """One run on the virtual clock."""
+    config = configure(
+        "chunked_prefill",
+        STEPS,
+        scheduler__victim=victim,
+        scheduler__max_num_seqs=32,
+        cache__num_kv_blocks=args.blocks,
+        cache__num_state_slots=args.slots,
+        model__max_model_len=4096,
+    )
+    run = measure(config, make_workload(SPEC, seed, "chat"))
+    return {
+        "preemptions": run.totals["preemptions"],
+        "tokens again": run.totals["wasted_tokens"],
+        "ttft p99 ms": 1e3 * float(np.nanpercentile(run.ttft, 99)),
+        "e2e p99 ms": 1e3 * float(np.nanpercentile(run.e2e, 99)),
+        "seconds": run.totals["seconds"],
+    }
+
+
+class TokenCounter(DelegatingRunner):
+    """Counts the tokens of all steps, and the preemptions."""
+
+    num_tokens = num_preemptions = 0
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> "asyncio.Future[ModelRunnerOutput]":
+        self.num_tokens += scheduler_output.total_num_scheduled_tokens
+        self.num_preemptions += len(scheduler_output.preempted_req_ids)
+        return super().execute_model(scheduler_output)
+
+
+async def live(victim: str, seed: int, model: Path, args: Args) -> Found:
+    """One run of the engine with the model, all requests at once."""
+    config = EngineConfig.load(
+        None,
+        [
+            ("model.model", str(model)),
+            ("model.dtype", "float32"),
+            ("model.skip_tokenizer_init", True),
+            ("scheduler.policy", "chunked_prefill"),
+            ("scheduler.victim", victim),
+            ("scheduler.max_num_seqs", 16),
+            ("cache.num_kv_blocks", args.live_blocks),
+            ("cache.num_state_slots", args.slots // 2),
+        ],
+    )
+    rng = random.Random(seed)
+    sizes = [(rng.randrange(16, 192), rng.randrange(16, 192)) for _ in range(LIVE_REQUESTS)]
+    prompts = [[rng.randrange(3, 90) for _ in range(size)] for size, _ in sizes]
+    runner = TokenCounter(make_runner(config, ModelInfo(config.model)))
+    firsts: list[float] = []
+    ends: list[float] = []
+
+    async with AsyncEngine(config, runner=runner) as engine:
+        began = time.perf_counter()
+
+        async def one(prompt: list[int], reply: int) -> None:
+            params = SamplingParams(max_tokens=reply, ignore_eos=True, detokenize=False)
+            is_first = True
+            async for _ in engine.generate(prompt, params):
+                if is_first:
+                    firsts.append(time.perf_counter() - began)
+                    is_first = False
+            ends.append(time.perf_counter() - began)
+
+        await asyncio.gather(
+            *(one(prompt, reply) for prompt, (_, reply) in zip(prompts, sizes, strict=True))
+        )
+        seconds = time.perf_counter() - began
+    needed = sum(prompt + reply - 1 for prompt, reply in sizes)
+    return {
+        "preemptions": runner.num_preemptions,
+        "tokens again": runner.num_tokens - needed,
+        "ttft p99 ms": 1e3 * percentile(firsts, 99),
+        "e2e p99 ms": 1e3 * percentile(ends, 99),
+        "seconds": seconds,
+    }
+
+
+def show(title: str, runs: dict[str, list[Found]]) -> None:
+    """Medians, and in brackets the median ratio to the policy's own victim."""
+    names = list(runs["policy"][0])
+    table = Table({"victim": "<16", **dict.fromkeys(names, "20")}, title)
+    for victim, found in runs.items():
+        cells = {}
+        for name in names:
+            own, base = ([run[name] for run in them] for them in (found, runs["policy"]))
+            share = ratio(own, base)
+            beside = "" if math.isnan(share) else f" ({share:.2f})"
+            cells[name] = f"{statistics.median(own):,.1f}{beside}"
+        table.add({"victim": victim, **cells})
+
+
+@program.command(
+    "victims",
+    seeds=5,
+    slots=Opt(96, "for states; live, half of them"),
+    blocks=Opt(500, "of 16 tokens; simulated"),
+    live_blocks=100,
+    live=False,
+)
+def victims(args: Args) -> dict[str, Any]:
+    """Which request is preempted: on the virtual clock, then live."""
+    found = {v: [simulated(v, seed, args) for seed in range(args.seeds)] for v in VICTIMS}
+    show(f"virtual clock, {args.blocks} blocks, {args.slots} slots", found)
+    result: dict[str, Any] = {"virtual": found}
+    if args.live:
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_model("qwen3_5_text", Path(folder))
+            runs: dict[str, list[Found]] = {victim: [] for victim in VICTIMS}
+            for seed, victim in turns(VICTIMS, args.seeds):
+                runs[victim].append(asyncio.run(live(victim, seed, model, args)))
+        show(f"\nlive, {args.live_blocks} blocks, {args.slots // 2} slots", runs)
+        result["live"] = runs
+    return result
+
+
+if __name__ == "__main__":
+    program.main()
