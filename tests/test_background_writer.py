@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from aioserve.errors import ConfigError
+from aioserve.fleet.ray.serve_log import HandedOver
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.support.files import begin_log
-from aioserve.support.logs import BackgroundWriter, Gaps, HandedOver, dropped_lines
+from aioserve.support.logs import BackgroundWriter, Gaps, dropped_lines
 from tests.processes import JSON, PATIENCE, serving, until
 
 LINE = b"x" * 99 + b"\n"

@@ -9,9 +9,7 @@ import contextlib
 import io
 import json
 import logging
-import logging.handlers
 import os
-import queue
 import select
 import sys
 import threading
@@ -212,6 +210,8 @@ class _Stream(io.RawIOBase):
 
 
 _standard: dict[str, BackgroundWriter] = {}  # by the name of the stream
+#: What else `wait_streams_written` calls, with the seconds that are left.
+also_waited_for: list[Callable[[float], bool]] = []
 _kept: dict[str, object] = {}  # what had their places: as garbage they would be closed
 
 
@@ -265,8 +265,8 @@ def wait_streams_written(seconds: float = END_SECONDS) -> bool:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    writers: list[BackgroundWriter | HandedOver] = [*_standard.values(), *_handing]
-    return all([w.wait_written(max(deadline - time.monotonic(), 0.0)) for w in writers])
+    waits = [*(writer.wait_written for writer in _standard.values()), *also_waited_for]
+    return all([wait(max(deadline - time.monotonic(), 0.0)) for wait in waits])
 
 
 # How lines of the log look, in every process of a server, as text or as JSON, and who writes them.
@@ -318,64 +318,6 @@ class _LogGaps(Gaps):
         told = f"{num_lines} lines of the log were dropped here: {error.strerror or error}"
         record = logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None)
         return f"{self._formatter.format(record)}\n".encode()
-
-
-class HandedOver(logging.handlers.QueueHandler):
-    """Passes records of the log on to `target` from a thread of its own, where another program's
-    log is to have them: what that writes to may stand still. Records that do not fit the bounded
-    queue are dropped and counted, and a record says so in their place.
-    """
-
-    def __init__(
-        self, target: Callable[[logging.LogRecord], object], max_bytes: int = MAX_BYTES
-    ) -> None:
-        """`target` is called on the thread; an exception of it is passed over."""
-        self._records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-        super().__init__(self._records)
-        self._target = target
-        self._max_bytes, self._num_bytes, self._num_untold = max_bytes, 0, 0
-        self._changed = threading.Condition()  # on a lock that a signal handler may take again
-        _handing.append(self)
-        threading.Thread(target=self._run, name="aioserve-write-log", daemon=True).start()
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a record, or count it as dropped. Its text was made before, by `prepare`."""
-        with self._changed:
-            if self._num_untold or self._num_bytes + _size(record) > self._max_bytes:
-                self._num_untold += 1
-                dropped_lines["log"] += 1
-                return
-            self._put(record)
-
-    def wait_written(self, seconds: float) -> bool:
-        """Wait until `target` has taken all that is queued, `seconds` at most; whether it has."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._num_bytes, seconds)
-
-    def _put(self, record: logging.LogRecord) -> None:
-        self._num_bytes += _size(record)
-        self._records.put(record)
-
-    def _run(self) -> None:
-        while True:
-            record = self._records.get()
-            with contextlib.suppress(Exception):
-                self._target(record)
-            with self._changed:
-                self._num_bytes -= _size(record)
-                # Room for one record would only alternate with none.
-                if self._num_untold and self._num_bytes <= self._max_bytes // 2:
-                    told = f"{self._num_untold} lines of the log were dropped here"
-                    self._num_untold = 0
-                    self._put(logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None))
-                self._changed.notify_all()
-
-
-_handing: list[HandedOver] = []  # of this process; there is one for each other program's log
-
-
-def _size(record: logging.LogRecord) -> int:
-    return len(record.msg) + 500  # and what a record holds beside its text, about
 
 
 def set_up_logging(level: str, log_format: LogFormat, process: str = "") -> None:

@@ -25,7 +25,7 @@ from starlette.responses import Response, StreamingResponse
 from aioserve.config import EngineConfig
 from aioserve.fleet.ray.chooser import render
 from aioserve.fleet.ray.front import RayFront
-from aioserve.fleet.ray.replica import log_through_serve
+from aioserve.fleet.ray.serve_log import log_through_serve
 from aioserve.fleet.ray.settings import ModelSettings
 from aioserve.server.access.access import Access
 from aioserve.server.access.keys import Accounts, Rights

@@ -24,13 +24,13 @@ from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.fleet.ray.fleet import TICKET
 from aioserve.fleet.ray.kv_feed import KVFeed, model_of
 from aioserve.fleet.ray.line import Door
+from aioserve.fleet.ray.serve_log import log_through_serve
 from aioserve.fleet.routing import ReplicaReport, StepTimes
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.info import RunnerInfo
 from aioserve.server.app import exempt_from_garbage_collection
 from aioserve.support.arguments import EXIT_ENGINE_DEAD
-from aioserve.support.logs import HandedOver
 from aioserve.support.version import __version__
 
 KEPT = 0.5  # weight of the mean of step times beside the newest interval of steps
@@ -160,17 +160,6 @@ class UserConfig(Section, frozen=True, kw_only=True):
 
     policy: str
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-
-
-def log_through_serve() -> None:
-    """From now on what this package logs in this process is in the log of Ray Serve, at its level,
-    handed over by a thread: the loop waits neither for a disk nor for a pipe. Idempotent.
-    """
-    ours, of_serve = logging.getLogger("aioserve"), logging.getLogger("ray.serve")
-    if not any(isinstance(handler, HandedOver) for handler in ours.handlers):
-        ours.addHandler(HandedOver(of_serve.handle))
-        ours.setLevel(of_serve.getEffectiveLevel())
-        ours.propagate = False
 
 
 def _end_process(why: str) -> None:
