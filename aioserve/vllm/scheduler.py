@@ -150,6 +150,7 @@ class Scheduler(TheirInterface):
         self._theirs: dict[str, TheirRequest] = {}  # of the same requests
         self._structured: set[str] = set()  # requests of structured output among them
         self._compiling: dict[str, TheirRequest] = {}  # their grammars are not there yet
+        self._at_runner: set[str] = set()  # requests of which the runner has a state
         self._handed: deque[_Handed] = deque()
         self._last_rows: set[str] = set()  # requests of the newest step
         self._refused: list[tuple[int, EngineCoreOutput]] = []  # with their clients
@@ -278,6 +279,9 @@ class Scheduler(TheirInterface):
                 request.status = finished_status
                 self._note_finished(request)
                 ended.append(request)
+        # vLLM's engine core tells their clients itself.
+        told = {request.request_id for request in ended}
+        self._ends.ended = [end for end in self._ends.ended if end[0] not in told]
         return ended
 
     def _forget(self, request_id: str) -> Tracked | None:
@@ -310,13 +314,14 @@ class Scheduler(TheirInterface):
                 loop.observers.tell(loop.observers.planned, step.output)
                 if not (loop.in_flight and loop.in_flight[-1] is step):
                     step = None
+        left = self._leave_runner(self._carried.finished)
         if step is None:
             plan = TheirPlan.make_empty()
             self._last_rows = set()
         else:
             plan = self._translate(step.told)
         if self._carried.finished or self._carried.preempted:
-            plan.finished_req_ids.update(self._carried.finished)
+            plan.finished_req_ids.update(left)
             plan.preempted_req_ids = {*(plan.preempted_req_ids or ()), *self._carried.preempted}
             self._carried = _Plans([], [])
         masked: list[str] = []
@@ -380,6 +385,7 @@ class Scheduler(TheirInterface):
 
     def _translate(self, plan: SchedulerOutput) -> TheirPlan:
         """The plan in vLLM's words."""
+        finished = self._leave_runner(plan.finished_req_ids)  # before a request of the same id
         cached, tracked, now = plan.scheduled_cached_reqs, self._tracked, time.monotonic()
         names, num_computed = cached.req_ids, cached.num_computed_tokens
         rows = [tracked[name] for name in names]
@@ -428,6 +434,7 @@ class Scheduler(TheirInterface):
                 NewRequestData.from_request(theirs, blocks, known, uses_mrope=self._uses_mrope)
             )
             row.is_known = True
+            self._at_runner.add(name)
         self._last_rows = set(plan.num_scheduled_tokens)
         self._draft_lengths = plan.draft_lengths
         return TheirPlan(
@@ -447,12 +454,18 @@ class Scheduler(TheirInterface):
                 name: list(ids) for name, ids in plan.scheduled_spec_decode_tokens.items()
             },
             scheduled_encoder_inputs={},
-            finished_req_ids=set(plan.finished_req_ids),
+            finished_req_ids=finished,
             free_encoder_mm_hashes=[],
             preempted_req_ids=set(plan.preempted_req_ids),
             num_spec_tokens_to_schedule=self.settings.max_draft_tokens,
             new_block_ids_to_zero=self._blocks_to_zero(plan) if self._zeroes_blocks else None,
         )
+
+    def _leave_runner(self, request_ids: list[str]) -> set[str]:
+        """Of these requests, which have ended, those that the runner was ever given."""
+        there = self._at_runner.intersection(request_ids)
+        self._at_runner -= there
+        return there
 
     def _note_admitted(self, row: Tracked, num_cached: int, now: float) -> None:
         """For vLLM's metrics: a request enters the batch behind `num_cached` tokens."""
@@ -721,9 +734,8 @@ class Scheduler(TheirInterface):
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Serve all requests, no new ones, or none."""
         self._pause_state = pause_state
-        if pause_state is PauseState.PAUSED_ALL:
-            self._loop.pause()
-        else:
+        self._loop.pause()  # also between two states: what stood still before does not count
+        if pause_state is not PauseState.PAUSED_ALL:
             self._loop.resume()
         # None is admitted where there is no seat.
         is_open = pause_state is PauseState.UNPAUSED
