@@ -811,11 +811,13 @@ def _their_blocks(block_ids: Iterable[int]) -> list[int]:
 
 def _our_result(plan: SchedulerOutput, result: "TheirResult") -> ModelRunnerOutput:
     """What the runner brought of a plan, with its rows in the order of the plan."""
-    names = list(plan.num_scheduled_tokens)
+    names, index = list(plan.num_scheduled_tokens), result.req_id_to_index
+    pooled = {}
+    if (vectors := result.pooler_output) is not None:
+        pooled = {name: v for name in names if (v := vectors[index[name]]) is not None}
     sampled: Sequence[list[int]] = result.sampled_token_ids
     if not sampled:
-        return ModelRunnerOutput(names, [[] for _ in names])
-    index = result.req_id_to_index
+        return ModelRunnerOutput(names, [[] for _ in names], pooled=pooled)
     return ModelRunnerOutput(names, [sampled[index[name]] for name in names])
 
 
