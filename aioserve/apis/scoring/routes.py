@@ -39,7 +39,13 @@ from aioserve.errors import (
 )
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.access.gate import allowed_fields, entered, num_at_once, owner_of
+from aioserve.server.access.gate import (
+    allowed_fields,
+    entered,
+    estimated_tokens,
+    num_at_once,
+    owner_of,
+)
 from aioserve.server.access.keys import Claim
 from aioserve.server.body import BodyDecoder, decode_body
 from aioserve.server.generation import run_all
@@ -148,9 +154,10 @@ async def label_logprobs(
     prompt_of: Callable[[int], Awaitable[Sequence[int]]],
     labels: Sequence[int],
     fields: Mapping[str, Any],
+    num_tokens: int,
 ) -> list[Likelihoods]:
     """How likely `labels` are behind each prompt. `places` are where the prompts come from in the
-    body; `prompt_of` makes the token ids of one.
+    body; `prompt_of` makes the token ids of one; all of them have about `num_tokens`.
 
     At most as many prompts as there are seats are with the engine at a time. Leaving aborts what is
     unfinished. Raises what `add_request` raises, with the place.
@@ -175,7 +182,8 @@ async def label_logprobs(
                 found[index] = await _likelihoods(engine, prompt, labels, ids[index], fields)
 
     num_workers = num_at_once(request, len(places))
-    async with entered(request, Claim(num_workers, request_id=own_id)):
+    claim = Claim(num_workers, num_tokens + len(places), len(places) == 1, own_id)
+    async with entered(request, claim):
         with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
             await run_all([work() for _ in range(num_workers)])
     return [found[index] for index in range(len(places))]
@@ -334,7 +342,8 @@ async def _score_items(
 
     places = [f"items[{i}]" for i in range(len(items))]
     fields = allowed_fields(request, body) | {"adapter": body.model or ""}
-    found = await label_logprobs(request, own_id, places, prompt_of, labels, fields)
+    num_tokens = len(items) * estimated_tokens(query) + sum(map(estimated_tokens, items))
+    found = await label_logprobs(request, own_id, places, prompt_of, labels, fields, num_tokens)
     tell = among if body.apply_softmax else probabilities
     return _json(
         ScoreList(
@@ -387,7 +396,14 @@ async def _fits(
 
     places = [f"{field}[{i}]" for i in range(len(pairs))]
     fields = allowed_fields(request, body) | {"adapter": body.model or ""}
-    return await label_logprobs(request, own_id, places, prompt_of, labels, fields)
+    num_tokens = 0
+    for query, document in pairs:
+        num_own = estimated_tokens(document)
+        if max_document is not None:
+            num_own = min(num_own, max_document)
+        num_own += estimated_tokens(query) + estimated_tokens(instruction)
+        num_tokens += num_own if limit is None else min(num_own, limit)
+    return await label_logprobs(request, own_id, places, prompt_of, labels, fields, num_tokens)
 
 
 async def _prompt(

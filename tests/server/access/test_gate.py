@@ -175,6 +175,9 @@ async def test_one_body_has_no_more_sequences_and_tokens_than_its_key_may_have(l
     assert (await ask(locked, BEN, "/v1/embeddings", input=["a", "b", "c"])).status == 200
     answer = await ask(locked, BEN, "/v1/embeddings", input=["a " * 300] * 2)
     assert (answer.status, answer.json()["error"]["param"]) == (403, "max_tokens")
+    items = {"query": "Who?", "items": ["a " * 300] * 2, "label_token_ids": [5]}
+    answer = await ask(locked, BEN, "/v1/score", **items)
+    assert (answer.status, answer.json()["error"]["param"]) == (403, "max_tokens")
 
 
 async def test_the_tokens_that_a_request_may_use_are_held_until_its_end(locked):
