@@ -15,21 +15,16 @@ import argparse
 import asyncio
 import contextlib
 import json
-import re
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
-import numpy as np
+from harness import Args, Opt, Program, Table, cpu_seconds, percentile, process, serving
 
-ROOT = Path(__file__).parents[1]
 # A step takes as long whoever is in it: what bad clients ask for costs no step time.
 STEPS = ["--step-base-ms", "5", "--step-decode-us", "0", "--step-context-token-us", "0"]
-SERVER = ["--runner", "simulated", *STEPS, "--port", "0"]
+SERVER = ["--runner", "simulated", *STEPS]
 BODY = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
 BEGIN = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HEAD = BEGIN + "Content-Length: {}\r\n\r\n"
@@ -65,7 +60,7 @@ class Measured(NamedTuple):
     cores: float  # that the server took
 
 
-async def measure(host: str, port: int, server: int, arguments: argparse.Namespace) -> Measured:
+async def measure(host: str, port: int, server: int, arguments: Args) -> Measured:
     """For so many seconds; `server` is its process."""
     gaps: list[float] = []
     clients = (good_client(host, port, gaps) for _ in range(arguments.streams))
@@ -80,7 +75,7 @@ async def measure(host: str, port: int, server: int, arguments: argparse.Namespa
             task.result()
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return Measured(len(gaps) / elapsed, 1e3 * float(np.percentile(gaps, 99)), cpu / elapsed)
+    return Measured(len(gaps) / elapsed, 1e3 * percentile(gaps, 99), cpu / elapsed)
 
 
 # Those who do not: each until the process is ended.
@@ -187,25 +182,8 @@ KINDS: dict[str, Callable[[str, int], Coroutine[Any, Any, None]]] = {
 # The measurement.
 
 
-@contextlib.contextmanager
-def process(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """One that ends with the block."""
-    started = subprocess.Popen([sys.executable, *command], text=True, cwd=ROOT, **options)
-    try:
-        yield started
-    finally:
-        started.terminate()
-        started.wait()
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
-
-
 async def compare(
-    kind: str, host: str, port: int, server: int, arguments: argparse.Namespace
+    kind: str, host: str, port: int, server: int, arguments: Args
 ) -> dict[str, float]:
     """One kind of bad client: medians over rounds."""
     rates, gaps, more, cpu = [], [], [], []
@@ -222,46 +200,37 @@ async def compare(
         gaps.append(beside.gap / without.gap)
         more.append(beside.cores - without.cores)
     return {
-        "tokens_per_second_ratio": round(statistics.median(rates), 3),
-        "p99_gap_ratio": round(statistics.median(gaps), 3),
-        "cores_more_of_server": round(statistics.median(more), 3),
-        "cores_of_bad_clients": round(statistics.median(cpu), 2),
+        "tokens/s": round(statistics.median(rates), 3),
+        "p99 gap": round(statistics.median(gaps), 3),
+        "cores more": round(statistics.median(more), 3),
+        "their cores": round(statistics.median(cpu), 2),
     }
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    if arguments.hostile:
-        kind, host, port = arguments.hostile
+program = Program(__doc__)
+
+
+@program.command(
+    streams=16,
+    seconds=4.0,
+    rounds=3,
+    kind=Opt(list(KINDS), choices=KINDS),
+    hostile=Opt([], argparse.SUPPRESS),
+)
+async def main(args: Args) -> dict[str, Any] | None:
+    """Measure each kind of bad client, or be one."""
+    if args.hostile:
+        kind, host, port = args.hostile
         await KINDS[kind](host, int(port))
-        return
-    found: dict[str, dict[str, float]] = {}
-    words = ["-m", "aioserve", *SERVER]
-    with process(*words, stderr=subprocess.PIPE) as server:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if address := re.search(r"listening on http://([\d.]+):(\d+)", line):
-                break
-        else:
-            raise RuntimeError("the server does not start")
-        reading = asyncio.get_running_loop().run_in_executor(None, server.stderr.read)
-        print(
-            f"{'beside':18} {'tokens/s':>9} {'p99 gap':>9} {'cores more':>10} {'their cores':>12}"
-        )
-        for kind in arguments.kind or KINDS:
-            row = await compare(kind, address[1], int(address[2]), server.pid, arguments)
-            found[kind] = row
-            rate, gap, more, cores = row.values()
-            print(f"{kind:18} {rate:9.2f} {gap:9.2f} {more:10.3f} {cores:12.2f}", flush=True)
-        server.terminate()
-        await reading
-    print(json.dumps(found))
+        return None
+    columns = {"tokens/s": "10.2f", "p99 gap": "10.2f", "cores more": "11.3f"}
+    table = Table({"beside": "<18", **columns, "their cores": "13.2f"})
+    with serving(*SERVER) as server:
+        for kind in args.kind:
+            found = await compare(kind, *server.address, server.pid, args)
+            table.add({"beside": kind, **found})
+    return {"rows": table.rows}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kind", action="append", choices=KINDS, help="default: all")
-    parser.add_argument("--hostile", nargs=3, help=argparse.SUPPRESS)
-    asyncio.run(main(parser.parse_args()))
+    program.main()

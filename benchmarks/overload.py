@@ -9,21 +9,20 @@ within `--slo` seconds. The table tells phases, then each limit with what was se
 JSON. With few cores, the clients take some of the server's.
 """
 
-import argparse
 import asyncio
 import json
 import random
 import re
 import statistics
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
+import harness
 import psutil
-from hostile import HEAD, process
+from harness import Args, Opt, Program, Table, serving
+from hostile import HEAD
 from lines import Panel, draw
 
 STEPS = ["--step-base-ms", "20", "--step-decode-us", "0", "--step-context-token-us", "0"]
@@ -193,7 +192,7 @@ class Measured(NamedTuple):
 
 def percentile(seconds: list[float], which: float) -> float:
     """The percentile in milliseconds; 0 of an empty list."""
-    return 1e3 * float(np.percentile(seconds, which)) if seconds else 0.0
+    return 1e3 * harness.percentile(seconds, which) if seconds else 0.0
 
 
 def judge(found: Measured, server: Server, slo: float) -> dict[str, tuple[bool, str]]:
@@ -300,7 +299,7 @@ def plot(path: Path, phases: list[Phase], seen: list[Watched], server: Server) -
     )
 
 
-async def measure(server: Server, given: argparse.Namespace) -> Measured:
+async def measure(server: Server, given: Args) -> Measured:
     """All phases, one after the other."""
     found = Measured([], [], [])
     watching = asyncio.create_task(watch(server, found.seen))
@@ -332,47 +331,42 @@ async def measure(server: Server, given: argparse.Namespace) -> Measured:
     return found
 
 
-async def main(given: argparse.Namespace) -> None:
+program = Program(__doc__)
+
+
+@program.command(
+    words={"flags": Opt([], "more flags of the server, after --")},
+    seconds=Opt(120.0, "of overload"),
+    calm=Opt(15.0, "seconds of each other phase"),
+    times=Opt(10.0, "the capacity"),
+    seats=Opt(16, "requests that run at once"),
+    waiting=Opt(32, "requests that may wait"),
+    slo=Opt(4.0, "seconds to the first token"),
+    api_workers=0,
+    plot=Opt(Path, "an SVG file to write"),
+)
+async def main(given: Args) -> dict[str, Any]:
     """Start the server, measure, print."""
     random.seed(0)
-    words = ["-m", "aioserve", "--runner", "simulated", *STEPS, "--port", "0"]
-    words += ["--max-num-seqs", str(given.seats), "--max-waiting-requests", str(given.waiting)]
+    words = ["--runner", "simulated", *STEPS, "--max-num-seqs", str(given.seats)]
+    words += ["--max-waiting-requests", str(given.waiting)]
     words += ["--api-workers", str(given.api_workers), *given.flags]
-    with process(*words, stderr=subprocess.PIPE) as started:
-        assert started.stderr is not None
-        for line in started.stderr:
-            if address := re.search(r"listening on http://([\d.]+):(\d+)", line):
-                break
-        else:
-            raise RuntimeError("the server does not start")
-        reading = asyncio.get_running_loop().run_in_executor(None, started.stderr.read)
-        server = Server(address[1], int(address[2]), started.pid, given.waiting)
+    with serving(*words) as started:
+        server = Server(*started.address, started.pid, given.waiting)
         found = await measure(server, given)
-        started.terminate()
-        await reading
     phases, seen, _ = found
-    print(f"{'':10} " + " ".join(f"{name:>16}" for name in phases[0].row(given.slo, seen)))
-    rows = {phase.name: phase.row(given.slo, seen) for phase in phases}
-    for name, row in rows.items():
-        print(f"{name:10} " + " ".join(f"{value:16,.1f}" for value in row.values()))
+    names = list(phases[0].row(given.slo, seen))
+    table = Table({"phase": "<10", **dict.fromkeys(names, "17,.1f")})
+    for phase in phases:
+        table.add({"phase": phase.name, **phase.row(given.slo, seen)})
     limits = judge(found, server, given.slo)
     for limit, (is_held, what) in limits.items():
         print(f"{'held  ' if is_held else 'MISSED'}  {limit}: {what}")
     if given.plot:
         plot(given.plot, phases, seen, server)
     told = {limit: {"held": is_held, "seen": what} for limit, (is_held, what) in limits.items()}
-    print(json.dumps({"phases": rows, "limits": told}))
+    return {"phases": table.rows, "limits": told}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=120.0, help="of overload")
-    parser.add_argument("--calm", type=float, default=15.0, help="seconds of each other phase")
-    parser.add_argument("--times", type=float, default=10.0, help="the capacity")
-    parser.add_argument("--seats", type=int, default=16, help="requests that run at once")
-    parser.add_argument("--waiting", type=int, default=32, help="requests that may wait")
-    parser.add_argument("--slo", type=float, default=4.0, help="seconds to the first token")
-    parser.add_argument("--api-workers", type=int, default=0)
-    parser.add_argument("--plot", type=Path, help="an SVG file to write")
-    parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
-    asyncio.run(main(parser.parse_args()))
+    program.main()

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 import psutil
-from hostile import process
+from harness import process
 from lines import Panel, draw
 from safetensors import safe_open
 from safetensors.numpy import save_file
