@@ -1,6 +1,7 @@
 """Embeddings through the engine: under every policy, with preemption, cache and neighbours."""
 
 import asyncio
+import itertools
 import json
 import random
 from pathlib import Path
@@ -77,8 +78,13 @@ def expected(reference: GreedyReference) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["uncached", "cached"])
-@pytest.mark.parametrize("policy", mostly_slow(SHIPPED, but=["chunked_prefill", "fcfs", "mlfq"]))
+@pytest.mark.parametrize(
+    ("policy", "cached"),
+    mostly_slow(
+        itertools.product(SHIPPED, [False, True]),
+        but=[("chunked_prefill", True), ("fcfs", False), ("mlfq", True)],
+    ),
+)
 def test_vectors_and_tokens_are_those_of_transformers_under_pressure(
     policy: str, cached: bool, expected: list[Any], tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from tests.models import make_model
 from tests.processes import PATIENCE
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_device_runner
+from tests.slow import mostly_slow
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -156,7 +157,7 @@ async def test_tokens_are_those_without_a_connector(
     assert f"aioserve_kv_connector_hit_tokens_total {stats_of(engine).num_hit_tokens:.1f}" in text
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[2]))
 @pytest.mark.parametrize(
     ("kind", "make_device"),
     [

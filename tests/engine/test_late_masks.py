@@ -23,6 +23,7 @@ from tests.engine.test_async_engine import until_idle
 from tests.engine.test_structured_outputs import of_schema, params, replies, reply
 from tests.kit import stats_of
 from tests.processes import PATIENCE
+from tests.slow import mostly_slow
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -78,7 +79,7 @@ async def expected(**scheduler: Any) -> list[Any]:
         return [(o.token_ids, o.finish_reason) for o in await replies(engine, WANTED)]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[2]))
 async def test_rows_that_sit_steps_out_get_the_same_tokens(
     depth: int, request: pytest.FixtureRequest
 ) -> None:

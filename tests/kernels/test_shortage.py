@@ -96,6 +96,7 @@ def test_a_product_without_memory_raises_and_the_next_one_is_right(tmp_path: Pat
     ]
 
 
+@pytest.mark.slow  # quick: a product here, and steps without memory in tests/runner/cpu
 def test_a_request_for_which_kernels_get_no_memory_fails_alone(tmp_path: Path) -> None:
     """A step is run again first: where there is memory by then, nothing is lost."""
     make_model("llama", tmp_path / "model")

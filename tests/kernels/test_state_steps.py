@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aioserve.kernels import KernelsUnavailableError, usable_variants
 from aioserve.kernels.state_steps import StateSteps
+from tests.slow import mostly_slow
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)
@@ -59,7 +60,7 @@ def apart(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 3, 32, 71])
+@pytest.mark.parametrize("tokens", mostly_slow([1, 3, 32, 71], but=[1, 71]))
 @pytest.mark.parametrize(
     ("rows", "key_heads", "value_heads", "key_dim", "value_dim"),
     [(1, 1, 1, 16, 16), (3, 2, 6, 24, 80), (2, 4, 8, 128, 128)],
@@ -100,7 +101,7 @@ def test_tokens_of_the_gated_delta_rule(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 3, 32, 71])
+@pytest.mark.parametrize("tokens", mostly_slow([1, 3, 32, 71], but=[1, 71]))
 @pytest.mark.parametrize(
     ("rows", "heads", "head_dim", "groups", "size"),
     [(1, 1, 1, 1, 16), (3, 6, 23, 2, 48), (2, 8, 64, 1, 128)],

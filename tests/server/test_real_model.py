@@ -191,6 +191,7 @@ def test_greedy_tokens_are_those_of_transformers(
         assert choice.text == tokenizer.decode(said, skip_special_tokens=True)
 
 
+@pytest.mark.slow  # quick: those of tiny models, in tests/engine and tests/runner
 def test_logprobs_are_those_of_transformers(
     server: Server, client: openai.OpenAI, reference: Any
 ) -> None:

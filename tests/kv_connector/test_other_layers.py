@@ -1,6 +1,8 @@
-"""Models whose layers have states, beside a KV connector: the tokens of `transformers` in any case.
+"""Layers with states, or with a sliding window, beside a KV connector: the tokens of `transformers`
+in any case.
 
 A block of K and V is of use only with the state at its end: both are kept, and found together.
+Behind N tokens layers with a window need the blocks of the last window alone, others those of all.
 """
 
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.kit import (
     greedy,
     make_prompts,
     small_config,
+    stats_of,
     tokens_of,
 )
 from tests.kv_connector.serving import connector_stats, files_in, next_turns, on_disk, run_all
@@ -28,9 +31,18 @@ pytestmark = [
     pytest.mark.usefixtures("at_any_price"),
 ]
 
+WINDOW = 24
+#: Every layer has a window, so that the main pool has nothing; one of three has none.
+WITH_WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
 #: Linear attention beside attention; convolutions beside it; state spaces alone, so that blocks
 #: have no K and V; both in one layer.
-MODELS: dict[str, dict[str, Any]] = {
+WITH_STATES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "linear_num_value_heads": 4,
         "linear_num_key_heads": 2,
@@ -49,14 +61,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_d_ssm": 128,
     },
 }
+MODELS = WITH_STATES | WITH_WINDOWS
 NUM_TOKENS = 24
+with_states = pytest.mark.parametrize(
+    "model", mostly_slow(WITH_STATES, but=["qwen3_5_text", "mamba"]), indirect=True
+)
+with_windows = pytest.mark.parametrize("model", WITH_WINDOWS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=mostly_slow(MODELS, but=["qwen3_5_text", "mamba"]))
+@pytest.fixture(
+    scope="module",
+    params=mostly_slow(MODELS, but=["qwen3_5_text", "mamba", "mistral", "gemma3_text"]),
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(
-        request.param, tmp_path_factory.mktemp(request.param), **MODELS[request.param]
-    )
+    folder = tmp_path_factory.mktemp("models") / request.param  # by its name a test knows its kind
+    return make_model(request.param, folder, **MODELS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +85,9 @@ def expected(model: Path) -> list[list[int]]:
 
 
 def settings(model: Path, **cache: Any) -> EngineConfig:
-    """Few blocks, and slots for few states, so that others take their places."""
-    known = {"num_kv_blocks": 36, "num_state_slots": 5, "block_size": 8, "watermark": 0.0}
+    """Few blocks of each kind, and slots for few states, so that others take their places."""
+    few = {"num_window_blocks": 26} if model.name in WITH_WINDOWS else {"num_state_slots": 5}
+    known = {"num_kv_blocks": 36, "block_size": 8, "watermark": 0.0, **few}
     cache = {"kv_connector_gib": 1 / 64, **known, **cache}
     return small_config(
         model,
@@ -76,9 +96,15 @@ def settings(model: Path, **cache: Any) -> EngineConfig:
     )
 
 
+def plenty(model: Path) -> dict[str, Any]:
+    """Blocks and slots for all."""
+    of_kind = {"num_window_blocks": 200} if model.name in WITH_WINDOWS else {"num_state_slots": 40}
+    return {"num_kv_blocks": 200, **of_kind}
+
+
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_blocks_and_states_from_outside_give_the_same_tokens(
+async def test_blocks_states_and_windows_from_outside_give_the_same_tokens(
     model: Path, expected: list[list[int]], kind: str, depth: int, tmp_path: Path
 ) -> None:
     config = settings(model, **(on_disk(tmp_path) if kind == "disk" else {"kv_connector": kind}))
@@ -87,17 +113,20 @@ async def test_blocks_and_states_from_outside_give_the_same_tokens(
         for _ in range(3):
             assert await run_all(engine, NUM_TOKENS) == expected
         await next_turns(engine, expected)
+        if model.name in WITH_WINDOWS:
+            assert stats_of(engine).num_window_blocks == 26
         stats = connector_stats(engine)
-        assert stats.num_hit_tokens > 100
+        assert stats.num_hit_tokens > (0 if model.name in WITH_WINDOWS else 100)
         assert stats.num_bytes_loaded > 0
         assert stats.num_failures == 0
 
 
+@with_states
 async def test_a_second_engine_goes_on_where_the_first_has_ended(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     """At the end of the last whole block of each reply."""
-    config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_state_slots=40)
+    config = settings(model, **on_disk(tmp_path), **plenty(model))
     async with AsyncEngine(config) as engine:
         assert await run_all(engine, NUM_TOKENS) == expected
         await tokens_of(engine, [5], greedy(2))  # whose steps save what the others have left
@@ -109,11 +138,33 @@ async def test_a_second_engine_goes_on_where_the_first_has_ended(
         await next_turns(engine, expected)
 
 
+@with_windows
+async def test_a_second_engine_reads_no_more_of_windows_than_they_show(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    config = settings(model, **on_disk(tmp_path), **plenty(model))
+    async with AsyncEngine(config) as engine:
+        assert await run_all(engine, NUM_TOKENS) == expected
+        await tokens_of(engine, [5], greedy(2))  # whose steps save what the others have left
+    prompt, tokens = make_prompts()[4], expected[4]
+    size = files_in(tmp_path, "*.windows.kv")[0].stat().st_size
+    async with AsyncEngine(config) as engine:
+        whole = (len(prompt) + NUM_TOKENS - 1) // 8
+        async for output in engine.generate([*prompt, *tokens, 5], greedy(1)):
+            assert output.num_cached_tokens == 8 * whole
+        num_seen = whole - (8 * whole - WINDOW + 1) // 8
+        files = [f for f in files_in(tmp_path, "*.kv") if "windows" not in f.name]
+        num_bytes = num_seen * size + (whole * files[0].stat().st_size if files else 0)
+        assert 0.9 * num_bytes < connector_stats(engine).num_bytes_read <= num_bytes
+        await next_turns(engine, expected)
+
+
+@with_states
 async def test_a_consumer_goes_on_behind_the_prompt_that_a_producer_has_computed(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     """As soon as the producer has answered: as when a router has a prompt computed apart."""
-    cache = {**on_disk(tmp_path), "num_kv_blocks": 200, "num_state_slots": 40}
+    cache = {**on_disk(tmp_path), **plenty(model)}
     async with (
         AsyncEngine(settings(model, **cache, kv_role="producer")) as producer,
         AsyncEngine(settings(model, **cache, kv_role="consumer")) as consumer,
@@ -127,11 +178,14 @@ async def test_a_consumer_goes_on_behind_the_prompt_that_a_producer_has_computed
             assert output.num_cached_tokens == (len(prompt) - 1) // 8 * 8
 
 
-async def test_what_policies_swap_comes_back_with_its_state(
+async def test_what_policies_swap_comes_back_with_its_state_or_window(
     model: Path, expected: list[list[int]]
 ) -> None:
     before = OffloadsAtEveryTurn.num_offloads, OffloadsAtEveryTurn.num_prefetches
-    config = settings(model, kv_connector="memory", num_state_slots=8)
+    few = {"num_kv_blocks": 44, "num_window_blocks": 40}
+    if model.name in WITH_STATES:
+        few = {"num_state_slots": 8}
+    config = settings(model, kv_connector="memory", **few)
     policy = f"{OffloadsAtEveryTurn.__module__}:{OffloadsAtEveryTurn.__name__}"
     scheduler = SchedulerConfig(policy=policy, max_num_seqs=4)
     async with AsyncEngine(msgspec.structs.replace(config, scheduler=scheduler)) as engine:
@@ -143,15 +197,16 @@ async def test_what_policies_swap_comes_back_with_its_state(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "gone", "changed"])
-async def test_a_lost_or_damaged_state_means_a_shorter_find(
+async def test_a_lost_or_damaged_state_or_window_means_a_shorter_find(
     model: Path, expected: list[list[int]], damage: str, tmp_path: Path
 ) -> None:
-    config = settings(model, **on_disk(tmp_path), num_kv_blocks=200, num_state_slots=40)
+    config = settings(model, **on_disk(tmp_path), **plenty(model))
     async with AsyncEngine(config) as engine:
         await run_all(engine, NUM_TOKENS)
-    states = files_in(tmp_path, "*.states.kv")
-    assert len(states) > 8
-    for file in states:
+    has_windows = model.name in WITH_WINDOWS
+    files = files_in(tmp_path, "*.windows.kv" if has_windows else "*.states.kv")
+    assert len(files) > (20 if has_windows else 8)
+    for file in files[:: 2 if has_windows else 1]:
         content = file.read_bytes()
         if damage == "gone":
             file.unlink()
@@ -162,10 +217,11 @@ async def test_a_lost_or_damaged_state_means_a_shorter_find(
     async with AsyncEngine(config) as engine:
         await next_turns(engine, expected)
         stats = connector_stats(engine)
-        assert stats.num_hit_tokens == 0
+        assert has_windows or stats.num_hit_tokens == 0
         assert bool(stats.num_failures) == (damage != "gone")
 
 
+@with_states
 async def test_a_full_disk_is_served_without_new_states(
     model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,12 +239,11 @@ async def test_a_full_disk_is_served_without_new_states(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", mostly_slow(["memory", "disk"], but=["disk"]))
-async def test_each_of_two_ranks_keeps_its_part(kind: str, tmp_path: Path) -> None:
-    model = make_model("qwen3_5_text", tmp_path / "model", **MODELS["qwen3_5_text"])
-    expected = expected_tokens(model, NUM_TOKENS)
-    config = settings(
-        model, **(on_disk(tmp_path / "kv") if kind == "disk" else {"kv_connector": kind})
-    )
+@pytest.mark.parametrize("model", ["qwen3_5_text", *WITH_WINDOWS], indirect=True)
+async def test_each_of_two_ranks_keeps_its_part_of_a_state_or_window(
+    model: Path, expected: list[list[int]], kind: str, tmp_path: Path
+) -> None:
+    config = settings(model, **(on_disk(tmp_path) if kind == "disk" else {"kv_connector": kind}))
     runner = RunnerConfig(threads=2, tensor_parallel_size=2)
     async with AsyncEngine(msgspec.structs.replace(config, runner=runner)) as engine:
         for _ in range(2):
