@@ -1,5 +1,6 @@
 """What a server inherits from a careless parent does no harm, and SIGTERM ends it at any time."""
 
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from tests.processes import JSON, PATIENCE, read_lines, serving, started, until
+from tests.slow import mostly_slow
 
 SIMULATED = ("--runner", "simulated")
 
@@ -32,7 +34,7 @@ def chat(url: str) -> int:
         return int(answer.status)
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", mostly_slow(["0", "1"], but=["0"]))
 def test_signals_that_the_parent_has_blocked_or_ignored_end_the_server(workers: str) -> None:
     words = (
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); "
@@ -70,7 +72,10 @@ def accepts(uds: str) -> bool:
         return client.connect_ex(uds) == 0
 
 
-@pytest.mark.parametrize("closed", [(0,), (1,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "closed",
+    [(0, 1, 2), *(pytest.param(some, marks=pytest.mark.slow) for some in [(0,), (1,), (0, 1)])],
+)
 def test_no_socket_takes_the_place_of_a_standard_stream(
     closed: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -103,8 +108,13 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.0])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("seconds", "number"),
+    mostly_slow(
+        itertools.product([0.1, 0.3, 0.6, 1.0], [signal.SIGTERM, signal.SIGINT]),
+        but=[(0.1, signal.SIGTERM), (0.3, signal.SIGINT), (0.6, signal.SIGTERM)],
+    ),
+)
 def test_a_signal_at_any_moment_of_the_start_ends_it_with_exit_code_0(
     seconds: float, number: signal.Signals, tmp_path: Path
 ) -> None:
