@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -95,3 +96,21 @@ def test_a_server_answers_in_the_block_and_has_ended_behind_it() -> None:
 def test_a_server_that_ends_at_once_is_told_with_its_log() -> None:
     with pytest.raises(RuntimeError, match="unheard-of"), serving("--unheard-of"):
         pass
+
+
+def test_pages_name_programs_and_commands_that_there_are() -> None:
+    root = Path(__file__).parents[2]
+    pages = [*root.glob("docs/*.md"), root / "README.md", root / "CONTRIBUTING.md"]
+    named = [
+        (page.name, *found)
+        for page in pages
+        for found in re.findall(
+            r"python benchmarks/(\w+)\.py(?: +([\w-]+))?", page.read_text(encoding="utf-8")
+        )
+    ]
+    assert len(named) > 50
+    for page, name, word in named:
+        source = root / "benchmarks" / f"{name}.py"
+        assert source.exists(), (page, name)
+        commands = re.findall(r"^@program\.command\(\s*\"([\w-]+)\"", source.read_text(), re.M)
+        assert not commands or word in commands, (page, name, word)
