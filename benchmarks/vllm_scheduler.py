@@ -145,7 +145,7 @@ def make_settings(running: int, stated: dict[str, str]) -> VllmConfig:
         device_config=DeviceConfig(device="cpu"),
         additional_config={"aioserve": stated},
     )
-    most = PROMPT_TOKENS + 2000
+    most = PROMPT_TOKENS + 800  # of 15 turns and the steps before them
     settings.cache_config.num_gpu_blocks = running * (most // BLOCK_SIZE + 1) + 2
     return settings
 
