@@ -47,7 +47,9 @@ UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, without its line breaks."""
+    """What an error says, without its line breaks. A `KeyError` says a key and no more."""
+    if isinstance(error, KeyError) and len(str(error).split()) == 1:
+        return f"nothing is known by the name {error}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

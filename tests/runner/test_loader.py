@@ -112,6 +112,11 @@ def test_unknown_model_type_is_named(llama: Path) -> None:
     assert "llama99" in refusal(edit_config(llama, model_type="llama99"))
 
 
+def test_an_unknown_activation_is_named_in_a_sentence(llama: Path) -> None:
+    message = refusal(edit_config(llama, hidden_act="zzz"))
+    assert message.endswith("nothing is known by the name 'zzz'")
+
+
 def save_config(path: Path, model_type: str, **fields: Any) -> Path:
     """A directory with a configuration only: refused before any weight is read."""
     from transformers import AutoConfig
