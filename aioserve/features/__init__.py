@@ -30,6 +30,20 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         "adapter files": "aioserve.features.lora.peft_directory:read_adapter",
         "held ends": "aioserve.features.kv_connector.engine_side:HeldBack",
     },
+    # What guesses tokens: `runner.batch.drafter`.
+    "drafters": {
+        "length": "aioserve.features.spec_decode.draft_length:DraftLength",
+        "ngram": "aioserve.features.spec_decode.ngram:ngram_drafter",
+        "find": "aioserve.features.spec_decode.drafts:find_draft",
+        "load": "aioserve.features.spec_decode.drafts:load_draft",
+        "cpu passes": "aioserve.features.spec_decode.cpu_passes:CpuDraftRunner",
+    },
+    # What keeps KV blocks for a connector, by the runner: `runner.cpu.executor`, `.simulated`.
+    "kv copies": {
+        "cpu": "aioserve.features.kv_connector.cpu_copies:HostCopies",
+        "simulated": "aioserve.features.kv_connector.simulated:SimulatedBlocks",
+        "simulated directory": "aioserve.features.kv_connector.simulated:SimulatedDirectory",
+    },
     # Resources of the scheduler's side, by the names of their plans: `kv_cache.resource`.
     "caches": {
         "states": "aioserve.features.states.slots:StateSlotPool",

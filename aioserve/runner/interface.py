@@ -12,9 +12,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from aioserve.errors import ConfigError, place_of
+from aioserve.kv_cache import BLOCKS
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.info import RunnerInfo
@@ -24,7 +25,6 @@ from aioserve.support.parts import Brought
 
 if TYPE_CHECKING:
     from aioserve.config import EngineConfig, StructuredOutputsConfig
-    from aioserve.features.kv_connector import KVConnectorWorker
     from aioserve.model_source.info import ModelInfo
     from aioserve.params import StructuredOutputs
 
@@ -61,6 +61,37 @@ class AdapterFiles(Protocol):
         """Of all its files: equal for equal weights."""
 
 
+class SlotGroup(NamedTuple):
+    """Slots of one size in host memory, for what the runner keeps under one name."""
+
+    name: str  # of the pool whose contents they take
+    num_slots: int
+    block_bytes: int
+
+
+class KVConnectorWorker:
+    """The runner's side: slots of host memory, each with room for one block of all layers. What is
+    copied in a step is there when the step is back.
+    """
+
+    num_slots: int
+    block_bytes: int
+    num_loaded: int = 0  # blocks, since the start
+    load_seconds: float = 0.0  # that they took
+
+    @property
+    def groups(self) -> Sequence[SlotGroup]:
+        """The slots of each pool, which are numbered from 0 in each. By default those of the KV
+        blocks alone.
+        """
+        return [SlotGroup(BLOCKS, self.num_slots, self.block_bytes)]
+
+    @property
+    def num_bytes_loaded(self) -> int:
+        """Bytes copied into the paged cache since the start."""
+        return self.num_loaded * self.block_bytes
+
+
 class RunnerInterface(ABC):
     """Runs steps in the order in which they are handed over. Used from one event loop."""
 
@@ -73,7 +104,7 @@ class RunnerInterface(ABC):
         Raises `ConfigError` if that cannot work.
         """
 
-    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+    def make_kv_worker(self, num_bytes: int) -> KVConnectorWorker:
         """Make the worker that copies blocks between the KV cache and at most `num_bytes` of host
         memory, as steps tell it; after `load`. Raises `ConfigError`.
         """

@@ -6,7 +6,7 @@ models and sizes; knows no device.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,10 +18,9 @@ from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec, WindowLa
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.served_model import ServedModel
 
-if TYPE_CHECKING:  # `model_drafter` brings `transformers`
-    from aioserve.features.spec_decode.model_drafter import Draft, DraftRunner
+if TYPE_CHECKING:
     from aioserve.kv_cache import WindowSpec
-    from aioserve.runner.batch.drafter import Drafter
+    from aioserve.runner.batch.drafter import Draft, Drafter
     from aioserve.runner.interface import OutputCompiler
     from aioserve.runner.ranks import Ranks
 
@@ -100,16 +99,16 @@ class LoadPlan:
         return f"{dtype}, {self.model.num_parameters / 1e6:.1f}M parameters"
 
     def make_parts(
-        self, grammars: "OutputCompiler | None", make_runner: "Callable[[], DraftRunner]"
+        self, grammars: "OutputCompiler | None", make_runner: "Callable[[], Any]"
     ) -> BatchParts:
         """The parts of the batch. `make_runner` is called for a draft: what runs its passes."""
         drafter: Drafter | None = None
         speculation = self.config.speculation
         if self.ranks is None or self.ranks.is_first:  # guesses reach the others with the steps
             if speculation.speculative_method == "ngram":
-                from aioserve.features.spec_decode.ngram import ngram_drafter
+                from aioserve.runner.batch.drafter import DRAFTERS
 
-                drafter = ngram_drafter(speculation)
+                drafter = DRAFTERS["ngram"](speculation)
             if self.draft is not None:
                 drafter = self.draft.make_drafter(self.config, make_runner())
         return BatchParts(

@@ -14,14 +14,13 @@ from zlib import crc32
 import msgspec
 
 from aioserve.config import EngineConfig, SimulatorConfig
-from aioserve.features.spec_decode.draft_length import DraftLength
 from aioserve.kv_cache import Ahead, WindowSpec
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.params import PoolingParams
 from aioserve.request import ROW_VALUES, invented
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import KVConnectorWorker, RunnerInterface
 from aioserve.runner.kv_pool import window_spec
 from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.scheduler.output import (
@@ -30,9 +29,10 @@ from aioserve.scheduler.output import (
     SchedulerOutput,
     step_features,
 )
+from aioserve.support.parts import load
 
 if TYPE_CHECKING:
-    from aioserve.features.kv_connector.simulated import SimulatedBlocks, SimulatedDirectory
+    from aioserve.runner.batch.drafter import DraftLengths
 
 Jump = Callable[[float], bool]
 
@@ -175,7 +175,9 @@ class SimulatedRunner(RunnerInterface):
         self.output_tokens: Mapping[str, int] = {}
         #: Times the model's seconds, from the next step on: of a straggler.
         self.slowdown = 1.0
-        self._draft_length = DraftLength(config.runner.simulated_draft_tokens)
+        self._draft_length: DraftLengths | None = None
+        if config.runner.simulated_draft_tokens:
+            self._draft_length = load("drafters", "length")(config.runner.simulated_draft_tokens)
         self._jump_to = jump_to
         self._config = config.runner
         self._step_time = step_time or step_time_model(config.runner)
@@ -191,9 +193,9 @@ class SimulatedRunner(RunnerInterface):
         self._encoder_outputs: set[str] = set()  # by content
         self._busy_until = 0.0
         self._block_size = config.cache.block_size
-        self._kv_blocks: SimulatedBlocks | None = None
+        self._kv_blocks: KVConnectorWorker | None = None
         #: What engines in one loop share as a directory; None: each has its own, if any.
-        self.kv_directory: SimulatedDirectory | None = None
+        self.kv_directory: Any = None
         scheduler, cache = config.scheduler, config.cache
         slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
         slots = max(slots, model_info.max_model_len)
@@ -256,21 +258,20 @@ class SimulatedRunner(RunnerInterface):
             self.on_step(scheduler_output, output, now, self._busy_until)
         return output, self._busy_until
 
-    def make_kv_worker(self, num_bytes: int) -> "SimulatedBlocks":
-        from aioserve.features.kv_connector.simulated import SimulatedBlocks
-
+    def make_kv_worker(self, num_bytes: int) -> KVConnectorWorker:
         seconds = 1e-6 * self._step_time.kv_load_token_us * self._block_size
-        self._kv_blocks = SimulatedBlocks(num_bytes, self._block_bytes, seconds)
-        return self._kv_blocks
+        made: KVConnectorWorker = load("kv copies", "simulated")(
+            num_bytes, self._block_bytes, seconds
+        )
+        self._kv_blocks = made
+        return made
 
-    def make_kv_store(self, max_bytes: int) -> "SimulatedDirectory":
+    def make_kv_store(self, max_bytes: int) -> Any:
         """A directory of at most `max_bytes`, or `kv_directory`. To be called on the event loop."""
         if self.kv_directory is not None:
             return self.kv_directory.shared()
-        from aioserve.features.kv_connector.simulated import SimulatedDirectory
-
         seconds = 1e-6 * self._step_time.kv_read_token_us * self._block_size
-        return SimulatedDirectory(max_bytes, self._block_bytes, seconds)
+        return load("kv copies", "simulated directory")(max_bytes, self._block_bytes, seconds)
 
     @property
     def _block_bytes(self) -> int:
@@ -335,7 +336,7 @@ class SimulatedRunner(RunnerInterface):
         else:
             computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             seconds = self._seconds(scheduler_output, num_encoder)
-            if self._config.simulated_draft_tokens and seconds:
+            if self._draft_length is not None and seconds:
                 num_rows = len(scheduler_output.num_scheduled_tokens)
                 num_tokens = scheduler_output.total_num_scheduled_tokens
                 self._draft_length.stepped(num_rows, num_tokens, seconds)
@@ -358,10 +359,13 @@ class SimulatedRunner(RunnerInterface):
         """Forget requests that left, add new ones; returns how many tokens of each are computed."""
         for request_id in scheduler_output.finished_req_ids:
             self._rows.pop(request_id, None)
-            self._draft_length.forget(request_id)
         for request_id in scheduler_output.preempted_req_ids:
             self._rows.pop(request_id, None)
-            self._draft_length.forget(request_id)
+        if self._draft_length is not None:
+            for request_id in scheduler_output.finished_req_ids:
+                self._draft_length.forget(request_id)
+            for request_id in scheduler_output.preempted_req_ids:
+                self._draft_length.forget(request_id)
         config = self._config
         computed: dict[str, int] = {}
         for data in scheduler_output.scheduled_new_reqs:
@@ -406,7 +410,8 @@ class SimulatedRunner(RunnerInterface):
         of_prompts: dict[str, list[TokenLogprobs]] = {}
         pooled: dict[str, Vector] = {}
         drafted = scheduler_output.scheduled_spec_decode_tokens
-        self._draft_length.asked = scheduler_output.draft_lengths
+        if (lengths := self._draft_length) is not None:
+            lengths.asked = scheduler_output.draft_lengths
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
             end = computed[request_id] + num_tokens
@@ -425,14 +430,15 @@ class SimulatedRunner(RunnerInterface):
             else:
                 token_ids = self._verify(row, drafts_of_row)
                 num_right = len(token_ids) - 1
-                self._draft_length.verified(request_id, len(drafts_of_row), num_right)
+                if lengths is not None:
+                    lengths.verified(request_id, len(drafts_of_row), num_right)
             sampled.append(token_ids)
             if row.num_logprobs is not None:
                 logprobs[request_id] = certain(token_ids, row.num_logprobs)
             if row.prompt is not None:
                 of_prompts[request_id], row.prompt = row.prompt, None
-            if self._config.simulated_draft_tokens:
-                drafts[request_id] = self._draft(request_id, row)
+            if lengths is not None:
+                drafts[request_id] = self._draft(row, lengths.limit(request_id), request_id)
         req_ids = list(scheduler_output.num_scheduled_tokens)
         return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts, pooled)
 
@@ -474,11 +480,11 @@ class SimulatedRunner(RunnerInterface):
                 break
         return token_ids
 
-    def _draft(self, request_id: str, row: SimulatedRow) -> list[int]:
-        """Guesses for a row, as many as pay; a share is right, and they are always the same."""
+    def _draft(self, row: SimulatedRow, most: int, request_id: str) -> list[int]:
+        """`most` guesses for a row; a share is right, and they are always the same."""
         num_tokens, drafts = row.num_tokens, []
         chance = self.draft_acceptance.get(request_id, DRAFT_ACCEPTANCE)
-        for _ in range(self._draft_length.limit(request_id)):
+        for _ in range(most):
             is_right = draw(row.hash, row.num_tokens) < chance
             token_id = self._sample(row)
             drafts.append(token_id if is_right else (token_id + 1) % self._vocab_size)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from aioserve.features.kv_connector.interface import (
     BlockStore,
     HostMemoryWorker,
-    KVConnectorWorker,
-    SlotGroup,
     fingerprint,
 )
+from aioserve.runner.interface import KVConnectorWorker, SlotGroup
 
 if TYPE_CHECKING:
     from aioserve.features.kv_connector.directory import BlockDirectory

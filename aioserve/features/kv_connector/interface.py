@@ -11,9 +11,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from aioserve.kv_cache import BLOCKS
+from aioserve.runner.interface import KVConnectorWorker
 
 # All that decides about K and V: weights, configuration, code that comes along.
 SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".json", ".py"}
@@ -39,37 +38,6 @@ def fingerprint(path: Path) -> str:
             for offset in range(0, stat.st_size, STRIDE):
                 digest.update(os.pread(opened.fileno(), PIECE, offset))
     return digest.hexdigest()[:32]
-
-
-class SlotGroup(NamedTuple):
-    """Slots of one size in host memory, for what the runner keeps under one name."""
-
-    name: str  # of the pool whose contents they take
-    num_slots: int
-    block_bytes: int
-
-
-class KVConnectorWorker:
-    """The runner's side: slots of host memory, each with room for one block of all layers. What is
-    copied in a step is there when the step is back.
-    """
-
-    num_slots: int
-    block_bytes: int
-    num_loaded: int = 0  # blocks, since the start
-    load_seconds: float = 0.0  # that they took
-
-    @property
-    def groups(self) -> Sequence[SlotGroup]:
-        """The slots of each pool, which are numbered from 0 in each. By default those of the KV
-        blocks alone.
-        """
-        return [SlotGroup(BLOCKS, self.num_slots, self.block_bytes)]
-
-    @property
-    def num_bytes_loaded(self) -> int:
-        """Bytes copied into the paged cache since the start."""
-        return self.num_loaded * self.block_bytes
 
 
 class HostMemoryWorker(KVConnectorWorker, ABC):

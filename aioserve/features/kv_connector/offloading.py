@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from aioserve.features.kv_connector.interface import BlockStore, KVConnectorWorker
+from aioserve.features.kv_connector.interface import BlockStore
 from aioserve.features.kv_connector.pools import Contents, KeptPools, PoolSlots
 from aioserve.kv_cache import (
     BLOCKS,
@@ -23,6 +23,7 @@ from aioserve.kv_cache import (
     Outside,
 )
 from aioserve.request import Request
+from aioserve.runner.interface import KVConnectorWorker
 
 logger = logging.getLogger(__name__)
 

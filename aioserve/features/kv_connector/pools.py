@@ -8,7 +8,6 @@ nothing about what is in a block.
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from aioserve.features.kv_connector.interface import SlotGroup
 from aioserve.kv_cache import (
     BLOCKS,
     BlockNotes,
@@ -19,6 +18,7 @@ from aioserve.kv_cache import (
     reached_blocks,
 )
 from aioserve.request import Request
+from aioserve.runner.interface import SlotGroup
 
 
 class Transfers:

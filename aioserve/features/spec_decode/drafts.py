@@ -12,11 +12,11 @@ from aioserve.features.spec_decode.eagle import EagleSource, is_eagle
 from aioserve.features.spec_decode.model_drafter import (
     Draft,
     DraftCheckpoint,
-    DraftPlace,
     DraftSource,
 )
 from aioserve.features.spec_decode.mtp import MtpSource
 from aioserve.model_source.info import ModelInfo
+from aioserve.runner.batch.drafter import DraftPlace
 from aioserve.runner.ranks import Ranks
 from aioserve.runner.served_model import ServedModel
 

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from aioserve.errors import ConfigError, one_line
 from aioserve.features.spec_decode.head_drafter import DraftHead, draft_of_head
-from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
+from aioserve.features.spec_decode.model_drafter import Draft, DraftSource
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.source import read_json
 from aioserve.runner.attention.backend import (
@@ -29,6 +29,7 @@ from aioserve.runner.attention.backend import (
     LayerAttention,
     LayerSpec,
 )
+from aioserve.runner.batch.drafter import DraftPlace
 from aioserve.runner.fused.ops import Linear
 from aioserve.runner.models.long_rope import with_factors_chosen
 from aioserve.runner.ranks import Ranks

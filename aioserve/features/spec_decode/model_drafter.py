@@ -32,10 +32,9 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
     StepInputs,
 )
-from aioserve.runner.batch.drafter import Drafter, Texts
+from aioserve.runner.batch.drafter import Drafter, DraftPlace, Texts
 from aioserve.runner.batch.masks import Masks
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
-from aioserve.runner.fused.ops import Linear
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import NewRequestData
 
@@ -296,14 +295,6 @@ class Draft(NamedTuple):
             max_model_len=self.info.max_model_len,
             max_step_tokens=config.scheduler.step_budget(self.info.max_model_len),
         )
-
-
-class DraftPlace(NamedTuple):
-    """The side on which a drafter is loaded: how models and products get there."""
-
-    load: Callable[[ModelInfo], ServedModel]
-    linear: Callable[[Tensor], Linear]  # the product with a weight
-    device: torch.device
 
 
 class DraftSource(ABC):

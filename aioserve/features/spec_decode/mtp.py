@@ -20,7 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.features.spec_decode.head_drafter import DraftHead, draft_of_head
-from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
+from aioserve.features.spec_decode.model_drafter import Draft, DraftSource
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
@@ -30,6 +30,7 @@ from aioserve.runner.attention.bridge import (
     PagedAttentionHandler,
     serving,
 )
+from aioserve.runner.batch.drafter import DraftPlace
 from aioserve.runner.loader import quiet_transformers
 from aioserve.runner.models.long_rope import with_factors_chosen
 from aioserve.runner.ranks import Ranks

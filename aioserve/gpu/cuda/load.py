@@ -18,7 +18,7 @@ from aioserve.errors import ConfigError
 from aioserve.features.grammars.rows import MAX_GUESSES
 from aioserve.features.lora.peft_directory import stored_parameters
 from aioserve.features.spec_decode.drafts import find_draft
-from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource, Forward
+from aioserve.features.spec_decode.model_drafter import Draft, DraftSource, Forward
 from aioserve.gpu.cuda.attention import (
     DeviceAttention,
     DeviceStep,
@@ -42,6 +42,7 @@ from aioserve.runner.attention.backend import (
     KVCacheSpec,
     ModelInputs,
 )
+from aioserve.runner.batch.drafter import DraftPlace
 from aioserve.runner.batch.prompt_rows import largest_piece
 from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.ops import PlainLinear

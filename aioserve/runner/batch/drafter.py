@@ -6,17 +6,27 @@ rows and token ids. Knows nothing about how guesses are verified.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from aioserve.features.spec_decode.draft_length import DraftLength
-from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.config import EngineConfig, ModelConfig
+from aioserve.model_source.info import ModelInfo
+from aioserve.runner.attention.backend import (
+    IntArray,
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+    StepInputs,
+)
 from aioserve.runner.batch.input_batch import BatchPart, InputBatch
 from aioserve.runner.batch.masks import BoundRows
 from aioserve.runner.batch.sampling_columns import SamplingColumns
+from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+from aioserve.support.parts import Brought
 
 
 class Texts(NamedTuple):
@@ -27,10 +37,33 @@ class Texts(NamedTuple):
     sampling: SamplingColumns
 
 
+class DraftLengths(Protocol):
+    """How many draft tokens pay: told what each step cost, and of each draft that was verified."""
+
+    max_tokens: int
+    #: By request, what the policy asks for after this step, whether it pays or not.
+    asked: Mapping[Any, int]
+
+    def stepped(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step is done; the next one may have as many rows."""
+
+    def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
+        """Record how many draft tokens were sent and accepted."""
+
+    def limit(self, request: Hashable) -> int:
+        """The most draft tokens that pay for it now, if none are `asked` for."""
+
+    def forget(self, request: Hashable) -> None:
+        """Drop the record of a request that has left, or whose id is reused."""
+
+    def forget_times(self) -> None:
+        """Forget measured times: the steps so far were none like those that come."""
+
+
 class Drafter(ABC):
     """Told of each row what it says, and asked for `guesses`; `length` says how many pay."""
 
-    length: DraftLength
+    length: DraftLengths
     #: What it knows of each KV block, [num_blocks, ...]: goes where the block goes.
     kept: Sequence[Tensor] = ()
 
@@ -61,6 +94,57 @@ class Drafter(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Give back what it holds, if that is anything. Idempotent."""
+
+
+# Models that guess, before they are loaded and after: what a side asks of the part that has them.
+
+
+class DraftPlace(NamedTuple):
+    """The side on which a drafter is loaded: how models and products get there."""
+
+    load: Callable[[ModelInfo], ServedModel]
+    linear: Callable[[Tensor], Callable[[Tensor], Tensor]]  # the product with a weight
+    device: torch.device
+
+
+class DraftSource(Protocol):
+    """What will make drafts, found on disk before weights are read."""
+
+    has_files: bool  # whether its weights lie apart from those of the served model
+    num_states: int  # numbers of the served model's states that are kept for each of its tokens
+    info: ModelInfo  # of the model in whose directory it lies
+    config: ModelConfig
+
+    @property
+    def hf_config(self) -> Any:
+        """The configuration of the layers that draft."""
+
+
+class Draft(Protocol):
+    """A drafter that is loaded; its KV cache is not made yet."""
+
+    @property
+    def target(self) -> ServedModel:
+        """The served model, as it is to be run while this drafts for it."""
+
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec: ...
+
+    @property
+    def state_bytes(self) -> int:
+        """For each token of the served model, besides K and V."""
+
+    @property
+    def forward(self) -> Callable[[ModelInputs, LayerAttention], Tensor]:
+        """A pass of the draft model: to see what it takes."""
+
+    def make_drafter(self, config: EngineConfig, runner: Any) -> Drafter:
+        """`runner`: the passes on one side, with a KV cache for `kv_cache_spec`."""
+
+
+#: What parts bring to guess tokens: `length` makes `DraftLengths`, `ngram` a drafter of settings,
+#: `find` a `DraftSource` of settings, `load` a `Draft` of that, `cpu passes` runs one on a CPU.
+DRAFTERS = Brought[Any]("drafters")
 
 
 # The part of the batch that guesses tokens: by a drafter, or where a grammar leaves no choice.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -33,13 +33,12 @@ from aioserve.runner.cpu.attention import AttentionBackend, StepMemory
 from aioserve.runner.cpu.machine import ComputeThreads, give_back_freed_memory
 from aioserve.runner.cpu.sampler import SampledTokens, sample_each
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import failed_requests
+from aioserve.runner.interface import KVConnectorWorker, failed_requests
 from aioserve.runner.load_plan import LoadPlan
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.features.kv_connector.cpu_copies import HostCopies
-    from aioserve.features.kv_connector.host_blocks import HostBlocks, SharedSlots
+    from aioserve.kv_cache import KVConnectorMetadata
     from aioserve.runner.adapters import LoadedAdapters
     from aioserve.runner.batch.masks import Masks
     from aioserve.runner.cpu.asked_results import Looked, RowValueStep
@@ -111,6 +110,26 @@ def _without_late(
     )
 
 
+class HostCopies(Protocol):
+    """What a KV connector keeps of a model, and its copies in host memory: of a part."""
+
+    def make(self, num_bytes: int, shared: Any = None) -> KVConnectorWorker:
+        """Make room for blocks of at most `num_bytes`; `shared` with the other ranks."""
+
+    def take(self, blocks: Any) -> None:
+        """Go on with what `make` has returned beside caches of the same sizes."""
+
+    def transfer(self, transfers: "KVConnectorMetadata") -> None:
+        """Copy what a KV connector wants copied before a step."""
+
+    @property
+    def bytes_of_first(self) -> dict[str, int]:
+        """Bytes of a block that the first of several ranks has beside the others, by the pool."""
+
+    def close(self) -> None:
+        """Let go of blocks in host memory, and of all tensors. Idempotent."""
+
+
 class StepExecutor:
     """Owns weights, KV cache and batch; computes steps in the order of the calls."""
 
@@ -145,12 +164,15 @@ class StepExecutor:
         )
 
     @cached_property
-    def copies(self) -> "HostCopies":
+    def copies(self) -> HostCopies:
         """What a KV connector keeps of this model, and its copies in host memory."""
-        from aioserve.features.kv_connector.cpu_copies import HostCopies
+        from aioserve.support.parts import load
 
         parts = self.parts
-        return HostCopies(self._backend, self._model, parts.drafter, parts.sizes[-1])
+        made: HostCopies = load("kv copies", "cpu")(
+            self._backend, self._model, parts.drafter, parts.sizes[-1]
+        )
+        return made
 
     @cached_property
     def adapters(self) -> "LoadedAdapters":
@@ -274,9 +296,9 @@ class ResidentModel:
         self._made_cache = config.cache
         # What outlives an executor: it is of the model's sizes, and of none of its weights.
         self.adapters: dict[str, object] = {}
-        self.host_blocks: HostBlocks | None = None
+        self.host_blocks: KVConnectorWorker | None = None
 
-    def make_host_blocks(self, num_bytes: int, shared: "SharedSlots | None" = None) -> "HostBlocks":
+    def make_host_blocks(self, num_bytes: int, shared: object = None) -> KVConnectorWorker:
         """Make room for KV blocks in host memory, of at most `num_bytes` of all ranks, which share
         it. Raises `ConfigError`.
         """

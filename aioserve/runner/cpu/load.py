@@ -8,7 +8,7 @@ import logging
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,7 @@ from aioserve.runner.load_plan import LoadPlan, plan_load
 from aioserve.runner.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
-    from aioserve.features.spec_decode.model_drafter import Draft
+    from aioserve.runner.batch.drafter import Draft
     from aioserve.runner.interface import OutputCompiler
     from aioserve.runner.ranks import Ranks
 
@@ -87,12 +86,13 @@ def _make_backend(plan: LoadPlan) -> AttentionBackend:
     return create_attention_backend(spec, plan.num_blocks, block_size, plan.window_layers)
 
 
-def _make_draft_runner(plan: LoadPlan) -> "CpuDraftRunner":
-    from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
+def _make_draft_runner(plan: LoadPlan) -> Any:
+    """What runs the passes of a drafting model."""
+    from aioserve.runner.batch.drafter import DRAFTERS
 
     block_size = plan.config.cache.block_size
     backend = create_attention_backend(plan.specs[1], plan.num_blocks, block_size)
-    return CpuDraftRunner(backend, block_size)
+    return DRAFTERS["cpu passes"](backend, block_size)
 
 
 def _with_others(plan: LoadPlan) -> LoadPlan:

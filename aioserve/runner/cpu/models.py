@@ -13,11 +13,10 @@ import msgspec
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.features.multimodal.image_encoder import encoder_cache_bytes, sees_images
-from aioserve.features.spec_decode.drafts import find_draft, load_draft
-from aioserve.features.spec_decode.model_drafter import Draft, DraftPlace, DraftSource
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES
+from aioserve.runner.batch.drafter import DRAFTERS, Draft, DraftPlace, DraftSource
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
 from aioserve.runner.cpu.fused import CpuPlace, WholeDecoder
@@ -45,7 +44,9 @@ def load_models(
     with together(ranks):
         check_activations(info)
         check_architecture(info)
-        source = find_draft(config, info)
+        source: DraftSource | None = None
+        if config.speculation.drafts_by_model:
+            source = DRAFTERS["find"](config, info)
         sees = sees_images(info)
         if ranks is None or ranks.is_first:
             _check_memory(config, info, source, ranks)
@@ -53,12 +54,14 @@ def load_models(
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
     quantize_activations(model, config.model)
 
-    place = DraftPlace(
-        lambda info: load_model_on_cpu(info.config, info),
-        lambda weight: pack_linear(weight, None),
-        CpuPlace.device,
-    )
-    model, draft = load_draft(source, model, info, place, ranks)
+    draft: Draft | None = None
+    if source is not None:
+        place = DraftPlace(
+            lambda info: load_model_on_cpu(info.config, info),
+            lambda weight: pack_linear(weight, None),
+            CpuPlace.device,
+        )
+        model, draft = DRAFTERS["load"](source, model, info, place, ranks)
     size = encoder_cache_bytes(config, info, model.kv_cache_spec.dtype, sees)
     return model, draft, size
 

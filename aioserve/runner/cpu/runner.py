@@ -16,12 +16,16 @@ from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_source.info import ModelInfo, read_same_model
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import OUTPUT_COMPILERS, AdapterFiles, RunnerInterface
+from aioserve.runner.interface import (
+    OUTPUT_COMPILERS,
+    AdapterFiles,
+    KVConnectorWorker,
+    RunnerInterface,
+)
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.support.progress import interruptible
 
 if TYPE_CHECKING:
-    from aioserve.features.kv_connector import KVConnectorWorker
     from aioserve.runner.cpu.executor import ResidentModel, StepExecutor
 
 
@@ -59,7 +63,7 @@ class ThreadedRunner(RunnerInterface):
     def num_compute_threads(self) -> int | None:
         return None if self._executor is None else self._executor.num_compute_threads
 
-    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+    def make_kv_worker(self, num_bytes: int) -> KVConnectorWorker:
         assert self._executor is not None, "load() first"
         return self._executor.copies.make(num_bytes)
 
@@ -135,7 +139,7 @@ class SleepingRunner(ThreadedRunner):
         assert self._resident is not None, "load() first"
         return self._resident
 
-    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+    def make_kv_worker(self, num_bytes: int) -> KVConnectorWorker:
         return self._model.make_host_blocks(num_bytes)
 
     def check_sleep(self, *, frees_weights: bool) -> None:
