@@ -44,6 +44,17 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         "simulated": "aioserve.features.kv_connector.simulated:SimulatedBlocks",
         "simulated directory": "aioserve.features.kv_connector.simulated:SimulatedDirectory",
     },
+    # What loads models with more than attention over tokens: `runner.loader`.
+    "parts of models": {
+        "states": "aioserve.features.states.layers:StatefulLayers",
+        "text and encoder": "aioserve.features.multimodal.vision_language:load_parts",
+        "sees": "aioserve.features.multimodal.image_encoder:sees_images",
+        "encoder bytes": "aioserve.features.multimodal.image_encoder:encoder_cache_bytes",
+    },
+    "states on a cpu": {
+        "steps": "aioserve.features.states.cpu_steps:with_own_steps",
+        "memory": "aioserve.features.states.cpu_memory:with_states_and_windows",
+    },
     # Resources of the scheduler's side, by the names of their plans: `kv_cache.resource`.
     "caches": {
         "states": "aioserve.features.states.slots:StateSlotPool",

@@ -18,15 +18,12 @@ from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.features.multimodal.image_encoder import ImageEncoder
-from aioserve.features.multimodal.vision_language import TextPart, load_parts
-from aioserve.features.states.layers import StatefulLayers
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.quantized_weight import attached, has_quantized_layers, told_of_weights
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
 from aioserve.model_source.vision_families import family_of
 from aioserve.runner.adapters import TokenAdapters, make_hooks
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.attention.backend import GivenRows, LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
     AttentionProbe,
@@ -36,6 +33,7 @@ from aioserve.runner.attention.bridge import (
     UnsupportedModelError,
     serving,
 )
+from aioserve.runner.batch.input_batch import EncoderPart
 from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.fuse import fuse
 from aioserve.runner.fused.ops import NotFusedError
@@ -60,7 +58,8 @@ from aioserve.runner.models.own_products import (
 )
 from aioserve.runner.models.row_by_row import RowByRowModel
 from aioserve.runner.ranks import together
-from aioserve.runner.served_model import Halves, ServedModel, Taps
+from aioserve.runner.served_model import Halves, LayerStates, ServedModel, Taps
+from aioserve.support.parts import Brought
 from aioserve.support.progress import as_stage
 
 
@@ -208,6 +207,21 @@ def _is_sound(parameter: Tensor) -> bool:
 # Knows `transformers`; knows nothing about file formats, blocks, batches or requests.
 
 
+class InnerModel(nn.Module):
+    """The text model of a larger one, called as any causal language model of `transformers` is."""
+
+    name: str  # of the larger one
+
+    def given(self, ids: Tensor, positions: Tensor, given: GivenRows) -> dict[str, Any]:
+        """The arguments of a pass over tokens [T], some of which enter as rows."""
+        raise NotImplementedError
+
+
+#: What parts bring to load a model: `states` finds the layers that have some, `text and encoder`
+#: loads a model that sees in two parts.
+MODEL_PARTS = Brought[Any]("parts of models")
+
+
 class AnyModel(ServedModel, Halves):
     """Modules of `transformers`, unchanged; their attention calls reach the backend."""
 
@@ -216,12 +230,12 @@ class AnyModel(ServedModel, Halves):
         module: nn.Module,
         probe: AttentionProbe,
         dtype: torch.dtype,
-        states: StatefulLayers | None = None,
-        encoder: ImageEncoder | None = None,
+        states: LayerStates | None = None,
+        encoder: EncoderPart | None = None,
     ) -> None:
         self.module, self.embedding = module, module.get_input_embeddings()  # type: ignore[operator]
         self.states = states
-        self.name = module.name if isinstance(module, TextPart) else type(module).__name__
+        self.name = module.name if isinstance(module, InnerModel) else type(module).__name__
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if encoder is not None:
             self.num_parameters += encoder.num_parameters
@@ -280,7 +294,7 @@ class AnyModel(ServedModel, Halves):
         if self._takes_positions:
             arguments["position_ids"] = inputs.positions[None]
         if inputs.given is not None:
-            assert isinstance(self.module, TextPart), "rows of images are for these"
+            assert isinstance(self.module, InnerModel), "rows of images are for these"
             arguments |= self.module.given(inputs.input_ids, inputs.positions, inputs.given)
         if self._counts_tokens:
             arguments["past_key_values"] = SeenTokens(inputs.positions)
@@ -319,7 +333,9 @@ def load_model(
     rounding = rounding_of(config)
     if num_seen:
         with quiet_transformers(), together(place.ranks):
-            text, encoder = load_parts(info, named_dtype(config.dtype), rounding, place.ranks)
+            text, encoder = MODEL_PARTS["text and encoder"](
+                info, named_dtype(config.dtype), rounding, place.ranks
+            )
         num_mrope = num_seen if encoder.has_axes else 0
         quantized = QuantizedLoad.of(text)
         model = prepare_model(text, config, info, place, encoder, num_mrope)
@@ -364,7 +380,7 @@ def prepare_model(
     config: ModelConfig,
     info: ModelInfo,
     place: Place,
-    encoder: ImageEncoder | None = None,
+    encoder: EncoderPart | None = None,
     num_mrope_tokens: int = 0,
 ) -> ServedModel:
     """What serves a causal language model of `transformers` that lies at `place`, and whose
@@ -375,7 +391,7 @@ def prepare_model(
     warn_of_unsound(module)
     keep_experts_apart(module)
     set_long_factors(module, info.hf_config, info.max_model_len)
-    states = StatefulLayers(module, place.own_forward)
+    states: LayerStates = MODEL_PARTS["states"](module, place.own_forward)
     try:
         # Of kernels for cards that it does not find, transformers warns at the first call.
         with quiet_transformers(), states.probing(), passed(module) as called:

@@ -7,23 +7,24 @@ requests.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from aioserve.runner.attention.backend import (
     AttentionCall,
     KVCacheSpec,
     LayerAttention,
     ModelInputs,
+    StatePieces,
 )
 
 if TYPE_CHECKING:  # what few models need, or what brings `transformers`
-    from aioserve.features.multimodal.image_encoder import ImageEncoder
-    from aioserve.features.states.layers import StatefulLayers
     from aioserve.runner.adapters import AdapterSites, TokenAdapters
+    from aioserve.runner.batch.input_batch import EncoderPart
 
 
 def _keep_nothing(slots: Tensor, states: Tensor) -> None:
@@ -40,6 +41,54 @@ class Taps:
     keep: Callable[[Tensor, Tensor], None] = _keep_nothing
 
 
+class LayerStates(ABC):
+    """The layers with states of one model. Without `used`, they compute what they are given as one
+    new text.
+    """
+
+    num_slots = 0
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many layers have states."""
+
+    @abstractmethod
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether it is one of these layers or in one."""
+
+    @property
+    @abstractmethod
+    def bytes_per_slot(self) -> int:
+        """The states of one request, in all layers; known after `probing`."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """The states of all slots, [num_slots, ...], layer by layer; known after `allocate`."""
+
+    @abstractmethod
+    def probing(self) -> AbstractContextManager[None]:
+        """See in a forward pass which states there are."""
+
+    @abstractmethod
+    def allocate(self, num_slots: int) -> None:
+        """Make room for `num_slots` states of each layer; memory is taken as they are written."""
+
+    @abstractmethod
+    def used(self, pieces: Sequence[StatePieces]) -> AbstractContextManager[None]:
+        """While a forward pass runs over these pieces."""
+
+    @abstractmethod
+    def take_back(self, num_wrong: Mapping[int, int]) -> None:
+        """Drafts at the ends of pieces of the newest step were wrong; `num_wrong` has their number
+        by slot.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory of the states back. Idempotent."""
+
+
 class ServedModel(ABC):
     """Weights in evaluation mode, and what their attention layers look like."""
 
@@ -50,11 +99,11 @@ class ServedModel(ABC):
     is_compiled = False  # whether our own kernels compute all of it
     is_stored = False  # whether they multiply with all quantized weights as these are
     own: Sequence[Callable[..., Tensor]] = ()  # products and experts by them, if it is not fused
-    states: "StatefulLayers | None" = None  # of layers that have some
+    states: LayerStates | None = None  # of layers that have some
     embedding: Callable[[Tensor], Tensor] | None = None  # token ids [T] -> [T, hidden], if told
     reads_rows = False  # whether the `attention` that it is given must be `RowStates`
     adapter_sites: "AdapterSites"
-    image_encoder: "ImageEncoder | None" = None  # of one that sees
+    image_encoder: "EncoderPart | None" = None  # of one that sees
 
     @abstractmethod
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aioserve.features.states.layers import StatefulLayers
 from aioserve.gpu.tensor_parallel.shard import share_of
 from aioserve.runner.adapters import AdapterHooks, AdapterSites, Site, TokenAdapters
+from aioserve.runner.served_model import LayerStates
 
 
 class HookedAdapters(AdapterHooks):
@@ -27,7 +27,7 @@ class HookedAdapters(AdapterHooks):
         self._table: tuple[str, nn.Embedding] | None = None
 
     @contextmanager
-    def finding(self, num_tokens: int, states: StatefulLayers | None = None) -> Iterator[None]:
+    def finding(self, num_tokens: int, states: LayerStates | None = None) -> Iterator[None]:
         handles = []
         for name, module in self._module.named_modules():
             if isinstance(module, nn.Linear) and (states is None or module not in states):

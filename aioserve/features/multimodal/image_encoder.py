@@ -22,7 +22,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import GRID, TURN, Family, family_of
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import GivenRows, ImageEnds, IntArray, StepInputs
-from aioserve.runner.batch.input_batch import BatchPart
+from aioserve.runner.batch.input_batch import BatchPart, EncoderPart
 from aioserve.runner.ranks import Ranks
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
@@ -181,17 +181,13 @@ def sees_images(info: ModelInfo) -> bool:
     return not getattr(info.whole_config, "quantization_config", None)
 
 
-def encoder_cache_bytes(
-    config: EngineConfig, info: ModelInfo, dtype: torch.dtype, sees: bool
-) -> int:
-    """The bytes that outputs of the encoder may take, if the model `sees`."""
-    if not sees:
-        return 0
+def encoder_cache_bytes(config: EngineConfig, info: ModelInfo, dtype: torch.dtype) -> int:
+    """The bytes that outputs of the encoder of a model that sees may take."""
     size = info.hidden_size * dtype.itemsize * (1 + num_deep_rows(info.whole_config))
     return config.scheduler.encoder_cache_tokens * size
 
 
-class ImageEncoder(ImageRows):
+class ImageEncoder(ImageRows, EncoderPart):
     """Vision tower and projector of one model, and the part of the batch that reads its rows."""
 
     def __init__(self, module: Any, family: Family, token_ids: Sequence[int]) -> None:

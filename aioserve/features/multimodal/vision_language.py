@@ -24,12 +24,13 @@ from aioserve.model_source.source import Rounding
 from aioserve.model_source.vision_families import family_of
 from aioserve.runner.attention.backend import GivenRows
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION, AttentionProbe, serving
+from aioserve.runner.loader import InnerModel
 from aioserve.runner.ranks import Ranks
 
 _IN_TEXT = re.compile(r"(?!.*\bvis(?:ion|ual))(?:\w+\.)*?(layers\.\d+\..+|embed_tokens)")
 
 
-class TextPart(nn.Module):
+class TextPart(InnerModel):
     """Decoder and head, called as any causal language model of `transformers` is."""
 
     def __init__(self, whole: Any, blank: Sequence[str] = ()) -> None:

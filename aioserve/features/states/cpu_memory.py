@@ -20,6 +20,11 @@ from aioserve.runner.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 
+def with_states_and_windows(plan: LoadPlan) -> LoadPlan:
+    """The plan with what a model keeps beside KV blocks of all its layers. Raises `ConfigError`."""
+    return with_windows(with_states(plan))
+
+
 def with_states(plan: LoadPlan) -> LoadPlan:
     """The plan beside the memory of the states, which is allocated if the model has any. Raises
     `ConfigError`.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from aioserve.runner.attention.backend import StatePieces
 from aioserve.runner.attention.bridge import UnsupportedModelError
+from aioserve.runner.served_model import LayerStates
 
 
 class StateKey(NamedTuple):
@@ -191,7 +192,7 @@ class _Held(NamedTuple):
                 slots[self.slots[own]] = states.states[key].to(slots.dtype)
 
 
-class StatefulLayers:
+class StatefulLayers(LayerStates):
     """The layers with states of one model. Without `used`, they compute what they are given as one
     new text.
     """

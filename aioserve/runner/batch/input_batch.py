@@ -76,6 +76,17 @@ class BatchPart(ABC, Generic[T]):
         """Give back what the part holds besides memory. Idempotent."""
 
 
+class EncoderPart(BatchPart[Any]):
+    """The part of a model that encodes inputs of requests, such as images, to rows of its own."""
+
+    num_parameters: int
+    has_axes: bool  # whether the model turns tokens of such inputs by three axes
+
+    @abstractmethod
+    def run(self, step: SchedulerOutput) -> None:
+        """Drop and encode what the step says, before it is prepared."""
+
+
 class LaterPart(NamedTuple):
     """A part that is made when the first request asks for it, so that nothing of it is loaded
     before.

@@ -444,9 +444,10 @@ class CpuPlace(Place):
     def own_forward(
         self, module: nn.Module, known: Callable[[], Tensor | None]
     ) -> Callable[..., Any]:
-        from aioserve.features.states.cpu_steps import with_own_steps
+        from aioserve.support.parts import load
 
-        return with_own_steps(module, known)
+        made: Callable[..., Any] = load("states on a cpu", "steps")(module, known)
+        return made
 
     def create_row_states(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int

@@ -104,9 +104,10 @@ def _with_others(plan: LoadPlan) -> LoadPlan:
     is_set = cache.num_state_slots is not None or cache.num_window_blocks is not None
     if not is_set and plan.model.states is None and not any(windows):
         return plan
-    from aioserve.features.states.cpu_memory import with_states, with_windows
+    from aioserve.support.parts import load
 
-    return with_windows(with_states(plan))
+    planned: LoadPlan = load("states on a cpu", "memory")(plan)
+    return planned
 
 
 def _with_blocks(plan: LoadPlan) -> LoadPlan:

@@ -9,12 +9,13 @@ import logging
 from typing import Any
 
 import msgspec
+import torch
 
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.features.multimodal.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import family_of
 from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.batch.drafter import DRAFTERS, Draft, DraftPlace, DraftSource
 from aioserve.runner.cpu import machine
@@ -25,7 +26,7 @@ from aioserve.runner.cpu.products import BlockLinear, pack_linear
 from aioserve.runner.fused.decoder import GatedMLP, own_experts, own_product
 from aioserve.runner.fused.model import FusedModel
 from aioserve.runner.fused.ops import Mixture
-from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
+from aioserve.runner.loader import MODEL_PARTS, load_model, named_dtype, num_weight_bytes
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.models.own_products import EachExpert
 from aioserve.runner.ranks import Ranks, together
@@ -47,7 +48,7 @@ def load_models(
         source: DraftSource | None = None
         if config.speculation.drafts_by_model:
             source = DRAFTERS["find"](config, info)
-        sees = sees_images(info)
+        sees = _sees(info)
         if ranks is None or ranks.is_first:
             _check_memory(config, info, source, ranks)
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
@@ -62,8 +63,22 @@ def load_models(
             CpuPlace.device,
         )
         model, draft = DRAFTERS["load"](source, model, info, place, ranks)
-    size = encoder_cache_bytes(config, info, model.kv_cache_spec.dtype, sees)
+    size = _encoder_bytes(config, info, model.kv_cache_spec.dtype, sees=sees)
     return model, draft, size
+
+
+def _sees(info: ModelInfo) -> bool:
+    """Whether the model sees, and what sees of it is served."""
+    if family_of(info) is None:
+        return False
+    found: bool = MODEL_PARTS["sees"](info)
+    return found
+
+
+def _encoder_bytes(config: EngineConfig, info: ModelInfo, dtype: torch.dtype, *, sees: bool) -> int:
+    """The bytes that outputs of the encoder may take, if the model `sees`."""
+    num_bytes: int = MODEL_PARTS["encoder bytes"](config, info, dtype) if sees else 0
+    return num_bytes
 
 
 def load_model_on_cpu(
@@ -103,7 +118,7 @@ def _check_memory(
             per_token = [None if size is None else size * num_ranks for size in per_token]
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
-    num_image_bytes = num_ranks * encoder_cache_bytes(config, info, dtype, sees_images(info))
+    num_image_bytes = num_ranks * _encoder_bytes(config, info, dtype, sees=_sees(info))
     check_memory(config, weights, all_known, info.max_model_len, num_image_bytes)
 
 

@@ -31,8 +31,8 @@ from aioserve.runner.fused.decoder import (
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 
 if TYPE_CHECKING:  # what few models need, or what brings `transformers`
-    from aioserve.features.multimodal.image_encoder import ImageEncoder
     from aioserve.runner.adapters import AdapterSites, Site, TokenAdapters
+    from aioserve.runner.batch.input_batch import EncoderPart
     from aioserve.runner.fused.recognize import MRoPERows
     from aioserve.runner.ranks import Ranks
 
@@ -60,7 +60,7 @@ class FusedModel(ServedModel, Halves):
         is_compiled: bool,
         device: torch.device,
         own_turns: "MRoPERows | None" = None,
-        image_encoder: "ImageEncoder | None" = None,
+        image_encoder: "EncoderPart | None" = None,
     ) -> None:
         self.facts = facts
         self._own_turns = own_turns
