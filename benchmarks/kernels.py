@@ -43,8 +43,10 @@ from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.attention import AttentionBackend, CompiledAttention, TorchPagedAttention
+from aioserve.runner.cpu.attention import CompiledAttention
+from aioserve.runner.cpu.kv_memory import AttentionBackend
 from aioserve.runner.cpu.products import BlockLinear, PanelLinear, pack_linear
+from aioserve.runner.cpu.torch_attention import TorchPagedAttention
 
 DTYPE = torch.bfloat16
 ROWS = (64, 256, 512, 2048, 4096)  # fewer would read from memory in a model, not here

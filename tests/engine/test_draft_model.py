@@ -27,7 +27,8 @@ from aioserve.outputs import RequestOutput
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.input_batch import InputBatch
 from aioserve.runner.cpu import load
-from aioserve.runner.cpu.attention import AttentionBackend, create_attention_backend
+from aioserve.runner.cpu.attention import create_attention_backend
+from aioserve.runner.cpu.kv_memory import AttentionBackend
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.models import make_model

@@ -11,8 +11,7 @@ from aioserve.features.kv_connector.host_blocks import HostBlocks, KeptTensors, 
 from aioserve.features.states.cpu_steps import describe_steps
 from aioserve.kv_cache import BLOCKS, KVConnectorMetadata, StatePool, WindowPool
 from aioserve.runner.batch.drafter import Drafter
-from aioserve.runner.cpu.attention import AttentionBackend
-from aioserve.runner.cpu.kv_memory import KVMemory
+from aioserve.runner.cpu.kv_memory import AttentionBackend, KVMemory
 from aioserve.runner.kv_pool import TYPICAL_TOKENS
 from aioserve.runner.served_model import ServedModel
 

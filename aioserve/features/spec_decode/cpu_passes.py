@@ -7,7 +7,7 @@ from aioserve.features.spec_decode.model_drafter import DraftRunner, Forward
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.batch.masks import Masks
 from aioserve.runner.batch.sampling_columns import SamplingInputs
-from aioserve.runner.cpu.attention import AttentionBackend
+from aioserve.runner.cpu.kv_memory import AttentionBackend
 from aioserve.runner.cpu.sampler import sample
 
 

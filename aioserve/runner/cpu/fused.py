@@ -30,7 +30,7 @@ from aioserve.runner.attention.backend import (
     StepInputs,
 )
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.attention import CompiledAttention, PagedRows, create_attention_backend
+from aioserve.runner.cpu.attention import CompiledAttention, create_attention_backend
 from aioserve.runner.cpu.products import (
     BlockEmbedding,
     BlockLinear,
@@ -452,7 +452,11 @@ class CpuPlace(Place):
     def create_row_states(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int
     ) -> RowStates | None:
-        return PagedRows(spec, num_blocks, block_size) if self.ranks is None else None
+        if self.ranks is not None:
+            return None
+        from aioserve.runner.cpu.torch_attention import PagedRows
+
+        return PagedRows(spec, num_blocks, block_size)
 
     def create_whole_decoder(
         self,

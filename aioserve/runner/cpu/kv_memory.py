@@ -1,6 +1,7 @@
 """The memory of the KV caches: address space at once, pages shortly before they are needed.
 
-In pages of 2 MiB where the system has them (Linux alone): fewer addresses to look up.
+In pages of 2 MiB where the system has them (Linux alone): fewer addresses to look up. Then what
+owns the caches, whatever computes attention on them, and what a step needs of their memory.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import mmap
 import os
 import sys
 import threading
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +24,13 @@ import torch
 from torch import Tensor
 
 from aioserve.errors import ConfigError
-from aioserve.runner.attention.backend import KVCacheSpec
+from aioserve.runner.attention.backend import (
+    KVCacheSpec,
+    LayerAttention,
+    StepInputs,
+    WindowLayers,
+)
+from aioserve.scheduler.output import SchedulerOutput
 
 
 def map_memory(num_bytes: int) -> mmap.mmap:
@@ -156,3 +164,72 @@ def _populate(pages: npt.NDArray[np.uint8]) -> None:
     if (error := ctypes.get_errno()) != errno.EINVAL:
         raise MemoryError(f"no {len(pages):,} bytes for the KV pool: {os.strerror(error)}")
     pages[:: mmap.PAGESIZE] |= 0  # before Linux 5.14: a write to each page that changes nothing
+
+
+class AttentionBackend(LayerAttention):
+    """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
+
+    description = ""  # for the log: what computes, and why nothing faster does
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_kv_blocks: int,
+        block_size: int,
+        windows: WindowLayers | None = None,
+    ) -> None:
+        """With `windows`, those layers have a pool of their own, and steps say where in it."""
+        own = frozenset[int]() if windows is None else windows.layers
+        others = [layer for layer in range(len(spec.layers)) if layer not in own]
+        # `prepare` trusts that the blocks of its step are committed
+        self.memory = KVMemory(spec.part(others), num_kv_blocks, block_size)
+        self.window_memory: KVMemory | None = None
+        self.window_layers = own
+        places = [(layer, self.memory, index) for index, layer in enumerate(others)]
+        if windows is not None:
+            memory = self.window_memory = KVMemory(spec.part(own), windows.num_blocks, block_size)
+            places += [(layer, memory, index) for index, layer in enumerate(sorted(own))]
+        places.sort(key=lambda place: place[0])
+        self.key_caches = [memory.key_caches[index] for _, memory, index in places]
+        self.value_caches = [memory.value_caches[index] for _, memory, index in places]
+
+    def close(self) -> None:
+        """End the threads of the memory. Idempotent."""
+        self.memory.close()
+        if self.window_memory is not None:
+            self.window_memory.close()
+
+    @abstractmethod
+    def prepare(self, step: StepInputs) -> None:
+        """Derive what all layers of this step share."""
+
+
+# What a step needs of the memory of the KV caches: the blocks that it writes to are there before.
+# Knows blocks, and what a step says of them.
+
+
+class StepMemory:
+    """The memory of one backend. Used on the thread that computes."""
+
+    def __init__(self, backend: AttentionBackend, block_size: int) -> None:
+        self._memory, self._windows = backend.memory, backend.window_memory
+        self._block_size = block_size
+        self._memory.commit(0)  # a first step finds its blocks in memory, too
+        if self._windows is not None:
+            self._windows.commit(0)
+
+    def commit(self, inputs: StepInputs, step: SchedulerOutput) -> None:
+        """Have in memory what the step writes, and soon what was given with it. Raises
+        `MemoryError`.
+        """
+        num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
+        self._memory.commit(num_written, soon=step.highest_new_block + 1)
+        if inputs.windows is not None and self._windows is not None:
+            num_written = int(inputs.windows.slot_mapping.max()) // self._block_size + 1
+            self._windows.commit(num_written)
+
+    def release(self) -> None:
+        """Give back the memory of the KV cache while no request has blocks: steps take it again."""
+        self._memory.release()
+        if self._windows is not None:
+            self._windows.release()

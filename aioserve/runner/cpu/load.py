@@ -17,8 +17,9 @@ from aioserve.kernels import KernelsUnavailableError, compute_thread_ids
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.attention import AttentionBackend, PagedRows, create_attention_backend
+from aioserve.runner.cpu.attention import create_attention_backend
 from aioserve.runner.cpu.executor import StepExecutor
+from aioserve.runner.cpu.kv_memory import AttentionBackend
 from aioserve.runner.cpu.machine import ComputeThreads
 from aioserve.runner.cpu.memory import CPU_TYPES, MIB, check_memory, choose_num_kv_blocks
 from aioserve.runner.cpu.prepared import PreparedModel
@@ -82,6 +83,8 @@ def _make_backend(plan: LoadPlan) -> AttentionBackend:
     """The KV cache of the model, and what computes attention on it."""
     spec, block_size = plan.specs[0], plan.config.cache.block_size
     if plan.model.reads_rows:
+        from aioserve.runner.cpu.torch_attention import PagedRows
+
         return PagedRows(spec, plan.num_blocks, block_size)
     return create_attention_backend(spec, plan.num_blocks, block_size, plan.window_layers)
 

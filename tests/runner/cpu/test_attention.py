@@ -15,8 +15,9 @@ from torch import Tensor
 from aioserve.kernels import Kernels
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
 from aioserve.runner.attention.backend import ImageEnds, IntArray
-from aioserve.runner.cpu import attention
-from aioserve.runner.cpu.attention import CompiledAttention, TorchPagedAttention
+from aioserve.runner.cpu import torch_attention
+from aioserve.runner.cpu.attention import CompiledAttention
+from aioserve.runner.cpu.torch_attention import TorchPagedAttention
 from aioserve.runner.loader import named_dtype
 from tests.slow import mostly_slow
 from tests.variants import DTYPE, EVERY_VARIANT
@@ -232,8 +233,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def small_groups(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sizes that make tiny inputs take every turn of the grouping."""
     with patch.context() as p:
-        p.setattr(attention, "QUERY_BLOCK", 8)
-        p.setattr(attention, "GROUP_ELEMENTS", 500)
+        p.setattr(torch_attention, "QUERY_BLOCK", 8)
+        p.setattr(torch_attention, "GROUP_ELEMENTS", 500)
         yield
 
 
@@ -346,8 +347,8 @@ def test_padding_of_a_group_is_bounded() -> None:
         sampling=np.arange(8),
         logits_indices=np.arange(8),
     )
-    plan = attention._StepPlan(inputs, BLOCK_SIZE)
-    groups = plan.groups(attention._LayerShape(None, None, 4, 2, 16))
+    plan = torch_attention._StepPlan(inputs, BLOCK_SIZE)
+    groups = plan.groups(torch_attention._LayerShape(None, None, 4, 2, 16))
     assert [(group.size, group.hidden.shape[-1]) for group in groups] == [
         (2, 400),
         (2, 100),

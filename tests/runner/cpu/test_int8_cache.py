@@ -23,8 +23,10 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
 from aioserve.runner.attention.backend import ImageEnds
-from aioserve.runner.cpu.attention import AttentionBackend, CompiledAttention, TorchPagedAttention
+from aioserve.runner.cpu.attention import CompiledAttention
+from aioserve.runner.cpu.kv_memory import AttentionBackend
 from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.torch_attention import TorchPagedAttention
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.driver import Driver, make_config
 from tests.variants import EVERY_VARIANT
