@@ -52,6 +52,8 @@ BEYOND = [
     ({"type": "integer", "minimum": 10**20, "maximum": 10**20}, "minimum is 10{20}: no number"),
     ({"type": "integer", "exclusiveMinimum": 2**63}, "exclusiveMinimum is 92"),
     ({"type": "number", "minimum": 1e19}, r"minimum is 1e\+19"),
+    ({"minimum": 10**17 - 10, "maximum": 10**17 - 1}, "minimum and maximum, 9.* have no number"),
+    ({"minimum": 1e15 + 0.125, "maximum": 1e15 + 0.25}, "have no number between them that a fl"),
     ({"const": 2**53 + 1}, "const is 9007199254740993: a constant must be"),
     ({"enum": [1, {"a": [-(2**63)]}]}, r"enum\[1\].a\[0\] is -9223372036854775808"),
     ({"const": 1e300}, r"const is 1e\+300"),

@@ -153,8 +153,15 @@ def _at(path: str, check: Callable[[str], None], given: str) -> None:
 
 def _bound(schema: Schema, path: str) -> None:
     """Move the bounds of numbers inwards to the next that the library reads right."""
+    given: list[Any] = [schema.get("minimum"), schema.get("maximum")]
     least = _inner_bound(schema, path, "minimum", "exclusiveMinimum", 1)
     most = _inner_bound(schema, path, "maximum", "exclusiveMaximum", -1)
+    if least is not None and most is not None and least > most:
+        if all(map(_is_number, given)) and given[0] <= given[1]:
+            raise ValueError(
+                f"{path}minimum and maximum, {_shown(given[0])} and {_shown(given[1])}, have no "
+                "number between them that a float holds"
+            )
     if least is not None and most is None and least >= _UNBOUNDED_FROM:
         schema["maximum"] = LARGEST
     if most is not None and least is None and most <= -_UNBOUNDED_FROM:
