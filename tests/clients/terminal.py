@@ -35,7 +35,7 @@ class Terminal:
         """What stands on the screen, without the spaces at the ends of lines."""
         return "\n".join(line.rstrip() for line in self._screen.display)
 
-    def read_until(self, wanted, seconds=40):
+    def read_until(self, wanted, seconds=240):
         """Read until the screen shows that text, and return all of it. Raises `AssertionError`."""
         until = time.monotonic() + seconds
         while wanted not in self.text:

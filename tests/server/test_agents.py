@@ -3,6 +3,7 @@
 Each body has the fields and types of blocks, items and tools of a recorded one.
 """
 
+import asyncio
 import json
 import logging
 
@@ -460,3 +461,18 @@ async def test_a_call_beside_no_content_leaves_no_word_none_in_the_prompt(tmp_pa
             turns[1]["content"] = None
             answer = await server.request("POST", "/detokenize", json={"tokens": null})
             assert "None" not in answer.json()["prompt"]
+
+
+async def test_a_title_that_an_agent_asks_for_beside_its_question_ends_no_other_reply(tmp_path):
+    """Codex does so at any time, as JSON, which no script of a test fits."""
+    wanted = {"type": "json_schema", "name": "title", "strict": True, "schema": SCHEMA}
+    asked = [{"text": {"format": wanted}} if number % 2 else {} for number in range(4)]
+    async with saying("As I said, plover.", tmp_path, SYSTEM_FIRST) as server:
+        answers = await asyncio.gather(
+            *(
+                server.request("POST", "/v1/responses", json={"input": "Which word?", **fields})
+                for fields in asked
+            )
+        )
+    assert [answer.status for answer in answers] == [200] * 4
+    assert [text_of(answer.json()) for answer in answers[::2]] == ["As I said, plover."] * 2
