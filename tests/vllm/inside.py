@@ -118,7 +118,9 @@ def exchange(llm: LLM, **settings: Any) -> Scheduler:
         core.step_fn()
     config = llm.llm_engine.vllm_config
     config.additional_config = {"aioserve": settings}
-    llm.kv_cache_config = getattr(llm, "kv_cache_config", None) or core.scheduler.kv_cache_config
+    if not hasattr(llm, "own_scheduler"):
+        llm.own_scheduler = core.scheduler
+        llm.kv_cache_config = core.scheduler.kv_cache_config
     core.scheduler = Scheduler(
         vllm_config=config,
         kv_cache_config=llm.kv_cache_config,
@@ -130,15 +132,27 @@ def exchange(llm: LLM, **settings: Any) -> Scheduler:
     return core.scheduler
 
 
-def a_load(count: int, seed: int = 0, *, samples: bool = True) -> list[Asked]:
-    """Prompts of 1 to 220 tokens, most behind one of four prefixes; of every kind some requests."""
+def give_back(llm: LLM) -> None:
+    """Let vLLM's own scheduler plan again: of its cached blocks nothing is there any more."""
+    core = core_of(llm)
+    while core.batch_queue:
+        core.step_fn()
+    if hasattr(llm, "own_scheduler"):
+        core.scheduler = llm.own_scheduler
+        assert core.scheduler.reset_prefix_cache()
+
+
+def a_load(count: int, seed: int = 0, *, samples: bool = True, longest: int = 60) -> list[Asked]:
+    """Prompts of 1 to 220 tokens, most behind one of four prefixes; of every kind some requests.
+    Replies have fewer than `longest` tokens.
+    """
     dice = random.Random(seed)
     prefixes = [[dice.randrange(5, 2000) for _ in range(n)] for n in (32, 64, 64, 100)]
     load = []
     for i in range(count):
         prompt = list(dice.choice(prefixes)) if dice.random() < 0.7 else []
         prompt += [dice.randrange(5, 2000) for _ in range(dice.randrange(1, 120))]
-        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": dice.randrange(1, 60)}
+        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": dice.randrange(1, longest)}
         kind = dice.random()
         if kind < 0.15 and samples:  # vLLM takes no greedy samples: these are, by `top_k`
             params |= {"n": 3, "temperature": 0.5, "top_k": 1}

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +20,13 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import SchedulerInterface
 
 from aioserve.errors import ConfigError
-from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, available_policies
+from aioserve.scheduler import (
+    BaseScheduler,
+    Request,
+    SchedulerOutput,
+    available_policies,
+    load_policy,
+)
 from aioserve.vllm import Scheduler
 from aioserve.vllm.settings import read_settings
 from tests.vllm.inside import (
@@ -33,6 +40,7 @@ from tests.vllm.inside import (
     check_over,
     core_of,
     exchange,
+    give_back,
     make_engine,
     serve,
 )
@@ -47,6 +55,7 @@ NGRAMS = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "plain": TIGHT,
+    "whole": TIGHT | {"max_num_batched_tokens": TIGHT["max_model_len"]},
     "asynchronous": TIGHT | {"asynchronous": True},
     "drafts": TIGHT | {"speculative_config": NGRAMS},
     "lora": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4},
@@ -59,17 +68,25 @@ def load_of(kind: str) -> list[Asked]:
     return a_load(60, samples=kind != "drafts")
 
 
-class Engine(NamedTuple):
-    llm: LLM
-    theirs: Served | None  # the load of `load_of` under vLLM's own scheduler
+class Engine:
+    """One vLLM, under whichever scheduler a test wants."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.llm = make_engine(**KINDS[kind])
+
+    @cached_property
+    def theirs(self) -> Served:
+        """What comes of the load under vLLM's own scheduler."""
+        give_back(self.llm)
+        return serve(self.llm, load_of(self.kind))
 
 
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    llm = make_engine(**KINDS[request.param])
-    is_tight = KINDS[request.param].keys() >= TIGHT.keys()
-    yield Engine(llm, serve(llm, load_of(request.param)) if is_tight else None)
-    core_of(llm).shutdown()
+    engine = Engine(request.param)
+    yield engine
+    core_of(engine.llm).shutdown()
 
 
 def of(*kinds: str) -> pytest.MarkDecorator:
@@ -118,17 +135,14 @@ def drive(llm: LLM, requests: dict[str, SamplingParams], steps: int = 400) -> di
 
 @of("plain", "asynchronous", "drafts")
 @pytest.mark.parametrize("policy", ["chunked_prefill", "mlfq", "priority"])
-def test_replies_are_those_of_vllms_own_scheduler(
-    engine: Engine, policy: str, request: pytest.FixtureRequest
-) -> None:
+def test_replies_are_those_of_vllms_own_scheduler(engine: Engine, policy: str) -> None:
     """Shared prefixes, salts, chunks, preemptions, aborts, priorities, stop tokens, several
     samples, logprobs of replies and prompts; each step is checked.
     """
-    kind = request.node.callspec.params["engine"]
-    assert engine.theirs is not None
+    kind, theirs = engine.kind, engine.theirs
     scheduler = exchange(engine.llm, policy=policy, check=True)
     ours = serve(engine.llm, load_of(kind))
-    check_equal(ours, engine.theirs)
+    check_equal(ours, theirs)
     check_over(scheduler)
     stats = scheduler.policy.make_stats()
     assert stats.num_preemptions > 0
@@ -140,6 +154,7 @@ def test_replies_are_those_of_vllms_own_scheduler(
 @of("plain")
 def test_equal_prompts_of_one_step_share_their_blocks(engine: Engine) -> None:
     """vLLM's attention writes the keys and values of all rows before any row attends."""
+    give_back(engine.llm)
     alone = generate(engine.llm, [ids(5, 90)], [greedy(8)])
     exchange(engine.llm, check=True)
     outputs = engine.llm.generate([ids(5, 90)] * 2, [greedy(8)] * 2, use_tqdm=False)
@@ -176,6 +191,7 @@ def test_structured_outputs_keep_to_their_grammars(engine: Engine) -> None:
 def test_adapters_share_steps_and_no_blocks(engine: Engine, tmp_path: Path) -> None:
     adapters = [None, *(write_adapter(tmp_path, n) for n in (1, 2, 3))]
     prompts, params = [ids(5, 90)] * 8, [greedy(10)] * 8
+    give_back(engine.llm)
     alone = [
         generate(engine.llm, prompts[:1], params[:1], lora_request=[each])[0] for each in adapters
     ]
@@ -214,6 +230,7 @@ def test_pooled_prompts_have_vllms_own_vectors(engine: Engine) -> None:
         outputs = engine.llm.encode(prompts, pooling_task="embed", use_tqdm=False)
         return [output.outputs.data for output in outputs]
 
+    give_back(engine.llm)
     theirs = vectors()
     scheduler = exchange(engine.llm, check=True)
     for one, other in zip(vectors(), theirs, strict=True):
@@ -414,14 +431,24 @@ def test_rejected_and_late_requests_are_told_why(engine: Engine) -> None:
     check_over(scheduler)
 
 
-@of("plain")
-@pytest.mark.parametrize("policy", sorted(set(available_policies()) - {"vllm"}))
+POLICIES = sorted(set(available_policies()) - {"vllm"})
+
+
+def kind_for(policy: str) -> str:
+    return "whole" if getattr(load_policy(policy), "runs_whole_prompts", False) else "plain"
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy"),
+    sorted((kind_for(policy), policy) for policy in POLICIES),
+    indirect=["engine"],
+)
 def test_every_policy_serves_a_load_by_the_rules(engine: Engine, policy: str) -> None:
     options = {"composed": {"order": "arrival"}}.get(policy, {})
     scheduler = exchange(engine.llm, policy=policy, options=options, check=True)
-    served = serve(engine.llm, a_load(200, seed=2, samples=False))
+    served = serve(engine.llm, a_load(200, seed=2, samples=False, longest=12))
     check_over(scheduler)
-    assert len(served.replies) > 100
+    assert len(served.replies) > 150
 
 
 # What is refused, and which vLLM this is.
