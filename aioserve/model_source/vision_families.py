@@ -40,22 +40,20 @@ class Family(msgspec.Struct, frozen=True):
     #: A name in the configuration and its value, of models of this type that belong here; None: of
     #: those that belong nowhere before.
     only: tuple[str, str] | None = None
-    #: The name of a class here that is the processor, where that of `transformers` cannot be had
+    #: The name of our class that is the processor, where that of `transformers` cannot be had
     #: without torchvision.
     processor: str = ""
-    #: The name of a class here that is the image processor, for the same reason.
+    #: The name of our class that is the image processor, for the same reason.
     image_processor: str = ""
     #: The module of the model that makes rows of the encoder's output, where `get_image_features`
     #: does not.
     projector: str = ""
-    #: The name of a class here that prepares videos (`video_processing.FamilyVideos`), each as
+    #: The name of our class that prepares videos (`FamilyVideos`), each as
     #: several inputs that the encoder reads as images; empty: videos are not read.
     videos: str = ""
 
 
-_PIXTRAL = "aioserve.features.multimodal.processors:PixtralProcessor"
 _SIZED = ("pixel_values", "image_sizes")
-_QWEN = "aioserve.features.multimodal.processors:"
 _PLACED = ("pixel_values", "image_position_ids")
 _BLANK = ("image_token_id", "video_token_id", "audio_token_id")
 _FAMILIES = [
@@ -77,14 +75,14 @@ _FAMILIES = [
         _SIZED,
         apart=True,
         only=("vision_config.model_type", "pixtral"),
-        processor=_PIXTRAL,
+        processor="PixtralProcessor",
     ),
     Family("llava", ("pixel_values",)),
     Family(
         "llama4",
         ("pixel_values",),
-        processor="aioserve.features.multimodal.processors:Llama4TileProcessor",
-        image_processor="aioserve.features.multimodal.processors:Llama4ImageProcessor",
+        processor="Llama4TileProcessor",
+        image_processor="Llama4ImageProcessor",
         projector="multi_modal_projector",
     ),
     Family("llava_next", _SIZED),
@@ -93,13 +91,13 @@ _FAMILIES = [
         "mistral3",
         _SIZED,
         apart=True,
-        processor=_PIXTRAL,
+        processor="PixtralProcessor",
         unsqueezed="model.multi_modal_projector",
     ),
-    Family("qwen2_vl", ("pixel_values", GRID), axes=True, videos=f"{_QWEN}Qwen2Videos"),
-    Family("qwen2_5_vl", ("pixel_values", GRID), axes=True, videos=f"{_QWEN}Qwen25Videos"),
-    Family("qwen3_vl", ("pixel_values", GRID), axes=True, videos=f"{_QWEN}Qwen3Videos"),
-    Family("qwen3_vl_moe", ("pixel_values", GRID), axes=True, videos=f"{_QWEN}Qwen3Videos"),
+    Family("qwen2_vl", ("pixel_values", GRID), axes=True, videos="Qwen2Videos"),
+    Family("qwen2_5_vl", ("pixel_values", GRID), axes=True, videos="Qwen25Videos"),
+    Family("qwen3_vl", ("pixel_values", GRID), axes=True, videos="Qwen3Videos"),
+    Family("qwen3_vl_moe", ("pixel_values", GRID), axes=True, videos="Qwen3Videos"),
 ]
 #: By `model_type`, in the order in which a model may belong to them.
 FAMILIES = {

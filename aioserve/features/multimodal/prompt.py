@@ -323,6 +323,5 @@ def load_processor(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
 
 
 def _own(name: str) -> Any:
-    """A class of this package, by its module and name."""
-    module, _, own = name.partition(":")
-    return getattr(import_module(module), own)
+    """A processor of this package, by its name."""
+    return getattr(import_module("aioserve.features.multimodal.processors"), name)

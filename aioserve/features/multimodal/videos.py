@@ -96,9 +96,9 @@ class VideoProcessor:
     def __init__(self, family: Family, info: ModelInfo, tokenizer: Any) -> None:
         """For a family that reads videos. Raises `ConfigError`."""
         self._family = family
-        module, _, name = family.videos.partition(":")
         try:
-            self._own: FamilyVideos = getattr(import_module(module), name)(info, tokenizer)
+            own = getattr(import_module("aioserve.features.multimodal.processors"), family.videos)
+            self._own: FamilyVideos = own(info, tokenizer)
         except Exception as error:  # whatever the files provoke
             raise ConfigError(
                 f"cannot read the video processor of {info.source.path}: {one_line(error)}"
