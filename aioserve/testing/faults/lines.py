@@ -28,7 +28,7 @@ WAY = (
     *("server/running.py",),
     *("engine/client.py", "engine/input_processor.py", "engine/admission.py"),
     *("engine/async_engine.py", "engine/stream.py", "engine/output_processor.py"),
-    *("engine/core.py", "step_loop.py", "engine/metrics.py", "engine/request_log.py"),
+    *("engine/core.py", "engine/step_loop.py", "engine/metrics.py", "engine/request_log.py"),
 )
 
 
