@@ -13,6 +13,7 @@ import torch
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
+from aioserve.gpu.tensor_parallel.group import GroupedRanks
 from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import load, machine, models
@@ -20,6 +21,7 @@ from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.machine import ComputeThreads
 from aioserve.runner.cpu.memory import CPU_TYPES
 from aioserve.runner.cpu.models import load_model_on_cpu
+from aioserve.runner.ranks import Ranks
 from tests.models import make_model
 from tests.runner.cpu.resident import resident_bytes
 from tests.runner.driver import make_config
@@ -63,6 +65,13 @@ def test_host_memory_of_a_connector_counts(
         load_on_cpu(config, ModelInfo(config.model))
 
 
+class TwoRanks(GroupedRanks):
+    """What is known of two ranks before they meet."""
+
+    def __init__(self) -> None:
+        Ranks.__init__(self, 0, 2, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(("kind", "num_pools"), [("llama", 1), ("olmo2", 2)])
 def test_what_every_rank_has_whole_counts_for_each(
     kind: str, num_pools: int, model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -74,8 +83,8 @@ def test_what_every_rank_has_whole_counts_for_each(
     )
     config = make_config(model_path(kind), dtype="float32")
     info = ModelInfo(config.model)
-    for num_ranks in (1, 2):
-        models._check_memory(config, info, None, num_ranks)
+    for ranks in (None, TwoRanks()):
+        models._check_memory(config, info, None, ranks)
     (weights, per_token), (of_two, per_token_of_two) = seen
     assert of_two - weights == info.vocab_size * info.hidden_size * 4
     assert per_token_of_two == per_token * num_pools
