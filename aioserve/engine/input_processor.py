@@ -42,9 +42,9 @@ from aioserve.params import (
     MAX_FORCED_TOKENS,
     PoolingParams,
     SamplingParams,
-    StructuredOutputs,
 )
 from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import OutputCompiler
 from aioserve.support.parts import load
 
 if TYPE_CHECKING:
@@ -64,13 +64,6 @@ INLINE_CHARACTERS = 2_000
 SHORT_MESSAGES = 20
 # And those with more tools: their schemas are of any size.
 SHORT_TOOLS = 4
-
-
-class Grammars(Protocol):
-    """What compiles structured outputs."""
-
-    async def check(self, wanted: StructuredOutputs) -> None:
-        """Compile what is wanted, once. Raises `RequestError` that says what cannot be."""
 
 
 class MediaProcessor(Protocol):
@@ -105,7 +98,7 @@ class InputProcessor:
         model_info: ModelInfo,
         max_model_len: int,
         seed: int,
-        grammars: "Grammars | None" = None,
+        grammars: OutputCompiler | None = None,
         *,
         runner_info: RunnerInfo,
     ) -> None:
