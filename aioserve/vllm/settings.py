@@ -170,6 +170,8 @@ def _refusals(
         "a diffusion model": model.is_diffusion,
         "a model of images or sounds": model.is_multimodal_model,
         f"drafts by {method} (by ngram they are served)": method not in (None, "ngram"),
+        # Rows without an adapter got tokens of another row's adapter in mixed steps.
+        "LoRA adapters (--enable-lora)": vllm_config.lora_config is not None,
         "drafts beside --async-scheduling": method is not None and bool(theirs.async_scheduling),
         "KV cache metrics (--kv-cache-metrics)": observed.kv_cache_metrics,
         "KV cache events (--kv-events-config)": _has_kv_events(vllm_config),

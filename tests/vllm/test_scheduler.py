@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -13,9 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import torch
-from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import SchedulerInterface
 
@@ -31,7 +30,6 @@ from aioserve.vllm import Scheduler
 from aioserve.vllm.settings import read_settings
 from tests.vllm.inside import (
     BLOCK_SIZE,
-    MODEL,
     TIGHT,
     Asked,
     Served,
@@ -58,7 +56,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "whole": TIGHT | {"max_num_batched_tokens": TIGHT["max_model_len"]},
     "asynchronous": TIGHT | {"asynchronous": True},
     "drafts": TIGHT | {"speculative_config": NGRAMS},
-    "lora": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4},
     "pooling": {"runner": "pooling", "max_num_batched_tokens": 64},
 }
 
@@ -185,41 +182,6 @@ def test_structured_outputs_keep_to_their_grammars(engine: Engine) -> None:
     assert texts[1] in ("yes", "no", "perhaps")
     assert set(texts[2]) <= set("abcx")
     assert texts[2].endswith("x")
-
-
-@of("lora")
-def test_adapters_share_steps_and_no_blocks(engine: Engine, tmp_path: Path) -> None:
-    adapters = [None, *(write_adapter(tmp_path, n) for n in (1, 2, 3))]
-    prompts, params = [ids(5, 90)] * 8, [greedy(10)] * 8
-    give_back(engine.llm)
-    alone = [
-        generate(engine.llm, prompts[:1], params[:1], lora_request=[each])[0] for each in adapters
-    ]
-    scheduler = exchange(engine.llm, policy="fair", check=True)
-    ours = generate(engine.llm, prompts, params, lora_request=adapters * 2)
-    assert ours == alone * 2
-    assert len({str(reply) for reply in alone}) == 4
-    check_over(scheduler)
-
-
-def write_adapter(path: Path, number: int) -> LoRARequest:
-    """Random weights on the queries and values of the small model."""
-    config = json.loads((MODEL / "config.json").read_text())
-    dice = torch.Generator().manual_seed(number)
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, size in (("q_proj", config["hidden_size"]), ("v_proj", config["head_dim"])):
-            to = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            shape = (8, config["hidden_size"])
-            tensors[f"{to}.lora_A.weight"] = 0.1 * torch.randn(shape, generator=dice)
-            tensors[f"{to}.lora_B.weight"] = 0.1 * torch.randn((size, 8), generator=dice)
-    folder = path / str(number)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    fields = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
-    fields |= {"target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
-    return LoRARequest(f"adapter-{number}", number, str(folder))
 
 
 @of("pooling")
@@ -462,6 +424,7 @@ def test_every_policy_serves_a_load_by_the_rules(engine: Engine, policy: str) ->
         ("parallel_config.data_parallel_size", 2, "--data-parallel-size"),
         ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size"),
         ("scheduler_config.long_prefill_token_threshold_adaptive", True, "-threshold-adaptive"),
+        ("lora_config", SimpleNamespace(max_loras=2), "--enable-lora"),
         ("additional_config", {"aioserve": {"max_num_seqs": 3}}, "--max-num-seqs decides"),
         ("additional_config", {"aioserve": {"request_log": "x"}}, "request_log"),
         ("additional_config", {"aioserve": {"polcy": "fair"}}, "polcy"),
