@@ -44,12 +44,13 @@ PROMPT_TOKENS, SHARED_TOKENS = 200, 64
 LIFE = 64  # steps that a request stays, about, in `churn`
 MAX_MODEL_LEN = 4096
 STEPS_A_TURN = 40
+STEP_TOKENS = 8192
 
 
 class Engine:
     """One scheduler with what vLLM's engine core does around it, but for the model."""
 
-    def __init__(self, kind: Any, running: int, stated: dict[str, str], *, is_churn: bool) -> None:
+    def __init__(self, kind: Any, running: int, stated: dict[str, Any], *, is_churn: bool) -> None:
         """`stated` is what `--additional-config` has for aioserve."""
         self.is_churn, self.num_running = is_churn, running
         settings = make_settings(running, stated)
@@ -127,7 +128,7 @@ class Engine:
         return 1e6 * (time.process_time() - began) / num_steps
 
 
-def make_settings(running: int, stated: dict[str, str]) -> VllmConfig:
+def make_settings(running: int, stated: dict[str, Any]) -> VllmConfig:
     """vLLM's settings, with seats for all, and KV blocks for all of what they may grow to."""
     model = ModelConfig(
         model=str(find_model(OurModelConfig()).path), skip_tokenizer_init=True, dtype="float32"
@@ -138,7 +139,7 @@ def make_settings(running: int, stated: dict[str, str]) -> VllmConfig:
             max_model_len=MAX_MODEL_LEN,
             is_encoder_decoder=False,
             max_num_seqs=running,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=STEP_TOKENS,
             async_scheduling=False,
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
@@ -163,8 +164,11 @@ def loop_cost(running: int, num_steps: int) -> float:
 
 def measure(running: int, kind: str, policy: str, rounds: int, log: Path) -> dict[str, Any]:
     """The medians of all, and the ratio of each turn."""
-    stated: dict[str, tuple[Any, dict[str, str]]] = {
-        "aioserve": (OurScheduler, {"policy": policy}),
+    ours_stated: dict[str, Any] = {"policy": policy}
+    if policy == "chunked_prefill":  # else the many prompts take hundreds of steps to begin with
+        ours_stated["options"] = {"chunk_size": STEP_TOKENS}
+    stated: dict[str, tuple[Any, dict[str, Any]]] = {
+        "aioserve": (OurScheduler, ours_stated),
         "vllm": (TheirScheduler, {}),
         "recorded": (Recorder, {"decision_log": str(log)}),
     }
