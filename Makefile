@@ -93,11 +93,11 @@ test-arm:  ## every kernel on an emulated Arm
 	$(ARM)-gcc -O2 -std=gnu11 -o build/arm/check_kernels tests/kernels/check_kernels.c -ldl -lm
 	OMP_NUM_THREADS=2 qemu-aarch64 -L /usr/$(ARM) build/arm/check_kernels build/arm/kernels.so
 
-check: .venv/test-packages  ## ruff, mypy, and no regex that is made of data
+check: .venv/test-packages  ## ruff, mypy, no regex that is made of data, docstrings that begin with a verb
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_patterns.py
+	$(BIN)/python -m pytest -q tests/test_patterns.py tests/test_docstrings.py
 
 audit: .venv/audit/done .venv/test-packages  ## bandit's rules on the code, advisories on every pinned version (ARGS=--offline: the first alone must hold)
 	$(BIN)/ruff check .
