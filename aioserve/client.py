@@ -227,7 +227,7 @@ class AsyncClient(OperatorMethods):
         sampling_params: SamplingParams | None = None,
         **fields: Unpack[ClientFields],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The deltas of `chat` for messages, and of `generate` for a text or token ids."""
+        """Return the deltas of `chat` for messages, and of `generate` for a text or token ids."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             messages = cast(Sequence[Mapping[str, Any]], prompt)
             return self.chat(messages, sampling_params, **fields)
@@ -239,7 +239,7 @@ class AsyncClient(OperatorMethods):
         sampling_params: SamplingParams | None = None,
         **fields: Unpack[ClientFields],
     ) -> RequestOutput:
-        """The whole reply to a prompt, a text, token ids or messages, in one output with its
+        """Return the whole reply to a prompt, a text, token ids or messages, in one output with its
         `times`. Cancelling the task aborts the request at the server.
 
         Raises what `generate` raises, and `RequestError` if `n` is not 1. One that a time limit
@@ -259,7 +259,7 @@ class AsyncClient(OperatorMethods):
         max_concurrency: int = 64,
         **fields: Unpack[ClientFields],
     ) -> list[RequestOutput]:
-        """The whole replies to many prompts, in their order, as `generate_one` gives them.
+        """Return the whole replies to many prompts, in their order, as `generate_one` gives them.
 
         At most `max_concurrency` requests are under way at a time. A sequence of parameters has
         those of each prompt. One that the server refuses for lack of room is sent again when the
@@ -281,8 +281,8 @@ class AsyncClient(OperatorMethods):
     async def score(
         self, query: str, documents: Sequence[str], *, instruction: str | None = None
     ) -> list[float]:
-        """How well each of `documents` fits the query, between 0 and 1, as a reranker model says;
-        in their order. `instruction` is what makes a document fit, in words.
+        """Return how well each of `documents` fits the query, between 0 and 1, as a reranker model
+        says; in their order. `instruction` is what makes a document fit, in words.
         """
         asked = ScoreRequest(
             model=self.model, text_1=query, text_2=list(documents), instruction=instruction
@@ -298,8 +298,8 @@ class AsyncClient(OperatorMethods):
         top_n: int | None = None,
         instruction: str | None = None,
     ) -> list[Ranked]:
-        """The `top_n` of `documents` that fit the query best, or all, the best first: `index` is
-        the place among `documents`, `relevance_score` lies between 0 and 1.
+        """Return the `top_n` of `documents` that fit the query best, or all, the best first:
+        `index` is the place among `documents`, `relevance_score` lies between 0 and 1.
         """
         asked = RerankRequest(
             model=self.model,
@@ -323,12 +323,12 @@ class AsyncClient(OperatorMethods):
         return ClientBatches(self._connection)
 
     async def models(self) -> list[ModelCard]:
-        """The models that the server serves: id, max_model_len, and what they can do."""
+        """Return the models that the server serves: id, max_model_len, and what they can do."""
         return (await self._connection.asked(ModelList, "GET", "/v1/models")).data
 
     async def health(self) -> bool:
-        """Whether a new request would be served now: False while the server loads, drains, is in
-        trouble or is away.
+        """Return whether a new request would be served now: False while the server loads, drains,
+        is in trouble or is away.
         """
         try:
             async with self._connection.request("GET", "/ready"):
@@ -418,7 +418,7 @@ class AsyncClient(OperatorMethods):
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each event. Splits by itself: aiohttp's line reader has a length limit."""
+    """Yield the data of each event. Splits by itself: aiohttp's line reader has a length limit."""
     rest = b""
     async for received in content.iter_any():
         *events, rest = (rest + received).split(b"\n\n")
@@ -427,7 +427,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _output(reply: Envelope, choice: Choice, num_prompt_logprobs: int | None) -> RequestOutput:
-    """The engine's output behind a choice, without the number of its tokens."""
+    """Return the engine's output behind a choice, without the number of its tokens."""
     output = RequestOutput(
         request_id=reply.id,
         index=choice.index,
@@ -558,7 +558,7 @@ class Connection:
     async def asked(
         self, told: type[T], method: str, path: str, body: bytes | None = None, **options: Any
     ) -> T:
-        """The whole answer of a route, as a struct."""
+        """Return the whole answer of a route, as a struct."""
         async with self.request(method, path, body, **options) as response:
             data = await response.read()
         decoded: T = self.decoded(msgspec.json.Decoder(told), data)
@@ -583,7 +583,7 @@ def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
 def error_from_wire(
     status: int, info: ErrorInfo, response: aiohttp.ClientResponse, retry_after: float = 1.0
 ) -> AioserveError:
-    """The error in one line, whether this server sent it or a proxy in front of it."""
+    """Return the error in one line, whether this server sent it or a proxy in front of it."""
     lines = info.message.splitlines() or ["no message"]
     one = msgspec.structs.replace(info, message=" ".join(lines))
     return with_id(from_wire(status, one, retry_after), response)
@@ -649,16 +649,16 @@ class ClientFiles:
         order: Literal["asc", "desc"] = "desc",
         purpose: str | None = None,
     ) -> FileList:
-        """One page of the files, the newest first, behind the file whose id is `after`."""
+        """Return one page of the files, the newest first, behind the file whose id is `after`."""
         page = FilesPage(after=after, limit=limit, order=order, purpose=purpose)
         return await self._connection.asked(FileList, "GET", _with_query("/v1/files", page))
 
     async def retrieve(self, file_id: str) -> FileObject:
-        """What the server knows of a file."""
+        """Return what the server knows of a file."""
         return await self._connection.asked(FileObject, "GET", f"/v1/files/{_quoted(file_id)}")
 
     async def content(self, file_id: str) -> bytes:
-        """All bytes of the file with that id."""
+        """Return all bytes of the file with that id."""
         path = f"/v1/files/{_quoted(file_id)}/content"
         async with self._connection.request("GET", path) as response:
             return await response.read()
@@ -701,12 +701,14 @@ class ClientBatches:
         return await self._connection.asked(Batch, "POST", "/v1/batches", _encoder.encode(body))
 
     async def list(self, *, after: str | None = None, limit: int = 20) -> BatchList:
-        """One page of the batches, the newest first, behind the batch whose id is `after`."""
+        """Return one page of the batches, the newest first, behind the batch whose id is
+        `after`.
+        """
         page = BatchesPage(after=after, limit=limit)
         return await self._connection.asked(BatchList, "GET", _with_query("/v1/batches", page))
 
     async def retrieve(self, batch_id: str) -> Batch:
-        """A batch, and how far it is."""
+        """Return a batch, and how far it is."""
         return await self._connection.asked(Batch, "GET", f"/v1/batches/{_quoted(batch_id)}")
 
     async def cancel(self, batch_id: str) -> Batch:

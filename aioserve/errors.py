@@ -47,20 +47,22 @@ UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, without its line breaks. A `KeyError` says a key and no more."""
+    """Return what an error says, without its line breaks. A `KeyError` says a key and no more."""
     if isinstance(error, KeyError) and len(str(error).split()) == 1:
         return f"nothing is known by the name {error}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_line(text: str) -> str:
-    """What a library says of an error, with where it is, if it says so; not all that it quotes."""
+    """Return what a library says of an error, with where it is, if it says so; not all that it
+    quotes.
+    """
     lines = text.splitlines() or [""]
     return lines[0][:MAX_WORDS]
 
 
 def place_of(kind: type, name: str) -> str:
-    """Where a class, or a base class of it, defines a method, for a message to its author:
+    """Return where a class, or a base class of it, defines a method, for a message to its author:
     `" (mine.py:12)"`; "" if that is not Python. No folder: clients may read it.
     """
     code = getattr(unwrap(getattr(kind, name, None) or kind), "__code__", None)
@@ -80,8 +82,8 @@ FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit, CallInterrupted)
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust has panicked. pyo3, by which it is called, tells of that by a
-    `BaseException` which no module exports; it ends the call alone.
+    """Return whether a library in Rust has panicked. pyo3, by which it is called, tells of that by
+    a `BaseException` which no module exports; it ends the call alone.
     """
     return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
 
@@ -176,7 +178,7 @@ class GrammarLimitError(RequestFailedError):
 
     @classmethod
     def of(cls, reason: str) -> RequestFailedError:
-        """The error for a request that cannot go on, for a `reason` in a runner's words."""
+        """Return the error for a request that cannot go on, for a `reason` in a runner's words."""
         return cls(reason) if reason.startswith(cls.WORDS) else RequestFailedError(reason)
 
 

@@ -47,7 +47,9 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # one per token; None: not asked for
 
     def first(self, count: int) -> "NewTokens":
-        """The first `count` tokens, with their log probabilities; all, if there are fewer."""
+        """Return the first `count` tokens, with their log probabilities; all, if there are
+        fewer.
+        """
         if count >= len(self.token_ids):
             return self
         logprobs = None if self.logprobs is None else self.logprobs[:count]

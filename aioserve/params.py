@@ -125,7 +125,7 @@ class Range(NamedTuple):
     other_than: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is in the range. Infinity and NaN never are."""
+        """Return whether `value` is in the range. Infinity and NaN never are."""
         return self.ge <= value <= self.le and value != self.other_than
 
 
@@ -362,7 +362,8 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def read_defaults(stated: Mapping[str, Any], where: str) -> SamplingDefaults:
-    """The recommendation in `stated`, by the names of `SamplingParams`; None values are ignored.
+    """Return the recommendation in `stated`, by the names of `SamplingParams`; None values are
+    ignored.
 
     Raises `ConfigError` that names `where` and the value that makes no sense.
     """

@@ -202,7 +202,7 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
             )
 
     def without_arrays(self) -> "RequestSpec":
-        """All that a scheduler reads, and no image itself."""
+        """Return all that a scheduler reads, and no image itself."""
         if all(item.arrays is None for item in self.encoder_inputs):
             return self
         items = [msgspec.structs.replace(item, arrays=None) for item in self.encoder_inputs]
@@ -386,19 +386,23 @@ class Request:
 
 
 def hinted_number(request: Request, name: str, default: float) -> float:
-    """The number that the request states as the hint `name`, else `default`; a flag is none."""
+    """Return the number that the request states as the hint `name`, else `default`; a flag
+    is none.
+    """
     value = request.hints.get(name)
     return default if isinstance(value, bool | str | None) else float(value)
 
 
 def hinted_text(request: Request, name: str, default: str = "") -> str:
-    """The text that the request states as the hint `name`, else `default`; a number is none."""
+    """Return the text that the request states as the hint `name`, else `default`; a number
+    is none.
+    """
     value = request.hints.get(name)
     return value if isinstance(value, str) else default
 
 
 def hinted_flag(request: Request, name: str) -> bool:
-    """Whether the request states the hint `name` as true."""
+    """Return whether the request states the hint `name` as true."""
     return request.hints.get(name) is True
 
 
@@ -422,7 +426,7 @@ NO_ROW_VALUES: RowValues = {}
 
 
 def check_names(names: object, policy: str) -> tuple[str, ...]:
-    """The names of the values that a policy wants. Raises `ConfigError` for what is none."""
+    """Return the names of the values that a policy wants. Raises `ConfigError` for what is none."""
     if not isinstance(names, tuple) or len(names) > MAX_NAMES:
         raise ConfigError(
             f"policy {policy}: wants_row_values must be a tuple of at most {MAX_NAMES} names, got "
@@ -439,8 +443,8 @@ def check_names(names: object, policy: str) -> tuple[str, ...]:
 
 @cache
 def find_function(name: str) -> Callable[[Any], Any]:
-    """The function of that name, which is given float logits [S, V] of S rows, not to be changed,
-    and returns S numbers. Raises `ConfigError` if there is none.
+    """Return the function of that name, which is given float logits [S, V] of S rows, not to be
+    changed, and returns S numbers. Raises `ConfigError` if there is none.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -453,5 +457,7 @@ def find_function(name: str) -> Callable[[Any], Any]:
 
 
 def invented(names: tuple[str, ...], key: object, place: int) -> dict[str, float]:
-    """Values for the token at `place` of the request that `key` stands for: always the same."""
+    """Return values for the token at `place` of the request that `key` stands for: always
+    the same.
+    """
     return {name: crc32(f"{name} {key} {place}".encode()) / 2**32 * MAX_INVENTED for name in names}

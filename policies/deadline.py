@@ -38,7 +38,7 @@ class Due(PolicyOptions):
 
 
 def first_due(request: Request, ttft: float) -> float:
-    """When the first token is due: `ttft` seconds after the arrival, or at the deadline."""
+    """Return when the first token is due: `ttft` seconds after the arrival, or at the deadline."""
     due = request.arrival_time + ttft
     return due if request.deadline is None else min(due, request.deadline)
 
@@ -185,7 +185,7 @@ class DeadlineScheduler(BaseScheduler):
         )
 
     def order(self, request: Request) -> float:
-        """When the first token is due."""
+        """Return when the first token is due."""
         return self.deadlines.key(request)
 
     def group_by(self, request: Request) -> str:

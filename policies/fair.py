@@ -95,7 +95,9 @@ class FairOrder(OrderPart):
             self.charge(self.client(request), self.options.input_weight * num_tokens)
 
     def gauges(self) -> dict[str, float]:
-        """The lowest counter of the waiting clients, how many have a counter, how many wait."""
+        """Return the lowest counter of the waiting clients, how many have a counter, how
+        many wait.
+        """
         return {
             "floor": self.floor,
             "clients": len(self.counters),
@@ -106,8 +108,8 @@ class FairOrder(OrderPart):
         self.counters[client] += virtual_tokens / self.options.weights.get(client, 1.0)
 
     def next_head(self) -> Request | None:
-        """The first request of the client served least; within the quantum, the best cached. None:
-        all clients were passed over.
+        """Return the first request of the client served least; within the quantum, the best cached.
+        None: all clients were passed over.
         """
         changed = self.policy.waiting.take_changed()
         self._changed.update(changed)
@@ -140,7 +142,7 @@ class FairOrder(OrderPart):
             heapify(self._line)
 
     def lowest(self) -> tuple[float, Any, str] | None:
-        """The entry of the waiting client that was served least; None: no client waits."""
+        """Return the entry of the waiting client that was served least; None: no client waits."""
         while self._line:
             entry = self._line[0]
             client = entry[-1]

@@ -59,7 +59,7 @@ class LatencyBudget(BudgetPart):
             self.trial_budget += INCREASE  # only a step with prompt tokens says that more may do
 
     def gauges(self) -> dict[str, float]:
-        """The budget for prompts until the fit stands, in tokens, and whether it does."""
+        """Return the budget for prompts until the fit stands, in tokens, and whether it does."""
         return {"trial_budget": self.trial_budget, "is_fitted": self.policy.step_time.is_fitted}
 
 

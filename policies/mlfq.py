@@ -55,7 +55,7 @@ class MLFQScheduler(BaseScheduler):
         return min(int(served / options.quantum).bit_length(), options.num_levels - 1)
 
     def order(self, request: Request) -> float:
-        """When it will have been lifted to the top; set whenever it enters the queue."""
+        """Return when it will have been lifted to the top; set whenever it enters the queue."""
         share = self.level(request) / max(self.options.num_levels - 1, 1)
         return self.clock() + share * self.options.starve_after
 
@@ -84,7 +84,9 @@ class MLFQScheduler(BaseScheduler):
         return step.output()
 
     def displaceable(self, request: Request) -> Iterator[Request]:
-        """Requests of lower levels whose displacing pays, the lowest first; ranked once a step."""
+        """Yield requests of lower levels whose displacing pays, the lowest first; ranked once a
+        step.
+        """
         level, expected = self.level(request), self.expected_work(request)
         if self.victims is None:
             self.victims = self.rank()

@@ -119,7 +119,7 @@ class WordWrap:
         self._word = ""
 
     def feed(self, text: str) -> str:
-        """What can be shown after the next piece."""
+        """Return what can be shown after the next piece."""
         shown = []
         for char in text:
             if char == "\n":
@@ -137,7 +137,7 @@ class WordWrap:
         return "".join(shown)
 
     def end(self) -> str:
-        """What was held back, as the reply ends here."""
+        """Return what was held back, as the reply ends here."""
         return self._place()
 
     def _place(self) -> str:
@@ -155,7 +155,7 @@ class WordWrap:
 
 
 def _width(char: str) -> int:
-    """How many columns a character fills."""
+    """Return how many columns a character fills."""
     if unicodedata.combining(char):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
@@ -169,7 +169,9 @@ ReadLine = Callable[[str], str]
 
 
 def read_message(read_line: ReadLine) -> str:
-    """The next one. Raises `EOFError` if there is no more; inside a message, that ends it."""
+    """Return the next one. Raises `EOFError` if there is no more; inside a message, that ends
+    it.
+    """
     line = read_line(PROMPT)
     if line.strip().startswith(QUOTES):
         return _quoted(line.strip().removeprefix(QUOTES), read_line)
@@ -195,7 +197,7 @@ def _quoted(line: str, read_line: ReadLine) -> str:
 
 
 def read_from_pipe(prompt: str) -> str:
-    """A line of stdin, read without showing a prompt."""
+    """Return a line of stdin, read without showing a prompt."""
     line = sys.stdin.readline()
     if not line:
         raise EOFError
@@ -203,7 +205,9 @@ def read_from_pipe(prompt: str) -> str:
 
 
 def read_from_terminal(prompt: str) -> str:
-    """A line of a person, edited as readline has it. Raises `KeyboardInterrupt` at a Ctrl-C."""
+    """Return a line of a person, edited as readline has it. Raises `KeyboardInterrupt` at a
+    Ctrl-C.
+    """
     with hearing_interrupts():
         return input(prompt)
 
@@ -230,7 +234,7 @@ MAX_LINES = 1000
 
 
 def history_file() -> Path:
-    """Where it lies: `aioserve/chat_history` in `XDG_STATE_HOME`, or in `~/.local/state`."""
+    """Return where it lies: `aioserve/chat_history` in `XDG_STATE_HOME`, or in `~/.local/state`."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "aioserve" / "chat_history"
 
@@ -345,8 +349,8 @@ class Conversation:
         self.sampling = others
 
     async def ask(self, text: str) -> AsyncGenerator[str, None]:
-        """The reply to `text`, as it comes. Raises what `AsyncClient` raises; what was said before
-        an error, or before the generator is closed, stays said.
+        """Yield the reply to `text`, as it comes. Raises what `AsyncClient` raises; what was said
+        before an error, or before the generator is closed, stays said.
         """
         self._messages.append({"role": "user", "content": text})
         reply, said, began = Reply(), "", time.perf_counter()
@@ -406,8 +410,8 @@ class Command(NamedTuple):
 
 
 async def run_command(conversation: Conversation, line: str) -> str:
-    """What the command of `line`, slash included, has to say. Raises `Quit`, `RequestError`, and
-    what `AsyncClient` raises.
+    """Return what the command of `line`, slash included, has to say. Raises `Quit`, `RequestError`,
+    and what `AsyncClient` raises.
     """
     name, _, rest = line[1:].partition(" ")
     if name not in COMMANDS:
@@ -682,7 +686,7 @@ class _Chat:
 
 
 async def _meet(client: AsyncClient) -> list[ModelCard]:
-    """The models of the server, as soon as it serves."""
+    """Return the models of the server, as soon as it serves."""
     is_told = False
     while True:
         try:
@@ -712,7 +716,7 @@ def _how_to_start(url: str, error: EngineDeadError) -> AioserveError:
 
 
 def _complete(before: str, word: str) -> Iterable[str]:
-    """What may follow at a terminal: commands, then their words."""
+    """Return what may follow at a terminal: commands, then their words."""
     match before.split():
         case []:
             return [f"/{name}" for name in COMMANDS]

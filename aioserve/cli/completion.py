@@ -79,7 +79,7 @@ def _offer(parser: argparse.ArgumentParser) -> NoReturn:
 
 
 def _complete(prefix: str, action: argparse.Action, **_: Any) -> list[str]:
-    """Names, and files: nearly all that has a name may lie in a file as well."""
+    """Return names, and files: nearly all that has a name may lie in a file as well."""
     from argcomplete.completers import FilesCompleter
 
     found = [name for name in _names_of(action) if name.startswith(prefix)]

@@ -53,7 +53,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def ok(name: str, text: str) -> Finding:
-    """A finding of something that is as it should be."""
+    """Return a finding of something that is as it should be."""
     return Finding(name=name, state="ok", text=text)
 
 
@@ -74,7 +74,9 @@ _TELLING = ("torch", "transformers", "aiohttp", "msgspec", "uvloop")
 
 
 def look_at_packages(has_card: bool) -> list[Finding]:
-    """The packages that are needed, then the extras, of which `gpu` is missing if `has_card`."""
+    """Return the packages that are needed, then the extras, of which `gpu` is missing if
+    `has_card`.
+    """
     try:
         import packaging.requirements  # noqa: F401
     except ImportError:
@@ -162,7 +164,7 @@ def _missing(name: str, text: str, wanted: Sequence[str]) -> Finding:
 
 
 def _line(wanted: Iterable[str]) -> str:
-    """The command that installs these, by the names of the packages themselves."""
+    """Return the command that installs these, by the names of the packages themselves."""
     return "pip install " + " ".join(f"'{one}'" for one in wanted)
 
 
@@ -176,7 +178,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 
 
 def look_at_system() -> Finding:
-    """The operating system, and what is not to be had on it."""
+    """Return the operating system, and what is not to be had on it."""
     text = f"{platform.system()} {platform.release()} on {platform.machine()}"
     if platform.system() == "Windows":
         return Finding(
@@ -192,7 +194,7 @@ def look_at_system() -> Finding:
 
 
 def look_at_cpu() -> Finding:
-    """Its name, the instruction sets that kernels ask for, and how many threads compute."""
+    """Return its name, the instruction sets that kernels ask for, and how many threads compute."""
     useful = frozenset[str]().union(*VARIANTS.values()) & cpu_flags()
     num_threads = machine.default_num_threads()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -207,7 +209,7 @@ def look_at_cpu() -> Finding:
 
 
 def look_at_kernels() -> Finding:
-    """Which of the compiled kernels serve here, and why those."""
+    """Return which of the compiled kernels serve here, and why those."""
     try:
         variant = choose_variant()
         open_library(variant)
@@ -235,7 +237,9 @@ def look_at_kernels() -> Finding:
 
 
 def look_at_compiler() -> Finding:
-    """A C compiler: kernels are built with it at install, Triton on a card uses it at run time."""
+    """Return a C compiler: kernels are built with it at install, Triton on a card uses it at run
+    time.
+    """
     for name in _COMPILERS:
         if shutil.which(name):
             printed = _printed(name, "--version")
@@ -250,7 +254,7 @@ def look_at_compiler() -> Finding:
 
 
 def look_at_memory() -> Finding:
-    """What is free for weights and KV blocks."""
+    """Return what is free for weights and KV blocks."""
     total, free = (
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         machine.available_memory(),
@@ -261,7 +265,7 @@ def look_at_memory() -> Finding:
 
 
 def look_at_files() -> Finding:
-    """How many files and connections may be open."""
+    """Return how many files and connections may be open."""
     try:
         import resource
     except ImportError:  # not Unix
@@ -314,7 +318,7 @@ def look_at_cards() -> Finding:
 
 
 def _better(variant: str) -> list[str]:
-    """Those that would be chosen before it, the nearest first."""
+    """Return those that would be chosen before it, the nearest first."""
     return list(VARIANTS)[: list(VARIANTS).index(variant)][::-1]
 
 
@@ -353,7 +357,7 @@ def _cpu_name() -> str:
 
 
 def _printed(*command: str) -> str:
-    """What a program prints; nothing if it is not there, or fails."""
+    """Return what a program prints; nothing if it is not there, or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -451,7 +455,7 @@ def _as_json(diagnosis: Diagnosis) -> str:
 
 
 def _as_text(diagnosis: Diagnosis) -> str:
-    """A line for each finding, and one below it for its remedy."""
+    """Return a line for each finding, and one below it for its remedy."""
     width = max(len(finding.name) for finding in diagnosis.findings)
     lines = []
     for finding in diagnosis.findings:

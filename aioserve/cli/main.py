@@ -167,7 +167,7 @@ class _ServeParser(Parser):
     settings: Sequence[argparse.Action] = ()
 
     def format_help(self) -> str:
-        """All settings, with the installed policies, which are looked up only here."""
+        """Return all settings, with the installed policies, which are looked up only here."""
         from aioserve.scheduler.registry import describe_policies
 
         policies = describe_policies()
@@ -176,7 +176,7 @@ class _ServeParser(Parser):
         return super().format_help() + "\n" + _EPILOG + "\n".join([*lines, ""])
 
     def format_common_help(self) -> str:
-        """The settings of `COMMON_SETTINGS` alone, and how many there are besides."""
+        """Return the settings of `COMMON_SETTINGS` alone, and how many there are besides."""
         hidden = [a for a in self.settings if a.dest not in COMMON_SETTINGS]
         helps = [action.help for action in hidden]
         for action in hidden:
@@ -243,7 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def load_config(arguments: argparse.Namespace) -> EngineConfig:
-    """The settings that `arguments` ask for. Raises `ConfigError`."""
+    """Return the settings that `arguments` ask for. Raises `ConfigError`."""
     flags = [
         (name, value)
         for name, value in vars(arguments).items()
@@ -291,7 +291,7 @@ def _add_flag(
 
 
 def _read_annotation(annotation: Any) -> tuple[Any, str]:
-    """The type under `Annotated` and `| None`, and the description on the way there."""
+    """Return the type under `Annotated` and `| None`, and the description on the way there."""
     description = ""
     while True:
         if typing.get_origin(annotation) is typing.Annotated:

@@ -262,7 +262,9 @@ COMMON_SETTINGS = (
 
 
 def iter_settings() -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
-    """Every setting as (section name, field): a section's own first, then what it inherits."""
+    """Yield every setting as (section name, field): a section's own first, then what it
+    inherits.
+    """
     for section in msgspec.structs.fields(EngineConfig):
         own = section.type.__annotations__
         for field in sorted(msgspec.structs.fields(section.type), key=lambda f: f.name not in own):

@@ -19,7 +19,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_sections(path: Path) -> dict[str, Any]:
-    """The sections of a YAML file; raises `ConfigError` where it holds anything else."""
+    """Return the sections of a YAML file; raises `ConfigError` where it holds anything else."""
     tree = read_yaml(path, "config file")
     if tree is None:
         return {}
@@ -86,7 +86,7 @@ def find_policies(tree: dict[str, Any], path: Path, overridden: Collection[str])
 
 
 def _found(value: Any, path: Path) -> Any:
-    """The value; where it names files of Python that lie beside `path`, with their paths."""
+    """Return the value; where it names files of Python that lie beside `path`, with their paths."""
     if isinstance(value, dict):
         return {key: _found(each, path) for key, each in value.items()}
     if isinstance(value, list):

@@ -24,7 +24,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
 def doc(text: str, **limits: Any) -> Meta:
-    """The help text of a setting, and the limits of its value, such as `ge=0`."""
+    """Return the help text of a setting, and the limits of its value, such as `ge=0`."""
     return Meta(description=text, **limits)
 
 
@@ -308,17 +308,17 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = None
 
     def step_budget(self, max_model_len: int) -> int:
-        """Most tokens in one step: as set, else enough for one whole request."""
+        """Return most tokens in one step: as set, else enough for one whole request."""
         return self.max_num_batched_tokens or max(DEFAULT_STEP_BUDGET, max_model_len)
 
     def max_chunk(self, max_model_len: int) -> int:
-        """Most tokens of one request in one step."""
+        """Return most tokens of one request in one step."""
         budget = self.step_budget(max_model_len)
         return min(budget, self.long_prefill_token_threshold or budget)
 
     def max_whole(self, max_model_len: int) -> int:
-        """Most tokens that surely get one step to themselves: beside a decode of all others, with
-        their drafts, which may come in every step. Below 1 if there are none.
+        """Return most tokens that surely get one step to themselves: beside a decode of all others,
+        with their drafts, which may come in every step. Below 1 if there are none.
         """
         others = (self.max_num_seqs - 1) * (1 + self.num_lookahead_tokens)
         return min(self.max_chunk(max_model_len), self.step_budget(max_model_len) - others)

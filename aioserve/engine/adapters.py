@@ -335,7 +335,7 @@ class Adapters:
             self._let_go(adapter)
 
     def _make_room(self, num_more: int = 1) -> bool:
-        """Whether there is room for `num_more` adapters; evicts unused ones for it."""
+        """Return whether there is room for `num_more` adapters; evicts unused ones for it."""
         while len(self._resident) + num_more > self._config.adapters.max_cpu_loras:
             victim = self._least_recent()
             if victim is None or victim.num_users:
@@ -345,7 +345,7 @@ class Adapters:
         return True
 
     def _least_recent(self) -> _Adapter | None:
-        """The adapter in memory to evict next: an unused one before all others."""
+        """Return the adapter in memory to evict next: an unused one before all others."""
         return min(self._resident, key=lambda a: (a.num_users > 0, a.last_used), default=None)
 
     def _let_go(self, adapter: _Adapter) -> None:

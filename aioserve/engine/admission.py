@@ -179,7 +179,7 @@ class Admission:
         self._metrics.on_accepted(spec)
 
     def _estimate_wait(self) -> float:
-        """Seconds until today's queue is served, at the recent rate of prompt tokens."""
+        """Return seconds until today's queue is served, at the recent rate of prompt tokens."""
         stats = self._core.loop.scheduler.make_stats()
         rate = self._metrics.prompt_token_rate.per_second(self._clock())
         if stats is None or rate <= 0:

@@ -258,7 +258,7 @@ class AsyncEngine(EngineClient):
         return "running" if self._control is None else self._control.state
 
     def health(self) -> Health:
-        """Whether a new request would be served now, and if not, why."""
+        """Return whether a new request would be served now, and if not, why."""
         if (error := self._error) is not None:
             return Health("dead", f"{type(error).__name__}: {error}")
         if self._is_closing:
@@ -270,12 +270,12 @@ class AsyncEngine(EngineClient):
         return health_of(parts, self.config)
 
     def get_stats(self) -> SchedulerStats | None:
-        """The scheduler's state and totals; None before the start and after the end."""
+        """Return the scheduler's state and totals; None before the start and after the end."""
         return None if self._parts is None else self._parts.core.loop.scheduler.make_stats()
 
     def inspect(self) -> "EngineSnapshot | None":
-        """What it is doing now: every request and why it waits, steps in flight, what memory is
-        held. None before the start and after the end.
+        """Return what it is doing now: every request and why it waits, steps in flight, what memory
+        is held. None before the start and after the end.
         """
         from aioserve.engine.snapshot import take_snapshot
 
@@ -372,8 +372,8 @@ class AsyncEngine(EngineClient):
     # The way of a request, and the life of the engine task.
 
     def _alive(self) -> EngineParts:
-        """The parts that serve requests. Raises `EngineDeadError` if that is not the time, and
-        `ForeignLoopError` if this is not the place.
+        """Return the parts that serve requests. Raises `EngineDeadError` if that is not the time,
+        and `ForeignLoopError` if this is not the place.
         """
         self._check_place()
         if self._error is not None:
@@ -532,7 +532,9 @@ class AsyncEngine(EngineClient):
 
 
 def _watch(engine: AsyncEngine, core: EngineCore) -> Watchdog:
-    """A watchdog whose thread keeps neither alive: an engine that is dropped ends its thread."""
+    """Return a watchdog whose thread keeps neither alive: an engine that is dropped ends its
+    thread.
+    """
     engine_ref, core_ref = weakref.ref(engine), weakref.ref(core)
 
     def loop() -> EngineLoop:
@@ -643,8 +645,8 @@ class EngineInternals:
         return self._engine._alive().runner_info
 
     def connect(self, send_off: Callable[[], None]) -> int:
-        """A number for a new client; `send_off` is called when a step's outputs were delivered to
-        its requests. Raises `EngineDeadError` before the start and after the end.
+        """Return a number for a new client; `send_off` is called when a step's outputs were
+        delivered to its requests. Raises `EngineDeadError` before the start and after the end.
         """
         if (parts := self._engine._parts) is None:
             raise EngineDeadError("there is no engine to connect to")

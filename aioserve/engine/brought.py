@@ -69,11 +69,11 @@ class PolicyTrials(Protocol):
         """Record what comes, and compare what there is with `settings` on it."""
 
     def find(self, report_id: str) -> bytes | None:
-        """A report, in HTML; None if it was never made, or is forgotten."""
+        """Return a report, in HTML; None if it was never made, or is forgotten."""
 
 
 def shadow_metrics(registry: CollectorRegistry) -> ShadowMetrics:
-    """The metrics of a shadow policy, registered."""
+    """Return the metrics of a shadow policy, registered."""
     return cast(ShadowMetrics, load("engine", "shadow metrics")(registry))
 
 
@@ -85,7 +85,7 @@ def make_shadows(
 
 
 def shadow_settings(config: EngineConfig) -> SchedulerConfig | None:
-    """The live scheduler's settings with the shadow's policy; None without a shadow."""
+    """Return the live scheduler's settings with the shadow's policy; None without a shadow."""
     if config.shadow.shadow_policy is None:
         return None
     return cast(SchedulerConfig, load("engine", "shadow settings")(config))
@@ -107,7 +107,7 @@ def recorded(
     clock: Clock,
     loop_lag: LoopLag | None,
 ) -> SchedulerInterface:
-    """A scheduler whose decisions are written to `settings.decision_log`."""
+    """Return a scheduler whose decisions are written to `settings.decision_log`."""
     record = load("engine", "decision log")
     scheduler: SchedulerInterface = record(
         make_policy,
@@ -121,7 +121,7 @@ def recorded(
 
 
 def kv_connector_metrics(registry: CollectorRegistry) -> KVConnectorMetrics:
-    """The metrics of a KV connector, registered."""
+    """Return the metrics of a KV connector, registered."""
     return cast(KVConnectorMetrics, load("engine", "KV connector metrics")(registry))
 
 
@@ -137,7 +137,7 @@ def make_connector(
     runner: RunnerInterface,
     metrics: Callable[[], KVConnectorMetrics],
 ) -> KVConnectorBase | None:
-    """The connector of the settings, for a runner that is loaded; None: there is to be none.
+    """Return the connector of the settings, for a runner that is loaded; None: there is to be none.
     `metrics` gives what `kv_connector_metrics` made. Raises `ConfigError`.
     """
     if config.cache.kv_connector == "none":

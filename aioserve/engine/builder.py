@@ -146,7 +146,7 @@ class EngineBuilder:
         await self.runner.close()
 
     def build(self, info: RunnerInfo, on_kv_event: Callable[[KVEvent], None] | None) -> EngineParts:
-        """The parts around the runner, which is loaded and has told this `info`. Raises
+        """Return the parts around the runner, which is loaded and has told this `info`. Raises
         `ConfigError` or `PolicyError`.
         """
         check_row_values(self._policy, info)
@@ -235,7 +235,7 @@ class EngineBuilder:
         )
 
     def _make_scheduler(self, kv_cache: KVCacheManager, max_model_len: int) -> SchedulerInterface:
-        """The live one; recorded, if a log is wanted."""
+        """Return the live one; recorded, if a log is wanted."""
         settings, clock = self.config.scheduler, self._clock
         # A policy that implements the interface without BaseScheduler is built the same way.
         make_policy: Callable[..., SchedulerInterface] = self._policy
@@ -267,7 +267,7 @@ class EngineBuilder:
 
 
 def _with_runner(config: EngineConfig, info: RunnerInfo) -> EngineConfig:
-    """What the scheduler's settings amount to with this runner."""
+    """Return what the scheduler's settings amount to with this runner."""
     scheduler, speculation = config.scheduler, config.speculation
     if scheduler.pipeline_depth is None:
         scheduler = msgspec.structs.replace(scheduler, pipeline_depth=info.pipeline_depth)
@@ -316,7 +316,7 @@ def _check_chat_template(model_info: ModelInfo) -> None:
 
 
 def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
-    """The runner that the config names; only that one is imported."""
+    """Return the runner that the config names; only that one is imported."""
     if config.runner.runner == "simulated":
         from aioserve.runner.simulated import SimulatedRunner
 

@@ -37,7 +37,7 @@ class CallForm(NamedTuple):
     content: str | None  # beside calls; if there is more to say, a message before says it
 
     def apply(self, message: Message) -> list[Message]:
-        """The message or messages as wanted."""
+        """Return the message or messages as wanted."""
         calls = message["tool_calls"]
         if self.has_text:
             calls = [
@@ -56,18 +56,18 @@ class CallForm(NamedTuple):
 
 
 def forms_of(content: str | None) -> list[CallForm]:
-    """All forms of a message with such a content, the plainest first."""
+    """Return all forms of a message with such a content, the plainest first."""
     contents = dict.fromkeys([content, "", None])
     return [CallForm(has_text, own) for own in contents for has_text in (False, True)]
 
 
 def has_broken(message: Message) -> bool:
-    """Whether the arguments of a call of the message are a text, and not a mapping."""
+    """Return whether the arguments of a call of the message are a text, and not a mapping."""
     return any(map(_is_broken, message["tool_calls"]))
 
 
 def as_content(message: Message) -> Message:
-    """The message with its calls whose arguments are a text as text behind its content."""
+    """Return the message with its calls whose arguments are a text as text behind its content."""
     calls = [call for call in message["tool_calls"] if not _is_broken(call)]
     functions = [call["function"] for call in message["tool_calls"] if _is_broken(call)]
     said = [f'{{"name": {json.dumps(f["name"])}, "arguments": {f["arguments"]}' for f in functions]
@@ -93,7 +93,7 @@ def broken_probe(message: Message) -> Message:
 
 
 def probe(message: Message, num_calls: int = 1) -> Message:
-    """A message with calls that holds what `message` holds beside them."""
+    """Return a message with calls that holds what `message` holds beside them."""
     calls = [
         {
             "id": f"probe000{i}",  # nine letters and digits, for Mistral's
@@ -108,12 +108,14 @@ def probe(message: Message, num_calls: int = 1) -> Message:
 
 
 def is_shown(text: str) -> bool:
-    """Whether a prompt shows the probe's arguments, and neither as Python nor as a text."""
+    """Return whether a prompt shows the probe's arguments, and neither as Python nor as a text."""
     return "probe_key" in text and "'probe_key'" not in text and '\\"probe_key' not in text
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with one call in each, and the result of that call right behind it."""
+    """Return the same messages with one call in each, and the result of that call right behind
+    it.
+    """
     told: list[Message] = []
     at = 0
     while at < len(messages):
@@ -150,13 +152,13 @@ PROBE: Sequence[Message] = (
 
 
 def has_late_system(messages: Sequence[Message]) -> bool:
-    """Whether a message of role system stands behind the first message."""
+    """Return whether a message of role system stands behind the first message."""
     return any(message["role"] == "system" for message in messages[1:])
 
 
 def without_late_system(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with those of role system at the beginning as one, and each later one as
-    text of a user, joined to the user's messages beside it.
+    """Return the same messages with those of role system at the beginning as one, and each later
+    one as text of a user, joined to the user's messages beside it.
     """
     told: list[Message] = []
     is_open = False  # whether the last one is a user's that a further one joins
@@ -177,7 +179,7 @@ def without_late_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Two contents, each a text or a list of parts, with an empty line between them."""
+    """Return two contents, each a text or a list of parts, with an empty line between them."""
     if isinstance(first, str) and isinstance(second, str):
         return "\n\n".join(filter(None, (first, second)))
     before, after = (
@@ -233,8 +235,8 @@ class ContentText:
                 )
 
     def marked(self, conversation: Any) -> Any:
-        """A `Conversation` whose texts hold marks where they spell controls. What the assistant
-        said may hold those that are text elsewhere: templates look for `</think>` in it.
+        """Return a `Conversation` whose texts hold marks where they spell controls. What the
+        assistant said may hold those that are text elsewhere: templates look for `</think>` in it.
         """
         messages = [self._marked_message(message) for message in conversation.messages]
         return msgspec.structs.replace(
@@ -245,7 +247,7 @@ class ContentText:
         )
 
     def encode(self, prompt: str) -> list[int]:
-        """The token ids of a rendered prompt with marks in it."""
+        """Return the token ids of a rendered prompt with marks in it."""
         ids: list[int] = []
         pieces = list(self._all.split(prompt))
         at = 0
@@ -269,7 +271,7 @@ class ContentText:
         return ids
 
     def _encode_plain(self, text: str, *, is_first: bool) -> list[int]:
-        """A text without controls. Behind one, some tokenizers put no space before it."""
+        """Return a text without controls. Behind one, some tokenizers put no space before it."""
         encode = self._plain.encode_batch_fast
         if is_first or not text:
             return list(encode([text], add_special_tokens=False)[0].ids)
@@ -302,13 +304,15 @@ class _Finder:
         self._longest = max(map(len, texts), default=1)
 
     def split(self, text: str) -> Iterator[tuple[str, _Control | None]]:
-        """The pieces of a text in their order, each with the control that it is."""
+        """Yield the pieces of a text in their order, each with the control that it is."""
         found = self._finder.encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(found.ids, found.offsets, strict=True):
             yield text[start:end], self._controls[token_id - 1] if token_id else None
 
     def marked(self, text: str) -> str:
-        """A text with marks in every control, and where it may become one with its neighbours."""
+        """Return a text with marks in every control, and where it may become one with its
+        neighbours.
+        """
         pieces = [
             MARK.join(piece) + MARK if control is not None else piece
             for piece, control in self.split(text)
@@ -323,7 +327,7 @@ class _Finder:
 
 
 def _mapped(value: Any, finder: _Finder) -> Any:
-    """A value of JSON with marks in its texts."""
+    """Return a value of JSON with marks in its texts."""
     if isinstance(value, str):
         return finder.marked(value)
     if isinstance(value, Mapping):
@@ -352,8 +356,8 @@ def _controls(backend: Any, template: str) -> list[_Control]:
 
 
 def _without(backend: Any, texts: Collection[str]) -> tuple[Any, int | None]:
-    """A copy of a tokenizer that knows these added tokens no more, and all others by the same ids;
-    and the id of what stands for a control before a text.
+    """Return a copy of a tokenizer that knows these added tokens no more, and all others by the
+    same ids; and the id of what stands for a control before a text.
     """
     from tokenizers import AddedToken, Tokenizer
 
@@ -405,7 +409,7 @@ class ChatTemplate:
         self._renderer.close()
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt. Raises `RequestError` if the template does, or asks too much."""
+        """Return the prompt. Raises `RequestError` if the template does, or asks too much."""
         source = self._source(with_tools=bool(conversation.tools))
         if self._content is not None:
             conversation = self._content.marked(conversation)
@@ -466,7 +470,9 @@ class ChatTemplate:
                 )
 
     def _hints(self, source: str, conversation: Conversation) -> dict[str, Any]:
-        """What the template looks at: how much to reason by either of two names, as vLLM has it."""
+        """Return what the template looks at: how much to reason by either of two names, as vLLM has
+        it.
+        """
         effort = conversation.reasoning_effort
         told: dict[str, Any] = {"verbosity": conversation.verbosity}
         if effort is not None:
@@ -475,7 +481,7 @@ class ChatTemplate:
         return {n: value for n, value in given.items() if n in self._names_read(source)}
 
     def _with_calls(self, source: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """The message in the first form in which this template shows its calls."""
+        """Return the message in the first form in which this template shows its calls."""
         if not message.get("tool_calls"):
             return [message]
         if has_broken(message) and not self._takes_broken(source, message):
@@ -483,7 +489,9 @@ class ChatTemplate:
         return self._call_form(source, probe(message)).apply(message)
 
     def _takes_broken(self, source: str, message: dict[str, Any]) -> bool:
-        """Whether a template shows arguments that are a text, and no JSON object, in that form."""
+        """Return whether a template shows arguments that are a text, and no JSON object, in that
+        form.
+        """
         asked = probe(message)
         key = source, str(asked)
         if key not in self._broken:
@@ -502,7 +510,7 @@ class ChatTemplate:
         return self._call_forms[key]
 
     def _takes_several(self, source: str) -> bool:
-        """Whether a template shows all calls of a message, or none."""
+        """Return whether a template shows all calls of a message, or none."""
         if source not in self._several:
             asked = [self._with_calls(source, probe({"content": None}, n)) for n in (1, 2)]
             one, two = (self._try(source, messages) for messages in asked)
@@ -539,7 +547,7 @@ class ChatTemplate:
         return self._late[source]
 
     def _tells(self, source: str, messages: Messages) -> bool:
-        """Whether the template shows the last content of `messages`, a probe, as a text."""
+        """Return whether the template shows the last content of `messages`, a probe, as a text."""
         try:
             text = self._render(source, {"messages": messages, "add_generation_prompt": True})
         except RequestError:
@@ -547,7 +555,7 @@ class ChatTemplate:
         return "probe" in text and "'probe'" not in text  # that would be the list itself
 
     def _try(self, source: str, messages: list[dict[str, Any]]) -> str:
-        """The prompt of a user's message and these; empty if the template refuses them."""
+        """Return the prompt of a user's message and these; empty if the template refuses them."""
         messages = [{"role": "user", "content": "?"}, *messages]
         try:
             return self._render(source, {"messages": messages, "add_generation_prompt": True})

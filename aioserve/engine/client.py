@@ -231,8 +231,8 @@ class EngineClient(ABC):
         sampling_params: SamplingParams | None = None,
         **fields: Unpack[RequestFields],
     ) -> RequestOutput:
-        """The whole reply to a prompt in one output, with its `times`. Cancelling the task aborts
-        the request.
+        """Return the whole reply to a prompt in one output, with its `times`. Cancelling the task
+        aborts the request.
 
         Raises what `add_request` and the stream raise, and `RequestError` if `n` is not 1. One
         that a time limit or `abort` has ended is an output as well: its finish reason says so.
@@ -255,7 +255,7 @@ class EngineClient(ABC):
         max_concurrency: int | None = None,
         **fields: Unpack[RequestFields],
     ) -> list[RequestOutput]:
-        """The whole replies to many prompts, in their order, as `generate_one` gives them.
+        """Return the whole replies to many prompts, in their order, as `generate_one` gives them.
 
         At most `max_concurrency` requests are under way at a time: by default as many as a step
         can have (`scheduler.max_num_seqs`). A sequence of parameters has those of each prompt. One
@@ -296,7 +296,8 @@ class EngineClient(ABC):
             raise
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids that a request of this prompt would have, even if those are too many.
+        """Return the token ids that a request of this prompt would have, even if those are too
+        many.
 
         `add_special_tokens` is for text: a chat template says which there are. Raises
         `RequestError`, also for text whose length alone shows that it is too long for the model.
@@ -307,7 +308,7 @@ class EngineClient(ABC):
         return await processor.encode(prompt, room, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, with the special ones. Raises `RequestError`."""
+        """Return the text of these tokens, with the special ones. Raises `RequestError`."""
         return await self._alive().input_processor.decode(token_ids)
 
     @abstractmethod
@@ -324,7 +325,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _alive(self) -> FrontParts:
-        """The parts that serve requests. Raises `EngineDeadError` if that is not the time."""
+        """Return the parts that serve requests. Raises `EngineDeadError` if that is not the
+        time.
+        """
 
     def _arriving(self, num_tokens: int) -> AbstractContextManager[None]:
         """Inside the block a request of `num_tokens` tokens or more is tokenized and added. May

@@ -18,15 +18,15 @@ LAG_PROBE_SECONDS = 0.02
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Clock:
-    """Seconds: `time.monotonic` for a loop in real time, for any other its own `time`, since that
-    may be virtual.
+    """Return seconds: `time.monotonic` for a loop in real time, for any other its own `time`, since
+    that may be virtual.
     """
     owner = next(cls for cls in type(loop).__mro__ if "time" in vars(cls))
     return time.monotonic if owner.__module__ in REAL_TIME else loop.time
 
 
 def is_real(clock: Clock) -> bool:
-    """Whether a clock that `clock_of` gave runs by itself."""
+    """Return whether a clock that `clock_of` gave runs by itself."""
     return clock is time.monotonic
 
 
@@ -41,7 +41,7 @@ class LoopLag:
         self._due: float | None = None
 
     def __call__(self) -> float:
-        """The worst since the last call, in seconds."""
+        """Return the worst since the last call, in seconds."""
         now = time.monotonic()
         worst = self._worst
         if self._due is None:

@@ -37,7 +37,7 @@ class DetokenizerChoice:
         self._bytes = {} if self._pieces is not None else _byte_tokens(tokenizer)
 
     def choose(self, *, skip_special_tokens: bool, kept: Collection[int] = ()) -> MakeDetokenizer:
-        """What shows special tokens or skips them, but for those that are `kept`."""
+        """Return what shows special tokens or skips them, but for those that are `kept`."""
         special = special_token_ids(self._tokenizer) if skip_special_tokens else frozenset()
         skipped = special.difference(kept)
         if self._pieces is not None:
@@ -63,7 +63,7 @@ def _byte_tokens(tokenizer: Any) -> dict[int, int]:
 
 
 def _make_decode(tokenizer: Any, skipped: Collection[int]) -> Callable[[list[int]], str]:
-    """The cheapest way to decode with a `transformers` tokenizer."""
+    """Return the cheapest way to decode with a `transformers` tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return partial(_decoded, backend.decode, skipped)
@@ -114,7 +114,7 @@ class Detokenizer:
         self._is_shown = bool(self._utf8.getstate()[0])  # the prompt's text has a U+FFFD for it
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         if not self._bytes:
             return self._append_others(token_ids)
         return "".join(
@@ -151,7 +151,7 @@ class Detokenizer:
         return broken + delta
 
     def flush(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """Return what was held back, now that nothing more comes."""
         if self._is_in_bytes:
             return self._decode_bytes(b"", final=True)
         return self._take(self._decode(self._window))
@@ -202,11 +202,11 @@ class StopStringMatcher:
         return sent, stop_string
 
     def flush(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """Return what was held back, now that nothing more comes."""
         return self._take(self._num_held)
 
     def _take(self, length: int) -> str:
-        """The first characters of what is held, which is held no more."""
+        """Return the first characters of what is held, which is held no more."""
         taken = []
         self._num_held -= length
         while length > 0:
@@ -276,7 +276,7 @@ _Utf8 = getincrementaldecoder("utf-8")
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """The tokens of a `transformers` tokenizer that `skip_special_tokens` means."""
+    """Return the tokens of a `transformers` tokenizer that `skip_special_tokens` means."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return frozenset(tokenizer.all_special_ids)
@@ -307,19 +307,21 @@ class TokenPieces(dict[int, str | bytes]):
         return piece
 
     def without(self, skipped: Collection[int]) -> "TokenPieces":
-        """The table of the same tokenizer in which the `skipped` tokens have no text."""
+        """Return the table of the same tokenizer in which the `skipped` tokens have no text."""
         pieces = TokenPieces(self._id_to_token, skipped)
         pieces.update((i, piece) for i, piece in self.items() if i not in skipped)
         return pieces
 
     def join(self, token_ids: Iterable[int]) -> bytes:
-        """The UTF-8 bytes of the text of `token_ids`; those of skipped tokens are left out."""
+        """Return the UTF-8 bytes of the text of `token_ids`; those of skipped tokens are left
+        out.
+        """
         pieces = (self[token_id] for token_id in token_ids)
         return b"".join(p.encode() if isinstance(p, str) else p for p in pieces)
 
 
 def prove_token_pieces(tokenizer: Any) -> TokenPieces | None:
-    """The table of a byte-level tokenizer of `transformers`; None for any other.
+    """Return the table of a byte-level tokenizer of `transformers`; None for any other.
 
     Its decoder has to say that it is one, and to agree on every added token and random ones.
     """
@@ -351,7 +353,7 @@ class ByteLevelDetokenizer:
         self._num_shown = self._decoder.getstate()[0].decode(errors="replace").count(REPLACEMENT)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         if len(token_ids) == 1 and not self._is_split:
             piece = self._pieces[token_ids[0]]
             if isinstance(piece, str):
@@ -359,7 +361,7 @@ class ByteLevelDetokenizer:
         return self._take(self._decode(self._pieces.join(token_ids)))
 
     def flush(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """Return what was held back, now that nothing more comes."""
         return self._take(self._decode(b"", final=True)) if self._is_split else ""
 
     def _decode(self, data: bytes, final: bool = False) -> str:

@@ -73,8 +73,9 @@ class MediaProcessor(Protocol):
     placeholders: Mapping[str, str]  # by kind, how a text mentions one
 
     def look_at(self, prompt: MultimodalPrompt, room: PromptLimit) -> tuple[str | Messages, int]:
-        """The words of a prompt, without its images and videos, and how many tokens those stand for
-        at least. Raises `RequestError` for those that cannot be served, or are not those mentioned.
+        """Return the words of a prompt, without its images and videos, and how many tokens those
+        stand for at least. Raises `RequestError` for those that cannot be served, or are not those
+        mentioned.
         """
 
     def encode(
@@ -85,8 +86,9 @@ class MediaProcessor(Protocol):
         encode: Callable[[str, bool], list[int]],
         render: Callable[[Conversation], str],
     ) -> Encoded:
-        """A prompt that `look_at` has let pass. `encode` makes tokens of a text, with special ones
-        or without, and `render` a text of a conversation. Raises `RequestError`; takes its time.
+        """Return a prompt that `look_at` has let pass. `encode` makes tokens of a text, with
+        special ones or without, and `render` a text of a conversation. Raises `RequestError`; takes
+        its time.
         """
 
 
@@ -173,12 +175,12 @@ class InputProcessor:
         return ChatTemplate(self._tokenizer, placeholders, content=self._content)
 
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
-        """What `params` leave to a prompt."""
+        """Return what `params` leave to a prompt."""
         return PromptLimit.of(params, self._max_model_len)
 
     def least_tokens(self, prompt: Prompt, room: PromptLimit) -> int:
-        """How many tokens of a prompt there are at least to keep, as far as its length alone can
-        tell.
+        """Return how many tokens of a prompt there are at least to keep, as far as its length alone
+        can tell.
 
         Raises `RequestError` for what is no prompt, and for one that is too long in any case: even
         in a thread, megabytes of text delay all requests.
@@ -209,8 +211,8 @@ class InputProcessor:
         return num_tokens
 
     async def tokenize(self, prompt: Prompt, room: PromptLimit) -> Encoded:
-        """A prompt that `least_tokens` has let pass: its token ids, those to keep, checked against
-        the vocabulary and the length limit, and its images. Raises `RequestError`.
+        """Return a prompt that `least_tokens` has let pass: its token ids, those to keep, checked
+        against the vocabulary and the length limit, and its images. Raises `RequestError`.
         """
         encoded = await self._encode_whole(prompt, room, True)
         if not encoded.token_ids:
@@ -221,7 +223,7 @@ class InputProcessor:
     async def encode(
         self, prompt: Prompt, room: PromptLimit, add_special_tokens: bool = True
     ) -> list[int]:
-        """The token ids, however many there are. The flag is for text."""
+        """Return the token ids, however many there are. The flag is for text."""
         return (await self._encode_whole(prompt, room, add_special_tokens)).token_ids
 
     async def _encode_whole(
@@ -275,7 +277,7 @@ class InputProcessor:
         return await self._run(len(text) > INLINE_CHARACTERS, self._encode, text, False)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, with the special ones. Raises `RequestError`."""
+        """Return the text of these tokens, with the special ones. Raises `RequestError`."""
         if not self._has_tokenizer:
             raise RequestError(NO_TOKENIZER, param="tokens")
         ids = self._check_vocabulary(token_ids, "tokens")
@@ -458,7 +460,7 @@ class SamplingValidator:
             )
 
     def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """How each of `words` may be said: after something else, and after a space."""
+        """Return how each of `words` may be said: after something else, and after a space."""
         if not self._has_tokenizer:
             raise RequestError(f"{NO_TOKENIZER}: give bad_words_ids", param="bad_words")
         spelled = []
@@ -566,7 +568,9 @@ class PoolingValidator:
 
 
 async def read_embedding(stream: RequestStream) -> EmbeddingOutput:
-    """What a stream of a request that is pooled amounts to. Raises where there is no vector."""
+    """Return what a stream of a request that is pooled amounts to. Raises where there is no
+    vector.
+    """
     async with stream:
         [output] = [output async for output in stream]
     if output.finish_reason is FinishReason.TIMEOUT:

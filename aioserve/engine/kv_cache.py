@@ -16,7 +16,7 @@ def make_kv_cache(
     record_events: bool = False,
     connector: KVConnectorBase | None = None,
 ) -> KVCacheManager:
-    """The manager of the blocks, state slots and window blocks that a runner has told of."""
+    """Return the manager of the blocks, state slots and window blocks that a runner has told of."""
     return KVCacheManager(
         info.num_kv_blocks,
         cache.block_size,
@@ -35,8 +35,8 @@ def make_kv_cache(
 
 
 def fit_max_model_len(model: ModelConfig, max_model_len: int, num_slots: int) -> int:
-    """The most tokens of a request, so that every request that is accepted can run alone in a cache
-    of `num_slots` tokens. `max_model_len` is what the model and the settings allow. Raises
+    """Return the most tokens of a request, so that every request that is accepted can run alone in
+    a cache of `num_slots` tokens. `max_model_len` is what the model and the settings allow. Raises
     `ConfigError` if the settings ask for more than the cache holds.
     """
     if max_model_len - 1 <= num_slots:  # the last token is never computed

@@ -275,7 +275,7 @@ class FeedObserver(StepObserver):
         return bool(steps or requests or self._switched)
 
     def take_events(self) -> Events:
-        """What happened since the last call."""
+        """Return what happened since the last call."""
         events = Events(
             came=self._came,
             planned=self._planned,
@@ -289,8 +289,8 @@ class FeedObserver(StepObserver):
         return events
 
     def picture(self) -> tuple[list[Stands], list[int]]:
-        """Where each request stands, and the rows of the last step. What the next events tell comes
-        after it only if the last were taken just before.
+        """Return where each request stands, and the rows of the last step. What the next events
+        tell comes after it only if the last were taken just before.
         """
         reasons = self._reasons
         stands = [
@@ -472,9 +472,9 @@ class LiveFeed:
         return self._onlooker is not None
 
     async def look(self, after: int) -> Seen:
-        """The frames after that number, at least one; a snapshot if they are not kept, and for 0.
-        Raises `RequestError` where there is nothing to look at, and `EngineDeadError` when the
-        engine ends.
+        """Return the frames after that number, at least one; a snapshot if they are not kept, and
+        for 0. Raises `RequestError` where there is nothing to look at, and `EngineDeadError` when
+        the engine ends.
         """
         if self._policies is None:
             self._options = await asyncio.to_thread(describe_options)
@@ -638,7 +638,7 @@ class LiveFeed:
 
 
 def _leases(policy: SchedulerInterface, onlooker: FeedObserver) -> list[Lease]:
-    """The newest leases of the policy, at most `MAX_LEASES`; empty for another scheduler."""
+    """Return the newest leases of the policy, at most `MAX_LEASES`; empty for another scheduler."""
     if not isinstance(policy, BaseScheduler):
         return []
     size = policy.kv_cache.block_size
@@ -670,7 +670,7 @@ _KEY = secrets.token_bytes(16)  # of this process: an id cannot be found by tryi
 
 
 def shown_id(request_id: str) -> str:
-    """A short name for it: the same for the same id, as long as the process lives."""
+    """Return a short name for it: the same for the same id, as long as the process lives."""
     made = _MADE.fullmatch(request_id)
     if made is not None:
         return made[1] + made[2]

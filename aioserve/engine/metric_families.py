@@ -89,7 +89,7 @@ class RecentWorst:
         self._of_parts.append((part, value))
 
     def __call__(self) -> float:
-        """The largest value; 0 if no value came."""
+        """Return the largest value; 0 if no value came."""
         first = self._part() - WORST_PARTS
         return max((value for part, value in self._of_parts if part >= first), default=0.0)
 
@@ -193,7 +193,7 @@ def scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterat
 
 
 def policy_gauges(stats: SchedulerStats, prefix: str) -> Iterator[Metric]:
-    """The metric `policy_gauge`, if the policy shows any."""
+    """Yield the metric `policy_gauge`, if the policy shows any."""
     if stats.policy_gauges:
         family = GaugeMetricFamily(
             f"{prefix}_policy_gauge", "What the policy shows of itself", labels=["policy", "gauge"]

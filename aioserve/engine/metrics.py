@@ -41,7 +41,7 @@ class Latencies:
         self.gaps: Counter[float] = Counter()  # how many, by seconds
 
     def take(self) -> tuple[list[float], list[tuple[float, int]]]:
-        """Both in milliseconds; gaps to three digits, with how many there are of each."""
+        """Return both in milliseconds; gaps to three digits, with how many there are of each."""
         first_tokens = [round(1e3 * seconds, 2) for seconds in self.first_tokens]
         gaps: Counter[float] = Counter()
         for seconds, count in self.gaps.items():
@@ -176,7 +176,7 @@ class EngineMetrics(Collector):
                 self.decode_time.observe(now - first)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus text format."""
+        """Return all metrics in Prometheus text format."""
         if not self._has_process:  # the first scrape
             self._has_process = True
             ProcessCollector(registry=self._registry)
@@ -258,7 +258,7 @@ class EngineMetrics(Collector):
             yield self._waiting_by_reason()
 
     def _of_processes(self) -> Iterator[Metric]:
-        """The engine's, and those in front of it."""
+        """Yield the engine's, and those in front of it."""
         yield family_by(
             "process",
             "aioserve_event_loop_delay_seconds",
@@ -334,8 +334,8 @@ VLLM_LABELS = {"reason": "finished_reason"}
 
 
 def aliases(metrics: Iterable[Metric], labels_of_model: Mapping[str, str]) -> Iterator[Metric]:
-    """Those that have a name of theirs, under it, with their labels: the model's name as clients
-    know it, and the number of the engine, of which there is one.
+    """Yield those that have a name of theirs, under it, with their labels: the model's name as
+    clients know it, and the number of the engine, of which there is one.
     """
     model = labels_of_model.get("model", "")
     for metric in metrics:
@@ -354,8 +354,8 @@ def aliases(metrics: Iterable[Metric], labels_of_model: Mapping[str, str]) -> It
 
 
 def _cache_config(block_size: str, num_blocks: int) -> Metric:
-    """What pickers of gateways read the size of the KV cache from, as labels of a gauge that is 1;
-    they call blocks of any device so.
+    """Return what pickers of gateways read the size of the KV cache from, as labels of a gauge that
+    is 1; they call blocks of any device so.
     """
     labels = {"block_size": block_size, "num_gpu_blocks": str(num_blocks), "engine": "0"}
     found = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, as it is", labels=[*labels])

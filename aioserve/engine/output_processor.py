@@ -80,7 +80,7 @@ class RequestState(SampleState):
         self.stream.fail(error)
 
     def make_output(self, output: EngineCoreOutput) -> RequestOutput:
-        """The new tokens and their text, cut at a stop string."""
+        """Return the new tokens and their text, cut at a stop string."""
         new = NewTokens(output.new_token_ids, output.new_logprobs)
         if self.waits_for_end:  # then no log probabilities were asked for
             new = NewTokens(self.request.output_token_ids)
@@ -117,8 +117,8 @@ class RequestState(SampleState):
         return text + self.detokenizer.flush() if is_last else text
 
     def _append_to_stop(self, token_ids: list[int], is_last: bool) -> tuple[str, str | None, int]:
-        """The text that can be told, the stop string that ends it, if one does, and after how many
-        tokens: some may have come at once, and those behind the end were never asked for.
+        """Return the text that can be told, the stop string that ends it, if one does, and after
+        how many tokens: some may have come at once, and those behind the end were never asked for.
         """
         text, num_tokens = "", len(token_ids)
         for place in range(max(num_tokens, 1)):  # the end may come without a token
@@ -197,11 +197,13 @@ class OutputProcessor(StepObserver):
         self.add(RequestState(request, samples, index, stream, detokenizer, waits_for_end=waits))
 
     def reader_of(self, request_id: str) -> SampleState | None:
-        """The reader of a request; None once it is gone. A later request may have the same id."""
+        """Return the reader of a request; None once it is gone. A later request may have the same
+        id.
+        """
         return self._states.get(request_id)
 
     def reader_ids(self) -> list[str]:
-        """The requests whose readers have not been told of an end."""
+        """Return the requests whose readers have not been told of an end."""
         return list(self._states)
 
     def ended_among(self, request_ids: Iterable[str] | None) -> list[str]:
@@ -318,7 +320,7 @@ class OutputProcessor(StepObserver):
         return dropped
 
     def _fail_alone(self, state: SampleState, error: BaseException) -> FinishReason:
-        """The tokens of this request could not be made into what its reader wants."""
+        """Return the tokens of this request could not be made into what its reader wants."""
         self._failures.log("delivering a request's tokens", error)
         failure = RequestFailedError(
             f"the tokens of this request could not be delivered ({type(error).__name__})"

@@ -18,7 +18,7 @@ MARK = "\ue0fe\uf8fe\ue0fe"
 
 
 def unmarked(text: str) -> str:
-    """A text without its marks."""
+    """Return a text without its marks."""
     return text.replace(MARK, "")
 
 
@@ -181,7 +181,7 @@ class PromptLimit(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams | PoolingParams, max_model_len: int) -> "PromptLimit":
-        """What `params` leave to the prompt. One that is pooled may fill the model."""
+        """Return what `params` leave to the prompt. One that is pooled may fill the model."""
         keep = params.truncate_prompt_tokens
         if isinstance(params, PoolingParams):
             keep = max_model_len if keep == -1 else keep
@@ -191,11 +191,11 @@ class PromptLimit(NamedTuple):
         return cls(max_model_len - 1, f"{max_model_len} for prompt and output together", keep)
 
     def kept(self, num_tokens: int) -> int:
-        """How many tokens are kept of a prompt of this length."""
+        """Return how many tokens are kept of a prompt of this length."""
         return num_tokens if self.keep is None else min(num_tokens, self.keep)
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """The tokens that are kept of a prompt."""
+        """Return the tokens that are kept of a prompt."""
         return token_ids if self.keep is None else token_ids[-self.keep :]
 
     def check(self, num_tokens: int, qualifier: str = "") -> None:

@@ -139,7 +139,7 @@ def take_snapshot(
 def _requests(
     parts: EngineParts, deciding: SchedulerInterface, now: float
 ) -> list[RequestSnapshot]:
-    """Those that the scheduler has; if it cannot be asked, those that have a reader."""
+    """Return those that the scheduler has; if it cannot be asked, those that have a reader."""
     output_processor, reasons = parts.output_processor, deciding.get_wait_reasons()
     is_known = isinstance(deciding, BaseScheduler)
     requests: list[Request] = []

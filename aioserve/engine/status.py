@@ -20,7 +20,9 @@ POLICY_FAILURE_SECONDS = 10.0
 
 
 def policy_error_of(parts: EngineParts | None) -> Exception | None:
-    """What the policy did wrong, if it has run no step since, not in ten seconds; else None."""
+    """Return what the policy did wrong, if it has run no step since, not in ten seconds;
+    else None.
+    """
     if parts is None or parts.core.loop.failures.last is None:
         return None
     error, when = parts.core.loop.failures.last
@@ -28,7 +30,7 @@ def policy_error_of(parts: EngineParts | None) -> Exception | None:
 
 
 def health_of(parts: EngineParts, config: EngineConfig) -> Health:
-    """Whether an engine that runs would serve a new request now, and if not, why."""
+    """Return whether an engine that runs would serve a new request now, and if not, why."""
     loop = parts.core.loop
     seconds = parts.core.step_seconds()
     if seconds > config.server.hung_step_seconds:
@@ -51,7 +53,7 @@ def health_of(parts: EngineParts, config: EngineConfig) -> Health:
 def settings_as_labels(
     config: EngineConfig, max_model_len: int, parts: EngineParts | None, metrics: EngineMetrics
 ) -> dict[str, dict[str, str]]:
-    """Settings as metric labels, with all options of the policy."""
+    """Return settings as metric labels, with all options of the policy."""
     model = config.model
     info = {
         "model": {
@@ -77,7 +79,7 @@ def settings_as_labels(
 def _options_as_labels(
     name: str, policy: type[SchedulerInterface], options: dict[str, Any]
 ) -> dict[str, str]:
-    """A policy with all its options, defaults included."""
+    """Return a policy with all its options, defaults included."""
     if issubclass(policy, BaseScheduler):
         options = msgspec.to_builtins(policy.parse_options(options))
     return {"policy": name, **{key: str(value) for key, value in options.items()}}

@@ -65,7 +65,7 @@ class _Throttle:
         self._num_held = 0
 
     def let_through(self, now: float) -> int | None:
-        """How many were held back since the last one; None: hold this one back, too."""
+        """Return how many were held back since the last one; None: hold this one back, too."""
         if now - self._last < LOG_SECONDS:
             self._num_held += 1
             return None
@@ -117,7 +117,7 @@ class Observers:
         self._gather()
 
     def __iter__(self) -> Iterator[StepObserver]:
-        """The observers, in the order in which they subscribed."""
+        """Return the observers, in the order in which they subscribed."""
         return iter(self._all)
 
     def subscribe(self, observer: StepObserver) -> None:
@@ -362,7 +362,7 @@ class PolicyGuard:
             self.wake()
 
     def _note_failure(self, error: Exception) -> bool:
-        """Whether the policy has failed too often by now."""
+        """Return whether the policy has failed too often by now."""
         self.failures.note(error, self._clock(), self._last_step_id)
         self.log.log(f"policy {self._policy}", error)
         return self.failures.are_too_many

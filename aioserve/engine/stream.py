@@ -159,7 +159,9 @@ class Samples:
         self.let_go: Callable[[], None] | None = None
 
     def specs(self, spec: RequestSpec) -> Iterator[RequestSpec]:
-        """What each sample is of what was asked for: one token after another from its own seed."""
+        """Yield what each sample is of what was asked for: one token after another from its own
+        seed.
+        """
         if len(self.ids) == 1:
             yield spec
             return
@@ -191,16 +193,16 @@ class Claims:
         return samples
 
     def samples_of(self, request_id: str) -> Samples | None:
-        """The samples of a request that lives, by the id that its caller knows."""
+        """Return the samples of a request that lives, by the id that its caller knows."""
         samples = self._claims.get(request_id)
         return samples if samples is not None and samples.request_id == request_id else None
 
     def ids(self) -> list[str]:
-        """All that are taken, of requests and of samples."""
+        """Return all that are taken, of requests and of samples."""
         return list(self._claims)
 
     def arriving_ids(self) -> list[str]:
-        """The requests that are being tokenized, by the ids that their callers know."""
+        """Return the requests that are being tokenized, by the ids that their callers know."""
         return [key for key, of in self._claims.items() if of.is_arriving and of.request_id == key]
 
     def release(self, samples: Samples) -> bool:
@@ -215,7 +217,7 @@ class Claims:
 
 
 def wants_only_end(params: SamplingParams) -> bool:
-    """Whether nothing need be done for a token before the end: it is read only then.
+    """Return whether nothing need be done for a token before the end: it is read only then.
 
     A stop string is looked for in every delta, and log probabilities are kept nowhere else: there
     the deltas are made, and merged.

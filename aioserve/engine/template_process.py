@@ -82,13 +82,13 @@ def _answer(kind: bytes, data: bytes, max_text: int) -> tuple[bytes, str]:
 
 @lru_cache(maxsize=8)
 def _compile(source: str) -> "Template":
-    """The compiled template. Raises what Jinja does if `source` is not a template."""
+    """Return the compiled template. Raises what Jinja does if `source` is not a template."""
     template: Template = _make_environment().from_string(source)
     return template
 
 
 def _names_read(source: str) -> list[str]:
-    """Names of the variables that a template reads; none if it does not compile."""
+    """Return names of the variables that a template reads; none if it does not compile."""
     from jinja2 import TemplateError, meta
 
     try:
@@ -98,7 +98,7 @@ def _names_read(source: str) -> list[str]:
 
 
 def syntax_error(source: str) -> str | None:
-    """What Jinja says of a text that is no template, with its line; None if it is one. Runs
+    """Return what Jinja says of a text that is no template, with its line; None if it is one. Runs
     nothing of it.
     """
     from jinja2 import TemplateSyntaxError
@@ -187,7 +187,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Where in the template it was raised, as Jinja's traceback knows."""
+    """Return where in the template it was raised, as Jinja's traceback knows."""
     line: int | None = getattr(error, "lineno", None)
     trace = error.__traceback__
     while trace is not None:

@@ -54,7 +54,7 @@ class TemplateRenderer:
         self.close = weakref.finalize(self, _end_all, self._idle)
 
     def render(self, source: str, names: Mapping[str, Any]) -> str:
-        """The text. Raises `RequestError` if the template does, or asks too much,
+        """Return the text. Raises `RequestError` if the template does, or asks too much,
         `TemplateTooSlowError` if it has not ended in time, and `TemplateStalledError` if its
         process stood still, for which it is ended.
         """
@@ -184,7 +184,7 @@ def _end_all(processes: list[_Process]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for."""
+    """Return what JSON has no word for."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{value!r} has no form in JSON")

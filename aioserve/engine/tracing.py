@@ -69,7 +69,7 @@ class Timelines(StepObserver):
         self._prefilling: dict[str, Timeline] = {}
 
     def take(self, request_id: str) -> Timeline | None:
-        """The notes on a request that has ended; None if it was never accepted."""
+        """Return the notes on a request that has ended; None if it was never accepted."""
         self._prefilling.pop(request_id, None)
         return self._timelines.pop(request_id, None)
 
@@ -122,14 +122,14 @@ def check_installed() -> None:
 
 
 def make_exporter(endpoint: str) -> "SpanExporter":
-    """What sends spans to a collector, by OTLP over HTTP, from a thread of its own."""
+    """Return what sends spans to a collector, by OTLP over HTTP, from a thread of its own."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter(endpoint=endpoint)
 
 
 def operation_of(prompt: Any, *, is_pooled: bool) -> str:
-    """What the conventions call a request of this prompt."""
+    """Return what the conventions call a request of this prompt."""
     if is_pooled:
         return "embeddings"
     if isinstance(prompt, MultimodalPrompt):

@@ -292,17 +292,17 @@ RUNNER_THREADS = ("aioserve-runner", "aioserve-launch", "aioserve-read")
 
 
 def frame_of(thread_id: int) -> FrameType | None:
-    """The innermost frame of a running thread; None if the thread has ended."""
+    """Return the innermost frame of a running thread; None if the thread has ended."""
     return sys._current_frames().get(thread_id)
 
 
 def told(frame: FrameType | None) -> str:
-    """A stack as Python prints it, the innermost frame last."""
+    """Return a stack as Python prints it, the innermost frame last."""
     return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "  (ended)"
 
 
 def stacks_of_runners() -> str:
-    """The stacks of the threads that compute steps, each below the name of its thread."""
+    """Return the stacks of the threads that compute steps, each below the name of its thread."""
     stacks = [
         f"thread {thread.name}:\n{told(frame_of(thread.ident))}"
         for thread in threading.enumerate()
@@ -312,7 +312,7 @@ def stacks_of_runners() -> str:
 
 
 def is_debugged(frame: FrameType | None) -> bool:
-    """Whether a debugger of Python holds the thread at a prompt or a breakpoint."""
+    """Return whether a debugger of Python holds the thread at a prompt or a breakpoint."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in DEBUGGERS:
             return True

@@ -45,7 +45,7 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 @functools.cache
 def load_kernels() -> "Kernels":
-    """The kernels for this CPU, loaded once. Raises `KernelsUnavailableError`."""
+    """Return the kernels for this CPU, loaded once. Raises `KernelsUnavailableError`."""
     return Kernels(choose_variant())
 
 

@@ -18,7 +18,7 @@ from aioserve.errors import ConfigError
 
 
 def extension(name: str) -> Path:
-    """The path of a compiled file of this package, if it was built."""
+    """Return the path of a compiled file of this package, if it was built."""
     return Path(__file__).with_name(f"_{name}.so")
 
 
@@ -116,7 +116,7 @@ def usable_variants() -> list[str]:
 
 
 def choose_variant() -> str:
-    """The best variant, or the one that the environment asks for.
+    """Return the best variant, or the one that the environment asks for.
 
     Raises `KernelsUnavailableError`, and `ConfigError` if the environment asks for nonsense.
     """
@@ -148,7 +148,8 @@ def open_library(variant: str) -> ctypes.CDLL:
 
 
 def compute_thread_ids(num_threads: int) -> list[int]:
-    """The system's ids of the `num_threads` that compute for the calling thread, itself included.
+    """Return the system's ids of the `num_threads` that compute for the calling thread, itself
+    included.
 
     Empty where there is no OpenMP runtime that can be asked.
     """
@@ -164,7 +165,7 @@ def compute_thread_ids(num_threads: int) -> list[int]:
 
 
 def _openmp_runtime() -> str | None:
-    """The shared library that torch has loaded."""
+    """Return the shared library that torch has loaded."""
     maps = Path("/proc/self/maps")  # of Linux
     loaded = maps.read_text(encoding="utf-8") if maps.exists() else ""
     match = re.search(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", loaded)

@@ -24,7 +24,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @functools.cache
 def load_state_steps() -> "StateSteps":
-    """The passes for this CPU, loaded once. Raises `KernelsUnavailableError`."""
+    """Return the passes for this CPU, loaded once. Raises `KernelsUnavailableError`."""
     return StateSteps(choose_variant())
 
 

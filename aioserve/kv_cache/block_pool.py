@@ -49,7 +49,7 @@ def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
 
 
 def _root(request: Request) -> bytes:
-    """What must match besides tokens: salt and adapter; the length keeps them apart."""
+    """Return what must match besides tokens: salt and adapter; the length keeps them apart."""
     salt, adapter = request.cache_salt.encode(), request.adapter_id.encode()
     return blake2b(b"%d:%b%b" % (len(salt), salt, adapter)).digest()[:HASH_BYTES]
 
@@ -196,7 +196,7 @@ class BlockPool:
             self.num_free_blocks += len(unused) + len(evictable) - num_entries
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block with this content, held or free; None if there is none."""
+        """Return the block with this content, held or free; None if there is none."""
         return self._index.get(block_hash)
 
     def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
@@ -272,7 +272,9 @@ class BlockPool:
                 self._events.append(BlockRemoved(block_hash))
 
     def _is_stale(self, block_id: int) -> bool:
-        """Whether the entry of it that was just taken from the front is stale; if so, forget it."""
+        """Return whether the entry of it that was just taken from the front is stale; if so, forget
+        it.
+        """
         count = self._stale.pop(block_id, 0)
         if count > 1:
             self._stale[block_id] = count - 1
@@ -280,7 +282,7 @@ class BlockPool:
         return count > 0
 
     def _take_evictable(self) -> list[int]:
-        """All that can be evicted, oldest first; `evictable` is empty then."""
+        """Return all that can be evicted, oldest first; `evictable` is empty then."""
         if self.arrange is not None:
             self.arrange(None)
         block_ids = [block_id for block_id in self.evictable if not self._is_stale(block_id)]
@@ -362,7 +364,9 @@ class Leases:
         self._next_end = min((lease.until for lease in self.held.values()), default=math.inf)
 
     def next_due(self, due: float | None) -> float | None:
-        """The earlier one of that time and the one at which a lease ends; None: neither is."""
+        """Return the earlier one of that time and the one at which a lease ends; None: neither
+        is.
+        """
         if not self.held:
             return due
         return self._next_end if due is None else min(due, self._next_end)

@@ -96,10 +96,12 @@ class KeptPool(Protocol):
         """What the runner calls the pool."""
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """Where this content is in the pool; None if it is not."""
+        """Return where this content is in the pool; None if it is not."""
 
     def needed(self, num_blocks: int) -> range:
-        """Which of a request's blocks have to be there to begin behind its first `num_blocks`."""
+        """Return which of a request's blocks have to be there to begin behind its first
+        `num_blocks`.
+        """
 
     def num_reached_blocks(self, request: Request, num_blocks: int) -> int:
         """Behind how many of the first `num_blocks` blocks the request can begin, at most, by what
@@ -117,7 +119,7 @@ class Outside(ABC):
 
     @abstractmethod
     def has(self, block_hash: bytes) -> bool:
-        """Whether this content can be loaded in the step under construction."""
+        """Return whether this content can be loaded in the step under construction."""
 
     @abstractmethod
     def load(self, block_hash: bytes, place: int) -> None:
@@ -163,14 +165,14 @@ class KVConnectorBase(ABC):
     step_time: StepTime | None = None
 
     def join(self, pool: KeptPool) -> Outside | None:
-        """A pool whose contents requests need to begin behind a prefix. What is kept of it; None:
-        nothing is. By default a connector keeps nothing.
+        """Return a pool whose contents requests need to begin behind a prefix. What is kept of it;
+        None: nothing is. By default a connector keeps nothing.
         """
         return None
 
     @abstractmethod
     def on_new_request(self, request: Request, num_computed_blocks: int) -> bool:
-        """A request came, whose `block_hashes` are known. Whether blocks behind the first
+        """Return a request came, whose `block_hashes` are known. Whether blocks behind the first
         `num_computed_blocks` are being looked for: then it waits until `begin_step` returns it.
         """
 
@@ -183,17 +185,17 @@ class KVConnectorBase(ABC):
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """How many further tokens can be loaded in this very step: whole blocks, and fewer than
-        all of its tokens. 0 also if they are cheaper to compute. Changes nothing.
+        """Return how many further tokens can be loaded in this very step: whole blocks, and fewer
+        than all of its tokens. 0 also if they are cheaper to compute. Changes nothing.
         """
 
     @abstractmethod
     def get_external_prefix(self, request: Request, num_computed_tokens: int) -> ExternalPrefix:
-        """The same with its price, also if it is cheaper to compute."""
+        """Return the same with its price, also if it is cheaper to compute."""
 
     def get_offload_price(self, request: Request, num_blocks: int) -> OffloadPrice:
-        """What it costs to keep the first blocks of a request, whose hashes are known; all or
-        nothing. Changes nothing. By default a connector cannot.
+        """Return what it costs to keep the first blocks of a request, whose hashes are known; all
+        or nothing. Changes nothing. By default a connector cannot.
         """
         return OffloadPrice(0, 0.0, 0.0, 0.0)
 
@@ -204,7 +206,7 @@ class KVConnectorBase(ABC):
         raise NotImplementedError
 
     def keeps(self, request: Request) -> bool:
-        """Whether blocks of the request are kept for it until it is admitted or finished."""
+        """Return whether blocks of the request are kept for it until it is admitted or finished."""
         return False
 
     @abstractmethod
@@ -215,7 +217,7 @@ class KVConnectorBase(ABC):
 
     @abstractmethod
     def build_connector_meta(self, step_id: int) -> KVConnectorMetadata | None:
-        """What the runner has to do in the step that was planned; None: nothing."""
+        """Return what the runner has to do in the step that was planned; None: nothing."""
 
     @abstractmethod
     def update_connector_output(self, step_id: int) -> None:

@@ -112,7 +112,9 @@ class KVCacheManager:
             resource.check_alone(request)
 
     def holds_back(self, request: Request) -> bool:
-        """Whether a new request has to stay out of the line, until a resource says it is ready."""
+        """Return whether a new request has to stay out of the line, until a resource says it is
+        ready.
+        """
         if not (self.holding and self.enable_prefix_caching and request.takes_cached_prefix):
             return False
         num_cached = len(self.get_computed_blocks(request))
@@ -137,7 +139,7 @@ class KVCacheManager:
         return self.pool.num_blocks * self.block_size
 
     def get_computed_blocks(self, request: Request, gone: "Vacancy | None" = None) -> list[int]:
-        """Blocks of the longest cached prefix; takes no reference and changes nothing.
+        """Return blocks of the longest cached prefix; takes no reference and changes nothing.
 
         At most `num_tokens - 1` tokens, so that at least one is left to compute and sample from.
         Of a model with states or windows, only as far as those are there, too. What the requests
@@ -154,7 +156,9 @@ class KVCacheManager:
         return block_ids
 
     def _num_reached_blocks(self, request: Request, num_blocks: int) -> int:
-        """How many of `num_blocks` cached blocks every resource lets the request begin behind."""
+        """Return how many of `num_blocks` cached blocks every resource lets the request begin
+        behind.
+        """
         while True:
             before = num_blocks
             for reach in self._reaches:
@@ -220,8 +224,8 @@ class KVCacheManager:
     def fit(
         self, request: Request, num_tokens: int, start: int, most: int
     ) -> tuple[int, WaitReason]:
-        """How many of `num_tokens` tokens from position `start` on may run in this step, at most
-        `most`; and what a request lacks of which none may.
+        """Return how many of `num_tokens` tokens from position `start` on may run in this step, at
+        most `most`; and what a request lacks of which none may.
         """
         reason = WaitReason.BUDGET
         for resource in self._fits:
@@ -241,8 +245,8 @@ class KVCacheManager:
     def can_admit(
         self, computed_blocks: list[int], num_slots: int, is_alone: bool, gone: "Vacancy | None"
     ) -> bool:
-        """Whether `num_slots` tokens fit beside what all but the requests of `gone` hold, with the
-        watermark left free, which `is_alone` waives: there is no other request to need it.
+        """Return whether `num_slots` tokens fit beside what all but the requests of `gone` hold,
+        with the watermark left free, which `is_alone` waives: there is no other request to need it.
         """
         num_needed = self._num_blocks(num_slots) - len(computed_blocks)
         if num_needed <= 0:  # of a paused request
@@ -253,14 +257,15 @@ class KVCacheManager:
         return num_needed + num_revived + num_kept <= self.pool.num_free_blocks + num_freed
 
     def get_num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """How many tokens behind the cached prefix can be loaded from elsewhere."""
+        """Return how many tokens behind the cached prefix can be loaded from elsewhere."""
         if not (self._loadables and self.enable_prefix_caching and request.takes_cached_prefix):
             return 0
         return sum(find(request, num_computed_tokens) for find in self._loadables)
 
     def get_external_prefix(self, request: Request) -> ExternalPrefix:
-        """What a KV connector could load behind the cached prefix, were the request admitted now:
-        `num_tokens`, and the `load_seconds` and `compute_seconds` that they cost; 0: not known.
+        """Return what a KV connector could load behind the cached prefix, were the request admitted
+        now: `num_tokens`, and the `load_seconds` and `compute_seconds` that they cost; 0: not
+        known.
         """
         num_cached = len(self.get_computed_blocks(request)) * self.block_size
         if self.connector is None or not (
@@ -374,8 +379,8 @@ class KVCacheManager:
     def plan(
         self, tokens: dict[Request, int], step_id: int, *, is_sent: bool
     ) -> dict[str, Mapping[str, Any]]:
-        """What resources tell the runner of a step that computes these numbers of tokens, by their
-        names; nothing if it is not sent.
+        """Return what resources tell the runner of a step that computes these numbers of tokens, by
+        their names; nothing if it is not sent.
         """
         if not is_sent:
             for resource in self.resources:
@@ -385,7 +390,7 @@ class KVCacheManager:
         return {name: plan for name, plan in plans.items() if plan}
 
     def take_events(self) -> list[KVEvent]:
-        """What happened to the prefix index since the last call, in order; told once.
+        """Return what happened to the prefix index since the last call, in order; told once.
 
         Ask between two calls of the scheduler: then blocks, index and events agree. Empty without
         `record_events`.
@@ -425,9 +430,10 @@ class Vacancy:
         self._num_blocks = 0  # that no request holds any more
 
     def choose(self, displacing: Iterable[Request], find: Callable[[], object]) -> list[Request]:
-        """The requests to preempt: as few from the front of `displacing` as give a waiting request
-        its place, less those among them without which it has one as well; the last is spared first.
-        Empty if nothing helps. `find` looks for the place, and returns a reason if there is none.
+        """Return the requests to preempt: as few from the front of `displacing` as give a waiting
+        request its place, less those among them without which it has one as well; the last is
+        spared first. Empty if nothing helps. `find` looks for the place, and returns a reason if
+        there is none.
         """
         holding = (r for r in displacing if r.status in _HOLDING)
         chosen: list[Request] = []
@@ -453,14 +459,16 @@ class Vacancy:
         return sum(request.status is RequestStatus.RUNNING for request in self.requests)
 
     def leave_found(self, block_ids: list[int]) -> list[int]:
-        """The blocks of a cached prefix, up to the first that will not be computed after all."""
+        """Return the blocks of a cached prefix, up to the first that will not be computed after
+        all.
+        """
         for i, block_id in enumerate(block_ids):
             if self._fresh_blocks.get(block_id) in self.requests:
                 return block_ids[:i]
         return block_ids
 
     def num_freed(self, kept: list[int]) -> int:
-        """How many blocks no request holds any more, but for those of `kept`."""
+        """Return how many blocks no request holds any more, but for those of `kept`."""
         held, leaving = self._pool.ref_counts, self._num_references
         return self._num_blocks - sum(b in leaving and leaving[b] == held[b] for b in kept)
 
@@ -486,8 +494,8 @@ class Vacancy:
 
 
 def offload_price(kv_cache: KVCacheManager, request: Request, num_computed: int) -> OffloadPrice:
-    """The price of offloading a request of which steps before this one compute `num_computed`
-    tokens; 0 tokens of a request that holds no blocks.
+    """Return the price of offloading a request of which steps before this one compute
+    `num_computed` tokens; 0 tokens of a request that holds no blocks.
     """
     connector = kv_cache.connector
     is_possible = kv_cache.enable_prefix_caching and request.takes_cached_prefix

@@ -35,8 +35,8 @@ class Resource:
         """Raise `RequestError` if the request could not even run alone."""
 
     def holds_back(self, request: Request, num_cached_blocks: int) -> bool:
-        """Whether a new request, whose first blocks are cached, has to stay out of the line. It is
-        in `aside` then, until `ready` names it.
+        """Return whether a new request, whose first blocks are cached, has to stay out of the line.
+        It is in `aside` then, until `ready` names it.
         """
         return False
 
@@ -61,19 +61,19 @@ class Resource:
     # Admission.
 
     def shortage(self, request: Request, gone: Collection[Request]) -> WaitReason | None:
-        """Why the request cannot be admitted now; None if there is room, or would be if the running
-        requests `gone` lost their places. Changes nothing.
+        """Return why the request cannot be admitted now; None if there is room, or would be if the
+        running requests `gone` lost their places. Changes nothing.
         """
         return None
 
     def num_reached_blocks(self, request: Request, num_blocks: int) -> int:
-        """How many of the request's first `num_blocks` blocks, which are cached, it can begin
-        behind at most. Their hashes are known. Changes nothing.
+        """Return how many of the request's first `num_blocks` blocks, which are cached, it can
+        begin behind at most. Their hashes are known. Changes nothing.
         """
         return num_blocks
 
     def num_loadable_tokens(self, request: Request, num_cached_tokens: int) -> int:
-        """How many tokens behind the cached ones need not be computed. Changes nothing."""
+        """Return how many tokens behind the cached ones need not be computed. Changes nothing."""
         return 0
 
     def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
@@ -91,14 +91,14 @@ class Resource:
     # In steps.
 
     def fit(self, request: Request, num_tokens: int, start: int, most: int) -> int:
-        """How many of `num_tokens` tokens from position `start` on may run in this step, at most
-        `most`. Asked as long as `start` is before the request's `plain_from`.
+        """Return how many of `num_tokens` tokens from position `start` on may run in this step, at
+        most `most`. Asked as long as `start` is before the request's `plain_from`.
         """
         return num_tokens
 
     def serve(self, request: Request, start: int, num_tokens: int) -> Iterable[Request]:
-        """These tokens, which `fit`, run in this step. Returns which other requests of the step
-        compute something for them.
+        """Return these tokens, which `fit`, run in this step. Returns which other requests of the
+        step compute something for them.
         """
         return ()
 
@@ -106,8 +106,8 @@ class Resource:
         """The request does not run in this step after all, and loses its place."""
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> Mapping[str, Any]:
-        """What the runner must be told of a step that computes these numbers of tokens. Called once
-        for each step, when it is certain which requests run.
+        """Return what the runner must be told of a step that computes these numbers of tokens.
+        Called once for each step, when it is certain which requests run.
         """
         return {}
 
@@ -133,7 +133,7 @@ class Resource:
         """
 
     def held(self) -> str:
-        """What requests hold now, as a number and a noun; empty if they hold nothing."""
+        """Return what requests hold now, as a number and a noun; empty if they hold nothing."""
         return ""
 
     # What requests leave behind.
@@ -158,7 +158,7 @@ class Resource:
     # For others.
 
     def stats(self) -> dict[str, int]:
-        """Values for fields of `SchedulerStats`, by name."""
+        """Return values for fields of `SchedulerStats`, by name."""
         return {}
 
     def follow(self, other: Any) -> None:
@@ -219,18 +219,18 @@ class WindowSpec(msgspec.Struct, frozen=True, gc=False):
     max_drafts: int  # most draft tokens of a request in one step
 
     def num_decode_blocks(self, block_size: int) -> int:
-        """Most blocks that a request holds behind its prompt."""
+        """Return most blocks that a request holds behind its prompt."""
         return self._num_blocks_for(1 + self.max_drafts, block_size)
 
     def num_request_blocks(self, num_tokens: int, longest: int, block_size: int) -> int:
-        """Most blocks that a request ever holds which is admitted with `num_tokens` known tokens
-        and of which `longest` may be computed.
+        """Return most blocks that a request ever holds which is admitted with `num_tokens` known
+        tokens and of which `longest` may be computed.
         """
         chunk = self._num_blocks_for(min(self.max_chunk, num_tokens), block_size)
         return min(max(chunk, self.num_decode_blocks(block_size)), -(-longest // block_size))
 
     def _num_blocks_for(self, num_tokens: int, block_size: int) -> int:
-        """Most blocks touched by steps that compute `num_tokens` tokens of a request."""
+        """Return most blocks touched by steps that compute `num_tokens` tokens of a request."""
         return -(-(self.num_tokens + num_tokens - 2) // block_size) + 1
 
 
@@ -304,7 +304,7 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, parts: Mapping[str, Mapping[str, Any]]) -> "Ahead | None":
-        """What the `parts` of a step say; None if it encodes nothing ahead."""
+        """Return what the `parts` of a step say; None if it encodes nothing ahead."""
         found: Ahead | None = parts.get("encoder", {}).get("ahead")
         return found
 
@@ -365,8 +365,9 @@ def make_resources(
     *,
     keeps_prefixes: bool = True,
 ) -> list[Resource]:
-    """What a model needs of which each argument is not None: slots for states, window blocks.
-    `block_size` is in tokens; with `keeps_prefixes`, what requests leave behind can be found.
+    """Return what a model needs of which each argument is not None: slots for states, window
+    blocks. `block_size` is in tokens; with `keeps_prefixes`, what requests leave behind can be
+    found.
     """
     resources: list[Resource] = []
     if num_state_slots is not None:
@@ -378,7 +379,9 @@ def make_resources(
 
 
 def make_limits(max_loras: int, encoder: EncoderLimits, pool: BlockPool) -> list[LimitOf]:
-    """What settings of the scheduler limit, whatever the model: these come and go with policies."""
+    """Return what settings of the scheduler limit, whatever the model: these come and go with
+    policies.
+    """
 
     def make_encoder() -> Resource:
         return _make("encoder", encoder, pool)
@@ -390,7 +393,7 @@ def make_limits(max_loras: int, encoder: EncoderLimits, pool: BlockPool) -> list
 
 
 def _make(name: str, *sizes: Any, **options: Any) -> Resource:
-    """A kind of cache that a part brings under the name of its plan."""
+    """Return a kind of cache that a part brings under the name of its plan."""
     from aioserve.support.parts import load
 
     made: Resource = load("caches", name)(*sizes, **options)

@@ -66,7 +66,7 @@ class Ranking:
             self._forget_lost()
 
     def rank_of(self, content: bytes) -> float:
-        """The rank of a cached content; minus infinity if none was stated."""
+        """Return the rank of a cached content; minus infinity if none was stated."""
         return self._ranks.get(content, -math.inf)
 
     def _arrange(self, num_blocks: int | None) -> None:
@@ -101,7 +101,7 @@ class Ranking:
             heapify(self._heap)
 
     def _pop(self) -> int:
-        """The block to be evicted first, which is in the heap no more."""
+        """Return the block to be evicted first, which is in the heap no more."""
         while self._heap:
             entry = heappop(self._heap)
             content = entry[2]
@@ -135,8 +135,8 @@ class Ranking:
                 self._push(rank, entry[1], before)
 
     def _find_behind(self, content: bytes) -> _Entry | None:
-        """The entry of a free block that stands behind this one in a prefix; None: there is none.
-        It is not at the top of the heap, so it has the larger rank, or was freed later.
+        """Return the entry of a free block that stands behind this one in a prefix; None: there is
+        none. It is not at the top of the heap, so it has the larger rank, or was freed later.
         """
         behind = self._behind.get(content)
         while behind:

@@ -59,7 +59,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def wants_json(arguments: argparse.Namespace) -> bool:
-    """Whether the last line of stdout is JSON: asked for, or read by a program."""
+    """Return whether the last line of stdout is JSON: asked for, or read by a program."""
     return bool(arguments.json) or not sys.stdout.isatty()
 
 

@@ -56,8 +56,8 @@ MIN_STEPS_OF_A_KIND = 5
 def fit_step_time(
     features: Sequence[StepFeatures], seconds: Sequence[float], source: str
 ) -> StepTimeModel:
-    """The model whose relative errors over these steps, kind by kind, are least; `error` says how
-    large they are, step by step.
+    """Return the model whose relative errors over these steps, kind by kind, are least; `error`
+    says how large they are, step by step.
 
     Coefficients of features that no step has are 0. Raises `ConfigError` if there are fewer than
     `MIN_STEPS` steps that took any time.
@@ -89,7 +89,9 @@ def fit_step_time(
 
 
 def _importance(columns: Array) -> Array:
-    """The weight of each step: kinds are prefill tokens and decodes to the next power of two."""
+    """Return the weight of each step: kinds are prefill tokens and decodes to the next power of
+    two.
+    """
     kinds = np.ceil(np.log2(columns[:, 1:3] + 1))
     _, kind, counts = np.unique(kinds, axis=0, return_inverse=True, return_counts=True)
     weights: Array = 1.0 / np.maximum(counts, MIN_STEPS_OF_A_KIND)[kind.ravel()]
@@ -119,7 +121,7 @@ def _fit_robustly(columns: Array, taken: Array, importance: Array) -> Array:
 
 
 def non_negative_least_squares(matrix: Array, target: Array) -> Array:
-    """The x >= 0 that minimizes |matrix x - target|, exactly, for a handful of columns.
+    """Return the x >= 0 that minimizes |matrix x - target|, exactly, for a handful of columns.
 
     The best is an unconstrained solution over some of the columns, so all choices are tried; a
     factorization makes each of them a problem of that handful of rows.
@@ -268,7 +270,7 @@ def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
 
 
 def make_plan(max_model_len: int, max_num_seqs: int, *, is_quick: bool) -> list[Batch | Crowd]:
-    """All that is measured, in no useful order; `is_quick` leaves out most of it."""
+    """Return all that is measured, in no useful order; `is_quick` leaves out most of it."""
     batches = design(max_model_len, max_num_seqs)
     return [*CROWDS[::2], *batches[::3]] if is_quick else [*CROWDS, *CROWDS, *batches]
 
@@ -314,7 +316,7 @@ async def measure(
 
 
 def calibrate(measured: Measurements) -> StepTimeModel:
-    """The model that fits the steps best, with its error."""
+    """Return the model that fits the steps best, with its error."""
 
     plain = [step for step in measured.steps if not step.num_encoder_tokens]
     model = fit_step_time(
@@ -335,8 +337,8 @@ def calibrate(measured: Measurements) -> StepTimeModel:
 
 
 def fit_logs(paths: Sequence[str]) -> StepTimeModel:
-    """The model that fits the steps of decision logs best: of aioserve's servers, or of vLLM's
-    under `aioserve.vllm.Recorder`, on one machine with one model. Raises `ConfigError`.
+    """Return the model that fits the steps of decision logs best: of aioserve's servers, or of
+    vLLM's under `aioserve.vllm.Recorder`, on one machine with one model. Raises `ConfigError`.
     """
     from aioserve.lab.decision_log.reader import Chronicle, DecisionLog
 
@@ -436,7 +438,9 @@ async def _show_images(engine: AsyncEngine, rng: random.Random) -> None:
 
 
 async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFeatures, float]:
-    """One request after a pause: all that lies between asking and reading, and its one step."""
+    """Return one request after a pause: all that lies between asking and reading, and its
+    one step.
+    """
     await asyncio.sleep(IDLE_SECONDS)
     size = min(IDLE_PROMPT, engine.max_model_len // 2)
     prompt = text_tokens(rng.getrandbits(64), size, engine.model_info.vocab_size)

@@ -182,7 +182,7 @@ LEVEL = "not distinguishable from"
 
 
 def headline(curves: Curves) -> str:
-    """What was measured, in one line."""
+    """Return what was measured, in one line."""
     row, (symbol, meaning, _) = parse_measure(curves.measure), KINDS[curves.kind]
     seeds = f"{len(curves.seeds)} seeds" if len(curves.seeds) > 1 else "1 seed, hence no intervals"
     better = "more" if row.good > 0 else "less"
@@ -193,7 +193,7 @@ def headline(curves: Curves) -> str:
 
 
 def render(curves: Curves) -> str:
-    """The table of all policies, and a paragraph on each, as text of fixed width."""
+    """Return the table of all policies, and a paragraph on each, as text of fixed width."""
     row = parse_measure(curves.measure)
     head = ("policy", KINDS[curves.kind][0], "value", "against itself without", "", "against", "")
     lines = [headline(curves), ""]
@@ -225,7 +225,9 @@ def render(curves: Curves) -> str:
 
 
 def in_words(curve: Curve, curves: Curves) -> list[str]:
-    """Where the policy falls behind the baseline, and where behind itself without predictions."""
+    """Return where the policy falls behind the baseline, and where behind itself without
+    predictions.
+    """
     row = parse_measure(curves.measure)
     sizes = [point.error for point in curve.points]
     symbol = KINDS[curves.kind][0]
@@ -240,8 +242,8 @@ def in_words(curve: Curve, curves: Curves) -> list[str]:
 
 
 def crossing(sizes: Sequence[float], differences: Sequence[float], row: Row) -> float | None:
-    """The first error at which the mean falls behind, on a straight line between two that were
-    measured. None: it never does, or from the first on.
+    """Return the first error at which the mean falls behind, on a straight line between two that
+    were measured. None: it never does, or from the first on.
     """
     ahead = [difference * row.good for difference in differences]
     for i in range(1, len(sizes)):
@@ -291,7 +293,7 @@ STYLE = (
 
 
 def draw(curves: Curves) -> str:
-    """The panels, all with the same axis, which does not begin at 0."""
+    """Return the panels, all with the same axis, which does not begin at 0."""
     num_rows = ceil(len(curves.curves) / COLUMNS)
     columns = min(COLUMNS, len(curves.curves))
     width, height = max(columns * WIDTH, 620), HEAD + num_rows * HEIGHT + 4
@@ -376,7 +378,7 @@ def _panel(curve: Curve, curves: Curves, ticks: list[float]) -> str:
 
 
 def render_page(curves: Curves) -> str:
-    """The report on these curves, as HTML."""
+    """Return the report on these curves, as HTML."""
     title = "Policies over the error of predictions"
     parts = [f"<h1>{title}</h1>", f"<p>{escape(headline(curves))}</p>"]
     parts.append(f'<div class="panel">{draw(curves)}</div>')
@@ -394,7 +396,7 @@ def render_page(curves: Curves) -> str:
 
 
 def _table(curves: Curves) -> str:
-    """A row for each policy and error, with the differences and their 95% intervals."""
+    """Return a row for each policy and error, with the differences and their 95% intervals."""
     row = parse_measure(curves.measure)
     heads = ["policy", KINDS[curves.kind][0], row.label, f"against {curves.baseline}"]
     heads += ["against itself without predictions"]

@@ -46,9 +46,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def read_outcomes(path: str | Path, *, extra_prompt_tokens: int = 0) -> list[Outcome]:
-    """The requests of a file in order of arrival, their prompts `extra_prompt_tokens` longer than
-    the file says (what a server puts around a prompt). A file whose name ends in `.gz` is unpacked.
-    Raises `ConfigError` with file and line.
+    """Return the requests of a file in order of arrival, their prompts `extra_prompt_tokens` longer
+    than the file says (what a server puts around a prompt). A file whose name ends in `.gz` is
+    unpacked. Raises `ConfigError` with file and line.
     """
     unpack: Any = gzip.open if Path(path).suffix == ".gz" else open
     try:
@@ -83,9 +83,9 @@ def _read(path: str, rows: "csv.DictReader[str]", extra: int) -> list[Outcome]:
 
 
 def as_workload(outcomes: list[Outcome], name: str, seed: int = 0) -> Workload:
-    """The requests as a workload: what came, without what became of it. Every prompt is a text of
-    its own, and every client states the length of the reply as its limit, since the servers that
-    such logs are of were told it.
+    """Return the requests as a workload: what came, without what became of it. Every prompt is a
+    text of its own, and every client states the length of the reply as its limit, since the servers
+    that such logs are of were told it.
     """
     return Workload(
         name,
@@ -126,7 +126,7 @@ class Event(NamedTuple):
 
 
 def events(outcomes: Sequence[Outcome]) -> list[Event]:
-    """The events of a log, in order of time."""
+    """Return the events of a log, in order of time."""
     moments = [(outcome.first, True, i) for i, outcome in enumerate(outcomes)]
     moments += [(outcome.end, False, i) for i, outcome in enumerate(outcomes)]
     moments.sort(key=lambda moment: (moment[0], not moment[1]))
@@ -245,7 +245,7 @@ class Session(NamedTuple):
 def fit_outcomes(
     logs: Sequence[Sequence[Outcome]], source: str
 ) -> tuple[StepTimeModel, list[Session]]:
-    """A profile of the machine that served all the logs, and what is each log's own.
+    """Return a profile of the machine that served all the logs, and what is each log's own.
 
     Raises `ConfigError` where the logs have too few rounds after full memory, or too few decodes.
     """
@@ -295,7 +295,7 @@ def _fit_rounds(logs: Sequence[Sequence[Outcome]]) -> list[tuple[float, float]]:
 
 
 def _lower_line(tokens: Floats, seconds: Floats) -> Floats:
-    """The line along the quickest rounds: those with decodes before them lie above it."""
+    """Return the line along the quickest rounds: those with decodes before them lie above it."""
     places = np.quantile(tokens, np.linspace(0, 1, 25))
     low = []
     for begin, end in pairwise(places):
@@ -311,7 +311,9 @@ def _lower_line(tokens: Floats, seconds: Floats) -> Floats:
 
 
 def _fit_tile(places: Floats, seconds: Floats) -> tuple[float, float]:
-    """Seconds at the first and at the last token of a tile; `places` count from its first."""
+    """Return seconds at the first and at the last token of a tile; `places` count from its
+    first.
+    """
     lengths = np.unique(places)
     quick = np.array([np.quantile(seconds[places == length], 0.25) for length in lengths])
     alone = quick < np.quantile(quick, 0.25) + DECODE_SECONDS
@@ -363,7 +365,7 @@ def _fit_decodes(
 
 
 def _folded(rows: Floats, seen: npt.NDArray[np.bool_]) -> Floats:
-    """The shares of numbers of rows that were hardly seen, given to the nearest that was."""
+    """Return the shares of numbers of rows that were hardly seen, given to the nearest that was."""
     knots, found = np.array(ROW_KNOTS), rows * seen
     for place in np.flatnonzero(~seen):
         nearest = np.flatnonzero(seen)[np.argmin(np.abs(knots[seen] - knots[place]))]
@@ -372,7 +374,7 @@ def _folded(rows: Floats, seen: npt.NDArray[np.bool_]) -> Floats:
 
 
 def _cold_ms(log: Sequence[Outcome], tokens: Floats, seconds: Floats) -> float:
-    """How much later the first token of the log came than a round of its prompt takes."""
+    """Return how much later the first token of the log came than a round of its prompt takes."""
     first = min(log, key=lambda outcome: outcome.arrival_s)
     late = first.ttft_s - float(np.interp(first.prompt_tokens, tokens, seconds))
     return 1e3 * late - IDLE_MS if late > COLD_SECONDS else 0.0

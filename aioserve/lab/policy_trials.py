@@ -63,7 +63,7 @@ class PolicyTrials:
         self._reports: OrderedDict[str, bytes] = OrderedDict()
 
     def find(self, report_id: str) -> bytes | None:
-        """A report, in HTML; None if it was never made, or is forgotten."""
+        """Return a report, in HTML; None if it was never made, or is forgotten."""
         return self._reports.get(report_id)
 
     async def try_policy(
@@ -127,7 +127,7 @@ class PolicyTrials:
         return Report(report_id, num_requests, missing, words)
 
     async def _record(self, path: Path, seconds: float, enough: int | None) -> int:
-        """How many requests came: in `seconds`, or until `enough` came and have ended."""
+        """Return how many requests came: in `seconds`, or until `enough` came and have ended."""
         sink = LogWriter(path)
         recorder, end = self._begin(sink), self._clock() + seconds
         there = self._request_ids()

@@ -418,7 +418,7 @@ class ShadowBuilder:
 
 
 def shadow_settings(config: EngineConfig) -> SchedulerConfig | None:
-    """The live scheduler's settings with the shadow's policy; None without a shadow."""
+    """Return the live scheduler's settings with the shadow's policy; None without a shadow."""
     shadow = config.shadow
     if shadow.shadow_policy is None:
         return None

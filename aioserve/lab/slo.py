@@ -49,9 +49,9 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
     def is_met(self, durations: Mapping[str, Floats]) -> npt.NDArray[np.bool_]:
-        """Whether each request keeps to the limits, from its seconds by name; `overtime` are those
-        beyond its timeout. What is undefined, such as the time per token of a reply of one, misses
-        no limit.
+        """Return whether each request keeps to the limits, from its seconds by name; `overtime` are
+        those beyond its timeout. What is undefined, such as the time per token of a reply of one,
+        misses no limit.
         """
         met: npt.NDArray[np.bool_] = np.full(len(durations["e2e"]), True)
         for name in ("ttft", "tpot", "gap", "e2e"):
@@ -68,7 +68,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any((self.ttft, self.tpot, self.gap, self.e2e, self.deadline))
 
     def __str__(self) -> str:
-        """The limits in words: `TTFT within 0.5 s and deadline kept`."""
+        """Return the limits in words: `TTFT within 0.5 s and deadline kept`."""
         labels = {"ttft": "TTFT", "tpot": "TPOT", "gap": "largest gap", "e2e": "end to end"}
         labels["program"] = "programs"
         limits = [
@@ -102,10 +102,10 @@ class ServiceLevels(msgspec.Struct, frozen=True):
     def of(
         cls, stated: Sequence[StatedSlo], classes: Mapping[str, Slo | None]
     ) -> "ServiceLevels | None":
-        """The limits `stated` on the command line and by the workload, whose `classes` are given
-        with what it states itself. A class of the command goes before what the command states for
-        all, and that before the workload. None if no limit is stated. Raises `ConfigError` for a
-        class that the workload does not have, or two statements for one.
+        """Return the limits `stated` on the command line and by the workload, whose `classes` are
+        given with what it states itself. A class of the command goes before what the command states
+        for all, and that before the workload. None if no limit is stated. Raises `ConfigError` for
+        a class that the workload does not have, or two statements for one.
         """
         for_all: Slo | None = None
         of_command: dict[str, Slo] = {}
@@ -130,12 +130,12 @@ class ServiceLevels(msgspec.Struct, frozen=True):
         return cls(for_all, dict(sorted((own | of_command).items())))
 
     def of_class(self, kind: str) -> Slo | None:
-        """The limits of requests of a class."""
+        """Return the limits of requests of a class."""
         return self.by_class.get(kind, self.for_all)
 
     def judge(self, kinds: Sequence[str], durations: Mapping[str, Floats]) -> Floats:
-        """A number for each request: 1 if it is within its limits and 0 if not; NaN where it has
-        none. `kinds` are the classes of the requests, `durations` their seconds by name.
+        """Return a number for each request: 1 if it is within its limits and 0 if not; NaN where it
+        has none. `kinds` are the classes of the requests, `durations` their seconds by name.
         """
         good = np.full(len(kinds), np.nan)
         of = np.array(kinds)
@@ -148,7 +148,7 @@ class ServiceLevels(msgspec.Struct, frozen=True):
         return good
 
     def __str__(self) -> str:
-        """The limits of all and of each class, in words."""
+        """Return the limits of all and of each class, in words."""
         said = [f"{kind}: {slo}" for kind, slo in self.by_class.items()]
         if self.for_all is not None:
             said.insert(0, f"all others: {self.for_all}" if said else str(self.for_all))

@@ -25,12 +25,12 @@ STYLES = [
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether output goes to a terminal that can do more than plain text."""
+    """Return whether output goes to a terminal that can do more than plain text."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def paint(text: str) -> str:
-    """A table for stdout: in colour if that is a terminal and `NO_COLOR` is not set."""
+    """Return a table for stdout: in colour if that is a terminal and `NO_COLOR` is not set."""
     if not is_terminal(sys.stdout) or os.environ.get("NO_COLOR"):
         return text
     title, *lines = text.split("\n")
@@ -94,7 +94,7 @@ DURATIONS = {
 
 
 def legend(labels: list[str]) -> str:
-    """A line for each latency that one of `labels` begins with."""
+    """Return a line for each latency that one of `labels` begins with."""
     width = max(map(len, DURATIONS))
     return "\n".join(
         f"{word:{width}}  {meaning}"

@@ -131,7 +131,7 @@ class Directory(ModelSource):
             ) from error
 
     def _has_plain_tokenizer(self) -> bool:
-        """Whether `AutoTokenizer`, which imports torch to find that out, would choose
+        """Return whether `AutoTokenizer`, which imports torch to find that out, would choose
         `PreTrainedTokenizerFast`: it overrides the class of some kinds of models, not of Llama's.
         """
         path = self.path / "tokenizer_config.json"
@@ -183,7 +183,7 @@ class Directory(ModelSource):
         keeps_blocks: bool,
         rounding: Rounding | None,
     ) -> tuple[Any, Any]:
-        """The module, and the report of `transformers` about its weights."""
+        """Return the module, and the report of `transformers` about its weights."""
         from transformers import AutoModelForCausalLM
 
         assert rounding is None, "then it is another kind of directory"
@@ -240,7 +240,9 @@ class Directory(ModelSource):
         return found
 
     def _tensors(self, files: ExitStack) -> Iterator[tuple[str, Any]]:
-        """What is in the files, not read yet. Raises `ConfigError` that names a damaged one."""
+        """Yield what is in the files, not read yet. Raises `ConfigError` that names a damaged
+        one.
+        """
         from safetensors import SafetensorError, safe_open
 
         for path in self._weight_files():
@@ -253,7 +255,7 @@ class Directory(ModelSource):
                 yield name, file.get_slice(name)
 
     def _weight_files(self) -> list[Path]:
-        """The files that `from_pretrained` will read."""
+        """Return the files that `from_pretrained` will read."""
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
             names = set(read_json(index, _Index).weight_map.values())
@@ -281,8 +283,8 @@ class _Module(msgspec.Struct):
 
 
 def read_pooling(directory: Path) -> str | None:
-    """What the directory states: `mean`, `last` or a name that is not served, and the modules
-    behind it that are not; None if it states nothing.
+    """Return what the directory states: `mean`, `last` or a name that is not served, and the
+    modules behind it that are not; None if it states nothing.
     """
     path = directory / "1_Pooling" / "config.json"
     if not path.is_file():
@@ -362,7 +364,7 @@ def _check(path: Path, kind: str, steps: list[Callable[[str], str]], text: str) 
 
 
 def _steps(given: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """One after another, out of all sequences."""
+    """Yield one after another, out of all sequences."""
     if given is None:
         return
     if given.get("type") != "Sequence":
@@ -373,7 +375,7 @@ def _steps(given: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _texts(step: dict[str, Any]) -> Iterator[str]:
-    """What a step looks for, and what it writes."""
+    """Yield what a step looks for, and what it writes."""
     pattern = step.get("pattern")
     found = [*pattern.values()] if isinstance(pattern, dict) else []
     for text in (*found, step.get("content"), step.get("prepend")):

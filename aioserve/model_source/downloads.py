@@ -54,7 +54,9 @@ DOWNLOADS = {
 
 
 def models_folder() -> Path:
-    """Where fetched models are: as the environment says, beside a clone, or in the user's cache."""
+    """Return where fetched models are: as the environment says, beside a clone, or in the user's
+    cache.
+    """
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
     if (PACKAGE.parent / "pyproject.toml").is_file():
@@ -64,7 +66,9 @@ def models_folder() -> Path:
 
 
 def downloaded(name: str) -> Path:
-    """The file of a model of `DOWNLOADS`. Raises `ConfigError` if it has not been fetched."""
+    """Return the file of a model of `DOWNLOADS`. Raises `ConfigError` if it has not been
+    fetched.
+    """
     path = models_folder() / f"{name}.gguf"
     if not path.is_file():
         raise ConfigError(
@@ -75,8 +79,8 @@ def downloaded(name: str) -> Path:
 
 
 def run_fetch(argv: Sequence[str]) -> int:
-    """The command `fetch`. Raises `AioserveError` if the index does not have it, or cannot be
-    reached.
+    """Return the command `fetch`. Raises `AioserveError` if the index does not have it, or cannot
+    be reached.
     """
     parser = Parser(
         "fetch",
@@ -108,7 +112,9 @@ def fetch_if_missing(model: str) -> None:
 
 
 def fetch(name: str) -> Path:
-    """The file of a model of `DOWNLOADS`, fetched unless it is there. Raises `AioserveError`."""
+    """Return the file of a model of `DOWNLOADS`, fetched unless it is there. Raises
+    `AioserveError`.
+    """
     download, target = DOWNLOADS[name], models_folder() / f"{name}.gguf"
     if target.is_file():
         with target.open("rb") as file:

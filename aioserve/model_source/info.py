@@ -33,8 +33,8 @@ class ModelInfo:
         self.source = find_model(config)
 
     def _read(self, name: str) -> Any:
-        """A value of the configuration. `transformers`, which takes seconds to import, is asked
-        only for what the source cannot tell without it.
+        """Return a value of the configuration. `transformers`, which takes seconds to import, is
+        asked only for what the source cannot tell without it.
         """
         known = self.source.known_config
         if (value := known.get(name)) is None and not (known and name in ADDED_FIELDS):
@@ -164,7 +164,7 @@ class ModelInfo:
 
 
 def find_model(config: ModelConfig) -> ModelSource:
-    """The model that is meant: a path, one that we know by name, or one of the hub. Raises
+    """Return the model that is meant: a path, one that we know by name, or one of the hub. Raises
     `ConfigError`.
     """
     path = Path(config.model).expanduser()
@@ -209,7 +209,7 @@ def find_model(config: ModelConfig) -> ModelSource:
 
 
 def _fetched_by_name(config: ModelConfig) -> Path | None:
-    """The file of a model that the command `fetch` knows; None for any other name."""
+    """Return the file of a model that the command `fetch` knows; None for any other name."""
     from aioserve.model_source.downloads import DOWNLOADS, downloaded
 
     if config.model not in DOWNLOADS:
@@ -248,8 +248,8 @@ def _fetch_from_hub(config: ModelConfig) -> Path:
 
 
 def read_same_model(config: ModelConfig, known: ModelInfo) -> ModelInfo:
-    """The model that `config` names, which is to differ from `known` in its weights alone. Raises
-    `ConfigError` that names what else is different.
+    """Return the model that `config` names, which is to differ from `known` in its weights alone.
+    Raises `ConfigError` that names what else is different.
     """
     info = ModelInfo(config)
     ours, theirs = known.hf_config.to_dict(), info.hf_config.to_dict()

@@ -30,7 +30,7 @@ class Codes(NamedTuple):
     zero: int = 0
 
     def dequantize(self) -> Tensor:
-        """The weight in float32: as the package gguf computes it, to the bit."""
+        """Return the weight in float32: as the package gguf computes it, to the bit."""
         scales = _times(self.scales, self.supers)
         grouped = self.values.view(*scales.shape, -1)
         weight = grouped * scales[..., None]
@@ -76,7 +76,7 @@ class QuantizedWeight:
         return decode(self.data.view(self.shape[0], self.shape[1] // per_block, block_bytes))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All of it, a few rows at a time."""
+        """Return all of it, a few rows at a time."""
         out = torch.empty(self.shape, dtype=dtype)
         step = max(1, _PIECE // self.shape[1])
         for start in range(0, self.shape[0], step):
@@ -91,8 +91,8 @@ _PIECE = 1 << 15  # weights: few enough that torch calls no second thread, which
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A weight [out, in] that takes no memory, for a parameter that has one `attached`: all of its
-    rows are the same numbers, so that a model goes through, to no purpose.
+    """Return a weight [out, in] that takes no memory, for a parameter that has one `attached`: all
+    of its rows are the same numbers, so that a model goes through, to no purpose.
     """
     return torch.linspace(-1, 1, shape[1]).mul_(shape[1] ** -0.5).to(dtype).expand(shape)
 
@@ -103,7 +103,7 @@ def attach(parameter: Tensor, weight: QuantizedWeight) -> None:
 
 
 def attached(parameter: Tensor) -> QuantizedWeight | None:
-    """What a parameter stands in for, if for anything."""
+    """Return what a parameter stands in for, if for anything."""
     return getattr(parameter, "quantized_weight", None)
 
 
@@ -114,11 +114,15 @@ class StoredExperts(NamedTuple):
     is_transposed: bool  # whether the parameter is [experts, in, out]
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that stand in for each expert: kernels of torch want one with strides."""
+        """Return the numbers that stand in for each expert: kernels of torch want one with
+        strides.
+        """
         return stand_in(self.weights[0].shape, dtype).contiguous()
 
     def stand_in(self, matrix: Tensor) -> nn.Parameter:
-        """A parameter of which all experts are the same `matrix`, which other layers may share."""
+        """Return a parameter of which all experts are the same `matrix`, which other layers may
+        share.
+        """
         whole = matrix.expand(len(self.weights), *matrix.shape)
         parameter = nn.Parameter(whole.transpose(1, 2) if self.is_transposed else whole, False)
         parameter.stored_experts = self  # type: ignore[attr-defined]
@@ -126,29 +130,29 @@ class StoredExperts(NamedTuple):
         return parameter
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All numbers, as the parameter has them."""
+        """Return all numbers, as the parameter has them."""
         whole = torch.stack([weight.dequantize(dtype) for weight in self.weights])
         return whole.transpose(1, 2).contiguous() if self.is_transposed else whole
 
 
 def stored_experts(parameter: Tensor) -> StoredExperts | None:
-    """The experts that a parameter stands in for, if it does."""
+    """Return the experts that a parameter stands in for, if it does."""
     return getattr(parameter, "stored_experts", None)
 
 
 def stands_in(parameter: Tensor) -> bool:
-    """Whether a parameter has no numbers, but something that is quantized has."""
+    """Return whether a parameter has no numbers, but something that is quantized has."""
     return attached(parameter) is not None or stored_experts(parameter) is not None
 
 
 def unpacked(parameter: Tensor) -> Tensor:
-    """The numbers of a parameter, or of what it stands in for."""
+    """Return the numbers of a parameter, or of what it stands in for."""
     weight = attached(parameter) or stored_experts(parameter)
     return parameter.data if weight is None else weight.dequantize(parameter.dtype)
 
 
 def _standing_in(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of this module, without its parts, that have no numbers."""
+    """Return the parameters of this module, without its parts, that have no numbers."""
     own = module.named_parameters(recurse=False)
     return {name: parameter for name, parameter in own if stands_in(parameter)}
 
@@ -191,8 +195,8 @@ def unpack_all(module: nn.Module) -> None:
 
 
 def weights_of_experts(module: nn.Module) -> tuple[str, ...]:
-    """The names of the weights [experts, ...] of a layer's experts, first and second product, where
-    `module` has them as `transformers` has most; else none.
+    """Return the names of the weights [experts, ...] of a layer's experts, first and second
+    product, where `module` has them as `transformers` has most; else none.
     """
     if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
         return ()
@@ -202,7 +206,7 @@ def weights_of_experts(module: nn.Module) -> tuple[str, ...]:
 
 
 def has_quantized_layers(module: Any) -> bool:
-    """Whether anything but embedding and head of a causal language model is quantized."""
+    """Return whether anything but embedding and head of a causal language model is quantized."""
     outer = (module.get_input_embeddings(), module.get_output_embeddings())
     shared = {id(part.weight) for part in outer if part is not None}
     return any(
@@ -211,7 +215,7 @@ def has_quantized_layers(module: Any) -> bool:
 
 
 def told_of_weights(module: nn.Module) -> tuple[str, int]:
-    """The formats of all quantized weights of `module`, in words, and their bytes."""
+    """Return the formats of all quantized weights of `module`, in words, and their bytes."""
     stored: dict[int, QuantizedWeight] = {}  # one for what is tied
     for parameter in module.parameters():
         own = [attached(parameter), *(quantized_experts(parameter) or ())]
@@ -221,5 +225,5 @@ def told_of_weights(module: nn.Module) -> tuple[str, int]:
 
 
 def quantized_experts(parameter: Tensor) -> list[QuantizedWeight] | None:
-    """The weights [out, in] of each expert in few bits, if they were rounded to these."""
+    """Return the weights [out, in] of each expert in few bits, if they were rounded to these."""
     return getattr(parameter, "quantized_experts", None)

@@ -74,18 +74,18 @@ class ModelSource(ABC):
 
     @abstractmethod
     def read_config(self) -> Any:
-        """The whole `transformers` configuration; the text model may be a part of it."""
+        """Return the whole `transformers` configuration; the text model may be a part of it."""
 
     @abstractmethod
     def read_tokenizer(self) -> Any:
-        """The `transformers` tokenizer, with the chat template if there is one."""
+        """Return the `transformers` tokenizer, with the chat template if there is one."""
 
     @abstractmethod
     def num_bytes(
         self, itemsize: int, *, keeps_blocks: bool = False, rounding: Rounding | None = None
     ) -> float:
-        """What its weights take in memory, by the headers of their files: `itemsize` each, but for
-        those that `load_module`, told the same, leaves in fewer bits.
+        """Return what its weights take in memory, by the headers of their files: `itemsize` each,
+        but for those that `load_module`, told the same, leaves in fewer bits.
         """
 
     @abstractmethod
@@ -98,11 +98,11 @@ class ModelSource(ABC):
         keeps_blocks: bool = False,
         rounding: Rounding | None = None,
     ) -> Any:
-        """The causal language model of `transformers` with all its weights, as `dtype`, a
+        """Return the causal language model of `transformers` with all its weights, as `dtype`, a
         `torch.dtype`, at `device`, a `torch.device`; no `attn_implementation`: what it has by
-        default. With `keeps_blocks`, what is stored in few bits stays so: a
-        `QuantizedWeight` is `attached` to its parameter, which only stands in for it; so is, with
-        `rounding`, what is rounded.
+        default. With `keeps_blocks`, what is stored in few bits stays so: a `QuantizedWeight` is
+        `attached` to its parameter, which only stands in for it; so is, with `rounding`, what is
+        rounded.
         """
 
     @property
@@ -111,8 +111,8 @@ class ModelSource(ABC):
         return False
 
     def stored_kinds(self, outline: Any) -> Mapping[str, str]:
-        """The formats of quantized weights that `load_module` may leave as they are, by the names
-        of the parameters of `outline`, the causal language model without its weights.
+        """Return the formats of quantized weights that `load_module` may leave as they are, by the
+        names of the parameters of `outline`, the causal language model without its weights.
         """
         del outline
         return {}
@@ -124,14 +124,18 @@ class ModelSource(ABC):
         raise ConfigError(f"the weights of {self.path} are served in the types that they have")
 
     def open_weights(self) -> AbstractContextManager[Mapping[str, Callable[[], Any]]]:
-        """All stored weights by the names in the files, each read, unpacked, when it is called."""
+        """Return all stored weights by the names in the files, each read, unpacked, when it is
+        called.
+        """
         raise ConfigError(
             f"{self.path} is not read weight by weight, as an MTP layer is: it must be a directory "
             "with *.safetensors files"
         )
 
     def load_seeing_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
-        """The vision-language model as `dtype` at `device`; its text has `attn_implementation`."""
+        """Return the vision-language model as `dtype` at `device`; its text has
+        `attn_implementation`.
+        """
         raise ConfigError(f"{self.path} holds no model that sees")
 
 
@@ -148,7 +152,7 @@ def check_file(path: Path) -> None:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """What the file says. Raises `ConfigError` in one line if that is not of the kind."""
+    """Return what the file says. Raises `ConfigError` in one line if that is not of the kind."""
     check_file(path)
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
@@ -164,7 +168,7 @@ class NoAttentionInterfaceError(ConfigError):
 
 
 def not_loaded(path: Path, error: Exception, attn_implementation: str | None) -> ConfigError:
-    """What is wrong with a model whose module `transformers` could not make."""
+    """Return what is wrong with a model whose module `transformers` could not make."""
     if isinstance(error, KeyError) and attn_implementation in error.args:
         return NoAttentionInterfaceError(f"{path} does not use transformers' attention interface")
     return ConfigError(f"cannot load the model in {path}: {one_line(error)}")

@@ -24,7 +24,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number that a float can hold, and no flag."""
+    """Return a finite number that a float can hold, and no flag."""
     return _is_whole(value) or (type(value) is float and math.isfinite(value))
 
 
@@ -200,7 +200,7 @@ def check_config(where: str, config: Mapping[str, Any]) -> None:
 
 
 def _ropes(name: str, stated: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The parameters of all layers, and those of each type of layer, with their places."""
+    """Yield the parameters of all layers, and those of each type of layer, with their places."""
     yield name, stated
     for kind, rope in stated.items():
         if isinstance(rope, dict):

@@ -40,11 +40,11 @@ class AdapterOwners(ABC):
 
     @abstractmethod
     def take(self, rows: npt.NDArray[np.integer]) -> "AdapterOwners":
-        """The owners of these rows alone."""
+        """Return the owners of these rows alone."""
 
     @abstractmethod
     def on_cpu(self) -> TokenAdapters:
-        """The adapters of tokens that are computed on the CPU."""
+        """Return the adapters of tokens that are computed on the CPU."""
 
 
 # Where a model takes adapters: which of its modules, how large they are, where their outputs go.
@@ -100,7 +100,7 @@ class AdapterHooks(ABC):
 
     @abstractmethod
     def sites(self, head: Callable[[Tensor], Tensor]) -> AdapterSites:
-        """The places that were found; `head` as in `AdapterSites`."""
+        """Return the places that were found; `head` as in `AdapterSites`."""
 
 
 class DecoderAdapters(ABC):
@@ -108,7 +108,7 @@ class DecoderAdapters(ABC):
 
     @abstractmethod
     def serves(self, tokens: TokenAdapters) -> bool:
-        """Whether the kernels serve all adapters of the tokens."""
+        """Return whether the kernels serve all adapters of the tokens."""
 
     @abstractmethod
     def structs(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:
@@ -148,7 +148,7 @@ def make_hooks(module: nn.Module) -> AdapterHooks:
 
 
 def make_decoder_adapters(num_layers: int) -> DecoderAdapters:
-    """What the one call of a decoder of `num_layers` fused layers is given."""
+    """Return what the one call of a decoder of `num_layers` fused layers is given."""
     made: DecoderAdapters = _ADAPTERS["decoder"](num_layers)
     return made
 

@@ -19,8 +19,8 @@ _CPU_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 
 
 def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
-    """The device on which the model will run. Raises `ConfigError` if it cannot, or for a setting
-    that would be ignored there.
+    """Return the device on which the model will run. Raises `ConfigError` if it cannot, or for a
+    setting that would be ignored there.
     """
     wanted = config.runner.device
     if wanted == "cuda" and not has_cuda():
@@ -42,12 +42,12 @@ def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
 
 
 def has_cuda() -> bool:
-    """Whether the driver is there and has a device."""
+    """Return whether the driver is there and has a device."""
     return num_cuda_devices() > 0
 
 
 def num_cuda_devices() -> int:
-    """The number of CUDA devices, as the driver reports; asked without loading torch."""
+    """Return the number of CUDA devices, as the driver reports; asked without loading torch."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -193,8 +193,8 @@ _MOST_TOKENS = 2**31  # ids of tokens are below
 
 
 async def load_runner(runner: RunnerInterface) -> RunnerInfo:
-    """What `runner.load()` returns. Raises what it raises, and `ConfigError` that names the method
-    and its line where that is no `RunnerInfo`.
+    """Return what `runner.load()` returns. Raises what it raises, and `ConfigError` that names the
+    method and its line where that is no `RunnerInfo`.
     """
     if not isinstance(runner, RunnerInterface):
         raise ConfigError(f"a runner is a RunnerInterface, got {runner!r:.100}")
@@ -309,15 +309,15 @@ NOTHING_LEFT = "no token is left that may come next in this request"
 
 
 def why_unsound(best: float) -> str:
-    """Why nothing can be chosen from a row of logits whose largest is `best`, which is not finite.
-    It is minus infinity if all tokens are masked.
+    """Return why nothing can be chosen from a row of logits whose largest is `best`, which is not
+    finite. It is minus infinity if all tokens are masked.
     """
     return NOTHING_LEFT if best == -math.inf else NOT_FINITE
 
 
 def step_failed(error: BaseException) -> str:
-    """The text for the client of a request for which something unforeseen was raised. An error may
-    quote anything, so only its type is told; the log has it all.
+    """Return the text for the client of a request for which something unforeseen was raised. An
+    error may quote anything, so only its type is told; the log has it all.
     """
     return f"the step that served this request failed ({type(error).__name__})"
 
@@ -325,9 +325,9 @@ def step_failed(error: BaseException) -> str:
 def failed_requests(
     failed: Mapping[int, str], sampling: Sequence[int], kept: Sequence[Sequence[int]]
 ) -> dict[int, str]:
-    """Which rows of a step fail because of the samples that did, by their places among the S, and
-    why. `sampling` is the row of each sample, `kept` are the tokens that each row has kept: what
-    was sampled behind a wrong draft does not count.
+    """Return which rows of a step fail because of the samples that did, by their places among the
+    S, and why. `sampling` is the row of each sample, `kept` are the tokens that each row has kept:
+    what was sampled behind a wrong draft does not count.
     """
     found: dict[int, str] = {}
     for place, why in failed.items():

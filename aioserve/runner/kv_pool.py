@@ -10,7 +10,9 @@ TYPICAL_TOKENS = 2048  # of a request, for which several pools are made to last 
 
 
 def max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
-    """Blocks of `max_num_seqs` requests of `max_model_len` tokens, and `PREFIX_SHARE` more."""
+    """Return blocks of `max_num_seqs` requests of `max_model_len` tokens, and `PREFIX_SHARE`
+    more.
+    """
     num_blocks = config.scheduler.max_num_seqs * -(-max_model_len // config.cache.block_size)
     if config.cache.enable_prefix_caching:
         num_blocks += int(num_blocks * PREFIX_SHARE)
@@ -20,8 +22,8 @@ def max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
 def window_spec(
     config: EngineConfig, max_model_len: int, num_tokens: int, num_blocks: int | None = None
 ) -> WindowSpec:
-    """The spec of layers that see `num_tokens` tokens, with `num_blocks` blocks; by default as
-    many as `max_num_seqs` requests use.
+    """Return the spec of layers that see `num_tokens` tokens, with `num_blocks` blocks; by default
+    as many as `max_num_seqs` requests use.
     """
     spec = WindowSpec(
         num_tokens,
@@ -42,8 +44,9 @@ def window_spec(
 def useful_window_blocks(
     config: EngineConfig, spec: WindowSpec, max_model_len: int, num_seqs: int
 ) -> int:
-    """The blocks that `num_seqs` requests use behind their prompts, with room for two prompts of
-    `TYPICAL_TOKENS`, and `PREFIX_SHARE` of it more; one of `max_model_len` fits at least.
+    """Return the blocks that `num_seqs` requests use behind their prompts, with room for two
+    prompts of `TYPICAL_TOKENS`, and `PREFIX_SHARE` of it more; one of `max_model_len` fits at
+    least.
     """
     size = config.cache.block_size
     longest = -(-max_model_len // size)

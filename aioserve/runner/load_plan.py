@@ -37,7 +37,7 @@ class SideTypes:
     is_bfloat16_fast: Callable[[], bool]
 
     def resolve(self, config: ModelConfig) -> ModelConfig:
-        """The model's settings with the dtype "auto" resolved."""
+        """Return the model's settings with the dtype "auto" resolved."""
         if config.dtype != "auto":
             return config
         dtype = "bfloat16" if self.is_bfloat16_fast() else self.without_bfloat16
@@ -89,7 +89,9 @@ class LoadPlan:
         return 1 if self.ranks is None else self.ranks.size
 
     def chosen_by_first(self, choose: Callable[[], int]) -> int:
-        """What `choose` returns; of ranks, on the first one, which alone asks for free memory."""
+        """Return what `choose` returns; of ranks, on the first one, which alone asks for free
+        memory.
+        """
         return choose() if self.ranks is None else self.ranks.chosen_by_first(choose)
 
     @property
@@ -101,7 +103,9 @@ class LoadPlan:
     def make_parts(
         self, grammars: "OutputCompiler | None", make_runner: "Callable[[], Any]"
     ) -> BatchParts:
-        """The parts of the batch. `make_runner` is called for a draft: what runs its passes."""
+        """Return the parts of the batch. `make_runner` is called for a draft: what runs its
+        passes.
+        """
         drafter: Drafter | None = None
         speculation = self.config.speculation
         if self.ranks is None or self.ranks.is_first:  # guesses reach the others with the steps
@@ -132,7 +136,9 @@ def plan_load(
     draft: "Draft | None",
     ranks: "Ranks | None",
 ) -> LoadPlan:
-    """The plan before memory is shared out. Raises `ConfigError` if K and V cannot be kept so."""
+    """Return the plan before memory is shared out. Raises `ConfigError` if K and V cannot be kept
+    so.
+    """
     if model.reads_rows and config.cache.kv_cache_dtype != "auto":
         raise ConfigError(
             f"cache.kv_cache_dtype is {config.cache.kv_cache_dtype}, which is not served for "

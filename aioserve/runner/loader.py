@@ -94,7 +94,9 @@ class BodyAndHead:
 
 @torch.inference_mode()
 def find_body_and_head(module: nn.Module, **inputs: Tensor) -> BodyAndHead | None:
-    """The two parts of `module`, shown on `inputs` [1, T]; None if it does not consist of them."""
+    """Return the two parts of `module`, shown on `inputs` [1, T]; None if it does not consist of
+    them.
+    """
     try:
         parts = BodyAndHead(module)
         with serving(AttentionProbe()):
@@ -115,7 +117,7 @@ logger = logging.getLogger(__name__)
 
 
 def rounding_of(config: ModelConfig) -> Rounding | None:
-    """The rounding that `model.quantization` asks for: one scale for a group of inputs."""
+    """Return the rounding that `model.quantization` asks for: one scale for a group of inputs."""
     if config.quantization is None:
         return None
     group = config.quantization_group_size
@@ -177,7 +179,9 @@ NUM_NAMED = 3  # tensors in the log line
 
 @torch.inference_mode()
 def warn_of_unsound(module: nn.Module) -> list[str]:
-    """Names of the parameters of `module` that hold NaN or infinity; the log is told of them."""
+    """Return names of the parameters of `module` that hold NaN or infinity; the log is told of
+    them.
+    """
     parameters = dict(module.named_parameters())
     found = [name for name, parameter in parameters.items() if not _is_sound(parameter)]
     if found:
@@ -194,7 +198,7 @@ def warn_of_unsound(module: nn.Module) -> list[str]:
 
 
 def _is_sound(parameter: Tensor) -> bool:
-    """Whether all of its numbers are finite; quantized weights are not looked at."""
+    """Return whether all of its numbers are finite; quantized weights are not looked at."""
     if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel():
         return True
     if parameter.itemsize < 2 or attached(parameter) is not None:
@@ -213,7 +217,7 @@ class InnerModel(nn.Module):
     name: str  # of the larger one
 
     def given(self, ids: Tensor, positions: Tensor, given: GivenRows) -> dict[str, Any]:
-        """The arguments of a pass over tokens [T], some of which enter as rows."""
+        """Return the arguments of a pass over tokens [T], some of which enter as rows."""
         raise NotImplementedError
 
 
@@ -383,7 +387,7 @@ def prepare_model(
     encoder: EncoderPart | None = None,
     num_mrope_tokens: int = 0,
 ) -> ServedModel:
-    """What serves a causal language model of `transformers` that lies at `place`, and whose
+    """Return what serves a causal language model of `transformers` that lies at `place`, and whose
     attention is `ATTN_IMPLEMENTATION`, or its own if it knows no other. Raises `ConfigError` if
     nothing can.
     """
@@ -434,7 +438,7 @@ def _row_by_row(
     place: Place,
     obstacle: UnsupportedModelError,
 ) -> RowByRowModel:
-    """The slowest tier, for what `obstacle` keeps from the others."""
+    """Return the slowest tier, for what `obstacle` keeps from the others."""
     use_default_attention(module)
     name = type(module).__name__
     try:
@@ -451,7 +455,7 @@ def _row_by_row(
 
 
 def num_weight_bytes(config: ModelConfig, info: ModelInfo, place: Place) -> int:
-    """Bytes of the weights at `place`, by the headers of their files. Raises `ConfigError`.
+    """Return bytes of the weights at `place`, by the headers of their files. Raises `ConfigError`.
 
     Includes the copy of a tied embedding that the fast tier makes for its head.
     """
@@ -469,7 +473,7 @@ def num_weight_bytes(config: ModelConfig, info: ModelInfo, place: Place) -> int:
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The compute type of a `--dtype` setting, once "auto" is resolved."""
+    """Return the compute type of a `--dtype` setting, once "auto" is resolved."""
     return {
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,

@@ -84,7 +84,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ]
 
     def _fixed_ms(self, num_decodes: int) -> float:
-        """The milliseconds of the host for a step of this number of decodes, whatever their
+        """Return the milliseconds of the host for a step of this number of decodes, whatever their
         context.
         """
         if num_decodes and self.decode_ms:
@@ -93,7 +93,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def _on_curve(points: Points, x: float) -> float:
-    """The value of the curve at `x`, in ms."""
+    """Return the value of the curve at `x`, in ms."""
     place = bisect_right(points, (x, math.inf))
     if place == 0:
         return points[0][1]
@@ -107,12 +107,14 @@ def _on_curve(points: Points, x: float) -> float:
 
 
 def available_profiles() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Return names of the profiles that come with the package."""
     return sorted(path.stem for path in PROFILE_FOLDER.glob("*.yaml"))
 
 
 def load_profile(name_or_path: str) -> StepTimeModel:
-    """A profile by name, or from a YAML file. Raises `ConfigError` that says what is wrong."""
+    """Return a profile by name, or from a YAML file. Raises `ConfigError` that says what is
+    wrong.
+    """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml", ".json"):
         path = PROFILE_FOLDER / f"{name_or_path}.yaml"

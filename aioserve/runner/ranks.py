@@ -35,18 +35,24 @@ class Ranks(ABC):
     # Which weights are here.
 
     def share(self, whole: int) -> slice:
-        """Which part of `whole` equal parts this rank has; `whole` is a multiple of `size`."""
+        """Return which part of `whole` equal parts this rank has; `whole` is a multiple of
+        `size`.
+        """
         part = whole // self.size
         return slice(self.rank * part, (self.rank + 1) * part)
 
     def padded_share(self, whole: int) -> slice:
-        """Which part of `whole` parts this rank has; the last ranks may have fewer, or none."""
+        """Return which part of `whole` parts this rank has; the last ranks may have fewer,
+        or none.
+        """
         part = -(-whole // self.size)
         return slice(min(self.rank * part, whole), min((self.rank + 1) * part, whole))
 
     @abstractmethod
     def shares_heads(self, hf_config: Any) -> bool:
-        """Whether a rank has some of the heads of a model, with their K and V; else it has all."""
+        """Return whether a rank has some of the heads of a model, with their K and V; else it has
+        all.
+        """
 
     @abstractmethod
     def check_groups(self, info: ModelInfo) -> None:
@@ -72,7 +78,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def join_at_first(self, x: Tensor, width: int) -> Tensor:
-        """The first `width` columns of `join`, for the first rank; zeros for the others."""
+        """Return the first `width` columns of `join`, for the first rank; zeros for the others."""
 
     @abstractmethod
     def tell(self, x: Tensor) -> None:
@@ -80,27 +86,27 @@ class Ranks(ABC):
 
     @abstractmethod
     def together(self) -> AbstractContextManager[None]:
-        """What the block does has failed on all ranks if it has on one: raises `ConfigError` with
-        the reason of the first that has one. The block itself asks the others for nothing.
+        """Return what the block does has failed on all ranks if it has on one: raises `ConfigError`
+        with the reason of the first that has one. The block itself asks the others for nothing.
         """
 
     def told_by_first(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers that the first rank has said; what the others say does not count."""
+        """Return the numbers that the first rank has said; what the others say does not count."""
         told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         self.tell(told)
         found: list[float] = told.tolist()
         return found
 
     def chosen_by_first(self, choose: Callable[[], int]) -> int:
-        """What `choose` returns on the first rank, where alone it is called. Raises `ConfigError`
-        if it raises there.
+        """Return what `choose` returns on the first rank, where alone it is called. Raises
+        `ConfigError` if it raises there.
         """
         with self.together():
             chosen = choose() if self.is_first else 0
         return int(self.told_by_first([chosen])[0])
 
     def least(self, number: int) -> int:
-        """The least of the numbers that all ranks say."""
+        """Return the least of the numbers that all ranks say."""
         own = torch.tensor([number], dtype=torch.float64, device=self.device)
         return int(self.join(own).min())
 

@@ -50,11 +50,11 @@ class LayerStates(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many layers have states."""
+        """Return how many layers have states."""
 
     @abstractmethod
     def __contains__(self, module: nn.Module) -> bool:
-        """Whether it is one of these layers or in one."""
+        """Return whether it is one of these layers or in one."""
 
     @property
     @abstractmethod
@@ -125,8 +125,8 @@ class Halves(ABC):
 
     @abstractmethod
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        """The hidden states [S, hidden] that the head makes the logits of `forward` from: after the
-        last norm. `logits_rows` ascend.
+        """Return the hidden states [S, hidden] that the head makes the logits of `forward` from:
+        after the last norm. `logits_rows` ascend.
         """
 
     @abstractmethod

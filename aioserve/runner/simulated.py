@@ -120,8 +120,8 @@ class SimulatedRow:
 
 
 def draw(seed: int, place: int) -> float:
-    """A number from 0 to 1, even, and independent of the places beside: a CRC would not be, it is
-    linear. The mixing of splitmix64 (Steele, Lea and Flood, 2014).
+    """Return a number from 0 to 1, even, and independent of the places beside: a CRC would not be,
+    it is linear. The mixing of splitmix64 (Steele, Lea and Flood, 2014).
     """
     x = (seed << 32 | place) * 0x9E3779B97F4A7C15 & _MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -130,7 +130,7 @@ def draw(seed: int, place: int) -> float:
 
 
 def certain(token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
-    """All probability on each of these tokens."""
+    """Return all probability on each of these tokens."""
     top = min(num_logprobs, 1)
     return [TokenLogprobs(0.0, 1, [token_id][:top], [0.0][:top]) for token_id in token_ids]
 
@@ -239,8 +239,8 @@ class SimulatedRunner(RunnerInterface):
     def run_step(
         self, scheduler_output: SchedulerOutput, now: float
     ) -> tuple[ModelRunnerOutput, float]:
-        """The output of a step that is handed over at `now`, and the time when it is there: for
-        code that keeps the time of many runners without a loop.
+        """Return the output of a step that is handed over at `now`, and the time when it is there:
+        for code that keeps the time of many runners without a loop.
         """
         # Steps run in order: this one starts when the last one ends.
         started = self._busy_until
@@ -267,7 +267,9 @@ class SimulatedRunner(RunnerInterface):
         return made
 
     def make_kv_store(self, max_bytes: int) -> Any:
-        """A directory of at most `max_bytes`, or `kv_directory`. To be called on the event loop."""
+        """Return a directory of at most `max_bytes`, or `kv_directory`. To be called on the event
+        loop.
+        """
         if self.kv_directory is not None:
             return self.kv_directory.shared()
         seconds = 1e-6 * self._step_time.kv_read_token_us * self._block_size
@@ -278,7 +280,7 @@ class SimulatedRunner(RunnerInterface):
         return self._config.simulated_kv_token_bytes * self._block_size
 
     def decode_on(self, request_ids: list[str], num_steps: int) -> list[list[int]]:
-        """The tokens of `num_steps` more steps of these rows, none of which ends; by row."""
+        """Return the tokens of `num_steps` more steps of these rows, none of which ends; by row."""
         special, vocab_size, factor = self._special_token_ids, self._vocab_size, self._factor
         found = []
         for request_id in request_ids:
@@ -293,8 +295,8 @@ class SimulatedRunner(RunnerInterface):
         return found
 
     def ends_of_decodes(self, num_rows: int, num_context: int, num_steps: int) -> list[float]:
-        """When the step in flight ends, of `num_rows` rows that read `num_context` tokens, and when
-        each of `num_steps` more steps of the same rows after it.
+        """Return when the step in flight ends, of `num_rows` rows that read `num_context` tokens,
+        and when each of `num_steps` more steps of the same rows after it.
         """
         seconds = self._step_time.seconds_of_decodes(num_rows, num_context + num_rows, num_steps)
         if self.slowdown != 1:
@@ -350,7 +352,7 @@ class SimulatedRunner(RunnerInterface):
         return seconds, output
 
     def _seconds(self, scheduler_output: SchedulerOutput, num_encoder: int) -> float:
-        """Seconds that the step takes; 0 for a step that runs no request."""
+        """Return seconds that the step takes; 0 for a step that runs no request."""
         if not scheduler_output.num_scheduled_tokens:
             return 0.0
         return self._step_time.seconds(step_features(scheduler_output), num_encoder)
@@ -380,7 +382,7 @@ class SimulatedRunner(RunnerInterface):
         return computed
 
     def _decode(self, cached: CachedRequestData) -> list[list[int]]:
-        """One token each. The lab's hot path: millions of rows go through here."""
+        """Return one token each. The lab's hot path: millions of rows go through here."""
         rows, special = self._rows, self._special_token_ids
         vocab_size, factor = self._vocab_size, self._factor
         sampled: list[list[int]] = []
@@ -403,7 +405,7 @@ class SimulatedRunner(RunnerInterface):
     def _run(
         self, scheduler_output: SchedulerOutput, computed: dict[str, int]
     ) -> ModelRunnerOutput:
-        """Tokens of a step of any kind."""
+        """Return tokens of a step of any kind."""
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
         drafts: dict[str, list[int]] = {}
@@ -443,7 +445,9 @@ class SimulatedRunner(RunnerInterface):
         return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts, pooled)
 
     def _invent_vector(self, row: SimulatedRow, params: PoolingParams) -> Vector:
-        """A vector of the right size, always the same of a prompt; equal prompts are nearest."""
+        """Return a vector of the right size, always the same of a prompt; equal prompts are
+        nearest.
+        """
         import numpy as np
 
         vector = np.random.default_rng(row.hash).standard_normal(
@@ -472,7 +476,7 @@ class SimulatedRunner(RunnerInterface):
                 assert item.content_hash in self._encoder_outputs, "a token before its image"
 
     def _verify(self, row: SimulatedRow, drafts: list[int]) -> list[int]:
-        """The drafts that are right, and one token more; nothing after the end token."""
+        """Return the drafts that are right, and one token more; nothing after the end token."""
         token_ids: list[int] = []
         for draft in [*drafts, None]:
             token_ids.append(self._sample(row))
@@ -492,7 +496,7 @@ class SimulatedRunner(RunnerInterface):
         return drafts
 
     def _sample(self, row: SimulatedRow) -> int:
-        """The row's next token, which it then has."""
+        """Return the row's next token, which it then has."""
         num_tokens = row.num_tokens
         row.num_tokens = num_tokens + 1
         if num_tokens >= row.eos_position:
@@ -504,7 +508,9 @@ class SimulatedRunner(RunnerInterface):
 
 
 def step_time_model(config: SimulatorConfig) -> StepTimeModel:
-    """The profile that the settings name, with those of its numbers replaced that they give."""
+    """Return the profile that the settings name, with those of its numbers replaced that
+    they give.
+    """
     prefix = "step_"
     given = {
         field.removeprefix(prefix): value

@@ -201,11 +201,11 @@ class BaseScheduler(SchedulerInterface):
         return self._step_time
 
     def get_request(self, request_id: str) -> Request | None:
-        """An unfinished request by its id; None if there is none."""
+        """Return an unfinished request by its id; None if there is none."""
         return self.book.requests.get(request_id)
 
     def get_requests(self) -> list[Request]:
-        """All unfinished requests, in order of arrival."""
+        """Return all unfinished requests, in order of arrival."""
         return list(self.book.requests.values())
 
     @property
@@ -236,9 +236,9 @@ class BaseScheduler(SchedulerInterface):
         return request.user
 
     def victim(self) -> Request | None:
-        """The request to preempt when KV blocks run out: the last of `running` by the keys that
-        `order` gave while they waited, so that the first one always makes progress. Not called if
-        `--victim` names a rule.
+        """Return the request to preempt when KV blocks run out: the last of `running` by the keys
+        that `order` gave while they waited, so that the first one always makes progress. Not called
+        if `--victim` names a rule.
         """
         return max(self.running, key=order_key, default=None)
 
@@ -248,7 +248,7 @@ class BaseScheduler(SchedulerInterface):
         """
 
     def draft_length(self, request: Request) -> int | None:
-        """How many draft tokens to guess for a request after this step, before any is: 0 to
+        """Return how many draft tokens to guess for a request after this step, before any is: 0 to
         `max_draft_tokens`, of which a later step verifies what it grants; None: as many as the
         runner finds to pay. Asked by `step.output()`, for each request of the step, where tokens
         are guessed at all. Tokens that a grammar leaves no choice about come all the same.
@@ -277,8 +277,9 @@ class BaseScheduler(SchedulerInterface):
     # What a policy calls.
 
     def new_step(self, token_budget: int | None = None, max_requests: int | None = None) -> Step:
-        """An empty step of at most `token_budget` and never more than `max_num_batched_tokens`;
-        if `max_requests` is given, at most `max_requests` requests get tokens, decodes included.
+        """Return an empty step of at most `token_budget` and never more than
+        `max_num_batched_tokens`; if `max_requests` is given, at most `max_requests` requests get
+        tokens, decodes included.
         """
         most = self.max_num_batched_tokens
         limit = self.step_limit = most if token_budget is None else min(token_budget, most)
@@ -328,10 +329,11 @@ class BaseScheduler(SchedulerInterface):
         self.book.reorder(self.waiting if requests is None else requests, self._ask_order)
 
     def predicted_tokens(self, request: Request, default: float) -> float:
-        """How many tokens the reply is expected to have in all. The hint `predicted_output_tokens`,
-        if the request states it; else the mean of the newest replies to requests of the same API
-        key, `user`, adapter and hint `slo_class`, as far as these got beyond what it has now, drawn
-        towards the mean of all replies while there are few; `default` until a reply has ended.
+        """Return how many tokens the reply is expected to have in all. The hint
+        `predicted_output_tokens`, if the request states it; else the mean of the newest replies to
+        requests of the same API key, `user`, adapter and hint `slo_class`, as far as these got
+        beyond what it has now, drawn towards the mean of all replies while there are few; `default`
+        until a reply has ended.
 
         A reply that has outgrown its prediction counts as half-way. Never more than the request may
         have. Needs `uses_predicted_tokens = True`.
@@ -351,9 +353,9 @@ class BaseScheduler(SchedulerInterface):
         return min(expected, request.max_total_tokens - request.num_prompt_tokens)
 
     def estimate_offload(self, request: Request) -> OffloadPrice:
-        """What `step.offload` would keep of a running or paused request: `num_tokens`, and their
-        `save_seconds`, `load_seconds` and, in place of both, `compute_seconds`; 0 seconds: not
-        known yet. Without a KV connector, or room in its host memory, there are 0 tokens.
+        """Return what `step.offload` would keep of a running or paused request: `num_tokens`, and
+        their `save_seconds`, `load_seconds` and, in place of both, `compute_seconds`; 0 seconds:
+        not known yet. Without a KV connector, or room in its host memory, there are 0 tokens.
         """
         return offload_price(self.kv_cache, request, request.num_computed_tokens)
 
@@ -410,12 +412,16 @@ class BaseScheduler(SchedulerInterface):
 
     @classmethod
     def parse_options(cls, options: dict[str, Any]) -> PolicyOptions:
-        """The policy's `Options` from plain data; raises `ConfigError` that names the option."""
+        """Return the policy's `Options` from plain data; raises `ConfigError` that names the
+        option.
+        """
         return make_options(options, cls.Options, f"policy {cls.__name__}")
 
     @classmethod
     def check_limits(cls, config: SchedulerConfig, max_model_len: int) -> int:
-        """The token budget of a step. Raises `ConfigError` for limits that cannot work together."""
+        """Return the token budget of a step. Raises `ConfigError` for limits that cannot work
+        together.
+        """
         if cls.runs_whole_prompts:
             limits = {
                 "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -528,14 +534,16 @@ class BaseScheduler(SchedulerInterface):
         return self.kv_cache.connector
 
     def read_gauges(self) -> dict[str, float]:
-        """The gauges of the policy; none if there is something wrong with them, which is logged."""
+        """Return the gauges of the policy; none if there is something wrong with them, which is
+        logged.
+        """
         return {} if self._gauges is None else self._gauges.read()
 
     def make_stats(self) -> SchedulerStats:
         return stats(self.book, self._config.policy, self.read_gauges())
 
     def choose_victim(self) -> Request | None:
-        """The request to preempt when KV blocks run out: by `--victim` or the policy."""
+        """Return the request to preempt when KV blocks run out: by `--victim` or the policy."""
         key = self._victim_key
         if key is None:
             return self.victim()
@@ -544,8 +552,8 @@ class BaseScheduler(SchedulerInterface):
     # What a step is told besides the policy's choice, and what the policy is told.
 
     def _output_hooks(self) -> tuple[Callable[[SchedulerOutput], None], ...]:
-        """What is called with each step that is planned: nothing that is not asked for. Raises
-        `ConfigError` for names of row values that are none.
+        """Return what is called with each step that is planned: nothing that is not asked for.
+        Raises `ConfigError` for names of row values that are none.
         """
         drafts = type(self).draft_length is not BaseScheduler.draft_length and self.max_draft_tokens
         hooks = {
@@ -582,7 +590,7 @@ class BaseScheduler(SchedulerInterface):
             output.parts[ROW_VALUES] = dict.fromkeys(rows, self.wants_row_values)
 
     def _end_hooks(self) -> tuple[Callable[[Request, str], None], ...]:
-        """What is called with each request that has ended; nothing unless a policy asks."""
+        """Return what is called with each request that has ended; nothing unless a policy asks."""
         hears = type(self).on_finish is not BaseScheduler.on_finish
         learns = self.uses_predicted_tokens
         return (*((self._learn_length,) if learns else ()), *((self.on_finish,) if hears else ()))
@@ -634,8 +642,8 @@ def _alike(request: Request) -> Hashable:
 def make_successor(
     old: SchedulerInterface, policy: type[SchedulerInterface], config: SchedulerConfig
 ) -> BaseScheduler:
-    """A scheduler of class `policy` that stands where `old` stands: between two steps, with its
-    requests, KV cache, clock and length limit. From then on `old` is to be dropped.
+    """Return a scheduler of class `policy` that stands where `old` stands: between two steps, with
+    its requests, KV cache, clock and length limit. From then on `old` is to be dropped.
 
     Raises `ConfigError` if it cannot be built or could never run a request that is there, and
     `PolicyError` if it raises. Nothing has changed then, and `old` goes on.

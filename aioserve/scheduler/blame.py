@@ -16,7 +16,9 @@ from aioserve.scheduler.step import Step
 
 
 def find_line(error: BaseException, policy: type) -> traceback.FrameSummary | None:
-    """The innermost line of the policy's own file that was running, over all causes of `error`."""
+    """Return the innermost line of the policy's own file that was running, over all causes of
+    `error`.
+    """
     frames: list[tuple[FrameType, int]] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -26,12 +28,14 @@ def find_line(error: BaseException, policy: type) -> traceback.FrameSummary | No
 
 
 def find_running_line(frame: FrameType, policy: type) -> traceback.FrameSummary | None:
-    """The innermost line of the policy's own file on a stack whose innermost frame is `frame`."""
+    """Return the innermost line of the policy's own file on a stack whose innermost frame is
+    `frame`.
+    """
     return _own_line([*traceback.walk_stack(frame)][::-1], policy)
 
 
 def _own_line(frames: list[tuple[FrameType, int]], policy: type) -> traceback.FrameSummary | None:
-    """The last line of the policy's own file among frames, the outermost first."""
+    """Return the last line of the policy's own file among frames, the outermost first."""
     methods = {
         function.__code__
         for kind in policy.__mro__
@@ -61,8 +65,8 @@ def place(error: BaseException, policy: type) -> str:
 
 
 def asking(policy: Any, method: str, kind: type | None = None) -> Callable[[Request], Any]:
-    """A method of the policy that answers a question about a request; `kind` is the type of its
-    answer. What it raises, or an answer of another type, is a `PolicyError`.
+    """Return a method of the policy that answers a question about a request; `kind` is the type of
+    its answer. What it raises, or an answer of another type, is a `PolicyError`.
     """
     name, ask = type(policy).__name__, getattr(policy, method)
 
@@ -85,8 +89,8 @@ def asking(policy: Any, method: str, kind: type | None = None) -> Callable[[Requ
 
 
 def as_policy_error(error: BaseException, policy: type, method: str) -> Exception:
-    """What the policy raised in `method`, as an error of ours that names the line, if one of the
-    policy's was running. An error of ours stays what it is.
+    """Return what the policy raised in `method`, as an error of ours that names the line, if one of
+    the policy's was running. An error of ours stays what it is.
     """
     what, where = f"policy {policy.__name__} raised {error!r} in {method}", place(error, policy)
     if isinstance(error, PolicyError):
@@ -122,7 +126,7 @@ class blamed:  # as `contextlib.suppress` is: cheap enough to stand around every
 
 
 def describe_result(result: Any) -> str:
-    """What `schedule` returned in place of a plan, and what was probably meant."""
+    """Return what `schedule` returned in place of a plan, and what was probably meant."""
     if result is None:
         return "None (is `return step.output()` missing?)"
     if isinstance(result, Step):

@@ -117,7 +117,7 @@ class DelegatingScheduler(SchedulerInterface):
 
 
 def chain(scheduler: SchedulerInterface) -> Iterator[SchedulerInterface]:
-    """The schedulers that watch, then the policy that decides."""
+    """Yield the schedulers that watch, then the policy that decides."""
     while isinstance(scheduler, DelegatingScheduler):
         yield scheduler
         scheduler = scheduler.live
@@ -125,13 +125,13 @@ def chain(scheduler: SchedulerInterface) -> Iterator[SchedulerInterface]:
 
 
 def innermost(scheduler: SchedulerInterface) -> SchedulerInterface:
-    """The policy that decides, at the end of a chain of schedulers that watch."""
+    """Return the policy that decides, at the end of a chain of schedulers that watch."""
     *_, decides = chain(scheduler)
     return decides
 
 
 def without(scheduler: SchedulerInterface, leaver: DelegatingScheduler) -> SchedulerInterface:
-    """The chain of schedulers without `leaver`, one of those that watch."""
+    """Return the chain of schedulers without `leaver`, one of those that watch."""
     if scheduler is leaver:
         return leaver.live
     if isinstance(scheduler, DelegatingScheduler):

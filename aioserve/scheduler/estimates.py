@@ -94,9 +94,9 @@ class OnlineStepTime:
         return max(_dot(self._coefficients, _features(output)), 1e-6)
 
     def max_prefill_tokens(self, seconds: float, num_decodes: int, num_context_tokens: int) -> int:
-        """The most prompt tokens that fit into a step of `seconds` beside `num_decodes` decodes, of
-        which the policy says how many tokens they read: `num_context_tokens`, the sum of their
-        `num_computed_tokens`. Negative if the decodes alone take longer.
+        """Return the most prompt tokens that fit into a step of `seconds` beside `num_decodes`
+        decodes, of which the policy says how many tokens they read: `num_context_tokens`, the sum
+        of their `num_computed_tokens`. Negative if the decodes alone take longer.
         """
         left = seconds - self.seconds(0, num_decodes, num_context_tokens)
         return int(left / self.seconds_per_prompt_token)
@@ -162,7 +162,7 @@ class RecomputePrice:
         self.num_lacking = num_wanted - kv_cache.pool.num_free_blocks * kv_cache.block_size
 
     def num_tokens(self, request: Request) -> int:
-        """How many of its computed tokens the running request would compute again."""
+        """Return how many of its computed tokens the running request would compute again."""
         num_computed = request.num_computed_tokens
         if num_computed + self.num_lacking <= 0:
             return 0
@@ -194,7 +194,7 @@ class PeakMemory:
         self._rows = sorted(map(self._row, requests))
 
     def __len__(self) -> int:
-        """The number of requests that count as running."""
+        """Return the number of requests that count as running."""
         return len(self._rows)
 
     def add(self, request: Request) -> None:
@@ -202,14 +202,14 @@ class PeakMemory:
         insort(self._rows, self._row(request))
 
     def with_request(self, request: Request) -> int:
-        """The peak in tokens if `request` ran as well."""
+        """Return the peak in tokens if `request` ran as well."""
         rows = self._rows.copy()
         insort(rows, self._row(request))
         return _peak(rows)
 
     def num_fitting(self, requests: Iterable[Request], capacity: float) -> int:
-        """How many of `requests`, in order, may run as well until the peak in tokens is more than
-        `capacity`. Doubles the number until it is too many, then halves what is left: O(log k)
+        """Return how many of `requests`, in order, may run as well until the peak in tokens is more
+        than `capacity`. Doubles the number until it is too many, then halves what is left: O(log k)
         peaks for k that fit, where one `with_request` after the other takes k.
         """
         source, rows, num_fitting = iter(requests), list[tuple[int, int]](), 0
@@ -229,7 +229,9 @@ class PeakMemory:
         return _peak(self._rows)
 
     def _row(self, request: Request) -> tuple[int, int]:
-        """A request that has not run yet holds its prompt and the token that its step samples."""
+        """Return a request that has not run yet holds its prompt and the token that its step
+        samples.
+        """
         to_go = max(int(self._total(request)) - request.num_tokens - 1, 0)
         return -to_go, request.num_tokens + (request.num_output_tokens == 0)
 
@@ -265,7 +267,7 @@ class _Newest:
         self.total += length
 
     def beyond(self, so_far: int) -> tuple[int, int]:
-        """Number and sum of the lengths above `so_far`."""
+        """Return number and sum of the lengths above `so_far`."""
         if so_far <= 0:
             return len(self.lengths), self.total
         longer = [length for length in self.lengths if length > so_far]
@@ -283,7 +285,7 @@ class LengthHistory:
         self._groups: OrderedDict[Hashable, _Newest] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of groups that are known."""
+        """Return number of groups that are known."""
         return len(self._groups)
 
     def note(self, group: Hashable, length: int) -> None:
@@ -297,8 +299,8 @@ class LengthHistory:
         self._all.add(length)
 
     def expect(self, group: Hashable, so_far: int = 0) -> float | None:
-        """The mean length of replies that got beyond `so_far` tokens: of the group's, drawn towards
-        that of all groups while there are few. None if none got there.
+        """Return the mean length of replies that got beyond `so_far` tokens: of the group's, drawn
+        towards that of all groups while there are few. None if none got there.
         """
         count, total = self._all.beyond(so_far)
         own = self._groups.get(group)

@@ -84,25 +84,25 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def get_num_unfinished_requests(self) -> int:
-        """Requests that are waiting or running."""
+        """Return requests that are waiting or running."""
 
     @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:
-        """Number of requests, as `(running, waiting)`."""
+        """Return number of requests, as `(running, waiting)`."""
 
     @abstractmethod
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return whether any request waits or runs."""
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
-        """Whether requests have ended that the runner does not know of yet.
+        """Return whether requests have ended that the runner does not know of yet.
 
         Not the negation of `has_unfinished_requests`: both can be true, and both false.
         """
 
     def has_requests(self) -> bool:
-        """Whether a call of `schedule` can have anything to say."""
+        """Return whether a call of `schedule` can have anything to say."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
     @abstractmethod
@@ -131,11 +131,14 @@ class SchedulerInterface(ABC):
         return {}
 
     def next_wake(self) -> float | None:
-        """When to call `schedule` again after a plan that served no request; None: in 10 ms."""
+        """Return when to call `schedule` again after a plan that served no request; None:
+        in 10 ms.
+        """
         return None
 
     def next_expiry(self) -> float | None:
-        """When the next deadline of a request passes, in seconds of the clock; None: there is none.
+        """Return when the next deadline of a request passes, in seconds of the clock; None: there
+        is none.
 
         Asked after arrivals, before the engine sleeps, and after `expire_requests`, called then.
         """
@@ -170,16 +173,19 @@ class SchedulerInterface(ABC):
         raise ConfigError(CANNOT_BE_SWITCHED)
 
     def get_wait_reasons(self) -> dict[str, WaitReason]:
-        """Why each waiting request was not served in the last step; costs nothing until asked."""
+        """Return why each waiting request was not served in the last step; costs nothing until
+        asked.
+        """
         return {}
 
     def make_stats(self) -> SchedulerStats | None:
-        """The state after the last call, for metrics; None if the scheduler keeps none."""
+        """Return the state after the last call, for metrics; None if the scheduler keeps none."""
         return None
 
     def get_kv_connector(self) -> KVConnectorBase | None:
-        """What finds KV blocks outside the cache; None without one. The engine tells it when a step
-        is back, by `update_connector_output`, before the result is taken in; and shuts it down.
+        """Return what finds KV blocks outside the cache; None without one. The engine tells it when
+        a step is back, by `update_connector_output`, before the result is taken in; and shuts it
+        down.
         """
         return None
 

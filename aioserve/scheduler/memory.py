@@ -78,8 +78,8 @@ class Memory:
         )
 
     def leases(self, most: int | None = None) -> list[HeldPrefix]:
-        """The leases (`pin`), or `most` of them, each with its user, conversation, tokens and end;
-        the newest first.
+        """Return the leases (`pin`), or `most` of them, each with its user, conversation, tokens
+        and end; the newest first.
         """
         held: dict[Any, Any] = self._kv_cache.leases.held  # by `Request.conversation`
         found = []
@@ -91,13 +91,13 @@ class Memory:
         return found
 
     def cached(self, request: Request) -> int:
-        """Tokens of the request's longest cached prefix. Costs time with its length;
+        """Return tokens of the request's longest cached prefix. Costs time with its length;
         `kv_cache.estimate_cached_tokens` is cheaper and nearly as good.
         """
         return self._tokens(len(self._kv_cache.get_computed_blocks(request)))
 
     def own(self, request: Request) -> int:
-        """Tokens of the blocks that would become free if the running or paused request were
+        """Return tokens of the blocks that would become free if the running or paused request were
         preempted.
         """
         counts = self._kv_cache.pool.ref_counts

@@ -159,7 +159,7 @@ def count_tokens(output: SchedulerOutput) -> tuple[int, int, int]:
 
 
 def step_features(output: SchedulerOutput) -> StepFeatures:
-    """The features of a planned step."""
+    """Return the features of a planned step."""
     num_prefill_tokens, num_decodes, num_context = count_tokens(output)
     if not num_prefill_tokens:
         return StepFeatures(0, num_decodes, num_context, 0)

@@ -71,9 +71,10 @@ class OrderPart(Part):
         """Called in every step with the requests that decode in it."""
 
     def line(self, step: Step, prompts: list[Request], num_tokens: int | None) -> Iterator[Request]:
-        """The requests to be served in this step after the decodes, in order: `prompts`, which run
-        and are half-way in their prompts, and waiting ones. Asked for the next request when the one
-        before was served, or was not. The step has `num_tokens` for prompts, or what is left of it.
+        """Yield the requests to be served in this step after the decodes, in order: `prompts`,
+        which run and are half-way in their prompts, and waiting ones. Asked for the next request
+        when the one before was served, or was not. The step has `num_tokens` for prompts, or what
+        is left of it.
         """
         yield from sorted(prompts, key=order_key)
         yield from self.policy.waiting
@@ -88,16 +89,16 @@ class BudgetPart(Part):
     kind = "budget"
 
     def num_tokens(self) -> int | None:
-        """Most tokens of the next step, decodes included; None: as the settings say."""
+        """Return most tokens of the next step, decodes included; None: as the settings say."""
         return None
 
     def max_requests(self) -> int | None:
-        """Most requests of the next step, decodes included; None: as many as run."""
+        """Return most requests of the next step, decodes included; None: as many as run."""
         return None
 
     def for_prompts(self, step: Step, prompts: list[Request]) -> int | None:
-        """Most prompt tokens of this step, in which the decodes have run already and `prompts` have
-        not; None: what is left of the step.
+        """Return most prompt tokens of this step, in which the decodes have run already and
+        `prompts` have not; None: what is left of the step.
         """
         return None
 
@@ -116,8 +117,9 @@ class AdmissionPart(Part):
         """
 
     def ask(self, request: Request, step: Step) -> Verdict:
-        """What is done with the waiting request that is next: "admit", "last" (after all others, in
-        this step) or "hold" (it waits on). May say why by `step.hold`, or end it by `step.reject`.
+        """Return what is done with the waiting request that is next: "admit", "last" (after all
+        others, in this step) or "hold" (it waits on). May say why by `step.hold`, or end it by
+        `step.reject`.
         """
         return "admit"
 
@@ -128,7 +130,9 @@ class VictimPart(Part):
     kind = "victim"
 
     def victim(self) -> Request | None:
-        """The request to preempt when KV blocks run out, as `BaseScheduler.victim` returns it."""
+        """Return the request to preempt when KV blocks run out, as `BaseScheduler.victim` returns
+        it.
+        """
         return max(self.policy.running, key=order_key, default=None)
 
     def displaceable(self, request: Request) -> Iterable[Request]:
@@ -150,8 +154,9 @@ P = TypeVar("P", bound=Part)
 
 
 def read_part(spec: Any, kind: type[P], where: str) -> tuple[type[P], PolicyOptions]:
-    """The class and the options of a part, from its name or from a mapping of `part`, its name, and
-    its options. `where` is the place in the configuration. Raises `ConfigError` that names both.
+    """Return the class and the options of a part, from its name or from a mapping of `part`, its
+    name, and its options. `where` is the place in the configuration. Raises `ConfigError` that
+    names both.
     """
     given = {"part": spec} if isinstance(spec, str) else dict(spec)
     name = given.pop("part", None)
@@ -165,9 +170,9 @@ def read_part(spec: Any, kind: type[P], where: str) -> tuple[type[P], PolicyOpti
 
 
 def load_part(spec: str, kind: type[P]) -> type[P]:
-    """The part of this kind that `spec` names: `file.py`, `package.module`, either with `:Class`,
-    an entry point of the group `aioserve.parts`, or a policy in whose file the part stands. Without
-    a class: the only one. Raises `ConfigError` that lists what there is.
+    """Return the part of this kind that `spec` names: `file.py`, `package.module`, either with
+    `:Class`, an entry point of the group `aioserve.parts`, or a policy in whose file the part
+    stands. Without a class: the only one. Raises `ConfigError` that lists what there is.
     """
     value = spec
     if ":" not in spec and ("." not in spec or is_zoo_name(spec)):
@@ -185,7 +190,7 @@ def load_part(spec: str, kind: type[P]) -> type[P]:
 
 
 def _parts_in(module: ModuleType, kind: type[P]) -> list[type[P]]:
-    """Those of this kind that the module defines itself."""
+    """Return those of this kind that the module defines itself."""
     return [
         found
         for found in vars(module).values()
@@ -206,7 +211,7 @@ def _only_part(module: ModuleType, kind: type[P], spec: str) -> type[P]:
 
 
 def _value(name: str, kind: type[Part]) -> str:
-    """Where the part of that name stands: a module, maybe with `:Class`."""
+    """Return where the part of that name stands: a module, maybe with `:Class`."""
     policies = {n: entry.value.partition(":")[0] for n, entry in available_policies().items()}
     named = policies | STANDARD | {e.name: e.value for e in installed_entry_points(GROUP)}
     if name not in named:
@@ -219,7 +224,7 @@ def _value(name: str, kind: type[Part]) -> str:
 
 
 def _offers(value: str, kind: type[Part]) -> bool:
-    """Whether a part of this kind is there; what cannot be imported has none."""
+    """Return whether a part of this kind is there; what cannot be imported has none."""
     path, _, name = value.partition(":")
     try:
         module = import_named(path, "policy", UnknownPolicyError)

@@ -47,7 +47,8 @@ _POLICY = Kind(
 
 
 def load_policy(spec: str) -> type[SchedulerInterface]:
-    """The policy class that `spec` names; a file is read anew each time. No class: the only one.
+    """Return the policy class that `spec` names; a file is read anew each time. No class: the only
+    one.
 
     Raises `UnknownPolicyError` that lists what there is, or `ConfigError` if it is no scheduler or
     cannot be imported: then with the file and line of the error, which is the cause.
@@ -88,7 +89,7 @@ class OptionField(msgspec.Struct, frozen=True, array_like=True):
 
 
 def describe_policies() -> dict[str, str]:
-    """The installed policies by name, each with the first line of its docstring.
+    """Return the installed policies by name, each with the first line of its docstring.
 
     Raises `ConfigError` if two packages claim one name.
     """
@@ -96,7 +97,7 @@ def describe_policies() -> dict[str, str]:
 
 
 def describe_options() -> dict[str, list[OptionField]]:
-    """The options of the installed policies by name, as their sources declare them.
+    """Return the options of the installed policies by name, as their sources declare them.
 
     Raises `ConfigError` if two packages claim one name.
     """
@@ -131,8 +132,8 @@ def _first_line(entry_point: EntryPoint) -> str:
 
 
 def read_options(source: str, owner: str = "") -> list[OptionField]:
-    """The fields of the class `Options` nested in the class `owner`, those that it inherits first;
-    without an owner, in the last class of the file. Raises `SyntaxError`.
+    """Return the fields of the class `Options` nested in the class `owner`, those that it inherits
+    first; without an owner, in the last class of the file. Raises `SyntaxError`.
     """
     tree, lines = ast.parse(source), source.splitlines()
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -144,7 +145,7 @@ def read_options(source: str, owner: str = "") -> list[OptionField]:
 def _nested(
     classes: dict[str, ast.ClassDef], owner: str, lines: list[str]
 ) -> dict[str, OptionField]:
-    """The options of a class: of its nested `Options`, else of a base in the same file."""
+    """Return the options of a class: of its nested `Options`, else of a base in the same file."""
     for node in classes[owner].body:
         if isinstance(node, ast.ClassDef) and node.name == "Options":
             return _fields(classes, node, lines)

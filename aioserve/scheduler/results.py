@@ -141,7 +141,7 @@ def _append_tokens(book: RequestTable, request: Request, new: NewTokens) -> Engi
 
 
 def num_until_end(request: Request, token_ids: list[int]) -> int:
-    """How many of these new tokens are the request's: up to the first that ends it."""
+    """Return how many of these new tokens are the request's: up to the first that ends it."""
     num_output = request.num_output_tokens
     for i, token_id in enumerate(token_ids, start=1):
         is_stop = token_id in request.stop_token_ids
@@ -179,7 +179,7 @@ def take_drafts(book: RequestTable, requests: list[Request], drafts: dict[str, l
 
 
 def computed_by(output: SchedulerOutput) -> dict[str, int]:
-    """Tokens that are computed after a step, by request that it ran."""
+    """Return tokens that are computed after a step, by request that it ran."""
     before = computed_before(output)
     return {name: before[name] + count for name, count in output.num_scheduled_tokens.items()}
 
@@ -196,8 +196,8 @@ def end_pooled(book: RequestTable, request: Request, result: ModelRunnerOutput) 
 
 
 def failed_rows(requests: Sequence[Request], named: Collection[str]) -> list[Request]:
-    """Which requests of a step that is back have failed: those that its result names, and those
-    that were ended by an error since it was planned.
+    """Return which requests of a step that is back have failed: those that its result names, and
+    those that were ended by an error since it was planned.
     """
     error = RequestStatus.FINISHED_ERROR
     return [r for r in requests if r.status is error or r.request_id in named]
@@ -251,7 +251,7 @@ def recompute_dependents(
 
 
 def computed_before(output: SchedulerOutput) -> dict[str, int]:
-    """How many tokens of each request were computed before a step."""
+    """Return how many tokens of each request were computed before a step."""
     cached = output.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     computed.update((d.request_id, d.num_computed_tokens) for d in output.scheduled_new_reqs)

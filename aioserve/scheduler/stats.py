@@ -22,9 +22,10 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
 
 def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
-    """Why each waiting request waits, as `SchedulerInterface.get_wait_reasons` says. A request that
-    the policy did not ask for waits for what the one lacked at which the policy stopped, if it
-    stands behind that one; the policy has passed over those before it for a reason of its own.
+    """Return why each waiting request waits, as `SchedulerInterface.get_wait_reasons` says. A
+    request that the policy did not ask for waits for what the one lacked at which the policy
+    stopped, if it stands behind that one; the policy has passed over those before it for a reason
+    of its own.
     """
     in_flight, stop = book.in_flight.requests(), book.line_stop
     lacking = stop.reason if stop.step_id == book.num_steps else None
@@ -88,7 +89,7 @@ class GaugeReader:
         self._was_told = False
 
     def read(self) -> dict[str, float]:
-        """The gauges of the policy; none if there is something wrong with them."""
+        """Return the gauges of the policy; none if there is something wrong with them."""
         try:
             return checked_gauges(self._policy)
         except PolicyError as error:
@@ -99,8 +100,8 @@ class GaugeReader:
 
 
 def checked_gauges(policy: Gauging) -> dict[str, float]:
-    """What `gauges` returns. Raises `PolicyError` if it raises or returns anything else than it
-    may.
+    """Return what `gauges` returns. Raises `PolicyError` if it raises or returns anything else than
+    it may.
     """
     name = type(policy).__name__
     try:

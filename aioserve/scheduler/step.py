@@ -415,8 +415,8 @@ class Step(OpenStep):
         return output
 
     def _stop(self) -> tuple[Any, WaitReason | None]:
-        """The order key of the last request that was asked for, and what it lacked, or what one
-        behind it lacks whichever it is.
+        """Return the order key of the last request that was asked for, and what it lacked, or what
+        one behind it lacks whichever it is.
         """
         key, reason = self._last_asked
         if reason is None and self.token_budget <= 0:
@@ -428,8 +428,9 @@ class Step(OpenStep):
     def _find_place(
         self, request: Request, max_tokens: int | None, whole: bool, gone: Vacancy | None = None
     ) -> Place:
-        """The cached blocks behind which a waiting request can begin now, the slots that it takes
-        and the tokens that are loaded; or why it has to wait, were the requests of `gone` away.
+        """Return the cached blocks behind which a waiting request can begin now, the slots that it
+        takes and the tokens that are loaded; or why it has to wait, were the requests of `gone`
+        away.
         """
         kv_cache, num_running = self._kv_cache, len(self._book.running)
         if gone is not None:
@@ -472,9 +473,9 @@ class Step(OpenStep):
         displacing: Iterable[Request],
         place: Place,
     ) -> Place:
-        """The place of a waiting request that has to wait, once the paused requests and those of
-        `displacing` have lost what it lacks: as few as are needed, and none if that does not help.
-        Before them leases end, if nothing runs.
+        """Return the place of a waiting request that has to wait, once the paused requests and
+        those of `displacing` have lost what it lacks: as few as are needed, and none if that does
+        not help. Before them leases end, if nothing runs.
         """
         leases = self._kv_cache.leases
         while place is WaitReason.BLOCKS and not self._book.running and leases.give_way():
@@ -495,7 +496,9 @@ class Step(OpenStep):
         return find() if victims else place
 
     def _most(self) -> int:
-        """Tokens that a request may still get for an image that runs whole, beyond the budget."""
+        """Return tokens that a request may still get for an image that runs whole, beyond the
+        budget.
+        """
         room = self._max_num_tokens - sum(self.tokens.values())
         return min(room, self._config.long_prefill_token_threshold or room)
 
@@ -584,7 +587,9 @@ class Step(OpenStep):
         request.num_slots = len(request.block_ids) * self._kv_cache.block_size
 
     def _status_before(self, request: Request) -> RequestStatus | None:
-        """What a running request goes back to if it loses its place; None: it is preempted."""
+        """Return what a running request goes back to if it loses its place; None: it is
+        preempted.
+        """
         status = self._admitted.get(request)
         return None if status is RequestStatus.PAUSED else status
 

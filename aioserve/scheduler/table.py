@@ -120,18 +120,22 @@ class RequestQueue:
         self._version += 1
 
     def heads(self) -> list[Request]:
-        """The first waiting request of every group, by `group_by`: of every user, unless the policy
-        says otherwise. The cost does not grow with the queue.
+        """Return the first waiting request of every group, by `group_by`: of every user, unless the
+        policy says otherwise. The cost does not grow with the queue.
         """
         return [requests[0] for requests in self._groups.values()]
 
     def head(self, user: str) -> Request | None:
-        """The first waiting request of a user, or of the group of that name; None: none waits."""
+        """Return the first waiting request of a user, or of the group of that name; None: none
+        waits.
+        """
         requests = self._groups.get(user)
         return None if requests is None else requests[0]
 
     def group(self, name: str) -> list[Request]:
-        """The waiting requests of a group, in order; none if no request of the group waits."""
+        """Return the waiting requests of a group, in order; none if no request of the group
+        waits.
+        """
         return self._groups.get(name, []).copy()
 
     def take_changed(self) -> list[str]:
@@ -161,7 +165,7 @@ class RequestQueue:
 
 
 def _place(requests: list[Request], request: Request) -> int:
-    """Where it stands; found the long way if its key says nothing, as NaN does."""
+    """Return where it stands; found the long way if its key says nothing, as NaN does."""
     with suppress(Exception):
         i = bisect_left(requests, request.order_key, key=order_key)
         if i < len(requests) and requests[i] is request:
@@ -204,7 +208,7 @@ class Timers:
             heapify(self._heap)
 
     def next_due(self) -> float | None:
-        """When the next request is due; None: no request has a timer."""
+        """Return when the next request is due; None: no request has a timer."""
         while self._heap:
             due, number = self._heap[0]
             if number in self._watched:
@@ -216,7 +220,7 @@ class Timers:
         return None
 
     def take_due(self, now: float) -> list[Request]:
-        """Requests that are due, earliest first, each once."""
+        """Return requests that are due, earliest first, each once."""
         due: dict[Request, None] = {}
         while self._heap and self._heap[0][0] <= now:
             _, number = heappop(self._heap)
@@ -273,11 +277,11 @@ class StepsInFlight(deque[tuple[SchedulerOutput, list[Request]]]):
         return []
 
     def carries(self, request: Request) -> bool:
-        """Whether a step in flight has the request among its rows."""
+        """Return whether a step in flight has the request among its rows."""
         return any(request in requests for _, requests in self)
 
     def num_tokens(self, request: Request) -> int:
-        """Tokens of the request that steps in flight compute, drafts included."""
+        """Return tokens of the request that steps in flight compute, drafts included."""
         return sum(
             output.num_scheduled_tokens[request.request_id]
             for output, requests in self
@@ -285,7 +289,7 @@ class StepsInFlight(deque[tuple[SchedulerOutput, list[Request]]]):
         )
 
     def requests(self) -> set[Request]:
-        """All requests that are rows of a step in flight."""
+        """Return all requests that are rows of a step in flight."""
         return {request for _, requests in self for request in requests}
 
 
@@ -529,7 +533,9 @@ class RequestTable:
         return finished_req_ids
 
     def decodes_of(self, requests: list[Request]) -> Decodes:
-        """Those of the last step of decodes, if it had the same rows: most steps repeat them."""
+        """Return those of the last step of decodes, if it had the same rows: most steps repeat
+        them.
+        """
         if requests != self._last_decodes.requests:
             self._last_decodes = Decodes(requests)
         return self._last_decodes
@@ -577,8 +583,8 @@ class RequestTable:
         return requests
 
     def abandon(self, output: SchedulerOutput) -> list[str]:
-        """The policy raised over the result of a step: it is back all the same. Returns the ids of
-        the requests that it carried and that live.
+        """Return the policy raised over the result of a step: it is back all the same. Returns the
+        ids of the requests that it carried and that live.
         """
         if any(step is output for step, _ in self.in_flight):
             self.land(output)
@@ -600,7 +606,7 @@ class RequestTable:
     # Ends of requests.
 
     def take_rejected(self) -> dict[str, Rejection]:
-        """What the newest step rejects and has not admitted all the same, by id."""
+        """Return what the newest step rejects and has not admitted all the same, by id."""
         rejected, self.rejected = self.rejected, {}
         return {r.request_id: why for r, why in rejected.items() if r in self.waiting}
 
@@ -657,7 +663,8 @@ class RequestTable:
         self._last_decodes = Decodes([])
 
     def _num_written_tokens(self, request: Request) -> int:
-        """How many tokens have their keys and values in blocks now: not those of steps in flight.
+        """Return how many tokens have their keys and values in blocks now: not those of steps in
+        flight.
 
         The newest never counts: a draft token that was wrong may stand in its place.
         """

@@ -73,21 +73,21 @@ async def probe(request: web.Request) -> web.Response:
 
 
 def tell_alive(health: Health) -> web.Response:
-    """The response of /livez: 503 if the engine is dead or does not answer."""
+    """Return the response of /livez: 503 if the engine is dead or does not answer."""
     if health.status == "dead" or health.status == "silent":
         return _json(Alive(status=health.status, reason=health.reason), status=503)
     return _json(Alive(status="ok"))
 
 
 def tell_health(health: Health) -> web.Response:
-    """The response of /health: that of /ready, with `ok` for `ready`."""
+    """Return the response of /health: that of /ready, with `ok` for `ready`."""
     if health.status == "ready":
         return _json(Healthy(status="ok", reason=health.reason or UNSET))
     return _json(Healthy(status=health.status, reason=health.reason), status=503)
 
 
 def tell_ready(health: Health) -> web.Response:
-    """The response of /ready: 503 unless the engine takes requests."""
+    """Return the response of /ready: 503 unless the engine takes requests."""
     if health.status == "ready":
         return _json(Ready(status="ready", reason=health.reason or UNSET))
     return _json(Ready(status=health.status, reason=health.reason), status=503)
@@ -191,7 +191,9 @@ _REASONING = ("include_reasoning", "reasoning_effort")
 
 
 def model_cards(engine: EngineClient, chat_format: ChatFormat | None) -> list[ModelCard]:
-    """A card of each name of the model, then one of each adapter; no `chat_format`: no chat."""
+    """Return a card of each name of the model, then one of each adapter; no `chat_format`:
+    no chat.
+    """
     model, longest = engine.config.model, engine.max_model_len
     sees = not engine.refuses_images
     inputs = ("text", *(("image",) if sees else ()))

@@ -83,10 +83,10 @@ def build_app(
     *,
     is_for_operators: bool = False,
 ) -> web.Application:
-    """The routes in front of a started engine, which stays its caller's. `responses` are those that
-    can be asked for again, `running` those that are being made, `access` the keys, `counts`
-    how requests were answered; by default, of this application. `is_for_operators`: it is the one
-    on a port of theirs.
+    """Return the routes in front of a started engine, which stays its caller's. `responses` are
+    those that can be asked for again, `running` those that are being made, `access` the keys,
+    `counts` how requests were answered; by default, of this application. `is_for_operators`: it is
+    the one on a port of theirs.
     """
     access = access or open_access(engine)
     allows_origins = bool(access.settings.allowed_origins)
@@ -141,8 +141,8 @@ def build_app(
 
 
 def open_access(engine: EngineClient) -> MainAccess:
-    """The keys and limits of the settings; an engine of this process counts their tokens and has
-    their metrics. Raises `ConfigError`.
+    """Return the keys and limits of the settings; an engine of this process counts their tokens and
+    has their metrics. Raises `ConfigError`.
     """
     access = MainAccess(engine.config)
     if isinstance(engine, AsyncEngine):
@@ -151,8 +151,8 @@ def open_access(engine: EngineClient) -> MainAccess:
 
 
 def max_body_mib(engine: EngineClient) -> int:
-    """The setting, or what prompts of this model need: bodies are decoded in one go, on the loop,
-    because the decoder keeps the GIL. A MiB of token ids takes some 20 ms.
+    """Return the setting, or what prompts of this model need: bodies are decoded in one go, on the
+    loop, because the decoder keeps the GIL. A MiB of token ids takes some 20 ms.
     """
     given = engine.config.server.max_body_mib
     if given is not None:

@@ -55,7 +55,7 @@ class BodyDecoder(Generic[T]):
         self._nothing = (None,) * len(self.unserved)
 
     def decode(self, body: bytes | bytearray, *, ignore_unknown: bool = False) -> T:
-        """The request in `body`. Raises `RequestError` that names the path of what is wrong.
+        """Return the request in `body`. Raises `RequestError` that names the path of what is wrong.
 
         With `ignore_unknown`, names that neither OpenAI nor vLLM nor SGLang has are ignored.
         """
@@ -85,7 +85,7 @@ class BodyDecoder(Generic[T]):
 
 
 def convert_part(value: Any, part: type[T], path: str, *, ignore_unknown: bool = False) -> T:
-    """A part of a body, at `path`, that was decoded as plain JSON, as a struct. Raises
+    """Return a part of a body, at `path`, that was decoded as plain JSON, as a struct. Raises
     `RequestError` that names the place.
     """
     try:
@@ -97,7 +97,9 @@ def convert_part(value: Any, part: type[T], path: str, *, ignore_unknown: bool =
 def _explain(
     message: str, struct: type[RequestPart], served: type[RequestPart], root: str = ""
 ) -> RequestError:
-    """What msgspec says of a `struct` at `root`, of which the fields of `served` can be offered."""
+    """Return what msgspec says of a `struct` at `root`, of which the fields of `served` can be
+    offered.
+    """
     inner, unknown, known = _path(message), _UNKNOWN.match(message), served.__struct_fields__
     path = ".".join(filter(None, (root, inner))) or None
     if unknown is None:
@@ -115,7 +117,7 @@ def _explain(
 
 
 def decode_query(query: Mapping[str, str], query_type: type[T]) -> T:
-    """A URL's query as a struct. Raises `RequestError` that names the parameter."""
+    """Return a URL's query as a struct. Raises `RequestError` that names the parameter."""
     try:
         return msgspec.convert(dict(query), query_type, strict=False)
     except msgspec.ValidationError as error:
@@ -126,7 +128,9 @@ def decode_query(query: Mapping[str, str], query_type: type[T]) -> T:
 
 
 def _values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
-    """What gets these attributes as a tuple; of fewer than two, the quick way would make none."""
+    """Return what gets these attributes as a tuple; of fewer than two, the quick way would make
+    none.
+    """
     if len(names) > 1:
         return attrgetter(*names)
     return lambda struct: tuple(getattr(struct, name) for name in names)
@@ -175,7 +179,7 @@ def _parts(struct: Hashable) -> dict[str, type[Any]]:
 
 
 def _struct_in(kind: Any) -> type[Any] | None:
-    """The one struct among alternatives and items."""
+    """Return the one struct among alternatives and items."""
     if isinstance(kind, msgspec.inspect.StructType):
         return kind.cls
     inner = getattr(kind, "types", None) or [getattr(kind, "item_type", None)]
@@ -205,8 +209,8 @@ RETRY_SECONDS = 1.0  # A guess: bodies come within a second, or hardly at all.
 
 
 async def _read(request: web.Request) -> bytes | bytearray:
-    """All of it, in time. Raises `HTTPRequestEntityTooLarge`, before it has come if its length is
-    told, `BodyTimeoutError` and `BodiesFullError`.
+    """Return all of it, in time. Raises `HTTPRequestEntityTooLarge`, before it has come if its
+    length is told, `BodyTimeoutError` and `BodiesFullError`.
     """
     length, limit = request.content_length, request.client_max_size
     if length is not None and length > limit:
@@ -259,8 +263,8 @@ def _check_type(request: web.Request) -> None:
 
 
 async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
-    """The decoded body. Raises `RequestError`; `UnknownModelError` for a model that is not here;
-    `HTTPUnsupportedMediaType` for a body that is not declared to be JSON.
+    """Return the decoded body. Raises `RequestError`; `UnknownModelError` for a model that is not
+    here; `HTTPUnsupportedMediaType` for a body that is not declared to be JSON.
     """
     if request.can_read_body:
         _check_type(request)

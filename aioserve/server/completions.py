@@ -33,7 +33,7 @@ decoder = BodyDecoder(CompletionRequest, "completions")
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
-    """The handler. Raises what `add_request` raises, before anything is sent."""
+    """Return the handler. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, decoder)
     asked = body.prompt_logprobs
     if body.echo and (body.logprobs is not None or body.max_tokens == 0):

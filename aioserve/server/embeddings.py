@@ -50,8 +50,8 @@ class EmbeddingRequest(ModelRequest, kw_only=True, omit_defaults=True):
     hints: Hints | None = None
 
     def prompts(self) -> dict[str, Prompt]:
-        """Every input by its place. Raises `RequestError` for one that is empty, and for texts and
-        token ids that are mixed.
+        """Return every input by its place. Raises `RequestError` for one that is empty, and for
+        texts and token ids that are mixed.
         """
         given = self.input
         kinds = {type(item) for item in given}
@@ -73,7 +73,7 @@ class EmbeddingRequest(ModelRequest, kw_only=True, omit_defaults=True):
         return prompts
 
     def pooling_params(self) -> PoolingParams:
-        """How vectors are made. Raises `RequestError` that names the field."""
+        """Return how vectors are made. Raises `RequestError` that names the field."""
         given = {name: getattr(self, name) for name in PoolingParams.__struct_fields__}
         return PoolingParams(**{k: v for k, v in given.items() if v is not None})
 
@@ -112,7 +112,8 @@ _encoder = msgspec.json.Encoder()
 
 
 async def create_embedding(request: web.Request) -> web.Response:
-    """The handler. Leaving, by an error or because the client went away, aborts what is unfinished.
+    """Return the handler. Leaving, by an error or because the client went away, aborts what is
+    unfinished.
 
     At most as many inputs as there are seats are with the engine at a time, so that one body does
     not fill the queue.
@@ -159,7 +160,7 @@ async def create_embedding(request: web.Request) -> web.Response:
 
 
 def _write(vector: Vector, encoding: str | None) -> msgspec.Raw:
-    """The vector as JSON: a list of numbers, or base64 of its float32 bytes."""
+    """Return the vector as JSON: a list of numbers, or base64 of its float32 bytes."""
     if encoding == "base64":
         return msgspec.Raw(b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes()))
     return msgspec.Raw(_encoder.encode(vector.tolist()))

@@ -125,7 +125,7 @@ def to_wire(error: BaseException) -> tuple[int, ErrorResponse]:
 
 
 def status_of(error: type[AioserveError], path: str) -> int:
-    """The HTTP status of all errors of that class, on that path."""
+    """Return the HTTP status of all errors of that class, on that path."""
     kind = next(kind for kind in _KINDS if issubclass(error, kind.error))
     style = style_of(path)
     return kind.status if style is None else style.status(kind.status, kind.code)
@@ -142,12 +142,12 @@ class ApiStyle(NamedTuple):
 
 
 def styles() -> list[ApiStyle]:
-    """The styles of all APIs that parts bring."""
+    """Return the styles of all APIs that parts bring."""
     return [load("styles", prefix) for prefix in brought("styles")]
 
 
 def style_of(path: str) -> ApiStyle | None:
-    """The style of the API that a path belongs to; None where it is OpenAI's."""
+    """Return the style of the API that a path belongs to; None where it is OpenAI's."""
     for prefix in brought("styles"):
         if path.startswith(prefix):
             style: ApiStyle = load("styles", prefix)
@@ -156,7 +156,7 @@ def style_of(path: str) -> ApiStyle | None:
 
 
 def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> AioserveError:
-    """The exception for an error that a server sent, in a response or as an event (500)."""
+    """Return the exception for an error that a server sent, in a response or as an event (500)."""
     kind = next((k for k in _KINDS if k.code is not None and k.code == info.code), None)
     if kind is None:
         # The last row of a status is the one that says least.

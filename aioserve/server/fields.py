@@ -33,7 +33,7 @@ class Unserved(NamedTuple):
     instead: str = ""
 
     def is_no_op(self, value: Any) -> bool:
-        """Whether this value asks for nothing."""
+        """Return whether this value asks for nothing."""
         if value is None or (value is False and not any(no_op is True for no_op in self.no_ops)):
             return True
         # Types are compared as well: logprobs=0 is not false, echo=1 is not true.
@@ -344,7 +344,7 @@ _DATED = re.compile(r"(.+?)(_\d{8}|_\d{4}_\d\d_\d\d)?", re.ASCII)
 
 
 def is_vendors(kind: object) -> bool:
-    """Whether a tool of this type, with a date behind it or not, is one of a vendor's."""
+    """Return whether a tool of this type, with a date behind it or not, is one of a vendor's."""
     found = _DATED.fullmatch(kind) if isinstance(kind, str) else None
     return found is not None and found[1] in VENDORS_TOOLS
 

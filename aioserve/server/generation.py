@@ -73,7 +73,7 @@ class Collected:
         self._last = output
 
     def output(self) -> RequestOutput:
-        """All deltas joined, as one output."""
+        """Return all deltas joined, as one output."""
         assert self._last is not None, "a stream ends only after every sample has finished"
         return msgspec.structs.replace(
             self._last,
@@ -85,8 +85,8 @@ class Collected:
 
 
 def whole_outputs(choices: Sequence[Collected], n: int) -> list[RequestOutput]:
-    """The choices of prompts with `n` samples each, of which the first tells how likely the prompt
-    was: here all do.
+    """Return the choices of prompts with `n` samples each, of which the first tells how likely the
+    prompt was: here all do.
     """
     for index, choice in enumerate(choices):
         choice.prompt_logprobs = choices[index - index % n].prompt_logprobs
@@ -94,7 +94,7 @@ def whole_outputs(choices: Sequence[Collected], n: int) -> list[RequestOutput]:
 
 
 def best_outputs(samples: Sequence[RequestOutput], wanted: SamplingParams) -> list[RequestOutput]:
-    """The `n` samples of a prompt whose tokens are most likely on average, the best first.
+    """Return the `n` samples of a prompt whose tokens are most likely on average, the best first.
 
     All come with logprobs; they keep them if those are wanted.
     """
@@ -124,12 +124,12 @@ _HEADERS = {
 
 
 def event(struct: Any) -> bytes:
-    """A struct as one server-sent event, without a name."""
+    """Return a struct as one server-sent event, without a name."""
     return b"data: " + _encoder.encode(struct) + b"\n\n"
 
 
 def typed_event(struct: Any) -> bytes:
-    """One event that is named as its struct's `type` says."""
+    """Return one event that is named as its struct's `type` says."""
     name: str = struct.type
     return b"event: " + name.encode() + b"\n" + event(struct)
 
@@ -225,7 +225,7 @@ class Answer(ABC):
         return self.prompts[0][-PROMPT_END_TOKENS:] if self.prompts else ()
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """The events, perhaps none, that tell the next delta of choice `index`."""
+        """Return the events, perhaps none, that tell the next delta of choice `index`."""
         if (quick := self.quick_chunk(index, output)) is not None:
             return quick
         if self.is_silent(output):
@@ -259,22 +259,22 @@ class Answer(ABC):
 
     @abstractmethod
     def make_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """The events that tell a delta which is not silent."""
+        """Return the events that tell a delta which is not silent."""
 
     @abstractmethod
     def ending(self, usage: Usage) -> bytes:
-        """The last events of a stream."""
+        """Return the last events of a stream."""
 
     @abstractmethod
     def failure(self, error: BaseException) -> bytes:
-        """The last events of a stream that has failed."""
+        """Return the last events of a stream that has failed."""
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct:
-        """The body of a response that is not streamed; outputs in the order of choices."""
+        """Return the body of a response that is not streamed; outputs in the order of choices."""
 
     def is_silent(self, output: RequestOutput) -> bool:
-        """Whether a delta says nothing yet: its text is held back."""
+        """Return whether a delta says nothing yet: its text is held back."""
         return not (
             output.text
             or output.finish_reason is not None
@@ -298,7 +298,7 @@ class Reply(Answer):
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> bytes:
-        """The event that tells the usage of the whole request."""
+        """Return the event that tells the usage of the whole request."""
 
     def ending(self, usage: Usage) -> bytes:
         return self.usage_chunk(usage) + DONE if self.include_usage else DONE
@@ -329,7 +329,9 @@ class Reply(Answer):
 
 
 async def read_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
-    """The decoded body. Raises `RequestError`; `UnknownModelError` for a model that is not here."""
+    """Return the decoded body. Raises `RequestError`; `UnknownModelError` for a model that is not
+    here.
+    """
     body = await decode_body(request, decoder)
     check_stream_options(body)
     if body.detokenize is False and not body.return_token_ids:
@@ -394,7 +396,9 @@ async def respond(
 def _claim(
     request_id: str, prompts: Sequence[Prompt | Shown], params: SamplingParams, max_model_len: int
 ) -> Claim:
-    """What a body may take of its key's limits: all of its samples, as long as they may get."""
+    """Return what a body may take of its key's limits: all of its samples, as long as they
+    may get.
+    """
     num_sequences, num_tokens = len(prompts) * params.n, 0
     for prompt in prompts:
         num_own = estimated_tokens(prompt)

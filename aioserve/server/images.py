@@ -22,7 +22,7 @@ Content = str | list[Part]
 
 
 def text_part(text: str) -> Part:
-    """A part of a message that is text."""
+    """Return a part of a message that is text."""
     return {"type": "text", "text": text}
 
 
@@ -51,14 +51,14 @@ class MediaParts(Protocol):
     sources: list[Any]
 
     def add(self, path: str, url: str) -> Part:
-        """The image that is at `url`, or in it. Raises `RequestError` that names `path`."""
+        """Return the image that is at `url`, or in it. Raises `RequestError` that names `path`."""
 
     def add_base64(self, path: str, media_type: str, data: str) -> Part:
         """As `add`, for what is in the fields `media_type` and `data` of `path`."""
 
     def add_video(self, path: str, url: str, fps: float | None, fps_path: str) -> Part:
-        """The video whose frames are in `url`, `fps` of them in a second. Raises `RequestError`
-        that names `path` or `fps_path`.
+        """Return the video whose frames are in `url`, `fps` of them in a second. Raises
+        `RequestError` that names `path` or `fps_path`.
         """
 
     def rename(self, error: RequestError) -> None:
@@ -69,8 +69,9 @@ class MediaLoader(Protocol):
     """Brings the images and videos of bodies."""
 
     async def show(self, conversation: Conversation, media: Any) -> Prompt:
-        """The conversation with its images, whose headers are known to be good and within limits.
-        Raises `RequestError` that names the part, `EngineOverloadedError` if others' take too much.
+        """Return the conversation with its images, whose headers are known to be good and within
+        limits. Raises `RequestError` that names the part, `EngineOverloadedError` if others' take
+        too much.
         """
 
     async def close(self) -> None:
@@ -89,7 +90,7 @@ class ImageParts:
 
     @classmethod
     def of(cls, engine: EngineClient) -> "ImageParts":
-        """An empty list of such parts, with the limits of this engine."""
+        """Return an empty list of such parts, with the limits of this engine."""
         return cls(engine.config.images, engine.refuses_images, engine.media.refuses_videos)
 
     @cached_property
@@ -103,7 +104,7 @@ class ImageParts:
         return self._has_any and bool(self.media.sources)
 
     def add(self, path: str, url: str) -> Part:
-        """The image that is at `url`, or in it. Raises `RequestError` that names `path`."""
+        """Return the image that is at `url`, or in it. Raises `RequestError` that names `path`."""
         return self.media.add(path, url)
 
     def add_base64(self, path: str, media_type: str, data: str) -> Part:
@@ -111,8 +112,8 @@ class ImageParts:
         return self.media.add_base64(path, media_type, data)
 
     def add_video(self, path: str, url: str, fps: float | None, fps_path: str) -> Part:
-        """The video whose frames are in `url`, `fps` of them in a second. Raises `RequestError`
-        that names `path` or `fps_path`.
+        """Return the video whose frames are in `url`, `fps` of them in a second. Raises
+        `RequestError` that names `path` or `fps_path`.
         """
         return self.media.add_video(path, url, fps, fps_path)
 
@@ -150,7 +151,7 @@ class Images:
         self._loader: MediaLoader | None = None
 
     async def show(self, conversation: Conversation, parts: ImageParts) -> Prompt:
-        """The conversation with its images, as `MediaLoader.show`."""
+        """Return the conversation with its images, as `MediaLoader.show`."""
         if not parts:
             return conversation
         if self._loader is None:
@@ -160,7 +161,7 @@ class Images:
         return await self._loader.show(conversation, parts.media)
 
     def shown(self, conversation: Conversation, parts: ImageParts) -> Conversation | Shown:
-        """What `show` would make of it, to be brought when its request may run."""
+        """Return what `show` would make of it, to be brought when its request may run."""
         return Shown(self, conversation, parts) if parts else conversation
 
     async def close(self) -> None:

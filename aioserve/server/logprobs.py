@@ -39,7 +39,7 @@ class TokenTexts:
         return known
 
     def text(self, token_id: int) -> str:
-        """The token's text; a piece of a character shows as U+FFFD."""
+        """Return the token's text; a piece of a character shows as U+FFFD."""
         return self[token_id][0]
 
     @cached_property
@@ -48,15 +48,15 @@ class TokenTexts:
         return {token_id for token_id, token in added.items() if token.special}
 
     def width(self, token_id: int) -> int:
-        """The characters that begin in the token."""
+        """Return the characters that begin in the token."""
         return sum(byte & 0xC0 != 0x80 for byte in self[token_id][1])
 
     def is_special(self, token_id: int) -> bool:
-        """Whether texts may leave it out."""
+        """Return whether texts may leave it out."""
         return token_id in self._special
 
     def join(self, token_ids: Sequence[int]) -> str:
-        """The text of known token ids, special tokens left out."""
+        """Return the text of known token ids, special tokens left out."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
@@ -71,7 +71,7 @@ def completion_logprobs(
     offset: int = 0,
     text: str | None = None,
 ) -> tuple[CompletionLogprobs, int]:
-    """The format of /v1/completions, and where the next token's text begins.
+    """Return the format of /v1/completions, and where the next token's text begins.
 
     `offset` is where the first token's does; `text`, if given, is all of it, from which special
     tokens may be missing.
@@ -116,7 +116,7 @@ def prompt_logprobs(
     logprobs: Sequence[TokenLogprobs | None],
     num_logprobs: int,
 ) -> PromptLogprobs:
-    """The format of vLLM, of a prompt of these tokens."""
+    """Return the format of vLLM, of a prompt of these tokens."""
     told: PromptLogprobs = []
     for token_id, item in zip(token_ids, logprobs, strict=True):
         if item is None:

@@ -85,7 +85,7 @@ async def count_answers(request: web.Request, handler: Handler) -> web.StreamRes
 
 @web.middleware
 async def log_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """One line for what was refused or failed; the engine logs what it served."""
+    """Return one line for what was refused or failed; the engine logs what it served."""
     start = time.perf_counter()
     try:
         response = await handler(request)
@@ -113,7 +113,7 @@ def _log(level: int, request: web.Request, outcome: str, start: float) -> None:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error becomes a JSON body that names the field, never a traceback."""
+    """Return every error becomes a JSON body that names the field, never a traceback."""
     try:
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
             raise web.HTTPUnsupportedMediaType(reason="compressed bodies are not supported")
@@ -174,7 +174,7 @@ def _given_request_id(request: web.Request) -> str | None:
 
 
 def _own_id(request: web.Request) -> str:
-    """What finds its line in the log: the id of its answer, or, without one, made for it."""
+    """Return what finds its line in the log: the id of its answer, or, without one, made for it."""
     own_id: str | None = request.get(RESPONSE_ID) or request.get(MADE_ID)
     if own_id is None:
         request[MADE_ID] = own_id = make_id()

@@ -81,7 +81,7 @@ class Route(NamedTuple):
 
 
 def documented(path: str) -> str:
-    """A path of aiohttp as OpenAPI has it: without the patterns of parameters."""
+    """Return a path of aiohttp as OpenAPI has it: without the patterns of parameters."""
     return re.sub(r"{(\w+):[^}]*}", r"{\1}", path)
 
 
@@ -111,14 +111,14 @@ class OpenAPIDocument:
         return self._load_routes()
 
     def encoded(self) -> bytes:
-        """The OpenAPI document as JSON, built again when the served models change."""
+        """Return the OpenAPI document as JSON, built again when the served models change."""
         models = list(self._models())
         if self._encoded is None or self._encoded[0] != models:
             self._encoded = models, msgspec.json.encode(self.build())
         return self._encoded[1]
 
     def build(self) -> Schema:
-        """The OpenAPI document as dicts, lists and strings."""
+        """Return the OpenAPI document as dicts, lists and strings."""
         types = list(dict.fromkeys(_types(self._routes)))
         schemas, components = msgspec.json.schema_components(types, ref_template=_REFS + "{name}")
         schema_of = dict(zip(types, schemas, strict=True))
@@ -192,7 +192,7 @@ ROUTES = (Route("GET", "/openapi.json", serve_document, "This document.", dict[s
 
 
 def _schemes(path: str) -> Sequence[str]:
-    """How a key may be shown there."""
+    """Return how a key may be shown there."""
     style = style_of(path)
     return ("bearer",) if style is None else ("bearer", style.key_header)
 
@@ -288,7 +288,7 @@ def _media_type(answer: Any) -> str:
 
 
 def _event(events: Sequence[Any], schema_of: Mapping[Any, Schema]) -> Schema:
-    """One event of a stream: 3.1 leaves open what the schema of a stream is about."""
+    """Return one event of a stream: 3.1 leaves open what the schema of a stream is about."""
     texts = [schema_of[event] for event in events if "$ref" not in schema_of[event]]
     structs = [schema_of[event] for event in events if "$ref" in schema_of[event]]
     json = {"contentMediaType": "application/json", "contentSchema": {"anyOf": structs}}
@@ -304,7 +304,7 @@ def _event(events: Sequence[Any], schema_of: Mapping[Any, Schema]) -> Schema:
 
 
 def _reached(schemas: Sequence[Any], components: Mapping[str, Schema]) -> Iterator[str]:
-    """The names of all components that these are made of."""
+    """Yield the names of all components that these are made of."""
     todo, seen = list(schemas), set()
     while todo:
         schema = todo.pop()
@@ -320,7 +320,7 @@ def _reached(schemas: Sequence[Any], components: Mapping[str, Schema]) -> Iterat
 
 
 def _told(docstring: str) -> str:
-    """The first paragraph, without what is for readers of the code."""
+    """Return the first paragraph, without what is for readers of the code."""
     first = " ".join(cleandoc(docstring).partition("\n\n")[0].split())
     return re.sub(r" (Raises|Build it) .*", "", first)
 
@@ -383,7 +383,7 @@ def _numbers(numbers: Range) -> Schema:
 
 
 def _refusal(field: Unserved) -> Schema:
-    """The values that ask for nothing."""
+    """Return the values that ask for nothing."""
     no_ops = [value for value in (None, False) if field.is_no_op(value)]
     instead = f" Use {field.instead}." if field.instead else ""
     values = [*no_ops, *(v for v in field.no_ops if v is not False)]

@@ -23,7 +23,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def route_of(command: type[OperatorCommand[Any, Any]]) -> Route:
-    """The route by which the command is given; a body without fields is not looked at."""
+    """Return the route by which the command is given; a body without fields is not looked at."""
     http, fields = command.http, msgspec.structs.fields(command)
     paths = [field.encode_name for field in fields if field.type == FilePath]
     may_lack_body = not any(field.required for field in fields)

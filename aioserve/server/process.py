@@ -219,7 +219,7 @@ async def tell_that_the_loop_turns() -> None:
 
 
 def _watchdog_seconds() -> float | None:
-    """Seconds after which the service manager ends this process if it says nothing."""
+    """Return seconds after which the service manager ends this process if it says nothing."""
     watched = os.environ.get(WATCHDOG_PID_VARIABLE)
     microseconds = os.environ.get(WATCHDOG_VARIABLE, "")
     if watched not in (None, str(os.getpid())) or not microseconds.isdecimal():

@@ -49,7 +49,9 @@ class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
         return "response_format.format" if self.format is not None else "response_format"
 
     def structured_outputs(self) -> StructuredOutputs | None:
-        """What it asks for. Raises `RequestError` for parts that are missing or out of place."""
+        """Return what it asks for. Raises `RequestError` for parts that are missing or out of
+        place.
+        """
         needed = [] if self.type != "json_schema" else ["json_schema"]
         if self.type == "structural_tag":
             has_old_shape = self.structures is not None or self.triggers is not None
@@ -191,9 +193,9 @@ class SamplingRequest(ModelRequest, kw_only=True, omit_defaults=True):
         wanted_by: str = "response_format",
         **others: Any,
     ) -> SamplingParams:
-        """The request's sampling parameters, `others` among them; what it leaves open is taken from
-        `defaults`, its length from `default_max_tokens` if these have none. `wanted` is what the
-        field `wanted_by` asks of the text. Raises `RequestError` that names the field.
+        """Return the request's sampling parameters, `others` among them; what it leaves open is
+        taken from `defaults`, its length from `default_max_tokens` if these have none. `wanted` is
+        what the field `wanted_by` asks of the text. Raises `RequestError` that names the field.
         """
         if wanted is not None and self.structured_outputs is not None:
             raise RequestError(f"give {wanted_by} or structured_outputs, not both", param=wanted_by)
@@ -264,7 +266,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     echo: bool | None = None  # the text begins with the prompt
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One entry per prompt. Raises `RequestError` if texts and token ids are mixed."""
+        """Return one entry per prompt. Raises `RequestError` if texts and token ids are mixed."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}

@@ -50,7 +50,9 @@ class Routes(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig, *, is_for_operators: bool) -> "Routes":
-        """Those that the settings enable; `is_for_operators`: of the application on their port."""
+        """Return those that the settings enable; `is_for_operators`: of the application on their
+        port.
+        """
         is_one_for_all = config.access.admin_port is None
         has_page = config.server.page and (is_one_for_all or is_for_operators)
         page = (_OF_THE_PAGE,) if has_page else ()
@@ -74,25 +76,25 @@ class Routes(NamedTuple):
         return {openapi.documented(place.path): place.needs for place in places}
 
     def all(self) -> tuple[Route, ...]:
-        """All of them with what is said about them: loads the modules of all parts."""
+        """Return all of them with what is said about them: loads the modules of all parts."""
         return (*self.own, *(route for kind in self.kinds for route in routes_of_parts(kind)))
 
 
 @cache
 def routes_of_parts(kind: str) -> tuple[Route, ...]:
-    """What parts bring of that kind, loaded."""
+    """Return what parts bring of that kind, loaded."""
     modules = dict.fromkeys(brought(kind).values())
     loaded = {module: load(kind, name) for name, module in brought(kind).items()}
     return tuple(route for module in modules for route in loaded[module].ROUTES)
 
 
 def all_routes() -> tuple[Route, ...]:
-    """Every route but those of operators and of the page, loaded."""
+    """Return every route but those of operators and of the page, loaded."""
     return (*_OWN, *routes_of_parts(_OF_PARTS))
 
 
 def page_routes() -> tuple[Route, ...]:
-    """The routes of the page, loaded."""
+    """Return the routes of the page, loaded."""
     return routes_of_parts(_OF_THE_PAGE)
 
 

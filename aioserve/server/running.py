@@ -20,12 +20,12 @@ MAX_ID_LENGTH = 128
 
 
 def make_id() -> str:
-    """A new id for a request that is refused before it has one of its own."""
+    """Return a new id for a request that is refused before it has one of its own."""
     return f"req-{uuid.uuid4().hex}"
 
 
 def is_sane_id(given: str) -> bool:
-    """Whether an id can stand in a header and in a line of a log."""
+    """Return whether an id can stand in a header and in a line of a log."""
     return given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_LENGTH
 
 
@@ -110,7 +110,7 @@ class Kept(NamedTuple):
     chain: str = ""  # the id of the response that its conversation began with
 
     def is_for(self, reach: str) -> bool:
-        """Whether a client with the key named `reach` may see it; "" may see all."""
+        """Return whether a client with the key named `reach` may see it; "" may see all."""
         return reach in ("", self.owner)
 
 

@@ -36,7 +36,7 @@ class ListenSockets(NamedTuple):
 
 
 def open_doors(config: EngineConfig) -> ListenSockets:
-    """What the settings say. Raises `ConfigError` as `bind` does."""
+    """Return what the settings say. Raises `ConfigError` as `bind` does."""
     access, server = config.access, config.server
     public = bind(server.host, server.port) if access.uds is None else [bind_unix(access.uds)]
     doors = ListenSockets(public, [], access.uds)
@@ -50,7 +50,7 @@ def open_doors(config: EngineConfig) -> ListenSockets:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """A bound socket at `path`, not yet listening; what a dead server left there makes room.
+    """Return a bound socket at `path`, not yet listening; what a dead server left there makes room.
 
     Raises `ConfigError` if something else is there, or a server that lives.
     """
@@ -74,7 +74,7 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def url_of(sock: socket.socket, *, is_encrypted: bool = False) -> str:
-    """Where what listens on it can be reached."""
+    """Return where what listens on it can be reached."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
@@ -107,8 +107,9 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def bind_beside(sock: socket.socket) -> socket.socket:
-    """Another socket for the address of a bound one: connections are spread over those that listen.
-    Of a Unix socket it is the same once more: the process that is free first takes a connection.
+    """Return another socket for the address of a bound one: connections are spread over those that
+    listen. Of a Unix socket it is the same once more: the process that is free first takes a
+    connection.
 
     Other users' processes cannot take the address. Raises `OSError`.
     """
@@ -129,14 +130,14 @@ def bind_beside(sock: socket.socket) -> socket.socket:
 
 
 def share(sock: socket.socket) -> socket.socket:
-    """The same socket, and its queue of connections, once more. Raises `OSError`."""
+    """Return the same socket, and its queue of connections, once more. Raises `OSError`."""
     # `sock.dup` would set the mode of `sock`, which both share: a process that listens on it
     # already would stand still in its next accept.
     return socket.socket(fileno=os.dup(sock.fileno()))
 
 
 def cannot_listen(where: str, error: OSError) -> ConfigError:
-    """The one line that says why there is no server."""
+    """Return the one line that says why there is no server."""
     return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
 
 

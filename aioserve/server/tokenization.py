@@ -77,7 +77,7 @@ async def preparing(request: web.Request, images: ImageParts) -> AsyncIterator[N
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The handler of /tokenize. There may be more tokens than the model takes."""
+    """Answer /tokenize. There may be more tokens than the model takes."""
     body = await decode_body(request, tokenize_decoder)
     engine = request.app[ENGINE]
     special = body.add_special_tokens is not False
@@ -125,7 +125,7 @@ def _prompt(body: TokenizeRequest, images: ImageParts, ignore_unknown: bool) -> 
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The handler of /detokenize. Special tokens are in the text."""
+    """Answer /detokenize. Special tokens are in the text."""
     body = await decode_body(request, detokenize_decoder)
     return _json(Detokenized(prompt=await request.app[ENGINE].detokenize(body.tokens)))
 

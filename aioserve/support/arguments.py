@@ -86,26 +86,26 @@ def assignment(text: str) -> tuple[str, str]:
 
 
 def output_file(text: str) -> str:
-    """A file that can be written, or begun: found out before the work, not after it."""
+    """Return a file that can be written, or begun: found out before the work, not after it."""
     if why := why_not_writable(text):
         raise argparse.ArgumentTypeError(f"cannot write {text}: {why}")
     return text
 
 
 def count(text: str) -> int:
-    """The type of an argument that is a whole number above 0."""
+    """Return the type of an argument that is a whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """The type of an argument that is a whole number, 0 included."""
+    """Return the type of an argument that is a whole number, 0 included."""
     return 0 if text == "0" else count(text)
 
 
 def positive(text: str) -> float:
-    """The type of an argument that is a number above 0."""
+    """Return the type of an argument that is a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -116,7 +116,7 @@ def positive(text: str) -> float:
 
 
 def mapping(text: str) -> dict[str, Any]:
-    """The type of an argument that is a JSON object."""
+    """Return the type of an argument that is a JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """The file as plain data. Raises `ConfigError` that says `what` it is and where it is wrong."""
+    """Return the file as plain data. Raises `ConfigError` that says `what` it is and where it is
+    wrong.
+    """
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -46,7 +48,7 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 def read_struct(path: Path, what: str, kind: type[T]) -> T:
-    """The file as a struct. Raises `ConfigError` as above, or names the field."""
+    """Return the file as a struct. Raises `ConfigError` as above, or names the field."""
     tree = read_yaml(path, what)
     try:
         return msgspec.convert(tree, kind)
@@ -62,17 +64,17 @@ HERE = Path(__file__).parents[1]
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """A YAML file of settings. Raises `ConfigError` that lists the names that there are."""
+    """Return a YAML file of settings. Raises `ConfigError` that lists the names that there are."""
     return _find(name_or_path, "config", "")
 
 
 def find_workload(name_or_path: str | Path) -> Path:
-    """A description of a workload, or a trace. Raises `ConfigError` as above."""
+    """Return a description of a workload, or a trace. Raises `ConfigError` as above."""
     return _find(name_or_path, "workload", "workloads")
 
 
 def find_fleet(name_or_path: str | Path) -> Path:
-    """A description of a fleet. Raises `ConfigError` as above."""
+    """Return a description of a fleet. Raises `ConfigError` as above."""
     return _find(name_or_path, "fleet", "fleets")
 
 
@@ -124,7 +126,7 @@ logger = logging.getLogger(__name__)
 
 
 def why_not_writable(name: str) -> str:
-    """Why no file of that name can be written; "" if one can."""
+    """Return why no file of that name can be written; "" if one can."""
     path = Path(name)
     if path.is_dir():
         return "it is a folder"

@@ -142,7 +142,7 @@ class BackgroundWriter:
             os.close(own)
 
     def _take(self) -> list[bytes]:
-        """What is to be written next; empty after the end."""
+        """Return what is to be written next; empty after the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._pieces or self._is_closed)
             if not self._pieces:
@@ -287,7 +287,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of the log, as a JSON object."""
+        """Return one line of the log, as a JSON object."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{moment}.{int(record.msecs):03}Z",
@@ -314,7 +314,7 @@ class _LogGaps(Gaps):
         self._formatter = formatter
 
     def ends(self, num_lines: int, error: OSError) -> bytes:
-        """A line in the place of those that are lost."""
+        """Return a line in the place of those that are lost."""
         told = f"{num_lines} lines of the log were dropped here: {error.strerror or error}"
         record = logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None)
         return f"{self._formatter.format(record)}\n".encode()

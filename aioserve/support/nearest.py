@@ -39,7 +39,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def explain(error: msgspec.ValidationError, kind: type) -> str:
-    """The message of an error in converting to `kind`, with the name that was probably meant."""
+    """Return the message of an error in converting to `kind`, with the name that was probably
+    meant.
+    """
     text = str(error)
     if match := _UNKNOWN.match(text):
         known = [name for t in _types_at(kind, match["path"]) for name in _field_names(t)]
@@ -51,9 +53,9 @@ def explain(error: msgspec.ValidationError, kind: type) -> str:
 
 
 def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str, str] | None:
-    """Where in `given`, which does not convert to `kind`, a value has the wrong type, is out of
-    range or none of those that there are, as `server.port`; and what was expected, in words, with
-    what is there. None for an error of any other kind.
+    """Return where in `given`, which does not convert to `kind`, a value has the wrong type, is out
+    of range or none of those that there are, as `server.port`; and what was expected, in words,
+    with what is there. None for an error of any other kind.
     """
     match = _MISFIT.match(str(error)) or _NO_CHOICE.match(str(error))
     if match is None or match["path"] is None:
@@ -89,7 +91,7 @@ def _elsewhere(name: str, kind: type) -> str:
 
 
 def _types_at(kind: Any, path: str | None) -> list[Any]:
-    """The types that may stand at a path such as `$.classes[0].prompt`."""
+    """Return the types that may stand at a path such as `$.classes[0].prompt`."""
     found = list(_alternatives(kind))
     for step in re.findall(r"\.(\w+)|\[(.*?)\]", path or ""):
         name = step[0]
@@ -103,7 +105,7 @@ def _types_at(kind: Any, path: str | None) -> list[Any]:
 
 
 def _alternatives(kind: Any) -> Iterator[Any]:
-    """The types under `Annotated` and unions."""
+    """Yield the types under `Annotated` and unions."""
     if typing.get_origin(kind) is typing.Annotated:
         yield from _alternatives(typing.get_args(kind)[0])
     elif typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -128,12 +130,12 @@ def _tag_field(kind: Any) -> str | None:
 
 
 def _items(kind: Any) -> tuple[Any, ...]:
-    """What may stand in a list, or under a name in a mapping."""
+    """Return what may stand in a list, or under a name in a mapping."""
     return typing.get_args(kind)[-1:]
 
 
 def _choices(kind: Any, path: str | None) -> Iterator[str]:
-    """The values of a `Literal`, or the tags of a union, at the path."""
+    """Yield the values of a `Literal`, or the tags of a union, at the path."""
     for found in _types_at(kind, path):
         if typing.get_origin(found) is typing.Literal:
             yield from map(str, typing.get_args(found))

@@ -38,7 +38,7 @@ MOVED = {
 
 
 def new_name(name: str) -> str | None:
-    """Where the module is now whose name was `name`; None if it has not moved."""
+    """Return where the module is now whose name was `name`; None if it has not moved."""
     for old, new in MOVED.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -53,7 +53,7 @@ class MovedModules:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What loads `name` from its new place; None if it is no old name."""
+        """Return what loads `name` from its new place; None if it is no old name."""
         new = new_name(name) if name.startswith("aioserve.") else None
         if new is None:
             return None

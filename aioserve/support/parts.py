@@ -19,20 +19,20 @@ PARTS = ("aioserve.features", "aioserve.apis", "aioserve.fleet", "aioserve.gpu",
 
 @cache
 def brought(kind: str) -> Mapping[Any, str]:
-    """Where what the parts bring of this kind is, by name."""
+    """Return where what the parts bring of this kind is, by name."""
     return {name: path for own in _brought_by_each(kind) for name, path in own.items()}
 
 
 def _brought_by_each(kind: str) -> Iterator[Mapping[Any, str]]:
-    """What each part brings of this kind; a part's package is imported when it is come to."""
+    """Yield what each part brings of this kind; a part's package is imported when it is come to."""
     for package in PARTS:
         found: Mapping[Any, str] = importlib.import_module(package).BRINGS.get(kind, {})
         yield found
 
 
 def load(kind: str, name: Any) -> Any:
-    """What is brought by this name: a module, or what it calls so. Raises `KeyError` for a name
-    that no part brings, and `ModuleNotFoundError` where a package is missing.
+    """Return what is brought by this name: a module, or what it calls so. Raises `KeyError` for a
+    name that no part brings, and `ModuleNotFoundError` where a package is missing.
     """
     path = next((own[name] for own in _brought_by_each(kind) if name in own), None)
     if path is None:
@@ -54,6 +54,6 @@ class Brought(Generic[T]):
         return name in brought(self._kind)
 
     def __getitem__(self, name: Any) -> T:
-        """What is brought by this name, loaded. Raises as `load` does."""
+        """Return what is brought by this name, loaded. Raises as `load` does."""
         found: T = load(self._kind, name)
         return found

@@ -26,7 +26,7 @@ from aioserve.support.nearest import did_you_mean, explain
 
 
 def import_named(path: str, word: str, unknown: type[ConfigError]) -> ModuleType:
-    """A file, read anew each time, or a module. Raises `unknown` if it is not there, and
+    """Return a file, read anew each time, or a module. Raises `unknown` if it is not there, and
     `ConfigError` with file and line if it cannot be imported; `word` says what was looked for.
     """
     if path.endswith(".py"):
@@ -93,7 +93,7 @@ T = TypeVar("T")
 
 
 def has_no_dot(spec: str) -> bool:
-    """Whether `spec` is a name, and neither a file nor a module."""
+    """Return whether `spec` is a name, and neither a file nor a module."""
     return "." not in spec
 
 
@@ -110,7 +110,8 @@ class Kind(Generic[T]):
     unknown: type[ConfigError] = ConfigError
 
     def load(self, spec: str) -> type[T]:
-        """The class that `spec` names; a file is read anew each time. No class: the only one.
+        """Return the class that `spec` names; a file is read anew each time. No class: the only
+        one.
 
         Raises `unknown` that lists what there is, or `ConfigError` if it is no such class or cannot
         be imported: then with the file and line of the error, which is the cause.
@@ -153,12 +154,12 @@ class Kind(Generic[T]):
         return isinstance(kind, type) and issubclass(kind, self.interface)
 
     def _defined_in(self, module: ModuleType) -> list[type[T]]:
-        """Those that it defines itself, finished or not."""
+        """Return those that it defines itself, finished or not."""
         kinds = filter(self._is_one, vars(module).values())
         return [kind for kind in kinds if kind.__module__ == module.__name__]
 
     def _only_one(self, module: ModuleType, path: str) -> type[T]:
-        """The one that it defines. Raises `ConfigError` if there are more, or none."""
+        """Return the one that it defines. Raises `ConfigError` if there are more, or none."""
         found = self._defined_in(module)
         complete = [kind for kind in found if not _unfinished(kind)] or found
         if not complete:
@@ -183,27 +184,27 @@ Folders = tuple[tuple[Path, int], ...]  # each with the time of its last change,
 
 
 def installed_entry_points(group: str) -> EntryPoints:
-    """The entry points of a group that installed packages have; packages are read anew where a
-    folder of `sys.path` has changed, as every installation changes one.
+    """Return the entry points of a group that installed packages have; packages are read anew where
+    a folder of `sys.path` has changed, as every installation changes one.
     """
     return _read(group, _changed(sys.path))
 
 
 def _changed(paths: Iterable[str]) -> Folders:
-    """The folders that there are, each with the time of its last change."""
+    """Return the folders that there are, each with the time of its last change."""
     folders = [Path(path or ".") for path in paths]
     return tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists())
 
 
 @lru_cache
 def _read(group: str, folders: Folders) -> EntryPoints:
-    """The entry points of a group, as these folders with their times of change hold them."""
+    """Return the entry points of a group, as these folders with their times of change hold them."""
     return entry_points(group=group)
 
 
 def shipped(package: str, group: str, prefix: str = "") -> list[EntryPoint]:
-    """An entry point for each module of a package, sorted by name. Its value names the module, its
-    name begins with `prefix`.
+    """Return an entry point for each module of a package, sorted by name. Its value names the
+    module, its name begins with `prefix`.
     """
     spec = find_spec(package)
     paths = spec.submodule_search_locations if spec is not None else None
@@ -213,7 +214,9 @@ def shipped(package: str, group: str, prefix: str = "") -> list[EntryPoint]:
 
 @lru_cache
 def _modules(folders: Folders) -> list[str]:
-    """The names of the modules that these folders with their times of change hold, sorted."""
+    """Return the names of the modules that these folders with their times of change hold,
+    sorted.
+    """
     return sorted(found.name for found in pkgutil.iter_modules([str(f) for f, _ in folders]))
 
 
@@ -268,12 +271,12 @@ _NAME = re.compile(r"zoo\.(?!(?:py|ya?ml|csv|jsonl)$)[a-zA-Z0-9_-]+")
 
 
 def is_zoo_name(text: str) -> bool:
-    """Whether `text` names a policy of the zoo, such as `zoo.srpt`, be there one or not."""
+    """Return whether `text` names a policy of the zoo, such as `zoo.srpt`, be there one or not."""
     return _NAME.fullmatch(text) is not None
 
 
 def zoo_entry_points() -> list[EntryPoint]:
-    """An entry point for each policy of the zoo, sorted by name. Its value names a module, which
-    defines one policy.
+    """Return an entry point for each policy of the zoo, sorted by name. Its value names a module,
+    which defines one policy.
     """
     return shipped(PACKAGE, GROUP, PREFIX)

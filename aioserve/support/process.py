@@ -145,7 +145,8 @@ DISTRIBUTIONS = {
 
 
 def way_out(error: ModuleNotFoundError) -> str:
-    """One line for an import that failed: the package, the Python that lacks it, what to type.
+    """Return one line for an import that failed: the package, the Python that lacks it, what to
+    type.
 
     Raises `error` itself if a module of aioserve is missing: that is no package to install.
     """

@@ -131,7 +131,7 @@ def counted(total: int, title: str, unit: str) -> Iterator[Callable[[], Any]]:
 
 
 def as_stage(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The same for what `transformers` would show: a hook for its `set_tqdm_hook`."""
+    """Return the same for what `transformers` would show: a hook for its `set_tqdm_hook`."""
     _go_on()
     if not sys.stderr.isatty():
         return Lines(*arguments, **options)
@@ -145,7 +145,7 @@ def _tqdm(*arguments: Any, **options: Any) -> Any:
 
 
 def download_bars() -> Any:
-    """A class of bars for `huggingface_hub`; None on a terminal: those that it has.
+    """Return a class of bars for `huggingface_hub`; None on a terminal: those that it has.
 
     It shows one of files, and some of bytes. Of the files, the last line is told, of bytes what is
     there meanwhile.

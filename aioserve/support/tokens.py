@@ -23,7 +23,9 @@ _BYTE_OF_CHAR = _alphabet()
 
 
 def spelled_bytes(token: str) -> bytes | None:
-    """The bytes that a token of a byte-level vocabulary spells; None if it is not spelled so."""
+    """Return the bytes that a token of a byte-level vocabulary spells; None if it is not spelled
+    so.
+    """
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in token])
     except KeyError:
@@ -50,7 +52,7 @@ class TokenBytes(dict[int, bytes]):
         return self.note(token_id, str(self._tokenizer.decode([token_id])))
 
     def note(self, token_id: int, text: str) -> bytes:
-        """The bytes of a token that decodes to `text`."""
+        """Return the bytes of a token that decodes to `text`."""
         found = self[token_id] = self._bytes(token_id, text)
         return found
 
@@ -183,7 +185,7 @@ class ReasoningTokens:
         self._recent = recent
 
     def save(self) -> TokensState:
-        """Where the reply stands now, for `restore` to go back to."""
+        """Return where the reply stands now, for `restore` to go back to."""
         return TokensState(self.is_begun, self.is_over, self.count, self._recent)
 
     def restore(self, state: TokensState) -> None:

@@ -34,7 +34,9 @@ def check_one_sample(params: SamplingParams | None) -> None:
 
 
 async def whole_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The outputs of one sample as one: its whole text, and the counts of its last output."""
+    """Return the outputs of one sample as one: its whole text, and the counts of its last
+    output.
+    """
     whole: RequestOutput | None = None
     async for output in outputs:
         if whole is None:
@@ -53,9 +55,9 @@ async def generate_all(
     max_concurrency: int,
     fields: Mapping[str, Any],
 ) -> list[RequestOutput]:
-    """What `generate_one` gives for each of `prompts`, in their order, at most `max_concurrency` at
-    a time. A prompt that is refused for lack of room is asked again after the time that the error
-    names; after an `EngineDeadError` no other is asked.
+    """Return what `generate_one` gives for each of `prompts`, in their order, at most
+    `max_concurrency` at a time. A prompt that is refused for lack of room is asked again after the
+    time that the error names; after an `EngineDeadError` no other is asked.
 
     Cancelling it cancels what runs. Raises `RequestError` before any is asked, and after all have
     ended `PromptsFailedError` if some of them got an error.

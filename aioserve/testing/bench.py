@@ -176,7 +176,7 @@ class Ends(StepObserver):
         self._ended += [(request_id, reason) for request_id in request_ids]
 
     def take(self, reason: FinishReason) -> list[str]:
-        """The requests that have ended since the last call, those for this reason."""
+        """Return the requests that have ended since the last call, those for this reason."""
         ended, self._ended = self._ended, []
         return [request_id for request_id, why in ended if why is reason]
 
@@ -360,7 +360,7 @@ class Bench:
             self.writes.check(self.where)
 
     def starvation(self) -> Starvation:
-        """The error for requests that wait while none is scheduled."""
+        """Return the error for requests that wait while none is scheduled."""
         return Starvation(
             f"{self.where}: no request was scheduled for {self.config.stall_timeout:g} s although "
             f"{list(self.ledger.alive)} wait"
@@ -374,7 +374,7 @@ def _with_blocks(spec: WindowSpec, longest: int, block_size: int, num_spare: int
 
 
 def _without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments of a harness, besides the policy, that say something."""
+    """Return those arguments of a harness, besides the policy, that say something."""
     defaults = {
         **{field.name: field.default for field in msgspec.structs.fields(SchedulerConfig)},
         **(Bench.__init__.__kwdefaults__ or {}),

@@ -51,7 +51,7 @@ class Harness(Protocol):
 
 
 def kept(method: Method) -> Method:
-    """A method of the harness whose calls from outside are kept in `calls`."""
+    """Return a method of the harness whose calls from outside are kept in `calls`."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -77,7 +77,7 @@ def kept(method: Method) -> Method:
 
 
 def refusals(harness: Harness) -> tuple[type[Exception], ...]:
-    """What a call of this harness may raise that breaks no rule."""
+    """Return what a call of this harness may raise that breaks no rule."""
     return (*REFUSALS, PolicyError) if harness.tolerates_errors else REFUSALS
 
 
@@ -90,8 +90,9 @@ def make_calls(harness: Harness, calls: Iterable[Call]) -> None:
 
 
 def with_other_ends(calls: Iterable[Call]) -> list[Call]:
-    """The same calls with the lengths of replies dealt out in reverse: each reply, which is all one
-    token but for its last, which ends it, gets the length of its opposite in the order of arrival.
+    """Return the same calls with the lengths of replies dealt out in reverse: each reply, which is
+    all one token but for its last, which ends it, gets the length of its opposite in the order of
+    arrival.
     """
     calls = list(calls)
     lengths = iter([len(c.arguments["reply"]) for c in reversed(calls) if "reply" in c.arguments])
@@ -114,7 +115,7 @@ def _is_possible(harness: Harness, method: str) -> bool:
 
 
 def write_program(harness: Harness, calls: Iterable[Call] | None = None) -> str:
-    """The calls of a harness, or `calls`, as a program that anybody can run."""
+    """Return the calls of a harness, or `calls`, as a program that anybody can run."""
     policy, used = harness.policy, {"from aioserve.testing import SchedulerHarness"}
     begin = [""]
     module = inspect.getmodule(policy)
@@ -154,7 +155,7 @@ def _call(function: str, first: list[str], arguments: Mapping[str, Any], used: s
 
 
 def _folded(word: str) -> str:
-    """A list of numbers that is too long, in several lines."""
+    """Return a list of numbers that is too long, in several lines."""
     if '"' in word or "'" in word:
         return word  # a text is not to be cut
     return textwrap.fill(word, LINE_LENGTH - 5, subsequent_indent=" " * 8)

@@ -24,7 +24,7 @@ MAX_NAMED = 3  # requests of which is said what they get
 
 
 def differences(plan: SchedulerOutput, other: SchedulerOutput) -> str:
-    """What `plan` says where `other` says something else; "" if they are equal."""
+    """Return what `plan` says where `other` says something else; "" if they are equal."""
     if tokens := _tokens(plan, other):
         return tokens
     pairs: dict[str, tuple[Any, Any]] = {
@@ -41,7 +41,7 @@ def differences(plan: SchedulerOutput, other: SchedulerOutput) -> str:
 
 
 def _tokens(plan: SchedulerOutput, other: SchedulerOutput) -> str:
-    """Requests that get other numbers of tokens."""
+    """Return requests that get other numbers of tokens."""
     mine, its = plan.num_scheduled_tokens, other.num_scheduled_tokens
     names = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
     words = [f"{n} gets {mine.get(n, 0)} instead of {its.get(n, 0)}" for n in names[:MAX_NAMED]]
@@ -55,7 +55,7 @@ def _rows(plan: SchedulerOutput) -> list[str]:
 
 
 def _admitted(plan: SchedulerOutput) -> list[tuple[str, int]]:
-    """The requests that enter, each with its cached tokens."""
+    """Return the requests that enter, each with its cached tokens."""
     return [(data.request_id, data.num_computed_tokens) for data in plan.scheduled_new_reqs]
 
 
@@ -197,7 +197,7 @@ class _Run:
 
 
 def _difference(plan: _Plan, other: _Plan) -> str:
-    """The first of what differs, tokens before the rest."""
+    """Return the first of what differs, tokens before the rest."""
     name = next(n for n in _Plan._fields if getattr(plan, n) != getattr(other, n))
     return f"{name} {getattr(plan, name)} instead of {getattr(other, name)}"
 
@@ -255,7 +255,7 @@ def check_foresees_no_end(bench: Bench) -> None:
 
 
 def _num_steps_before_ends(bench: Bench) -> int:
-    """Steps that were planned before the first request ended."""
+    """Return steps that were planned before the first request ended."""
     first = bench.ledger.first_end
     return len(bench.steps) if first is None else first
 

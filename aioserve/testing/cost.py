@@ -119,7 +119,7 @@ def check_cost(policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
 def _count(
     policy: type[BaseScheduler], options: Mapping[str, Any], size: int
 ) -> Counter[tuple[CodeType, int]]:
-    """The lines of the call that runs most of them, among those of some steps in a crowd."""
+    """Return the lines of the call that runs most of them, among those of some steps in a crowd."""
     run = BareRun(policy, options, size)
     for number in range(2 * size):
         run.add(
@@ -267,7 +267,9 @@ def _sizes(scheduler: BaseScheduler) -> dict[str, int]:
 
 
 def size_of(value: object, theirs: set[int]) -> int:
-    """Bytes of an object and of all that it refers to, but for code and what is `theirs`, by id."""
+    """Return bytes of an object and of all that it refers to, but for code and what is `theirs`, by
+    id.
+    """
     seen, line, size = set(theirs), [value], 0
     while line:
         item = line.pop()

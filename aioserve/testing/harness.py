@@ -48,7 +48,7 @@ NAMES = (
 
 @cache
 def sound_policies() -> tuple[type[BaseScheduler], ...]:
-    """The policies that come with aioserve."""
+    """Return the policies that come with aioserve."""
     policies = [load_policy(name) for name in NAMES]
     return tuple(policy for policy in policies if issubclass(policy, BaseScheduler))
 
@@ -224,7 +224,7 @@ class EngineCalls(Bench):
 
     @kept
     def step(self) -> list[SchedulerOutput]:
-        """What the engine task does: fill the pipeline, then take one result.
+        """Return what the engine task does: fill the pipeline, then take one result.
 
         Returns the steps that it planned, in order: at pipeline depth 2 the first call plans two.
         """
@@ -279,7 +279,7 @@ class EngineCalls(Bench):
 
     @kept
     def discard_step(self) -> list[str]:
-        """The policy plans a step that the engine cannot use; returns the ids that ended."""
+        """Return the policy plans a step that the engine cannot use; returns the ids that ended."""
         self.now += self.step_seconds
         self.expire()
         last_step_id = self.steps[-1].step_id if self.steps else 0

@@ -92,7 +92,7 @@ def _start(program: str, seed: str) -> subprocess.Popen[str]:
 
 
 def _plans(child: subprocess.Popen[str], program: str) -> list[_Plan] | None:
-    """What the process has planned; None if it could not import the policy."""
+    """Return what the process has planned; None if it could not import the policy."""
     printed, errors = child.communicate(timeout=SECONDS)
     if child.returncode:
         raise RuntimeError(f"the program did not run in a process of its own:\n{program}\n{errors}")

@@ -49,7 +49,9 @@ class Harness(Protocol):
 
 
 def states_times(request: Request) -> bool:
-    """Whether the request says how soon it is needed: it may be turned away for being late."""
+    """Return whether the request says how soon it is needed: it may be turned away for being
+    late.
+    """
     return request.deadline is not None or any(name in request.hints for name in TIMES)
 
 
@@ -74,7 +76,7 @@ def ask_again(harness: Harness) -> None:
 
 
 def _kinds(turned_away: list[tuple[Request, float]]) -> Iterator[tuple[Request, float]]:
-    """The newest request of each kind, of some kinds."""
+    """Yield the newest request of each kind, of some kinds."""
     found = {repr(_fields(request)): (request, seconds) for request, seconds in turned_away}
     yield from list(found.values())[-MAX_KINDS:]
 
@@ -89,7 +91,7 @@ def _is_served(harness: Harness, name: str, like: Request) -> bool:
 
 
 def _fields(request: Request) -> dict[str, Any]:
-    """What a client says of a request, but for the times that it states."""
+    """Return what a client says of a request, but for the times that it states."""
     hints = {name: value for name, value in request.hints.items() if name not in TIMES}
     fields = {
         "priority": request.priority,
@@ -327,7 +329,7 @@ def _check_keys(bench: Bench, scheduler: BaseScheduler) -> None:
 
 
 def _is_one_line(scheduler: BaseScheduler, one: Request, other: Request) -> bool:
-    """Whether the promise `admits_in_order` is about two requests."""
+    """Return whether the promise `admits_in_order` is about two requests."""
     match scheduler.admits_in_order:
         case "all":
             return True
@@ -338,7 +340,7 @@ def _is_one_line(scheduler: BaseScheduler, one: Request, other: Request) -> bool
 
 
 def _has_nan(key: object) -> bool:
-    """Whether it is NaN, or a tuple that has one."""
+    """Return whether it is NaN, or a tuple that has one."""
     if not isinstance(key, tuple):
         return bool(key != key)
     return any(_has_nan(part) if isinstance(part, tuple) else part != part for part in key)

@@ -41,7 +41,9 @@ class Masked:
         return cls(choices, tuple(eos_token_ids))
 
     def allowed(self, said: Sequence[int]) -> list[int]:
-        """The mask after these tokens. Behind the end another end may follow, and nothing else."""
+        """Return the mask after these tokens. Behind the end another end may follow, and nothing
+        else.
+        """
         begun = [own for own in self.choices if own[: len(said)] == tuple(said)]
         tokens = {own[len(said)] for own in begun if len(own) > len(said)}
         if len(tokens) == 0 or tuple(said) in begun:
@@ -49,7 +51,7 @@ class Masked:
         return sorted(tokens)
 
     def next_of(self, token_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
-        """The tokens that have no alternative, if any, and the one after them."""
+        """Return the tokens that have no alternative, if any, and the one after them."""
         sequence = list(token_ids)
         while True:
             allowed = self.allowed(sequence[num_prompt_tokens:])
@@ -64,13 +66,13 @@ Reply = Sequence[int | Sequence[int]] | Masked
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """The token that follows: any fixed function of the whole sequence will do."""
+    """Return the token that follows: any fixed function of the whole sequence will do."""
     return crc32(repr(list(token_ids)).encode()) % VOCAB_SIZE
 
 
 def next_of_reply(token_ids: Sequence[int], num_prompt_tokens: int, reply: Reply) -> list[int]:
-    """What follows, by a reply and after its end by `next_token`: one token, or what is left of
-    those that come at once. Of several the last is no draft.
+    """Return what follows, by a reply and after its end by `next_token`: one token, or what is left
+    of those that come at once. Of several the last is no draft.
     """
     if isinstance(reply, Masked):
         return reply.next_of(token_ids, num_prompt_tokens)
@@ -108,7 +110,7 @@ read_stated = attrgetter(*STATED)
 
 
 def stated(request: Request) -> tuple[Any, ...]:
-    """The values of `STATED`; of hints a copy."""
+    """Return the values of `STATED`; of hints a copy."""
     values = read_stated(request)
     return tuple(dict(value) if isinstance(value, dict) else value for value in values)
 

@@ -114,14 +114,16 @@ class PlannedBatch:
         self.preempt(name for name in output.preempted_req_ids if name not in paused)
 
     def holders(self, in_flight: Collection[Row]) -> list[Row]:
-        """Requests that hold blocks: unfinished ones, and ended ones that a step still has."""
+        """Return requests that hold blocks: unfinished ones, and ended ones that a step still
+        has.
+        """
         rows = (*self.rows.values(), *self.paused.values(), *self.prefetched.values())
         holders = [row for row in rows if row.life.is_alive]
         holders += {row for row in in_flight if not (row.life.is_alive or row.is_preempted)}
         return holders
 
     def must_tell(self) -> list[str]:
-        """Requests that have ended and are still in the runner's batch."""
+        """Return requests that have ended and are still in the runner's batch."""
         return [request_id for request_id, row in self.rows.items() if not row.life.is_alive]
 
     def _check_sum(self, output: SchedulerOutput) -> None:

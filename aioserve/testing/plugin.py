@@ -29,7 +29,7 @@ class Contract(NamedTuple):
     given: pytest.StashKey[dict[str, type]]  # the classes, by what they were called
 
     def kind_of(self, subject: Any) -> type:
-        """The class that a subject is about."""
+        """Return the class that a subject is about."""
         kind = subject.kind
         assert isinstance(kind, type)
         return kind
@@ -261,7 +261,7 @@ def _is_of_contract(item: pytest.Item) -> bool:
 
 
 def _given_class(item: pytest.Item) -> type | None:
-    """The class of the command line that the test is for."""
+    """Return the class of the command line that the test is for."""
     for each in CONTRACTS:
         is_given = each.given in item.config.stash and str(item.path) == each.path
         if is_given and isinstance(item, pytest.Function):

@@ -83,7 +83,9 @@ class Writes:
 
 
 def _watched(kind: type[T], note: Callable[[T, str], None]) -> type[T]:
-    """The same class, of which `note` hears what code outside aioserve sets in its objects."""
+    """Return the same class, of which `note` hears what code outside aioserve sets in its
+    objects.
+    """
 
     def __setattr__(self: T, name: str, value: Any) -> None:
         frame = sys._getframe(1)
@@ -99,7 +101,7 @@ def _watched(kind: type[T], note: Callable[[T, str], None]) -> type[T]:
 
 @functools.cache
 def is_ours(module: str) -> bool:
-    """Whether code of this module is aioserve's own, and no policy or router."""
+    """Return whether code of this module is aioserve's own, and no policy or router."""
     return module.startswith("aioserve.") and not module.startswith(OPEN)
 
 
@@ -167,7 +169,7 @@ def watched_calls(policy: type, where: Callable[[], str], word: str = "policy") 
 
 
 def _name(frame: FrameType) -> str:
-    """What is called, if it is one of them; else ""."""
+    """Return what is called, if it is one of them; else ""."""
     if frame.f_code.co_filename == random.__file__:
         dice = frame.f_locals.get("self")
         is_shared = dice is SHARED_DICE or isinstance(dice, random.SystemRandom)

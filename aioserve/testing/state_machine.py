@@ -207,7 +207,7 @@ NAMES = st.one_of(*[st.none()] * 9, NUMBERS)
 def accepted_settings(
     policy: type[SchedulerInterface], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings of a harness; with wider limits if the policy refuses those.
+    """Return the settings of a harness; with wider limits if the policy refuses those.
 
     Raises `ConfigError` if it refuses any, as for options that do not exist.
     """
@@ -339,7 +339,9 @@ class PolicyMachine(RuleBasedStateMachine):
         return {name: value for name, value in fields.items() if name not in self._ignored}
 
     def _name(self, number: int | None) -> str:
-        """A new name, or one of those before it; r0 is free until it is taken by accident."""
+        """Return a new name, or one of those before it; r0 is free until it is taken by
+        accident.
+        """
         if number is None:
             self._num_names += 1
             return f"r{self._num_names}"

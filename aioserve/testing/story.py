@@ -56,7 +56,7 @@ class Failure:
 
 
 def shrink(failure: Failure, budget: int = BUDGET) -> Failure:
-    """The simplest failure of the same rule that was found before `budget` was spent."""
+    """Return the simplest failure of the same rule that was found before `budget` was spent."""
     search = _Search(failure, budget)
     search.attempt(failure.harness.setup, _requests_alone(failure.harness.calls))
     while True:
@@ -81,7 +81,7 @@ class _Search:
         self.budget = budget
 
     def attempt(self, setup: Mapping[str, Any], calls: list[Call]) -> bool:
-        """Whether these break the same rule, and are the simplest so far."""
+        """Return whether these break the same rule, and are the simplest so far."""
         if self.budget <= 0:
             return False
         try:
@@ -161,7 +161,7 @@ class _Search:
 
 
 def _num_words(value: Any) -> int:
-    """How much there is to read; a number that repeats is read once."""
+    """Return how much there is to read; a number that repeats is read once."""
     if isinstance(value, Mapping):
         return sum(1 + _num_words(item) for item in value.values())
     if isinstance(value, list | tuple):
@@ -215,7 +215,7 @@ def told(harness: SchedulerHarness, *, simplest: bool = True) -> Iterator[Schedu
 
 
 def explained(failure: Failure, *, simplest: bool = True) -> Exception:
-    """The error with the story in its notes."""
+    """Return the error with the story in its notes."""
     if simplest and not isinstance(failure.error, SLOW):
         failure = shrink(failure)
     failure.error.add_note("\n".join(_tell(failure)))
@@ -237,7 +237,7 @@ def _tell(failure: Failure) -> Iterator[str]:
 
 
 def _where(failure: Failure) -> Iterator[str]:
-    """The step, and the line of the policy's own code that was running, if one was."""
+    """Yield the step, and the line of the policy's own code that was running, if one was."""
     places = [f"after step {steps[-1].step_id}"] if (steps := failure.harness.steps) else []
     if re.search(r"step \d", str(failure.error)):
         places = []  # the message says it
@@ -271,7 +271,7 @@ def _who_waits(harness: SchedulerHarness) -> Iterator[str]:
 
 
 def _concerned(failure: Failure) -> list[str]:
-    """The requests that the message names, in its order; none if two processes differ."""
+    """Return the requests that the message names, in its order; none if two processes differ."""
     if isinstance(failure.error, HashOrder):
         return []
     found = {
@@ -283,7 +283,9 @@ def _concerned(failure: Failure) -> list[str]:
 
 
 def _story(harness: SchedulerHarness, request_id: str) -> Iterator[str]:
-    """What the scheduler was told of the latest request of this name, and what it did with it."""
+    """Yield what the scheduler was told of the latest request of this name, and what it did with
+    it.
+    """
     told = [call for call in harness.calls if _names(call, request_id)]
     first = max(i for i, call in enumerate(told) if call.method == "add_request")
     events = [(call.step, _in_words(harness, call, request_id)) for call in told[first:]]
@@ -338,7 +340,7 @@ def _tokens(count: int | None) -> str:
 
 
 def _merged(events: list[tuple[int, str]]) -> Iterator[str]:
-    """A line for events that are alike, step after step."""
+    """Yield a line for events that are alike, step after step."""
     for text, same in groupby(events, key=lambda event: event[1]):
         steps = [step for step, _ in same]
         if not text.startswith(("computes", "admitted", "preempted", "paused")):

@@ -26,7 +26,7 @@ WRONG_TOKEN = -1
 
 
 def told_of(token_id: int) -> TokenLogprobs:
-    """What a toy tells of how likely a token is: which token it is, asked or not."""
+    """Return what a toy tells of how likely a token is: which token it is, asked or not."""
     return TokenLogprobs(0.0, 1, [token_id], [0.0])
 
 
@@ -80,7 +80,7 @@ class ToyRunner:
         replies: Mapping[str, Reply] | None = None,
         failed: Collection[str] = (),
     ) -> ModelRunnerOutput:
-        """What the real runner does: drop, add, write keys and values, then read them.
+        """Return what the real runner does: drop, add, write keys and values, then read them.
 
         `namespaces` says, by request, what must match besides tokens for blocks to be shared;
         `replies`, what it is to get. The rows of the `failed` write nothing, and what rests on that
@@ -347,7 +347,9 @@ class ToyRunner:
         return sampled
 
     def _is_spoilt(self, row: "Row", end: int) -> bool:
-        """Whether any of its first `end` positions was to be written by a row that failed."""
+        """Return whether any of its first `end` positions was to be written by a row that
+        failed.
+        """
         size, slots = self._block_size, self._slots
         return any(slots[row.block_ids[i // size]][i % size] == SPOILT for i in range(end))
 
@@ -425,7 +427,9 @@ class Row:
     proposed_before: list[int] = field(default_factory=list)
 
     def keys_with(self, drafts: Sequence[int]) -> list[int]:
-        """What keys and values of each position depend on: namespace, tokens, encoder inputs."""
+        """Return what keys and values of each position depend on: namespace, tokens, encoder
+        inputs.
+        """
         self._extend(self.keys, self.token_ids)
         if not drafts:
             return self.keys
@@ -609,7 +613,7 @@ class ToyStore(BlockStore):
         self._pending: deque[Callable[[bool], None]] = deque()  # told whether it fails
 
     def __len__(self) -> int:
-        """The number of questions that wait for an answer."""
+        """Return the number of questions that wait for an answer."""
         return len(self._pending)
 
     def answer(self, fails: bool = False) -> None:

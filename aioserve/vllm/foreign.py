@@ -186,8 +186,8 @@ class VLLMScheduler(SchedulerInterface):
         return self.finish_requests(due, RequestStatus.FINISHED_TIMEOUT) if due else []
 
     def _translated(self, number: str, request: Request) -> TheirRequest:
-        """The request as vLLM knows it: what it has of a reply already counts as prompt, and every
-        token that ends it as a stop token.
+        """Return the request as vLLM knows it: what it has of a reply already counts as prompt, and
+        every token that ends it as a stop token.
         """
         params = TheirSamplingParams(
             max_tokens=request.max_total_tokens - request.num_tokens,
@@ -251,7 +251,9 @@ class VLLMScheduler(SchedulerInterface):
         }
 
     def _own_output(self, output: Any, result: ModelRunnerOutput) -> EngineCoreOutput:
-        """One of vLLM's outputs. A stop token is told as the reason if the client has named it."""
+        """Return one of vLLM's outputs. A stop token is told as the reason if the client has named
+        it.
+        """
         request, token_ids = self._observed.took(output)
         has_ended = output.finish_reason is not None
         if has_ended:
@@ -358,7 +360,7 @@ def _settings(
 
 
 def _make_scheduler(settings: VllmConfig, kv_cache: KVCacheManager, *, is_ahead: bool) -> Scheduler:
-    """The scheduler that vLLM would take, for one group of layers with full attention."""
+    """Return the scheduler that vLLM would take, for one group of layers with full attention."""
     spec = FullAttentionSpec(
         block_size=kv_cache.block_size, num_kv_heads=1, head_size=64, dtype=torch.float32
     )

@@ -54,8 +54,8 @@ class Observed:
         return request
 
     def planned(self, plan: TheirPlan) -> SchedulerOutput:
-        """The plan as aioserve's runners and logs know one. Whatever vLLM keeps as a set comes in
-        the order in which the requests came.
+        """Return the plan as aioserve's runners and logs know one. Whatever vLLM keeps as a set
+        comes in the order in which the requests came.
         """
         self.num_steps += 1
         requests, cached = self.requests, plan.scheduled_cached_reqs
@@ -103,7 +103,7 @@ class Observed:
     def _entering(
         self, name: str, blocks: tuple[list[int], ...] | None, num_computed: int
     ) -> NewRequestData:
-        """A request that enters the batch, for the first time or anew."""
+        """Return a request that enters the batch, for the first time or anew."""
         request = self.requests[name]
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_computed
@@ -145,7 +145,7 @@ class Observed:
         return request, token_ids
 
     def stats(self, theirs: Any, policy: str) -> SchedulerStats:
-        """The state of the scheduler `theirs`, of which these are the requests."""
+        """Return the state of the scheduler `theirs`, of which these are the requests."""
         num_running = len(theirs.running)
         pool = theirs.kv_cache_manager.block_pool
         num_blocks = pool.num_gpu_blocks - 1

@@ -211,7 +211,7 @@ class Notes:
 
 
 def _path(vllm_config: VllmConfig) -> Path:
-    """The file to write to; of several engines of one server, each has its own."""
+    """Return the file to write to; of several engines of one server, each has its own."""
     stated = vllm_config.additional_config
     tree = stated.get(KEY) if isinstance(stated, Mapping) else None
     path = tree.get(SETTING) if isinstance(tree, Mapping) else None
@@ -234,8 +234,8 @@ def _path(vllm_config: VllmConfig) -> Path:
 
 
 def make_header(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> Header:
-    """The settings of an engine of vLLM's as the first record of a log: with the policy `vllm`,
-    which a replay asks for by that name.
+    """Return the settings of an engine of vLLM's as the first record of a log: with the policy
+    `vllm`, which a replay asks for by that name.
     """
     theirs, cache = vllm_config.scheduler_config, vllm_config.cache_config
     lora = vllm_config.lora_config

@@ -97,8 +97,8 @@ class Tracked:
 
 
 def to_ours(theirs: TheirRequest, clock: Callable[[], float]) -> Tracked:
-    """The request as aioserve sees it; `clock` is aioserve's. Raises `RequestError` for what is not
-    translated.
+    """Return the request as aioserve sees it; `clock` is aioserve's. Raises `RequestError` for what
+    is not translated.
     """
     if theirs.resumable:
         raise RequestError("aioserve.vllm.Scheduler takes no streaming input (resumable requests)")
@@ -140,9 +140,9 @@ def to_ours(theirs: TheirRequest, clock: Callable[[], float]) -> Tracked:
 
 
 def hints_of(session_id: str | None, extra: Mapping[str, Any]) -> Hints:
-    """The hints of a request: `session_id` of vLLM's as the hint `session`, and what `extra_args`
-    say under the name of a hint. What is no text, flag or number, or has no name of a hint, is for
-    another part of vLLM: custom logits processors read the same map.
+    """Return the hints of a request: `session_id` of vLLM's as the hint `session`, and what
+    `extra_args` say under the name of a hint. What is no text, flag or number, or has no name of a
+    hint, is for another part of vLLM: custom logits processors read the same map.
     """
     found: dict[str, Any] = {} if session_id is None else {SESSION: session_id}
     for name, value in extra.items():
@@ -157,7 +157,9 @@ def hints_of(session_id: str | None, extra: Mapping[str, Any]) -> Hints:
 
 
 def _number(extra: Mapping[str, Any], name: str) -> float | None:
-    """A number of seconds that `extra_args` state. Raises `RequestError` for what is none."""
+    """Return a number of seconds that `extra_args` state. Raises `RequestError` for what is
+    none.
+    """
     value = extra.get(name)
     if value is None:
         return None

@@ -173,7 +173,9 @@ class Scheduler(TheirInterface):
         return policy
 
     def _make_policy(self) -> SchedulerInterface:
-        """The policy of the settings, with a recorder around it if a log is to be written."""
+        """Return the policy of the settings, with a recorder around it if a log is to be
+        written.
+        """
         config = self.settings.scheduler
         policy = load_policy(config.policy)
         if not issubclass(policy, BaseScheduler):
@@ -254,7 +256,7 @@ class Scheduler(TheirInterface):
             self._enter(request)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether the request has come and not ended. vLLM asks from version 0.33 on."""
+        """Return whether the request has come and not ended. vLLM asks from version 0.33 on."""
         return request_id in self._tracked or request_id in self._compiling
 
     def finish_requests(
@@ -363,7 +365,9 @@ class Scheduler(TheirInterface):
         return None
 
     def _is_time(self) -> bool:
-        """Whether to ask the policy: vLLM does every millisecond while a policy holds all back."""
+        """Return whether to ask the policy: vLLM does every millisecond while a policy holds all
+        back.
+        """
         return self._clock() >= self._asleep_until
 
     def _note_idle(self, step: StepInFlight[None] | None) -> None:
@@ -384,7 +388,7 @@ class Scheduler(TheirInterface):
         return [self._tracked[name] for name in plan.num_scheduled_tokens]
 
     def _translate(self, plan: SchedulerOutput) -> TheirPlan:
-        """The plan in vLLM's words."""
+        """Return the plan in vLLM's words."""
         finished = self._leave_runner(plan.finished_req_ids)  # before a request of the same id
         cached, tracked, now = plan.scheduled_cached_reqs, self._tracked, time.monotonic()
         names, num_computed = cached.req_ids, cached.num_computed_tokens
@@ -486,7 +490,9 @@ class Scheduler(TheirInterface):
             )
 
     def _blocks_to_zero(self, plan: SchedulerOutput) -> list[int] | None:
-        """Blocks that requests got for this step and that hold nothing of a cached prefix."""
+        """Return blocks that requests got for this step and that hold nothing of a cached
+        prefix.
+        """
         size = self._kv_cache.block_size
         fresh = [b for ids in plan.scheduled_cached_reqs.new_block_ids.values() for b in ids]
         for data in plan.scheduled_new_reqs:
@@ -494,7 +500,7 @@ class Scheduler(TheirInterface):
         return _their_blocks(fresh) or None
 
     def get_grammar_bitmask(self, scheduler_output: TheirPlan) -> GrammarOutput | None:
-        """Which tokens the grammars allow in this step, by request."""
+        """Return which tokens the grammars allow in this step, by request."""
         masked = next((h.masked for h in self._handed if h.plan is scheduler_output), [])
         names = [name for name in masked if name in self._theirs]
         if not names:
@@ -553,7 +559,7 @@ class Scheduler(TheirInterface):
     def _their_outputs(
         self, outputs: list[OurOutput], result: "TheirResult"
     ) -> list[EngineCoreOutput]:
-        """What a step brought, in vLLM's words."""
+        """Return what a step brought, in vLLM's words."""
         made, tracked = [], self._tracked
         for output in outputs:
             row = tracked[output.request_id]
@@ -566,7 +572,7 @@ class Scheduler(TheirInterface):
     def _their_output(
         self, row: Tracked, output: OurOutput, result: "TheirResult"
     ) -> EngineCoreOutput:
-        """What a step brought for one request, in vLLM's words."""
+        """Return what a step brought for one request, in vLLM's words."""
         name, token_ids = output.request_id, output.new_token_ids
         reason = None if output.finish_reason is None else REASONS[output.finish_reason]
         stop_reason = output.stop_reason
@@ -698,24 +704,26 @@ class Scheduler(TheirInterface):
     # What vLLM's engine core asks.
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run, as far as the pause lets them."""
+        """Return requests that wait or run, as far as the pause lets them."""
         num_running, num_waiting = self.get_request_counts()
         if self._pause_state is PauseState.PAUSED_ALL:
             return 0
         return num_running + (num_waiting if self._pause_state is PauseState.UNPAUSED else 0)
 
     def has_finished_requests(self) -> bool:
-        """Whether the runner has to hear that requests have ended. In a pause it hears it later."""
+        """Return whether the runner has to hear that requests have ended. In a pause it hears it
+        later.
+        """
         return not self._loop.is_paused and self._loop.scheduler.has_finished_requests()
 
     def has_requests(self) -> bool:
-        """Whether a step is to be made: to plan, to tell of ends, or to tell clients."""
+        """Return whether a step is to be made: to plan, to tell of ends, or to tell clients."""
         return bool(self._refused or self._ends.ended or self._loop.failed) or (
             super().has_requests()
         )
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Number of requests, as `(running, waiting)`."""
+        """Return number of requests, as `(running, waiting)`."""
         num_running, num_waiting = self._loop.scheduler.get_request_counts()
         return num_running, num_waiting + len(self._compiling)
 
@@ -761,7 +769,7 @@ class Scheduler(TheirInterface):
         """There are no encoder outputs."""
 
     def make_stats(self) -> SchedulerStats | None:
-        """The state after the last call, for vLLM's metrics; None if it wants none."""
+        """Return the state after the last call, for vLLM's metrics; None if it wants none."""
         if not self._log_stats:
             return None
         num_running, num_waiting = self.get_request_counts()
@@ -794,13 +802,15 @@ def _is_ready(request: TheirRequest) -> bool:
 
 
 def _is_masked(row: Tracked) -> bool:
-    """Whether a request of structured output gets a token in the step that was just planned."""
+    """Return whether a request of structured output gets a token in the step that was just
+    planned.
+    """
     return row.is_structured and row.ours.num_computed_tokens >= row.ours.num_tokens
 
 
 def _num_output(row: Tracked, num_computed: int) -> int:
-    """Tokens of the reply that the runner knows before a step which begins behind `num_computed`
-    tokens: the received ones, and one that a step in flight samples.
+    """Return tokens of the reply that the runner knows before a step which begins behind
+    `num_computed` tokens: the received ones, and one that a step in flight samples.
     """
     return max(row.ours.num_tokens, num_computed + 1) - row.ours.num_prompt_tokens
 
@@ -810,7 +820,7 @@ def _their_blocks(block_ids: Iterable[int]) -> list[int]:
 
 
 def _our_result(plan: SchedulerOutput, result: "TheirResult") -> ModelRunnerOutput:
-    """What the runner brought of a plan, with its rows in the order of the plan."""
+    """Return what the runner brought of a plan, with its rows in the order of the plan."""
     names, index = list(plan.num_scheduled_tokens), result.req_id_to_index
     pooled = {}
     if (vectors := result.pooler_output) is not None:
@@ -822,7 +832,7 @@ def _our_result(plan: SchedulerOutput, result: "TheirResult") -> ModelRunnerOutp
 
 
 def _why(reason: OurReason, error: BaseException | None) -> str | None:
-    """What vLLM's client is told as `stop_reason`."""
+    """Return what vLLM's client is told as `stop_reason`."""
     if isinstance(error, RequestRejectedError):
         return f"rejected: {error} (ask again in {error.retry_after:g} s)"
     return "timeout" if reason is OurReason.TIMEOUT else None

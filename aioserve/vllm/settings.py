@@ -56,8 +56,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 def read_settings(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int
 ) -> Settings:
-    """The settings of one engine. Raises `ConfigError` for settings that cannot work, and for
-    features of vLLM's that are not translated: all of them in one message.
+    """Return the settings of one engine. Raises `ConfigError` for settings that cannot work, and
+    for features of vLLM's that are not translated: all of them in one message.
     """
     if refused := list(_refusals(vllm_config, kv_cache_config, block_size)):
         raise ConfigError(
@@ -96,7 +96,7 @@ def read_settings(
 
 
 def _given(additional_config: Any) -> tuple[dict[str, Any], bool]:
-    """What the user states of `SchedulerConfig`, and whether steps are to be checked."""
+    """Return what the user states of `SchedulerConfig`, and whether steps are to be checked."""
     tree = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(tree, Mapping):
         raise ConfigError(f"--additional-config {KEY} must be a mapping, got {tree!r:.80}")
@@ -140,7 +140,7 @@ def _has_kv_events(vllm_config: VllmConfig) -> bool:
 def _refusals(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int
 ) -> Iterator[str]:
-    """Each feature that is on and is not translated, by the name that vLLM's users know."""
+    """Yield each feature that is on and is not translated, by the name that vLLM's users know."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     theirs, cache = vllm_config.scheduler_config, vllm_config.cache_config
     observed = vllm_config.observability_config

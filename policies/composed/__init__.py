@@ -61,7 +61,7 @@ class ComposedScheduler(BaseScheduler):
 
     @classmethod
     def read_parts(cls, options: dict[str, Any]) -> list[tuple[type[Part], PolicyOptions]]:
-        """The parts, order and budget first. Raises `ConfigError` that names the part."""
+        """Return the parts, order and budget first. Raises `ConfigError` that names the part."""
         parsed = super().parse_options(options)
         assert isinstance(parsed, cls.Options)
         where = f"policy {cls.__name__}, options."
@@ -135,7 +135,7 @@ class ComposedScheduler(BaseScheduler):
             left = None if left is None else left - granted
 
     def ask(self, request: Request, step: Step) -> Verdict:
-        """What all admissions say: the first that does not admit the request decides."""
+        """Return what all admissions say: the first that does not admit the request decides."""
         for door in self.doors:
             if (verdict := door.ask(request, step)) != "admit":
                 if verdict not in ("last", "hold"):
@@ -161,7 +161,7 @@ class ComposedScheduler(BaseScheduler):
             part.on_finish(request, reason)
 
     def gauges(self) -> dict[str, float]:
-        """Those of the parts, each with the kind of its part before its name."""
+        """Return those of the parts, each with the kind of its part before its name."""
         return {
             f"{part.kind}_{name}": value
             for part in self.parts

@@ -72,12 +72,12 @@ class AndesScheduler(BaseScheduler):
         return request.num_output_tokens / speed - max(now - begin, 0.0)
 
     def gain(self, request: Request, now: float) -> float:
-        """The share of the horizon in which its user would wait, if it were not served."""
+        """Return the share of the horizon in which its user would wait, if it were not served."""
         left = self.options.horizon - self.unread_seconds(request, now)
         return max(left / self.options.horizon, 0.0)
 
     def rank(self, request: Request, now: float) -> tuple[float, float]:
-        """What serving the request gains for the memory that it takes; the best first."""
+        """Return what serving the request gains for the memory that it takes; the best first."""
         return -self.gain(request, now) / request.num_tokens, request.arrival_time
 
     def ahead(self, now: float) -> deque[Request]:

@@ -71,7 +71,7 @@ class AutellixScheduler(BaseScheduler):
         return min(int(served / options.quantum).bit_length(), options.num_levels - 1)
 
     def order(self, request: Request) -> float:
-        """When waiting will have lifted it to the top; set when it enters the queue."""
+        """Return when waiting will have lifted it to the top; set when it enters the queue."""
         if request not in self.before:
             calls = self.calls.setdefault(self.program(request), set())
             for ended in [call for call in calls if call.status.is_finished]:

@@ -99,7 +99,7 @@ class ContinuumScheduler(BaseScheduler):
         keep_latest(self.sorted, MAX_TOOLS)
 
     def time_to_live(self, request: Request, tool: str) -> float:
-        """The seconds that save the most in expectation; 0 if none is worth its memory."""
+        """Return the seconds that save the most in expectation; 0 if none is worth its memory."""
         durations = self.sorted.get(tool)
         if not durations:
             return self.options.first_ttl

@@ -109,6 +109,6 @@ class HyGenScheduler(BaseScheduler):
         return taken
 
     def decode_price(self) -> float:
-        """A decode in prompt tokens."""
+        """Return a decode in prompt tokens."""
         decode = self.step_time.seconds(0, 1, 0) - self.step_time.seconds(0, 0, 0)
         return max(decode / self.step_time.seconds_per_prompt_token, 1.0)

@@ -77,8 +77,8 @@ class InferCeptScheduler(BaseScheduler):
             self.pin(request, self.clock() + seconds)
 
     def break_even(self, request: Request) -> float:
-        """Seconds after which keeping the blocks has wasted as much memory as dropping them would:
-        that of all running requests, and its own, while its tokens are computed again.
+        """Return seconds after which keeping the blocks has wasted as much memory as dropping them
+        would: that of all running requests, and its own, while its tokens are computed again.
         """
         again = request.num_tokens * self.step_time.seconds_per_prompt_token
         return again * (self.memory.held + request.num_tokens) / request.num_tokens

@@ -116,5 +116,5 @@ class JustitiaScheduler(BaseScheduler):
 
 
 def memory_time(request: Request, reply: float) -> float:
-    """What a call holds until it has `reply` tokens, in KV tokens times steps."""
+    """Return what a call holds until it has `reply` tokens, in KV tokens times steps."""
     return request.num_prompt_tokens * reply + reply * reply / 2

@@ -41,7 +41,7 @@ class Kind:
     seconds: float = 0.0  # from an end to the next turn, all returns together
 
     def lifespan(self, least: float) -> float:
-        """Seconds after which a next turn is less likely than `least`."""
+        """Return seconds after which a next turn is less likely than `least`."""
         if not self.returns:
             return 0.0
         odds = (self.returns + 1) / (self.ends - self.returns + 1)

@@ -48,7 +48,7 @@ class MCSFScheduler(BaseScheduler):
     options: Options
 
     def predicted(self, request: Request) -> float:
-        """Tokens of the reply, as the client says."""
+        """Return tokens of the reply, as the client says."""
         return hinted_number(request, "predicted_output_tokens", self.options.usual)
 
     def order(self, request: Request) -> tuple[float, float]:

@@ -52,7 +52,9 @@ class OrcaScheduler(BaseScheduler):
         return step.output()
 
     def reservation(self, request: Request) -> int:
-        """Tokens of the blocks that are set aside for the request: its last token needs none."""
+        """Return tokens of the blocks that are set aside for the request: its last token needs
+        none.
+        """
         is_own = self.options.reserve == "request"
         limit = request.max_total_tokens if is_own else self.max_model_len
         size = self.kv_cache.block_size

@@ -81,7 +81,7 @@ class PeakMemoryScheduler(BaseScheduler):
         self.sums = None
 
     def final_tokens(self, request: Request) -> float:
-        """How many tokens the request will have at its end, prompt and reply together."""
+        """Return how many tokens the request will have at its end, prompt and reply together."""
         limit, source = request.max_total_tokens, self.options.lengths
         if source == "hint":
             reply = hinted_number(request, "predicted_output_tokens", limit)
@@ -92,7 +92,9 @@ class PeakMemoryScheduler(BaseScheduler):
         return min(request.num_prompt_tokens + reply, limit)
 
     def longer_than(self, num_tokens: int, otherwise: int) -> float:
-        """The mean length of the recent replies of more than `num_tokens`; `otherwise`: of none."""
+        """Return the mean length of the recent replies of more than `num_tokens`; `otherwise`: of
+        none.
+        """
         if self.sums is None:
             self.sums = list(accumulate(self.lengths))
         first = bisect_right(self.lengths, num_tokens)

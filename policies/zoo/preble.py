@@ -59,7 +59,7 @@ class PrebleScheduler(BaseScheduler):
         return step.output()
 
     def grouped(self, window: int) -> list[deque[Request]]:
-        """The waiting requests by the share of their prompts that is cached, least first."""
+        """Return the waiting requests by the share of their prompts that is cached, least first."""
         count = self.options.num_groups
         groups: list[deque[Request]] = [deque() for _ in range(count)]
         for request in islice(self.waiting, window):
@@ -68,7 +68,7 @@ class PrebleScheduler(BaseScheduler):
         return groups
 
     def next_group(self, groups: list[deque[Request]]) -> int | None:
-        """The best group with a turn left; a new round begins when none has one."""
+        """Return the best group with a turn left; a new round begins when none has one."""
         present = [i for i in reversed(range(len(groups))) if groups[i]]
         for group in present:
             if self.taken[group] <= group:

@@ -51,7 +51,7 @@ class QoServeScheduler(BaseScheduler):
     options: Options
 
     def order(self, request: Request) -> float:
-        """When the first token is due, or the reply of a request that is offline."""
+        """Return when the first token is due, or the reply of a request that is offline."""
         offline, options = hinted_flag(request, "offline"), self.options
         limit = options.ttlt if offline else hinted_number(request, "slo_ttft", options.ttft)
         return request.arrival_time + limit
@@ -78,7 +78,7 @@ class QoServeScheduler(BaseScheduler):
         return step.output()
 
     def slack(self, request: Request) -> float:
-        """Seconds that the next step may take for this stream; never less than its pace."""
+        """Return seconds that the next step may take for this stream; never less than its pace."""
         tpot = hinted_number(request, "slo_tpot", self.options.tpot)
         if hinted_flag(request, "offline"):
             return self.options.ttft / 8  # newcomers wait for the end of a step

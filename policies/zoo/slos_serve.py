@@ -52,11 +52,11 @@ class SLOsServeScheduler(BaseScheduler):
         self.last: dict[Request, float] = {}  # when each running request was last served
 
     def order(self, request: Request) -> float:
-        """When the first token is due."""
+        """Return when the first token is due."""
         return request.arrival_time + hinted_number(request, "slo_ttft", self.options.ttft)
 
     def pace(self, request: Request) -> float:
-        """Seconds for each token after the first."""
+        """Return seconds for each token after the first."""
         return hinted_number(request, "slo_tpot", self.options.tpot)
 
     def schedule(self) -> SchedulerOutput:
@@ -99,7 +99,8 @@ class SLOsServeScheduler(BaseScheduler):
     def plan(
         self, begun: list[Request], waiting: list[Request], now: float, speed: float
     ) -> tuple[list[Request], list[Request]]:
-        """The prompts that can all be in time, and those that are declined; both by deadline.
+        """Return the prompts that can all be in time, and those that are declined; both by
+        deadline.
 
         `speed` is in prompt tokens a second. What has begun is not declined.
         """

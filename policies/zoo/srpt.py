@@ -48,7 +48,7 @@ class SRPTScheduler(BaseScheduler):
     options: Options
 
     def predicted(self, request: Request) -> float:
-        """Tokens of the whole reply."""
+        """Return tokens of the whole reply."""
         return hinted_number(request, "predicted_output_tokens", self.options.usual)
 
     def order(self, request: Request) -> tuple[float, float]:
@@ -71,11 +71,13 @@ class SRPTScheduler(BaseScheduler):
         return step.output()
 
     def is_young(self, request: Request) -> bool:
-        """Whether the request may still lose its place."""
+        """Return whether the request may still lose its place."""
         limit = self.options.preempt_until * self.predicted(request)
         return request.num_output_tokens < limit
 
     def longer(self, request: Request, young: list[Request]) -> Iterator[Request]:
-        """Those of `young` that have more to come than the waiting request, most of all first."""
+        """Return those of `young` that have more to come than the waiting request, most of all
+        first.
+        """
         key = self.order(request)
         return (other for other in reversed(young) if self.order(other) > key)

@@ -70,7 +70,7 @@ _NAMES = {
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
-    """The handler of /v1/messages. Raises what `add_request` raises, before anything is sent."""
+    """Answer /v1/messages. Raises what `add_request` raises, before anything is sent."""
     body = await decode_body(request, create_decoder)
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body, _ignores_unknown(request)), images.named():
@@ -92,7 +92,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    """The handler of /v1/messages/count_tokens. There may be more than the model takes."""
+    """Answer /v1/messages/count_tokens. There may be more than the model takes."""
     body = await decode_body(request, count_decoder)
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body, _ignores_unknown(request)), images.named():
@@ -251,7 +251,9 @@ class MessageAnswer(Answer):
         return self._reader.read(output)
 
     def _tell(self, event: Event) -> bytes:
-        """What opens the block of the event, if it is another than the open one, and the delta."""
+        """Return what opens the block of the event, if it is another than the open one, and the
+        delta.
+        """
         match event:
             case Content():
                 opening = b"" if isinstance(self._block, TextBlock) else self._open(TextBlock())

@@ -30,8 +30,8 @@ _CHOICES: Mapping[str, Choice] = {
 
 
 def template_messages(body: CountTokensRequest, images: ImageParts) -> list[dict[str, Any]]:
-    """What the chat template gets to see; messages of one role in a row become one. Of images,
-    `images` takes note.
+    """Return what the chat template gets to see; messages of one role in a row become one. Of
+    images, `images` takes note.
 
     Raises `RequestError`.
     """
@@ -123,7 +123,9 @@ def _text(blocks: Sequence[Block]) -> str:
 
 
 def tools_of(body: CountTokensRequest, *, ignore_unknown: bool = False) -> ToolUse | None:
-    """The tools that are offered, but those of vendors. Raises `RequestError` that says where."""
+    """Return the tools that are offered, but those of vendors. Raises `RequestError` that says
+    where.
+    """
     offered = {
         (path := f"tools[{i}]"): _function(tool, path, ignore_unknown)
         for i, tool in enumerate(body.tools or ())
@@ -206,8 +208,8 @@ _HINTS = ("cache_control", "caller", "citations", "data")
 def checked_blocks(
     content: str | list[Block], types: Mapping[str, Sequence[str]], path: str
 ) -> Sequence[Block]:
-    """The blocks of a content, each of one of these types, with its fields and no others. Raises
-    `RequestError` with the place of another one.
+    """Return the blocks of a content, each of one of these types, with its fields and no others.
+    Raises `RequestError` with the place of another one.
     """
     if isinstance(content, str):
         return [Block(type="text", text=content)]
@@ -232,8 +234,8 @@ def all_parts(blocks: Sequence[Block], path: str, images: ImageParts) -> list[Pa
 
 
 def parts_of(block: Block, path: str, images: ImageParts) -> list[Part]:
-    """A checked block of text, images or both, as chat templates know it; of images, `images`
-    takes note. Raises `RequestError`.
+    """Return a checked block of text, images or both, as chat templates know it; of images,
+    `images` takes note. Raises `RequestError`.
     """
     if block.type == "tool_reference":  # every tool is told at once
         return [text_part(f"The tool {block.tool_name} can be called.\n")]
@@ -249,7 +251,7 @@ def parts_of(block: Block, path: str, images: ImageParts) -> list[Part]:
 
 
 def _document(block: Block, source: Source, path: str, images: ImageParts) -> list[Part]:
-    """A document in its place: title and context a line each, then all that is in it."""
+    """Return a document in its place: title and context a line each, then all that is in it."""
     path = f"{path}.source"
     _check_source(source, _OF_DOCUMENTS, path)
     if source.type == "content":

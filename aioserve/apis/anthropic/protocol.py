@@ -125,8 +125,8 @@ class Thinking(RequestPart, kw_only=True, omit_defaults=True):
         return self.type != "disabled" and self.display != "omitted"
 
     def budget(self) -> int | None:
-        """The most reasoning tokens. Raises `RequestError` if `enabled` comes without, or for
-        fewer than 1.
+        """Return the most reasoning tokens. Raises `RequestError` if `enabled` comes without, or
+        for fewer than 1.
         """
         if self.budget_tokens is None:
             if self.type == "enabled":
@@ -187,7 +187,7 @@ class CountTokensRequest(SamplingRequest, kw_only=True, omit_defaults=True):
         return None if self.output_format is None else "output_format.schema"
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """The request's sampling parameters; `defaults` are for what it leaves open. Raises
+        """Return the request's sampling parameters; `defaults` are for what it leaves open. Raises
         `RequestError` that names the field.
         """
         if self.stop is not None and self.stop_sequences is not None:
@@ -394,7 +394,9 @@ _ANTHROPIC_TYPES = {
 
 
 def to_messages_error(status: int, info: ErrorInfo) -> tuple[int, MessagesError]:
-    """The same in Anthropic's words: a full queue is its 529, and the message names the field."""
+    """Return the same in Anthropic's words: a full queue is its 529, and the message names the
+    field.
+    """
     status = _anthropic_status(status, info.code)
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     names_field = info.param is None or info.param in info.message

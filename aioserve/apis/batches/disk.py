@@ -48,7 +48,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
     file: FileObject
 
     def is_for(self, reach: str) -> bool:
-        """Whether a client that reaches the owner `reach`, "" for all, may see it."""
+        """Return whether a client that reaches the owner `reach`, "" for all, may see it."""
         return reach in ("", self.owner)
 
 
@@ -62,7 +62,7 @@ class StoredBatch(msgspec.Struct, kw_only=True):
     output_seconds: int | None = None  # for which these are kept; None: as all files
 
     def is_for(self, reach: str) -> bool:
-        """Whether a client that reaches the owner `reach`, "" for all, may see it."""
+        """Return whether a client that reaches the owner `reach`, "" for all, may see it."""
         return reach in ("", self.owner)
 
 
@@ -71,12 +71,12 @@ batches = msgspec.json.Decoder(StoredBatch)
 
 
 def make_id(kind: str) -> str:
-    """A new id, which sorts by the time at which it was made."""
+    """Return a new id, which sorts by the time at which it was made."""
     return f"{kind}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def is_id(text: str, kind: str) -> bool:
-    """Whether a text can be an id of that kind, and so the name of a file."""
+    """Return whether a text can be an id of that kind, and so the name of a file."""
     return re.fullmatch(f"{kind}[0-9a-f]{{32}}", text) is not None
 
 
@@ -179,7 +179,7 @@ class Disk:
         write_whole(self.files / f"{stored.file.id}.json", encoder.encode(stored))
 
     def content(self, file_id: str) -> Path:
-        """The path at which the bytes of the file are stored."""
+        """Return the path at which the bytes of the file are stored."""
         return self.files / file_id
 
     def find_file(self, file_id: str, reach: str) -> StoredFile | None:
@@ -192,12 +192,12 @@ class Disk:
         return stored
 
     def list_files(self, reach: str) -> list[StoredFile]:
-        """All files for a client that reaches `reach`, the oldest first."""
+        """Return all files for a client that reaches `reach`, the oldest first."""
         now = time.time()
         return [s for s in self.all_files() if s.is_for(reach) and now < s.file.expires_at]
 
     def all_files(self) -> list[StoredFile]:
-        """All files, the oldest first. Each is read once in a life of this process."""
+        """Return all files, the oldest first. Each is read once in a life of this process."""
         known, fresh = self._stored, {}
         for name in sorted(name for name in os.listdir(self.files) if name.endswith(".json")):
             stored = known.get(name) or read(self.files / name, files)
@@ -214,7 +214,7 @@ class Disk:
     # Batches
 
     def folder(self, batch_id: str) -> Path:
-        """The folder in which all of a batch is."""
+        """Return the folder in which all of a batch is."""
         return self.batches / batch_id
 
     def add_batch(self, stored: StoredBatch) -> bool:
@@ -247,7 +247,9 @@ class Disk:
             (self.folder(batch_id) / name).unlink(missing_ok=True)
 
     def find_batch(self, batch_id: str, reach: str = "") -> StoredBatch | None:
-        """The batch as it is now; None if a client that reaches `reach` has no such batch."""
+        """Return the batch as it is now; None if a client that reaches `reach` has no such
+        batch.
+        """
         if not is_id(batch_id, "batch_"):
             return None
         folder = self.folder(batch_id)
@@ -270,17 +272,17 @@ class Disk:
             (self.folder(batch_id) / "cancel").touch()
 
     def batch_ids(self) -> list[str]:
-        """The ids of all batches that are kept, the oldest first."""
+        """Return the ids of all batches that are kept, the oldest first."""
         return sorted(name for name in os.listdir(self.batches) if is_id(name, "batch_"))
 
     def owner_of(self, batch_id: str) -> str:
-        """The name of the key that made a batch; "" for a batch that is gone."""
+        """Return the name of the key that made a batch; "" for a batch that is gone."""
         if batch_id not in self._owners and (stored := self.find_batch(batch_id)) is not None:
             self._owners[batch_id] = stored.owner
         return self._owners.get(batch_id, "")
 
     def list_batches(self, reach: str) -> list[StoredBatch]:
-        """All batches for a client that reaches `reach`, the oldest first."""
+        """Return all batches for a client that reaches `reach`, the oldest first."""
         owned = [i for i in self.batch_ids() if reach in ("", self.owner_of(i))]
         found = [self.find_batch(batch_id, reach) for batch_id in owned]
         return [stored for stored in found if stored is not None]
@@ -290,7 +292,7 @@ DISK = web.AppKey("DISK", Disk)
 
 
 def disk_of(request: web.Request) -> Disk:
-    """The directory. Raises `UnknownBatchError` that says how to have one."""
+    """Return the directory. Raises `UnknownBatchError` that says how to have one."""
     disk = request.app.get(DISK)
     if disk is None:
         raise UnknownBatchError(
@@ -315,7 +317,7 @@ INCOMING = "incoming\0"  # no name of a key
 
 
 def usage(disk: Disk) -> Counter[str]:
-    """Bytes by owner, those of uploads as `INCOMING`'s. A file counts as a MiB at least."""
+    """Return bytes by owner, those of uploads as `INCOMING`'s. A file counts as a MiB at least."""
     used: Counter[str] = Counter()
     for stored in disk.all_files():
         used[stored.owner] += max(stored.file.bytes, MIB)
@@ -330,7 +332,9 @@ def usage(disk: Disk) -> Counter[str]:
 
 
 def is_full(disk: Disk, used: Counter[str], owner: str, more: int = 0) -> bool:
-    """Whether there is more than there may be, in all or of that owner, with `more` bytes."""
+    """Return whether there is more than there may be, in all or of that owner, with `more`
+    bytes.
+    """
     limit = disk.settings.max_batch_gib * 2**30
     share = limit * (disk.settings.max_batch_share if owner else 1)
     return used.total() + more > limit or used[owner] + more > share
@@ -374,7 +378,9 @@ def sweep(disk: Disk, now: float) -> None:
 
 
 def _size(path: Path, *, of_its_own: bool = False) -> int:
-    """Bytes; 0 if it is not there or, where asked, if it has another name, by which it counts."""
+    """Return bytes; 0 if it is not there or, where asked, if it has another name, by which it
+    counts.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:

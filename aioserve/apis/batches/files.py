@@ -46,7 +46,7 @@ _encoder = msgspec.json.Encoder()
 
 
 async def create_file(request: web.Request) -> web.Response:
-    """The handler of POST. Raises `RequestError`, and `UnknownBatchError` where no file is kept."""
+    """Answer POST. Raises `RequestError`, and `UnknownBatchError` where no file is kept."""
     disk = disk_of(request)
     upload = await receive(request, disk)
     try:
@@ -67,8 +67,8 @@ async def create_file(request: web.Request) -> web.Response:
 
 
 async def list_files(request: web.Request) -> web.Response:
-    """The handler of GET for all. Raises `RequestError` for a wrong query, and
-    `UnknownBatchError` where no file is kept.
+    """Answer GET for all. Raises `RequestError` for a wrong query, and `UnknownBatchError` where no
+    file is kept.
     """
     disk, page = disk_of(request), decode_query(request.query, FilesPage)
     stored = await disk.do(disk.list_files, reach_of(request))
@@ -80,14 +80,14 @@ async def list_files(request: web.Request) -> web.Response:
 
 
 async def get_file(request: web.Request) -> web.Response:
-    """The handler of GET for one. Raises `UnknownFileError`, and `UnknownBatchError` where no file
+    """Answer GET for one. Raises `UnknownFileError`, and `UnknownBatchError` where no file
     is kept.
     """
     return _json((await _find(request)).file)
 
 
 async def get_file_content(request: web.Request) -> web.StreamResponse:
-    """The handler of GET for its bytes. Raises as `get_file`."""
+    """Answer GET for its bytes. Raises as `get_file`."""
     disk, stored = disk_of(request), await _find(request)
     try:
         file: BinaryIO = await disk.do(open, disk.content(stored.file.id), "rb", buffering=0)
@@ -106,7 +106,7 @@ async def get_file_content(request: web.Request) -> web.StreamResponse:
 
 
 async def delete_file(request: web.Request) -> web.Response:
-    """The handler of DELETE. A batch that has begun with the file goes on. Raises as `get_file`."""
+    """Answer DELETE. A batch that has begun with the file goes on. Raises as `get_file`."""
     disk, stored = disk_of(request), await _find(request)
     await disk.do(disk.remove_file, stored.file.id)
     return _json(FileDeleted(id=stored.file.id))
@@ -195,8 +195,8 @@ T = TypeVar("T", bound=_Named)
 def page_of(
     found: Sequence[T], after: str | None, limit: int
 ) -> tuple[list[T], str | None, str | None, bool]:
-    """The objects behind the one of the id `after`, `limit` of them at most; the ids of the first
-    and the last of these; whether there are more. Raises `RequestError` for an unknown id.
+    """Return the objects behind the one of the id `after`, `limit` of them at most; the ids of the
+    first and the last of these; whether there are more. Raises `RequestError` for an unknown id.
     """
     begin = 0
     if after is not None:
@@ -234,9 +234,9 @@ class Upload(NamedTuple):
 
 
 async def receive(request: web.Request, disk: Disk) -> Upload:
-    """The form, once it is whole. Raises `RequestError` for one that is wrong, too large, or does
-    not fit on the disk, `HTTPUnsupportedMediaType` for what is no form. Nothing is left of what is
-    refused.
+    """Return the form, once it is whole. Raises `RequestError` for one that is wrong, too large, or
+    does not fit on the disk, `HTTPUnsupportedMediaType` for what is no form. Nothing is left of
+    what is refused.
     """
     if request.content_type != "multipart/form-data":
         got = request.headers.get(hdrs.CONTENT_TYPE, "no Content-Type")

@@ -133,7 +133,9 @@ class OfflineScheduler(BaseScheduler):
             load.add(request, granted)
 
     def room(self, load: Load, request: Request, limit: float) -> int:
-        """Tokens of the request for which the step has time: a decode, or part of a prompt."""
+        """Return tokens of the request for which the step has time: a decode, or part of a
+        prompt.
+        """
         context = load.num_context_tokens + request.num_computed_tokens
         with_one = Load(load.num_prefill_tokens, load.num_decodes + 1, context + 1)
         if self.seconds(with_one) > limit:

@@ -25,7 +25,7 @@ _encoder = msgspec.json.Encoder()
 
 
 async def create_batch(request: web.Request) -> web.Response:
-    """The handler of POST. Raises `RequestError`, and `UnknownBatchError` where none is run."""
+    """Answer POST. Raises `RequestError`, and `UnknownBatchError` where none is run."""
     body = await decode_body(request, decoder)
     disk, owner = disk_of(request), owner_of(request)
     stored = await disk.do(disk.find_file, body.input_file_id, reach_of(request))
@@ -78,7 +78,7 @@ def _check_number(disk: Disk, owner: str) -> None:
 
 
 async def list_batches(request: web.Request) -> web.Response:
-    """The handler of GET for all, the newest first. Raises `RequestError` for a wrong query, and
+    """Answer GET for all, the newest first. Raises `RequestError` for a wrong query, and
     `UnknownBatchError` where none is run.
     """
     disk, page = disk_of(request), decode_query(request.query, BatchesPage)
@@ -89,13 +89,13 @@ async def list_batches(request: web.Request) -> web.Response:
 
 
 async def get_batch(request: web.Request) -> web.Response:
-    """The handler of GET for one. Raises `UnknownBatchError`."""
+    """Answer GET for one. Raises `UnknownBatchError`."""
     return _json((await _find(request)).batch)
 
 
 async def cancel_batch(request: web.Request) -> web.Response:
-    """The handler of POST to cancel one; lines that were answered stay. Raises
-    `UnknownBatchError`, and `RequestError` for a batch that is over, or about to be.
+    """Answer POST to cancel one; lines that were answered stay. Raises `UnknownBatchError`, and
+    `RequestError` for a batch that is over, or about to be.
     """
     disk, stored = disk_of(request), await _find(request)
     if request.can_read_body:

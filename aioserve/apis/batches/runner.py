@@ -71,7 +71,9 @@ class Runner:
         self._seen: list[StoredBatch] = []  # that had not ended at the last look
 
     def tell(self) -> list[Counted]:
-        """How many batches this process runs, and how far they are; nothing if another one does."""
+        """Return how many batches this process runs, and how far they are; nothing if another one
+        does.
+        """
         return batch_gauges(s.batch for s in self._seen) if self._lock is not None else []
 
     async def run(self) -> None:
@@ -140,7 +142,7 @@ class Runner:
             self._start(stored)
 
     def _has_key(self, stored: StoredBatch) -> bool:
-        """Whether the key that a batch belongs to is there now, if there are keys at all."""
+        """Return whether the key that a batch belongs to is there now, if there are keys at all."""
         keyring = self._app[ACCESS].keyring
         return not keyring or stored.owner in keyring.named
 
@@ -233,7 +235,7 @@ class Runner:
 
 
 def _is_over(stored: StoredBatch) -> bool:
-    """Whether none of its lines is to be run: it takes no place of another."""
+    """Return whether none of its lines is to be run: it takes no place of another."""
     return stored.batch.status == "cancelling" or stored.batch.expires_at <= time.time()
 
 
@@ -350,8 +352,8 @@ class Inner:
     async def ask(
         self, path: str, body: bytes, key: Key | None, hints: Mapping[str, bool], name: str
     ) -> tuple[str, web.Response]:
-        """An id, as in the log, and the answer or the refusal that a client with that key would
-        get. `hints` go before those of the body. Cancelled, it aborts what was asked for.
+        """Return an id, as in the log, and the answer or the refusal that a client with that key
+        would get. `hints` go before those of the body. Cancelled, it aborts what was asked for.
         """
         request = InnerRequest(
             self._app, path, body, self._protocol, name=name, max_bytes=self.max_bytes
@@ -369,7 +371,7 @@ class Inner:
 
 
 async def _refuse_stream(request: web.Request) -> web.StreamResponse:
-    """The handler of a line that asks for a stream."""
+    """Return the handler of a line that asks for a stream."""
     raise RequestError(
         "stream must not be true in a line of a batch: its answer in a file is whole",
         param="stream",
@@ -429,7 +431,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def again(response: web.Response, body: bytes) -> Again | None:
-    """When to run the line with that body again; None: this is its answer."""
+    """Return when to run the line with that body again; None: this is its answer."""
     if response.status in _NOT_NOW:
         told = response.headers.get(hdrs.RETRY_AFTER, "")
         seconds = float(told) if told.isdigit() else MIN_WAIT
@@ -443,7 +445,7 @@ def again(response: web.Response, body: bytes) -> Again | None:
 
 
 def _ends(response: web.Response) -> set[str]:
-    """How the choices of an answer ended, or the code of an error."""
+    """Return how the choices of an answer ended, or the code of an error."""
     body = _body.decode(_bytes(response))
     found = {choice.finish_reason for choice in body.choices}
     if body.error is not None:
@@ -454,12 +456,12 @@ def _ends(response: web.Response) -> set[str]:
 
 
 def is_failure(response: web.Response) -> bool:
-    """Whether the answer belongs to the file of errors."""
+    """Return whether the answer belongs to the file of errors."""
     return response.status >= 400
 
 
 def result_line(result_id: str, custom_id: str, request_id: str, response: web.Response) -> bytes:
-    """The line of the output that tells an answer."""
+    """Return the line of the output that tells an answer."""
     answer = LineResponse(
         status_code=response.status,
         request_id=request_id,

@@ -65,7 +65,7 @@ class Lines:
         return len(self.offsets)
 
     def read(self, number: int) -> Line:
-        """The line of that number, from 0."""
+        """Return the line of that number, from 0."""
         return _line.decode(os.pread(self._file, self.lengths[number], self.offsets[number]))
 
     def close(self) -> None:
@@ -76,8 +76,8 @@ class Lines:
 
 
 def look_through(path: Path, endpoint: str, *, max_lines: int, max_bytes: int) -> Lines:
-    """All lines, with `errors` for those that no batch of `endpoint` may have; `max_bytes` is the
-    limit of one of them. Empty lines are passed over.
+    """Return all lines, with `errors` for those that no batch of `endpoint` may have; `max_bytes`
+    is the limit of one of them. Empty lines are passed over.
     """
     lines = Lines(path)
     try:
@@ -91,8 +91,8 @@ def look_through(path: Path, endpoint: str, *, max_lines: int, max_bytes: int) -
 
 
 def paced(file: BinaryIO, max_bytes: int = -1) -> Iterator[bytes]:
-    """The lines of a file, each in pieces of at most `max_bytes`, with a pause now and then: what
-    is done with them holds the GIL, and the event loop goes on in the pauses.
+    """Yield the lines of a file, each in pieces of at most `max_bytes`, with a pause now and then:
+    what is done with them holds the GIL, and the event loop goes on in the pauses.
     """
     since_pause = 0
     while raw := file.readline(max_bytes):
@@ -189,8 +189,8 @@ class _OneFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
     def recover(self) -> Iterator[str]:
-        """The `custom_id` of every whole line. What comes after the last whole line, such as what a
-        power failure has left, is cut off.
+        """Yield the `custom_id` of every whole line. What comes after the last whole line, such as
+        what a power failure has left, is cut off.
         """
         with open(self.path, "rb") as file:
             for raw in paced(file):
@@ -236,7 +236,7 @@ class ResultLog:
         self.is_ending = False
 
     def recover(self) -> tuple[list[str], list[str]]:
-        """The `custom_id` of the lines that were answered, and of those that have failed."""
+        """Return the `custom_id` of the lines that were answered, and of those that have failed."""
         return list(self.output.recover()), list(self.errors.recover())
 
     def write(self, answered: Sequence[Answered], *, synced: bool = False) -> None:
@@ -262,7 +262,7 @@ class ResultLog:
 
 
 def result_id(batch_id: str, number: int) -> str:
-    """The id of the result of the line of that number."""
+    """Return the id of the result of the line of that number."""
     return f"batch_req_{batch_id.removeprefix('batch_')}-{number}"
 
 
@@ -375,7 +375,7 @@ class Work:
             lines.close()
 
     async def _look_through(self) -> Lines | None:
-        """The lines; None if the batch has failed."""
+        """Return the lines; None if the batch has failed."""
         settings = self._disk.settings
         lines = await self._disk.do(
             look_through,

@@ -48,7 +48,7 @@ class File(NamedTuple):
 
 @cache
 def read_files() -> dict[str, File]:
-    """All files of the page, by name."""
+    """Return all files of the page, by name."""
     files = {}
     for path in sorted(FOLDER.iterdir()):
         if (content_type := CONTENT_TYPES.get(path.suffix)) is not None:

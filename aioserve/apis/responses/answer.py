@@ -57,7 +57,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def new_id(prefix: str) -> str:
-    """An id such as OpenAI gives, of which clients know the prefix."""
+    """Return an id such as OpenAI gives, of which clients know the prefix."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
@@ -78,13 +78,13 @@ class ItemWriter:
         self._number = 0  # of the next event
 
     def event(self, kind: type[Numbered], name: str, **fields: Any) -> Numbered:
-        """An event with the next sequence number of the stream."""
+        """Return an event with the next sequence number of the stream."""
         self._number += 1
         return kind(type=name, sequence_number=self._number - 1, **fields)
 
     def tell(self, event: Event, logprobs: Sequence[ChatTokenLogprob] = ()) -> list[Numbered]:
-        """What begins the item of the event, if it is another than the open one, and the delta.
-        `logprobs` are those of its tokens, if it is text of a message.
+        """Return what begins the item of the event, if it is another than the open one, and the
+        delta. `logprobs` are those of its tokens, if it is text of a message.
         """
         match event:
             case Content():
@@ -260,7 +260,7 @@ class ResponseAnswer(Answer):
             await self._store.put(self.id, self._kept)
 
     def _finished(self, output: RequestOutput, usage: Usage) -> Response:
-        """The complete response, noted to be stored."""
+        """Return the complete response, noted to be stored."""
         details = _incomplete(output)
         response = self._response(
             "completed" if details is None else "incomplete", self._writer.items
@@ -326,7 +326,7 @@ class ResponseAnswer(Answer):
 
 
 def _incomplete(output: RequestOutput) -> Incomplete | None:
-    """Why a response is incomplete; None if it is complete."""
+    """Return why a response is incomplete; None if it is complete."""
     match output.finish_reason:
         case FinishReason.LENGTH:
             return Incomplete(reason="max_output_tokens")
@@ -375,12 +375,12 @@ _TEXTS: Mapping[type[OutputItem], ItemText] = {
 
 
 def text_of(item: OutputItem) -> ItemText:
-    """How the text of this item is told."""
+    """Return how the text of this item is told."""
     return _TEXTS[type(item)]
 
 
 def reasoning_kind(body: ResponsesRequest) -> type[ReasoningItem]:
-    """The kind of item that reasoning is told in."""
+    """Return the kind of item that reasoning is told in."""
     asked = body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary)
     return SummarizedItem if asked else ReasoningItem
 
@@ -424,9 +424,9 @@ class TokenQueue:
             self._raw += bytes(entry.bytes)
 
     def take(self, text: str) -> list[ChatTokenLogprob]:
-        """The tokens that make up `text`, the next piece of the reply that is told. Tokens before
-        it are dropped: they are marks. A token in two pieces belongs to the first one. Where the
-        text is not what the model wrote, all pending tokens are said to be in it.
+        """Return the tokens that make up `text`, the next piece of the reply that is told. Tokens
+        before it are dropped: they are marks. A token in two pieces belongs to the first one. Where
+        the text is not what the model wrote, all pending tokens are said to be in it.
         """
         begin, end = _find(text, self._raw) or (0, len(self._raw))
         told: list[ChatTokenLogprob] = []
@@ -443,8 +443,8 @@ class TokenQueue:
 
 
 def _find(text: str, raw: bytearray) -> tuple[int, int] | None:
-    """Where in `raw` the first bytes begin and end that are shown as `text`, in which U+FFFD stands
-    for bytes that are no character; None if there are none.
+    """Return where in `raw` the first bytes begin and end that are shown as `text`, in which U+FFFD
+    stands for bytes that are no character; None if there are none.
     """
     if _REPLACEMENT not in text:
         own = text.encode()
@@ -462,9 +462,9 @@ def _find(text: str, raw: bytearray) -> tuple[int, int] | None:
 
 
 def _find_broken(text: str, raw: bytes, *, is_all: bool) -> tuple[int, int] | None:
-    """What `_find` does. Tokenizers differ in how many U+FFFD they show for broken bytes, one for
-    each byte or for each character that was begun: so a run of them is a run, and they are counted
-    only where the text begins or ends. Without `is_all`, more bytes follow.
+    """Return what `_find` does. Tokenizers differ in how many U+FFFD they show for broken bytes,
+    one for each byte or for each character that was begun: so a run of them is a run, and they are
+    counted only where the text begins or ends. Without `is_all`, more bytes follow.
     """
     wanted = _with_short_runs(text)
     shown, places, position = [""], list[int](), 0  # where in `raw` each character begins
@@ -499,7 +499,7 @@ def _find_broken(text: str, raw: bytes, *, is_all: bool) -> tuple[int, int] | No
 
 
 def _with_short_runs(text: str) -> str:
-    """The text with one U+FFFD in the place of several in a row."""
+    """Return the text with one U+FFFD in the place of several in a row."""
     begun = ["", *text][:-1]
     return "".join(
         char
@@ -509,7 +509,9 @@ def _with_short_runs(text: str) -> str:
 
 
 def _sizes_of_broken(raw: bytes) -> list[int]:
-    """The bytes that each U+FFFD stands for which a decoder of UTF-8 shows for all of these."""
+    """Return the bytes that each U+FFFD stands for which a decoder of UTF-8 shows for all
+    of these.
+    """
     sizes, at = [], 0
     while at < len(raw):
         try:

@@ -61,10 +61,10 @@ def template_turns(
     num_before: int = 0,
     instructions: str | None = None,
 ) -> list[Turn]:
-    """What the chat template gets to see of `items`, of which the first `num_before` are those of
-    an earlier response and its input. What an assistant thinks, says and calls is one message, and
-    so are messages of users, or of the system, in a row; `instructions` are the first of these. Of
-    images, `images` takes note.
+    """Return what the chat template gets to see of `items`, of which the first `num_before` are
+    those of an earlier response and its input. What an assistant thinks, says and calls is one
+    message, and so are messages of users, or of the system, in a row; `instructions` are the first
+    of these. Of images, `images` takes note.
 
     Raises `RequestError`.
     """
@@ -241,12 +241,16 @@ NOTHING_OFFERED = Offered(None, {}, ())
 
 
 def whole_name(namespace: str | None, name: str) -> str:
-    """What the model calls a function of a namespace, in characters that all formats take."""
+    """Return what the model calls a function of a namespace, in characters that all formats
+    take.
+    """
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def tools_of(body: ResponsesRequest, *, ignore_unknown: bool = False) -> Offered:
-    """The tools that are offered, but those of vendors. Raises `RequestError` that says where."""
+    """Return the tools that are offered, but those of vendors. Raises `RequestError` that says
+    where.
+    """
     offered: dict[str, FunctionDefinition] = {}
     names: dict[str, tuple[str, str]] = {}
     customs: set[str] = set()
@@ -312,7 +316,7 @@ _PARAMETERS = {
 
 
 def as_function(tool: CustomTool) -> FunctionDefinition:
-    """The function that the model is told of. A grammar of the input is told in words."""
+    """Return the function that the model is told of. A grammar of the input is told in words."""
     told = [tool.description or ""]
     if definition := (tool.format or {}).get("definition"):
         told.append(f"The input keeps to this grammar:\n{definition}")
@@ -323,12 +327,14 @@ def as_function(tool: CustomTool) -> FunctionDefinition:
 
 
 def arguments_of(text: str) -> str:
-    """The arguments, as JSON text, of a call whose input is `text`."""
+    """Return the arguments, as JSON text, of a call whose input is `text`."""
     return msgspec.json.encode({"input": text}).decode()
 
 
 def input_of(arguments: str) -> str:
-    """The input that a call's arguments hold; if they are no such object, they are the input."""
+    """Return the input that a call's arguments hold; if they are no such object, they are the
+    input.
+    """
     try:
         return msgspec.json.decode(arguments, type=dict[str, str])["input"]
     except (*UNREADABLE, KeyError):

@@ -133,7 +133,9 @@ class TextFormat(RequestPart, kw_only=True, omit_defaults=True):
     strict: bool | None = None
 
     def structured_outputs(self) -> StructuredOutputs | None:
-        """What it asks for. Raises `RequestError` for parts that are missing or out of place."""
+        """Return what it asks for. Raises `RequestError` for parts that are missing or out of
+        place.
+        """
         for name in ("name", "schema"):
             is_given = getattr(self, name) is not None
             if is_given != (self.type == "json_schema"):
@@ -200,9 +202,9 @@ class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
     def sampling_params(
         self, defaults: SamplingDefaults, default_max_tokens: int | None
     ) -> SamplingParams:
-        """The request's sampling parameters; what it leaves open is taken from `defaults`, its
-        length from `default_max_tokens` if these have none. Raises `RequestError` that names the
-        field.
+        """Return the request's sampling parameters; what it leaves open is taken from `defaults`,
+        its length from `default_max_tokens` if these have none. Raises `RequestError` that names
+        the field.
         """
         form = None if self.text is None else self.text.format
         others: dict[str, Any] = {}
@@ -231,8 +233,8 @@ class ResponsesRequest(SamplingRequest, kw_only=True, omit_defaults=True):
         return top if is_wanted else None
 
     def reasoning_budget(self) -> tuple[int | None, str]:
-        """How many reasoning tokens there may be, and the field that says so. Raises `RequestError`
-        for two fields that differ.
+        """Return how many reasoning tokens there may be, and the field that says so. Raises
+        `RequestError` for two fields that differ.
         """
         own = self.thinking_token_budget
         given = None if self.reasoning is None else self.reasoning.max_tokens

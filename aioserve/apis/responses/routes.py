@@ -68,7 +68,7 @@ _NAMES = {
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """The handler of POST. Raises what `add_request` raises, before anything is sent."""
+    """Answer POST. Raises what `add_request` raises, before anything is sent."""
     body, chat_format = await decode_body(request, decoder), request.app[CHAT_FORMAT]
     engine = request.app[ENGINE]
     images = ImageParts.of(engine)
@@ -91,7 +91,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
-    """The handler of POST /v1/responses/input_tokens. There may be more than the model takes."""
+    """Answer POST /v1/responses/input_tokens. There may be more than the model takes."""
     body = await decode_body(request, decoder)
     images = ImageParts.of(request.app[ENGINE])
     use = _offered(request, body).use
@@ -118,7 +118,7 @@ def _offered(request: web.Request, body: ResponsesRequest) -> Offered:
 async def _conversation(
     request: web.Request, body: ResponsesRequest, use: ToolUse | None, images: ImageParts
 ) -> tuple[list[InputItem], Conversation]:
-    """All items up to the reply, and what the chat template gets to see of them."""
+    """Return all items up to the reply, and what the chat template gets to see of them."""
     before = await _before(request, body)
     items = [*before, *_input(body)]
     return items, Conversation(
@@ -138,7 +138,7 @@ async def _check_id(request: web.Request, body: ResponsesRequest) -> None:
 
 
 async def _before(request: web.Request, body: ResponsesRequest) -> list[InputItem]:
-    """All that was said up to the end of the response that this one goes on with."""
+    """Return all that was said up to the end of the response that this one goes on with."""
     if body.previous_response_id is None:
         return []
     kept = await request.app[RESPONSES].get(body.previous_response_id)
@@ -171,8 +171,8 @@ def _own_names(use: ToolUse | None, body: ResponsesRequest) -> Iterator[None]:
 
 
 async def get_response(request: web.Request) -> web.Response:
-    """The handler of GET. Raises `UnknownResponseError`, and `RequestError` for a wrong query or a
-    stream of it.
+    """Answer GET. Raises `UnknownResponseError`, and `RequestError` for a wrong query or a stream
+    of it.
     """
     kept = await _kept(request)
     if decode_query(request.query, Whole).stream:
@@ -181,8 +181,8 @@ async def get_response(request: web.Request) -> web.Response:
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    """The handler of DELETE. Raises `UnknownResponseError`, and `RequestError` for any query.
-    What went on with it is kept.
+    """Answer DELETE. Raises `UnknownResponseError`, and `RequestError` for any query. What went on
+    with it is kept.
     """
     await _kept(request)
     decode_query(request.query, RequestPart)
@@ -193,7 +193,7 @@ async def delete_response(request: web.Request) -> web.Response:
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    """The handler of GET for all that led to a response, the last of it first. Raises
+    """Answer GET for all that led to a response, the last of it first. Raises
     `UnknownResponseError`, and `RequestError` for a wrong query.
     """
     kept = await _kept(request)
@@ -213,7 +213,7 @@ async def list_input_items(request: web.Request) -> web.Response:
 
 
 def _shown(item: InputItem) -> InputItem:
-    """The item as replies have it: its text as a part, and a status."""
+    """Return the item as replies have it: its text as a part, and a status."""
     if item.type == "message" and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
         item.content = [InputPart(type=kind, text=item.content)]

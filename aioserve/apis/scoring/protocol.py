@@ -71,7 +71,7 @@ class ScoreRequest(Asked, kw_only=True, omit_defaults=True):
         return list(zip(queries, documents, strict=True))
 
     def listed_items(self) -> list[str | list[int]]:
-        """The items. Raises `RequestError` for those that do not go with the query."""
+        """Return the items. Raises `RequestError` for those that do not go with the query."""
         for name in ("text_1", "text_2", "queries", "documents", "instruction"):
             if getattr(self, name) is not None:
                 raise RequestError(f"{name} does not go with label_token_ids", param=name)
@@ -111,7 +111,9 @@ class RerankRequest(Asked, kw_only=True, omit_defaults=True):
     max_tokens_per_doc: Int | None = None  # as at Cohere: the rest of a document is cut off
 
     def texts(self) -> list[str]:
-        """The texts of the documents. Raises `RequestError` for a number out of its range."""
+        """Return the texts of the documents. Raises `RequestError` for a number out of its
+        range.
+        """
         _check_number("documents", self.documents)
         for name, least in (("top_n", 0), ("max_tokens_per_doc", 1)):
             value = getattr(self, name)

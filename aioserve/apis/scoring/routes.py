@@ -71,7 +71,7 @@ class ScoreTemplate(msgspec.Struct, frozen=True):
     evidence: str = ""  # what of a chat template shows that its model was trained for this prompt
 
     def render(self, query: str, document: str, instruction: str) -> str:
-        """The prompt that asks whether the document answers the query."""
+        """Return the prompt that asks whether the document answers the query."""
         given = {"query": query, "document": document, "instruction": instruction}
         return _FIELD.sub(lambda found: given[found[1]], self.text)
 
@@ -92,7 +92,7 @@ TEMPLATES: Mapping[str, ScoreTemplate] = {
 
 
 def score_template(settings: ScoringConfig, chat_template: str) -> ScoreTemplate | None:
-    """The template that the settings name, with their labels; None if there is none. Raises
+    """Return the template that the settings name, with their labels; None if there is none. Raises
     `ConfigError` for a name that is no template, and for a file without {query} and {document}.
     """
     name = settings.score_template
@@ -156,8 +156,8 @@ async def label_logprobs(
     fields: Mapping[str, Any],
     num_tokens: int,
 ) -> list[Likelihoods]:
-    """How likely `labels` are behind each prompt. `places` are where the prompts come from in the
-    body; `prompt_of` makes the token ids of one; all of them have about `num_tokens`.
+    """Return how likely `labels` are behind each prompt. `places` are where the prompts come from
+    in the body; `prompt_of` makes the token ids of one; all of them have about `num_tokens`.
 
     At most as many prompts as there are seats are with the engine at a time. Leaving aborts what is
     unfinished. Raises what `add_request` raises, with the place.
@@ -233,12 +233,14 @@ def _unfinished(output: RequestOutput) -> AioserveError:
 
 
 def probabilities(logprobs: Sequence[float]) -> list[float]:
-    """The probabilities of labels among all tokens, from their logprobs."""
+    """Return the probabilities of labels among all tokens, from their logprobs."""
     return [math.exp(value) for value in logprobs]
 
 
 def among(logprobs: Sequence[float]) -> list[float]:
-    """The probabilities of labels, given that one of the labels follows, from their logprobs."""
+    """Return the probabilities of labels, given that one of the labels follows, from their
+    logprobs.
+    """
     best = max(logprobs)
     if not math.isfinite(best):
         return [1 / len(logprobs)] * len(logprobs)
@@ -274,7 +276,7 @@ def open_scoring(app: web.Application, max_bytes: int) -> None:
 
 
 def template_of(engine: EngineClient) -> ScoreTemplate | None:
-    """The prompt of scores with this model; None if there is none. Raises `ConfigError`."""
+    """Return the prompt of scores with this model; None if there is none. Raises `ConfigError`."""
     if engine not in _templates:
         shown = str(getattr(engine.model_info.tokenizer, "chat_template", None) or "")
         _templates[engine] = score_template(engine.config.scoring, shown)
@@ -325,7 +327,7 @@ async def create_ranking(request: web.Request) -> web.Response:
 async def _score_items(
     request: web.Request, body: ScoreRequest, labels: Sequence[int], own_id: str
 ) -> web.Response:
-    """Each item behind the query (or before it), and how likely the labels are to follow."""
+    """Return each item behind the query (or before it), and how likely the labels are to follow."""
     items, query, engine = body.listed_items(), body.query, request.app[ENGINE]
     if len(labels) > MAX_LABELS:
         raise RequestError(
@@ -365,7 +367,7 @@ async def _fits(
     field: str,
     max_document: int | None = None,
 ) -> list[Likelihoods]:
-    """How likely the template's labels are for each pair of a query and a document."""
+    """Return how likely the template's labels are for each pair of a query and a document."""
     engine = request.app[ENGINE]
     template = template_of(engine)
     if template is None:
@@ -409,7 +411,7 @@ async def _fits(
 async def _prompt(
     engine: EngineClient, template: ScoreTemplate, asked: tuple[str, str, str], limit: int | None
 ) -> Sequence[int]:
-    """The token ids of a prompt of at most `limit` tokens, for which the document is cut."""
+    """Return the token ids of a prompt of at most `limit` tokens, for which the document is cut."""
     query, document, instruction = asked
     if limit is not None:
         document = document[: limit * CHARACTERS_PER_TOKEN]
@@ -430,7 +432,7 @@ async def _prompt(
 
 
 async def _cut(engine: EngineClient, document: str, num_tokens: int) -> str:
-    """The text of the first `num_tokens` tokens of a document."""
+    """Return the text of the first `num_tokens` tokens of a document."""
     document = document[: num_tokens * CHARACTERS_PER_TOKEN]
     if not document:
         return ""
@@ -462,7 +464,7 @@ def _check_labels(engine: EngineClient, labels: Sequence[int]) -> None:
 
 
 def _scores(found: Sequence[Likelihoods]) -> list[float]:
-    """The probability of the second of two labels, given that it is one of them."""
+    """Return the probability of the second of two labels, given that it is one of them."""
     return [among(own.logprobs)[1] for own in found]
 
 

@@ -23,7 +23,9 @@ FilePath = Annotated[str, Meta(extra_json_schema={"minLength": 1}, extra={"is_pa
 
 
 def _stated(cls: type[Any]) -> list[Any]:
-    """The types in the brackets of its base, as `[bool, CacheReset]`; none if it is left open."""
+    """Return the types in the brackets of its base, as `[bool, CacheReset]`; none if it is left
+    open.
+    """
     bases = cls.__dict__.get("__orig_bases__", ())
     return [kind for base in bases for kind in get_args(base) if not isinstance(kind, TypeVar)]
 
@@ -74,25 +76,25 @@ class OperatorCommand(EngineCommand[Answer], Generic[Answer, Told], frozen=True)
             cls.told_type = stated[-1]
 
     def tell(self, answer: Answer) -> Told:
-        """What HTTP answers with: the answer itself, where nothing else is wanted."""
+        """Return what HTTP answers with: the answer itself, where nothing else is wanted."""
         return cast(Told, answer)
 
     def refusal(self, error: AioserveError) -> RequestError:
-        """What HTTP tells of a command that cannot be done: that the request is at fault."""
+        """Return what HTTP tells of a command that cannot be done: that the request is at fault."""
         return RequestError(str(error), param=self.http.param)
 
     def body(self) -> dict[str, Any]:
-        """The fields as HTTP has them."""
+        """Return the fields as HTTP has them."""
         return {f.encode_name: getattr(self, f.name) for f in msgspec.structs.fields(self)}
 
     @classmethod
     def operation(cls) -> str:
-        """The name of its method in Python, and of its operation in the OpenAPI document."""
+        """Return the name of its method in Python, and of its operation in the OpenAPI document."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 def commands_of(base: Any) -> tuple[type[Any], ...]:
-    """All commands that are derived from `base`, in the order in which they are declared."""
+    """Return all commands that are derived from `base`, in the order in which they are declared."""
     found: list[type[Any]] = []
     for kind in base.__subclasses__():
         is_one = "answer_type" in kind.__dict__
@@ -145,7 +147,7 @@ class Counted(msgspec.Struct, array_like=True):
 
 
 def count_dropped_lines() -> Counted:
-    """What this process has dropped of its logs."""
+    """Return what this process has dropped of its logs."""
     told = "Lines of logs, and frames of decision logs, dropped since their reader stood still"
     counts: list[tuple[tuple[str, ...], int]] = [
         ((n,), count) for n, count in dropped_lines.items()

@@ -312,7 +312,7 @@ class AbortElsewhere(EngineCommand[bool], frozen=True):
     reach: str = ""  # the owner that it must have; "" matches every owner
 
     async def run_on(self, engine: "AsyncEngine") -> bool:
-        """An engine that is asked directly has no other front end."""
+        """Return an engine that is asked directly has no other front end."""
         return False
 
 
@@ -389,8 +389,8 @@ class OperatorMethods(ABC):
     async def switch_policy(
         self, policy: str, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Another scheduler policy from the next step on. Returns the name and the options of the
-        one before. Raises `RequestError`, also for a server without admin routes.
+        """Return another scheduler policy from the next step on. Returns the name and the options
+        of the one before. Raises `RequestError`, also for a server without admin routes.
         """
         before = (await self.ask(SwitchPolicy(policy, dict(options or {})))).before
         return before.policy, before.options

@@ -56,14 +56,16 @@ class CallBlockParser(CallParser):
     @classmethod
     @abstractmethod
     def call_rule(cls, name: str, arguments: str, literal: Literal) -> str:
-        """The right side of a grammar's rule for what stands between the markers of a call of the
-        function `name`; `arguments` is the rule of its arguments.
+        """Return the right side of a grammar's rule for what stands between the markers of a call
+        of the function `name`; `arguments` is the rule of its arguments.
         """
 
     @classmethod
     @abstractmethod
     def written_call(cls, name: str, arguments: str, number: int) -> str:
-        """What stands between the markers of the call `number`, counted from 0, of a reply."""
+        """Return what stands between the markers of the call `number`, counted from 0, of a
+        reply.
+        """
 
     @abstractmethod
     def read_header(self, header: str) -> bool:

@@ -153,7 +153,7 @@ class CallObject:
 
 
 def _decode_text(raw: str) -> str | None:
-    """The text of a JSON string; None if `raw` is not a JSON string."""
+    """Return the text of a JSON string; None if `raw` is not a JSON string."""
     try:
         return msgspec.json.decode(raw, type=str, strict=True)
     except UNREADABLE:
@@ -177,8 +177,8 @@ _READ = re.compile(_HEAD.replace("NAME", r"[\w.:/\-]{1,128}"), re.ASCII)
 
 
 def bare_beginnings(functions: Sequence[Function]) -> list[Beginning]:
-    """How such calls of strict functions begin, in a grammar; `arguments_N` are the rules of their
-    arguments.
+    """Return how such calls of strict functions begin, in a grammar; `arguments_N` are the rules of
+    their arguments.
     """
     return [
         Beginning(
@@ -229,12 +229,12 @@ class BareCalls:
         self._rest = text[at:]
 
     def finish(self) -> list[Event] | None:
-        """The calls, now that nothing more comes; None if it is none."""
+        """Return the calls, now that nothing more comes; None if it is none."""
         is_call = self._has_call and self._object is None and not self.is_broken
         return self._events if is_call else None
 
     def _read_object(self, call: CallObject, text: str, start: int) -> tuple[int, bool]:
-        """Where the text goes on, and whether the object is over."""
+        """Return where the text goes on, and whether the object is over."""
         at = call.feed(text, start, self._events)
         self._raw.append(text[start:at])
         is_over = call.is_done or call.is_broken
@@ -244,7 +244,9 @@ class BareCalls:
         return at, is_over
 
     def _read_around(self, text: str) -> int | None:
-        """How many characters are read of what stands before or behind objects, or begins one."""
+        """Return how many characters are read of what stands before or behind objects, or begins
+        one.
+        """
         if text[0] == "{" and not self._is_over:
             self._object, self._raw = CallObject(self._names), []
             return 0
@@ -261,7 +263,9 @@ class BareCalls:
 
 
 def _is_call(raw: str) -> bool:
-    """Whether an object is a call whose name comes first and whose arguments are an object."""
+    """Return whether an object is a call whose name comes first and whose arguments are an
+    object.
+    """
     if _READ.match(raw) is None:
         return False
     try:
@@ -322,7 +326,7 @@ class CallParser(ReplyFormat):
         return events
 
     def flush(self) -> list[Event]:
-        """What was held back, now that nothing more comes."""
+        """Return what was held back, now that nothing more comes."""
         rest = ""
         if self._bare is not None:
             if (calls := self._bare.finish()) is not None:
@@ -341,7 +345,7 @@ class CallParser(ReplyFormat):
 
     @abstractmethod
     def begin(self) -> bool:
-        """The state before anything was read."""
+        """Return the state before anything was read."""
 
     def read_content(self, markers: re.Pattern[str], on_marker: Callable[[], bool]) -> bool:
         """Content up to a marker, after which `on_marker` goes on."""

@@ -72,7 +72,7 @@ class HarmonyGrammar(CallParser):
 
     @classmethod
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
-        """A channel, which may be another; and a recipient that stands before one."""
+        """Return a channel, which may be another; and a recipient that stands before one."""
         channel, commentary = literal(CHANNEL), literal("commentary")
         names = [literal(function.name) for function in functions]
         end = f"({' | '.join(map(literal, ENDS))})?"
@@ -148,7 +148,7 @@ class HarmonyParser(HarmonyGrammar):
             self._open(header)
 
     def begin(self) -> bool:
-        """What may be the rest of a header, or text without any."""
+        """Return what may be the rest of a header, or text without any."""
         self.hold()
         self.state = self._read_header if CHANNEL in self._header else self._first_word
         return True
@@ -221,7 +221,7 @@ class HarmonyParser(HarmonyGrammar):
             self.state = self._read_message
 
     def _separate(self, kind: str) -> str:
-        """What stands between two messages of a kind."""
+        """Return what stands between two messages of a kind."""
         separator = "\n" if kind in self._said else ""
         self._said.add(kind)
         return separator
@@ -308,7 +308,7 @@ class HarmonyParser(HarmonyGrammar):
         return is_end is not None
 
     def _read_other_arguments(self) -> bool:
-        """What is no JSON, or stands behind it: as it is."""
+        """Return what is no JSON, or stands behind it: as it is."""
         found = _ENDING.search(self.text, self.at)
         held = 0 if self.is_last else overlap(self.text, ENDS, self.at)
         text = self.take(found.start() if found else len(self.text) - held)
@@ -317,7 +317,7 @@ class HarmonyParser(HarmonyGrammar):
         return self._ends(found)
 
     def _skip_any_end(self) -> bool | None:
-        """Whether a message ends here; None: what is there may become its end."""
+        """Return whether a message ends here; None: what is there may become its end."""
         is_open = False
         for end in ENDS:
             found = self.skip_end(end)
@@ -328,7 +328,7 @@ class HarmonyParser(HarmonyGrammar):
 
 
 def _read(text: str) -> _Header | None:
-    """A header; None if it says anything that no header says."""
+    """Return a header; None if it says anything that no header says."""
     channel, recipient, parts = "", "", _PARTS.findall(text)
     if parts[:1] == [ASSISTANT]:
         del parts[0]

@@ -33,7 +33,7 @@ BARE = re.compile(r"[^,()\[\]{}\"'<=:\n]*")
 
 
 def noted(notation: Notation, value: Any, *, is_key: bool = False) -> str:
-    """A value as the notation writes it. Raises `ValueError` if it cannot."""
+    """Return a value as the notation writes it. Raises `ValueError` if it cannot."""
     if isinstance(value, bool) or value is None:
         return notation.words[2 if value is None else 1 - value]
     if isinstance(value, str):
@@ -54,8 +54,8 @@ def noted(notation: Notation, value: Any, *, is_key: bool = False) -> str:
 
 
 def noted_arguments(notation: Notation, arguments: Mapping[str, Any]) -> str:
-    """All arguments of a call, with what is around them. Raises `ValueError` for those that the
-    notation cannot say.
+    """Return all arguments of a call, with what is around them. Raises `ValueError` for those that
+    the notation cannot say.
     """
     opening, equals, closing = notation.arguments
     items = list(arguments.items())
@@ -246,7 +246,7 @@ class NotedArguments:
     # Texts
 
     def _opening_quote(self, text: str, at: int) -> str | None:
-        """The quote that stands here; empty if none does, None if that is not known yet."""
+        """Return the quote that stands here; empty if none does, None if that is not known yet."""
         for quote in self._notation.quotes:
             if text.startswith(quote, at):
                 return quote
@@ -282,8 +282,8 @@ class NotedArguments:
         return text.find("\\", at) if self._notation.is_escaped else -1
 
     def _is_end(self, text: str, at: int) -> bool | None:
-        """Whether a text ends here. Models write quotes in quotes: of one sign, that is the end
-        behind which the notation goes on.
+        """Return whether a text ends here. Models write quotes in quotes: of one sign, that is the
+        end behind which the notation goes on.
         """
         if not text.startswith(self._quote, at):
             return None if self._quote.startswith(text[at : at + len(self._quote)]) else False
@@ -324,7 +324,9 @@ class NotedArguments:
 
 
 def _unescaped(escape: str) -> str:
-    """An escape of Python as JSON has it; one that Python does not know is the text that it is."""
+    """Return an escape of Python as JSON has it; one that Python does not know is the text that it
+    is.
+    """
     sign, code = escape[1], escape[2:]
     if sign in "xuU" and code:
         number = int(code, 16)
@@ -335,7 +337,7 @@ def _unescaped(escape: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text inside of a JSON string; half a surrogate pair stays an escape."""
+    """Return a text inside of a JSON string; half a surrogate pair stays an escape."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -344,7 +346,7 @@ def _escaped(text: str) -> str:
 
 
 def _begun(word: str) -> str:
-    """The beginning of what stands without quotes, as far as it is sure in JSON."""
+    """Return the beginning of what stands without quotes, as far as it is sure in JSON."""
     if _NUMBER.fullmatch(word):
         return word
     may_be = any(known.startswith(word.lower()) for known in _WORDS) or word in ("-", "+")
@@ -352,7 +354,7 @@ def _begun(word: str) -> str:
 
 
 def _json_of(word: str) -> str:
-    """What stands without quotes, as JSON."""
+    """Return what stands without quotes, as JSON."""
     if word.lower() in _WORDS:
         return _WORDS[word.lower()]
     if _NUMBER.fullmatch(word):

@@ -74,7 +74,7 @@ class NotedCallParser(CallParser):
 
     @classmethod
     def block(cls, reply: Reply) -> str:
-        """All calls of a reply, with their marks."""
+        """Return all calls of a reply, with their marks."""
         if not reply.calls:
             return ""
         opening, separator, closing = cls.listed
@@ -102,7 +102,7 @@ class NotedCallParser(CallParser):
         return True
 
     def _next(self) -> bool:
-        """Another call, or the end of them."""
+        """Return another call, or the end of them."""
         self.take(match_end(_SEPARATORS, self.text, self.at))
         if self.at == len(self.text):
             return False
@@ -163,7 +163,7 @@ class NotedCallParser(CallParser):
         return True
 
     def is_called(self, name: str) -> bool:
-        """Whether what stands before arguments is a name."""
+        """Return whether what stands before arguments is a name."""
         return name != ""
 
     def _read_noted(self) -> bool:
@@ -281,7 +281,7 @@ class Llama4PythonicParser(NotedCallParser):
 
     @classmethod
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
-        """The mark, and without it a list that begins with the name of a tool."""
+        """Return the mark, and without it a list that begins with the name of a tool."""
         bare = [
             Beginning(rf"/\s*\[\s*{re.escape(each.name)}\(/", f"opened_{i} more", has_text=False)
             for i, each in enumerate(functions)

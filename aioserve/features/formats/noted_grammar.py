@@ -107,7 +107,9 @@ class _Bound:
         return self._in_order(pairs, [name in required for name in names], separator)
 
     def _in_order(self, pairs: Sequence[str], are_required: Sequence[bool], separator: str) -> str:
-        """These with separators between them; those that are not required may be left out."""
+        """Return these with separators between them; those that are not required may be left
+        out.
+        """
         first, later = '""', '""'  # what may follow nothing, and what may follow a pair
         for pair, is_required in reversed(list(zip(pairs, are_required, strict=True))):
             said = self._rule(pair)
@@ -117,7 +119,7 @@ class _Bound:
         return first
 
     def _value(self, schema: Any) -> str:
-        """A value by a schema; any value where schemas go too deep, or are too many."""
+        """Return a value by a schema; any value where schemas go too deep, or are too many."""
         if not isinstance(schema, Mapping) or self._depth > MAX_NESTED:
             return "any_value"
         self._depth += 1
@@ -127,7 +129,7 @@ class _Bound:
             self._depth -= 1
 
     def _shared(self, schema: Mapping[str, Any]) -> str:
-        """A rule for a schema that may come back in itself."""
+        """Return a rule for a schema that may come back in itself."""
         if id(schema) not in self._names:
             if len(self._names) > MAX_SHARED:
                 return "any_value"
@@ -163,7 +165,7 @@ class _Bound:
         return f"({' | '.join(self._typed(kind, schema) for kind in kinds)})"
 
     def _typed(self, kind: str, schema: Mapping[str, Any]) -> str:
-        """A value of one type."""
+        """Return a value of one type."""
         match kind:
             case "string":
                 return self._text(schema)
@@ -213,7 +215,7 @@ class _Bound:
         return f"({opening} {self._terminal(terms)} {closing})"
 
     def _resolved(self, schema: Any, depth: int = MAX_DEPTH) -> dict[str, Any]:
-        """The schema with what it refers to, and all of `allOf`, in it."""
+        """Return the schema with what it refers to, and all of `allOf`, in it."""
         if not isinstance(schema, Mapping) or not depth:
             return {}
         found = {key: each for key, each in schema.items() if key not in ("allOf", "$ref")}
@@ -230,14 +232,16 @@ class _Bound:
         return found
 
     def _part(self, part: Any, depth: int) -> dict[str, Any]:
-        """A part of the client's own schema, resolved; once, since many parts may refer to it."""
+        """Return a part of the client's own schema, resolved; once, since many parts may refer to
+        it.
+        """
         key = id(part), depth
         if key not in self._parts:
             self._parts[key] = self._resolved(part, depth)
         return self._parts[key]
 
     def _sayable(self, values: Sequence[Any]) -> list[str]:
-        """Those of some values that the notation can say."""
+        """Return those of some values that the notation can say."""
         said = []
         for value in values:
             with suppress(ValueError):
@@ -253,14 +257,14 @@ class _Bound:
         return name
 
     def _terminal(self, terms: Sequence[str]) -> str:
-        """The name of a new rule for texts that match all of `terms`, which are patterns."""
+        """Return the name of a new rule for texts that match all of `terms`, which are patterns."""
         name = self._rules.name("TEXT")
         self._rules.add(f"{name}: {' & '.join(terms)}")
         return name
 
 
 def _implied(schema: Mapping[str, Any]) -> Sequence[str]:
-    """The types that a schema without a type is about; none if it is about any."""
+    """Return the types that a schema without a type is about; none if it is about any."""
     if schema.keys() & {"properties", "required", "additionalProperties"}:
         return ("object",)
     if schema.keys() & {"items", "minItems", "maxItems"}:

@@ -52,7 +52,9 @@ class PlainJsonParser(CallParser):
 
     @classmethod
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
-        """An object that begins with the name of a tool: what has no mark may also be an answer."""
+        """Return an object that begins with the name of a tool: what has no mark may also be an
+        answer.
+        """
         return [
             Beginning(
                 _BEGINNING.replace("NAME", re.escape(function.name).replace("/", r"\/")),

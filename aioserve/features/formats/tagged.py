@@ -86,7 +86,7 @@ class Tags(NamedTuple):
         return self.parameter[1].endswith("\n")
 
     def middle(self, is_text: bool) -> str:
-        """What stands between the name and the value of an argument."""
+        """Return what stands between the name and the value of an argument."""
         return self.parameter[1] if self.middles is None else self.middles[not is_text]
 
     @property
@@ -103,7 +103,7 @@ class Tags(NamedTuple):
         return tuple(dict.fromkeys(text for text in texts if not text.startswith('"')))
 
     def wrapped(self, calls: Sequence[str]) -> str:
-        """The text of calls that are written."""
+        """Return the text of calls that are written."""
         if not calls:
             return ""
         if self.is_block:
@@ -112,8 +112,8 @@ class Tags(NamedTuple):
         return self.separator.join(f"{before}{call}{after}" for call in calls)
 
     def written(self, call: SaidCall, said: Callable[[Any], str]) -> str:
-        """One call; `said` writes a value that is no text. Raises `ValueError` for a name or a text
-        in which a tag would end.
+        """Return one call; `said` writes a value that is no text. Raises `ValueError` for a name or
+        a text in which a tag would end.
         """
         for name in (call.name, *call.arguments):
             if not name.strip() or not NAME.fullmatch(name):
@@ -161,7 +161,7 @@ class ArgumentParser(CallParser):
 
     @abstractmethod
     def next_argument(self) -> bool:
-        """The state behind an argument."""
+        """Return the state behind an argument."""
 
     @abstractmethod
     def end_call(self) -> None:
@@ -228,7 +228,7 @@ class ArgumentParser(CallParser):
         return True
 
     def _see_value(self) -> bool:
-        """Whether it is a text for sure, or an object or an array."""
+        """Return whether it is a text for sure, or an object or an array."""
         start = self.at
         is_seen = self.skip_space()
         self._value.append(self.text[start : self.at])
@@ -260,7 +260,7 @@ class ArgumentParser(CallParser):
         return is_ended
 
     def _read_json(self) -> bool:
-        """An object or an array, up to its own end: in its strings there may be any tag."""
+        """Return an object or an array, up to its own end: in its strings there may be any tag."""
         self._value.append(self.take(self.value.feed(self.text, self.at)))
         if not (self.value.is_done or self.is_last):
             return False
@@ -347,7 +347,7 @@ class _Body:
         self._rules.add(f"body_{self._number}: {before} ({bodies}) {end}")
 
     def _arguments(self, schema: Mapping[str, Any]) -> str:
-        """All arguments, in the order of the properties, by one form of the schema."""
+        """Return all arguments, in the order of the properties, by one form of the schema."""
         properties, required = schema.get("properties"), schema.get("required") or ()
         names = [
             each
@@ -366,7 +366,7 @@ class _Body:
         return " ".join(said) or '""'
 
     def _value(self, root: Mapping[str, Any], name: str) -> str:
-        """What follows the name of an argument, up to the next."""
+        """Return what follows the name of an argument, up to the next."""
         own = (root.get("properties") or {}).get(name, root.get("additionalProperties"))
         schema = own if isinstance(own, Mapping) else {}
         kinds = argument_types(root, name)
@@ -407,8 +407,8 @@ class _Body:
         return [*rules, *(self._literal(word) for word in dict.fromkeys(words))]
 
     def _told(self, texts: Sequence[str], others: Sequence[str]) -> str:
-        """The right side of a rule for a value and what is around it: one of `texts`, which hold
-        their end, or one of `others`, which do not.
+        """Return the right side of a rule for a value and what is around it: one of `texts`, which
+        hold their end, or one of `others`, which do not.
         """
         rest = self._tags.parameter[2].lstrip("\n")[len(self._tags.value_end) :]
         said = []
@@ -439,7 +439,7 @@ class _Body:
         return texts
 
     def _bound_text(self, schema: Mapping[str, Any], is_plain: bool) -> str:
-        """A text of some length and pattern, with its end; one that is not read as JSON."""
+        """Return a text of some length and pattern, with its end; one that is not read as JSON."""
         head, tail = split_literal(self._tags.parameter[2].rstrip("\n"), self._literal)
         end, whole = _escaped(head), _escaped(self._tags.value_end)
         most = schema.get("maxLength", "")
@@ -517,7 +517,7 @@ class TaggedParser(ArgumentParser):
 
     @classmethod
     def said(cls, value: Any) -> str:
-        """A value that is no text, as the chat templates of the family write it."""
+        """Return a value that is no text, as the chat templates of the family write it."""
         return dumps(value)
 
     # Around calls
@@ -534,7 +534,7 @@ class TaggedParser(ArgumentParser):
         return True
 
     def _between(self) -> bool:
-        """A call, or the end of what is around calls."""
+        """Return a call, or the end of what is around calls."""
         if not self.skip_space():
             return False
         if self._num_calls:
@@ -587,7 +587,7 @@ class TaggedParser(ArgumentParser):
         return self.skip(self.tags.name_end)
 
     def next_argument(self) -> bool:
-        """An argument, or the end of the call."""
+        """Return an argument, or the end of the call."""
         if not self.skip_space():
             return False
         if self.is_last and self.tags.parameter[0].startswith(self.text[self.at :]):

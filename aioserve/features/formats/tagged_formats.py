@@ -80,7 +80,7 @@ class GlmParser(TaggedParser):
         return _KEY if _KEY in template and cls.tags.opening in template else None
 
     def skip_name_end(self) -> bool | None:
-        """A call only if an argument or the end follows."""
+        """Return a call only if an argument or the end follows."""
         at = skip_space(self.text, self.at)
         rest = self.text[at : at + len(self.tags.closing)]
         for mark in (_KEY, self.tags.closing):

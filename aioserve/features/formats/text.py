@@ -18,21 +18,21 @@ from aioserve.server.chat.reply_format import SPACE
 
 
 def skip_space(text: str, start: int) -> int:
-    """Where the next character stands that is no space, or the length of `text`."""
+    """Return where the next character stands that is no space, or the length of `text`."""
     while start < len(text) and text[start] in SPACE:
         start += 1
     return start
 
 
 def match_end(pattern: re.Pattern[str], text: str, start: int) -> int:
-    """Where `pattern`, which may match nothing, ends that begins at `text[start]`."""
+    """Return where `pattern`, which may match nothing, ends that begins at `text[start]`."""
     match = pattern.match(text, start)
     assert match is not None, "the pattern matches nothing, too"
     return match.end()
 
 
 def any_of(markers: Sequence[str]) -> re.Pattern[str]:
-    """A pattern that finds the first of them."""
+    """Return a pattern that finds the first of them."""
     return re.compile("|".join(map(re.escape, markers)))
 
 
@@ -123,8 +123,8 @@ _COMPOUND = {"$ref", "anyOf", "oneOf", "allOf"}
 
 
 def typed_json(text: str, schema: Mapping[str, Any], name: str) -> str:
-    """The JSON text of the argument `name`, which the model wrote as `text`; `schema` is that of
-    all arguments of the tool.
+    """Return the JSON text of the argument `name`, which the model wrote as `text`; `schema` is
+    that of all arguments of the tool.
 
     A text of a type that the schema allows is that value: 5, true, null, [1] or {"a": 1}. All else
     is a string, and so is every text where the schema wants a string alone. Where the schema does
@@ -157,7 +157,9 @@ def _from_python(text: str) -> str:
 
 
 def argument_types(schema: Mapping[str, Any], name: str) -> set[str]:
-    """The names of the JSON types that a schema of arguments allows for one; empty: any type."""
+    """Return the names of the JSON types that a schema of arguments allows for one; empty: any
+    type.
+    """
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None
     if own is None:
@@ -166,8 +168,8 @@ def argument_types(schema: Mapping[str, Any], name: str) -> set[str]:
 
 
 def forms(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of which a value fits one if it fits `schema`, without references and without
-    `anyOf`, `oneOf` and `allOf`: at most `MAX_FORMS`. `root` is what references refer to.
+    """Return the schemas of which a value fits one if it fits `schema`, without references and
+    without `anyOf`, `oneOf` and `allOf`: at most `MAX_FORMS`. `root` is what references refer to.
     """
     return _forms(schema, root, {}, MAX_DEPTH)
 
@@ -206,7 +208,7 @@ def _merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def type_of(text: str) -> str | None:
-    """The name of the JSON type of a text; None if it is no JSON."""
+    """Return the name of the JSON type of a text; None if it is no JSON."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -221,8 +223,8 @@ def _fits(found: str, text: str, types: set[str]) -> bool:
 
 
 def _types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
-    """The types that a schema names, in what it refers to as well; each schema is looked at once,
-    since a client may send one that refers to itself ten times.
+    """Yield the types that a schema names, in what it refers to as well; each schema is looked at
+    once, since a client may send one that refers to itself ten times.
     """
     todo, seen = [schema], set()
     while todo:
@@ -246,7 +248,7 @@ def _own_types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a `$ref` refers to in the schema `root`; None if that is not in it."""
+    """Return what a `$ref` refers to in the schema `root`; None if that is not in it."""
     found: Any = root if reference.startswith("#") else None
     for step in reference.split("/")[1:]:
         found = found.get(step) if isinstance(found, Mapping) else None

@@ -56,20 +56,20 @@ class Metadata:
         check_stated(str(path), self._values, GGUF)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, which thereby counts as read."""
+        """Return the value of a key, which thereby counts as read."""
         self._asked.add(key)
         return self._values.get(key, default)
 
     def need(self, key: str) -> Any:
-        """The value of a key. Raises `ConfigError` if the file does not have it."""
+        """Return the value of a key. Raises `ConfigError` if the file does not have it."""
         value = self.get(key)
         if value is None:
             raise ConfigError(f"{self._path} does not say {key}, which its architecture needs")
         return value
 
     def one(self, key: str, default: Any = None) -> Any:
-        """The value of a key that may be stated for each layer, where all layers have the same.
-        Raises `ConfigError` if they differ.
+        """Return the value of a key that may be stated for each layer, where all layers have the
+        same. Raises `ConfigError` if they differ.
         """
         value = self.get(key, default)
         if not isinstance(value, list):
@@ -79,8 +79,8 @@ class Metadata:
         return value[0]
 
     def each(self, key: str, num_layers: int) -> list[Any] | None:
-        """The value of a key for each layer, where one value is that of all; None if it is not
-        stated. Raises `ConfigError` for another number of values.
+        """Return the value of a key for each layer, where one value is that of all; None if it is
+        not stated. Raises `ConfigError` for another number of values.
         """
         value = self.get(key)
         if value is None:
@@ -97,7 +97,7 @@ class Metadata:
             raise self.refused(key, f"{value!r:.99} where {served} is served")
 
     def refused(self, key: str, why: str) -> ConfigError:
-        """The error of a key whose value is not served."""
+        """Return the error of a key whose value is not served."""
         return ConfigError(f"{self._path}: {key} has {why}")
 
     def refuse_unread(self) -> None:
@@ -145,7 +145,7 @@ class RopeTensors(NamedTuple):
 
 
 def read_rope(metadata: Metadata, tensors: RopeTensors, num_turned: int) -> dict[str, Any]:
-    """The `rope_parameters` of the layers with full attention, whose heads turn `num_turned`
+    """Return the `rope_parameters` of the layers with full attention, whose heads turn `num_turned`
     dimensions. Raises `ConfigError` for a scaling that is not served.
     """
     length = metadata.need("context_length")
@@ -230,9 +230,9 @@ def _divided(
 def _settings(
     waves: Sequence[float], divisors: Sequence[float], factor: float
 ) -> list[tuple[float, float, int]]:
-    """The low and high factor and the original length that the divisors may come from. Between the
-    two bounds 1/divisor is linear in 1/wave: two such frequencies say what the bounds are, one says
-    it for the factors that all published models have.
+    """Return the low and high factor and the original length that the divisors may come from.
+    Between the two bounds 1/divisor is linear in 1/wave: two such frequencies say what the bounds
+    are, one says it for the factors that all published models have.
     """
     between = [
         (1 / wave, (1 / divisor - 1 / factor) / (1 - 1 / factor))
@@ -255,7 +255,7 @@ def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def _llama3(wave: float, factor: float, low: float, high: float, original: int) -> float:
-    """The divisor of the frequency with this wavelength."""
+    """Return the divisor of the frequency with this wavelength."""
     if wave < original / high:
         return 1.0
     if wave > original / low:
@@ -292,7 +292,7 @@ class Facts:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def has(self, part: str) -> bool:
-        """Whether some layer has a tensor of this name: `attn_q.bias`."""
+        """Return whether some layer has a tensor of this name: `attn_q.bias`."""
         return any(name.endswith(f".{part}") for name in self.tensors)
 
     @property
@@ -387,8 +387,8 @@ _SIGMOID = 2  # of `expert_gating_func`
 
 
 def read_fields(architecture: Architecture, facts: Facts) -> dict[str, Any]:
-    """All fields of the configuration. Raises `ConfigError` that names a key which is not served,
-    or not read.
+    """Return all fields of the configuration. Raises `ConfigError` that names a key which is not
+    served, or not read.
     """
     metadata, fields = facts.metadata, facts.fields
     fields |= architecture.fixed

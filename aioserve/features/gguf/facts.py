@@ -173,7 +173,7 @@ def gemma3n(facts: Facts) -> None:
 
 
 def _sparsity(scale: Any) -> float:
-    """The share of activations that become 0, of which the file has the quantile."""
+    """Return the share of activations that become 0, of which the file has the quantile."""
     return 0.0 if scale == -math.inf else round(NormalDist().cdf(scale), 6)
 
 
@@ -517,13 +517,13 @@ def delta_net(facts: Facts) -> None:
 
 
 def _kind_of(has_state: bool) -> str:
-    """The type of a layer, for `layer_types`."""
+    """Return the type of a layer, for `layer_types`."""
     return "linear_attention" if has_state else "full_attention"
 
 
 def _inner_head_size(facts: Facts, heads: int) -> int:
-    """The size of a head of states: `ssm.inner_size` by the number of `heads`. Raises `ConfigError`
-    if it is no multiple of that.
+    """Return the size of a head of states: `ssm.inner_size` by the number of `heads`. Raises
+    `ConfigError` if it is no multiple of that.
     """
     inner = int(facts.metadata.need("ssm.inner_size"))
     if heads < 1 or inner % heads:
@@ -535,7 +535,7 @@ def _inner_head_size(facts: Facts, heads: int) -> int:
 
 
 def _attention_where_stated(facts: Facts) -> list[bool]:
-    """Which layers have K and V: those with heads of them. Sets `num_key_value_heads`."""
+    """Return which layers have K and V: those with heads of them. Sets `num_key_value_heads`."""
     counts = facts.metadata.each("attention.head_count_kv", facts.num_layers) or []
     others = {count for count in counts if count}
     if len(others) != 1:
@@ -626,8 +626,8 @@ def jamba(facts: Facts) -> None:
 
 
 def _period(layers: list[bool]) -> tuple[int, int]:
-    """The distance from the first layer that is marked true to the next one, and the place of the
-    first. Where none is marked, the distance is longer than the list.
+    """Return the distance from the first layer that is marked true to the next one, and the place
+    of the first. Where none is marked, the distance is longer than the list.
     """
     places = [layer for layer, is_so in enumerate(layers) if is_so] or [len(layers)]
     following = places[1] if len(places) > 1 else max(len(layers), places[0]) + 1 + places[0]

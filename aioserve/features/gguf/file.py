@@ -116,7 +116,7 @@ class GgufFile(ModelSource):
             raise ConfigError(f"cannot read {self.path}: {one_line(error)}") from error
 
     def _fields(self) -> dict[str, Any]:
-        """The fields of the configuration, its type among them."""
+        """Return the fields of the configuration, its type among them."""
         metadata = self._header.metadata
         rope = [
             unpack(self._tensors[name]).tolist() if name in self._tensors else None

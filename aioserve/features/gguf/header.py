@@ -161,8 +161,8 @@ _NUMBERS = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def read_parts(path: Path, header: Header) -> Header:
-    """The header of the whole model whose first file is `path`. Raises `ConfigError` that names a
-    file which is not the first, or is missing.
+    """Return the header of the whole model whose first file is `path`. Raises `ConfigError` that
+    names a file which is not the first, or is missing.
     """
     count = header.metadata.get("split.count", 1)
     if count <= 1:
@@ -203,15 +203,15 @@ _PIECE = 1 << 20  # weights that are unpacked at a time
 
 
 def read_bytes(tensor: Tensor) -> Any:
-    """Its bytes, a numpy array."""
+    """Return its bytes, a numpy array."""
     import numpy as np
 
     return np.fromfile(tensor.path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
 
 def unpack(tensor: Tensor) -> Any:
-    """The weights of a tensor as float32, a numpy array of its shape. Raises `ConfigError` for a
-    type that cannot be unpacked.
+    """Return the weights of a tensor as float32, a numpy array of its shape. Raises `ConfigError`
+    for a type that cannot be unpacked.
     """
     import numpy as np
     from gguf import GGMLQuantizationType, dequantize

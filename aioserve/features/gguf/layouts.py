@@ -10,7 +10,7 @@ from typing import Any
 
 
 def permuted(name: str, weights: Any, fields: Mapping[str, Any]) -> Any:
-    """Rows of queries and keys whose rotated pairs stand side by side, as Llama's."""
+    """Return rows of queries and keys whose rotated pairs stand side by side, as Llama's."""
     if ".attn_q." in name:
         heads = fields["num_attention_heads"]
     elif ".attn_k." in name:
@@ -179,7 +179,9 @@ def delta_net_parts(parameter: str, fields: Mapping[str, Any]) -> Iterator[tuple
 
 
 def latent_parts(parameter: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Part | None]]:
-    """What makes keys and values of each head from latent states; keys from the other side."""
+    """Yield what makes keys and values of each head from latent states; keys from the other
+    side.
+    """
     yield from expert_parts(parameter, fields)
     if parameter.endswith(".self_attn.kv_b_proj.weight"):
         heads, own = fields["num_attention_heads"], fields["qk_nope_head_dim"]

@@ -52,15 +52,15 @@ class Filling:
         self._num_layers = int(fields.get("num_hidden_layers") or fields["n_layer"])
 
     def is_read_elsewhere(self, name: str) -> bool:
-        """Whether the tensor is none of the weights: read for the configuration, or of layers
-        behind the last one, which predict further tokens.
+        """Return whether the tensor is none of the weights: read for the configuration, or of
+        layers behind the last one, which predict further tokens.
         """
         layer = _LAYER.search(name)
         is_behind = layer is not None and int(layer[1]) >= self._num_layers
         return name in self._read_elsewhere or is_behind
 
     def targets(self, parameters: Collection[str], stored: Collection[str]) -> dict[str, Target]:
-        """Where each of the tensors that are `stored` goes, by name."""
+        """Return where each of the tensors that are `stored` goes, by name."""
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
@@ -76,7 +76,7 @@ class Filling:
         return found
 
     def _candidates(self, parameter: str, known: Any) -> Iterator[tuple[str, Target]]:
-        """Names of tensors that may hold a parameter, or a part of it."""
+        """Yield names of tensors that may hold a parameter, or a part of it."""
         layer = _LAYER.search(parameter)
         block = f"blk.{layer[1]}." if layer else ""
         for end, name in self._architecture.names.items():
@@ -94,8 +94,8 @@ class Filling:
                 yield from ((ours + end, Target(parameter)) for end in ("", ".weight"))
 
     def number(self, parameter: str) -> float | None:
-        """The number of a parameter that has one, and no tensor. Raises `ConfigError` if its key
-        has none for this layer.
+        """Return the number of a parameter that has one, and no tensor. Raises `ConfigError` if its
+        key has none for this layer.
         """
         layer = _LAYER.search(parameter)
         for end, key in self._architecture.numbers.items():
@@ -108,7 +108,7 @@ class Filling:
         return None
 
     def unstacked(self, tensors: Collection[Tensor]) -> Iterator[Tensor]:
-        """The tensors, in the place of some the parts that lie one behind another in them."""
+        """Yield the tensors, in the place of some the parts that lie one behind another in them."""
         for tensor in tensors:
             name = self._architecture.unstacked.get(tensor.name)
             if name is None:
@@ -125,14 +125,14 @@ class Filling:
                 )
 
     def unpacked(self, tensor: Tensor) -> Any:
-        """The weights as float32, a numpy array, as `transformers` stores them."""
+        """Return the weights as float32, a numpy array, as `transformers` stores them."""
         import numpy as np
 
         layout = self._architecture.layout
         return np.ascontiguousarray(layout(tensor.name, unpack(tensor), self._fields))
 
     def stored_kinds(self, outline: Any, tensors: Collection[Tensor]) -> dict[str, str]:
-        """The formats of parameters that `fill` may leave as they are stored, by name."""
+        """Return the formats of parameters that `fill` may leave as they are stored, by name."""
         parameters, tensors = dict(outline.named_parameters()), tuple(self.unstacked(tensors))
         targets = self.targets(parameters, {tensor.name for tensor in tensors})
         experts = find_experts(outline, tensors, targets, self)
@@ -147,7 +147,7 @@ class Filling:
         return found
 
     def kind(self, tensor: Tensor) -> str | None:
-        """The format of `quantized` that a tensor is stored in, if it is one."""
+        """Return the format of `quantized` that a tensor is stored in, if it is one."""
         from gguf import GGMLQuantizationType
 
         from aioserve.features.quantized.blocks import FORMATS
@@ -156,7 +156,7 @@ class Filling:
         return kind if kind in FORMATS else None
 
     def is_as_stored(self, tensor: Tensor) -> bool:
-        """Whether the weights of all experts lie in the file as `transformers` has them."""
+        """Return whether the weights of all experts lie in the file as `transformers` has them."""
         import numpy as np
 
         numbers = np.arange(tensor.shape[1])[None, :, None].repeat(tensor.shape[0], axis=0)
@@ -164,8 +164,8 @@ class Filling:
         return found.shape == numbers.shape and np.array_equal(found, numbers)
 
     def blocks(self, tensor: Tensor) -> "QuantizedWeight | None":
-        """A matrix as it is stored, if its format is known and its layout differs by no more than
-        the order of its rows; else None.
+        """Return a matrix as it is stored, if its format is known and its layout differs by no more
+        than the order of its rows; else None.
         """
         import torch
 
@@ -178,7 +178,9 @@ class Filling:
         return quantized_weight(kind, torch.from_numpy(rows[order]))
 
     def _order(self, tensor: Tensor) -> Any:
-        """Which row of a matrix in the file each row of the parameter is; None if more differs."""
+        """Return which row of a matrix in the file each row of the parameter is; None if more
+        differs.
+        """
         import numpy as np
 
         if len(tensor.shape) != 2:
@@ -214,10 +216,10 @@ class Storage(Protocol):
     """How tensors of an architecture are stored."""
 
     def kind(self, tensor: Tensor) -> str | None:
-        """The format of `quantized` that a tensor is stored in, if it is one."""
+        """Return the format of `quantized` that a tensor is stored in, if it is one."""
 
     def is_as_stored(self, tensor: Tensor) -> bool:
-        """Whether the weights of all experts lie in the file as `transformers` has them."""
+        """Return whether the weights of all experts lie in the file as `transformers` has them."""
 
 
 class PackedExperts:
@@ -271,8 +273,9 @@ def find_experts(
     targets: Mapping[str, Place],
     filling: Storage,
 ) -> dict[str, PackedExperts]:
-    """What takes each tensor of experts that can stay as it is, by the tensor's name: where all of
-    a parameter are in the same format, and differ from it by no more than the order of outputs.
+    """Return what takes each tensor of experts that can stay as it is, by the tensor's name: where
+    all of a parameter are in the same format, and differ from it by no more than the order of
+    outputs.
     """
     by_parameter: dict[str, list[Tensor]] = {}
     for tensor in tensors:
@@ -304,8 +307,8 @@ def _weights(module: Any) -> Iterator[tuple[str, Any, str]]:
 def _rows(
     owner: Any, name: str, tensor: Tensor, targets: Mapping[str, Place], filling: Storage
 ) -> Any:
-    """The outputs of the parameter that are those of the tensor, in the tensor's order; None if it
-    is stored in another way.
+    """Return the outputs of the parameter that are those of the tensor, in the tensor's order; None
+    if it is stored in another way.
     """
     import torch
 
@@ -403,8 +406,8 @@ def fill(
 
 
 def _shaped(weights: "torch.Tensor", place: "torch.Tensor", what: str, name_of: str) -> Any:
-    """The weights in the shape of their place, which may differ by dimensions of 1 or by groups
-    that are told apart (Mamba-2's norm).
+    """Return the weights in the shape of their place, which may differ by dimensions of 1 or by
+    groups that are told apart (Mamba-2's norm).
     """
     same = [n for n in weights.shape if n != 1] == [n for n in place.shape if n != 1]
     is_flat = place.dim() == 1 and weights.numel() == place.numel()

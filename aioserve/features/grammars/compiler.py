@@ -152,15 +152,15 @@ class GrammarCompiler(OutputCompiler):
         self._weigh(grammar)
 
     def matcher(self, wanted: StructuredOutputs) -> "LLMatcher":
-        """One at the beginning of its text, for the very object that was checked. From any thread;
-        it waits for nothing.
+        """Return one at the beginning of its text, for the very object that was checked. From any
+        thread; it waits for nothing.
         """
         found = self._grammar_of[id(wanted)].matcher.result(timeout=0)
         assert not isinstance(found, str), "what cannot be compiled is refused at the door"
         return found.deep_copy()
 
     def traits(self, wanted: StructuredOutputs) -> "Traits":
-        """What its trial has shown of the very object that was checked. From any thread."""
+        """Return what its trial has shown of the very object that was checked. From any thread."""
         grammar = self._grammar_of[id(wanted)]
         assert grammar.verdict is not None, "it was tried"
         return Traits(grammar, grammar.verdict.num_copy_bytes, grammar.verdict.is_slow)
@@ -174,7 +174,9 @@ class GrammarCompiler(OutputCompiler):
             self._trials.close()
 
     def _hold(self, wanted: StructuredOutputs) -> Grammar:
-        """The grammar of `wanted`, which holds it from now on; to be compiled if it is new."""
+        """Return the grammar of `wanted`, which holds it from now on; to be compiled if it is
+        new.
+        """
         self._let_go()
         if (known := self._grammar_of.get(id(wanted))) is not None:
             return known
@@ -322,7 +324,7 @@ def _key(wanted: StructuredOutputs) -> bytes:
 
 
 def _is_good(matcher: "Future[LLMatcher | str]") -> bool:
-    """Whether it is a matcher, or may become one: failures are not kept."""
+    """Return whether it is a matcher, or may become one: failures are not kept."""
     if not matcher.done():
         return True
     return matcher.exception() is None and not isinstance(matcher.result(), str)

@@ -44,7 +44,7 @@ def check_repetitions(pattern: str) -> None:
 
 
 def names_of(pattern: str) -> list[str] | None:
-    """All names that a regular expression matches, if it is bound to both ends and they are
+    """Return all names that a regular expression matches, if it is bound to both ends and they are
     `MAX_NAMES` at most; else None.
     """
     if not pattern.startswith("^") or not pattern.endswith("$") or len(pattern) > 1000:
@@ -61,7 +61,7 @@ class _TooMany(Exception):
 
 
 def _alternatives(pattern: str, at: int, end: int, depth: int) -> tuple[list[str], int]:
-    """The texts of a pattern from `at` on, up to its end or a bracket, and where that is."""
+    """Return the texts of a pattern from `at` on, up to its end or a bracket, and where that is."""
     if depth > 20:
         raise _TooMany
     found: dict[str, None] = {}
@@ -117,7 +117,9 @@ def _joined(heads: Sequence[str], piece: Sequence[str], least: int, most: int) -
 
 
 def _times(pattern: str, at: int) -> tuple[int, int, int]:
-    """How often the piece before `at` is said, at least and at most, and what follows that."""
+    """Return how often the piece before `at` is said, at least and at most, and what follows
+    that.
+    """
     if pattern[at] in "*+":
         raise _TooMany
     if pattern[at] == "?":
@@ -132,7 +134,7 @@ def _times(pattern: str, at: int) -> tuple[int, int, int]:
 
 
 def _class(pattern: str, at: int) -> tuple[list[str], int]:
-    """The characters of a class that begins before `at`, and what follows it."""
+    """Return the characters of a class that begins before `at`, and what follows it."""
     found: dict[str, None] = {}
     while pattern[at] != "]":
         first = pattern[at]

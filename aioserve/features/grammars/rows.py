@@ -51,22 +51,22 @@ class Matcher(Protocol):
     """What is used here of llguidance's `LLMatcher`: a place in a text that is bound."""
 
     def is_stopped(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Return whether nothing but the end may follow."""
 
     def is_error(self) -> bool:
-        """Whether it cannot be followed further."""
+        """Return whether it cannot be followed further."""
 
     def get_error(self) -> str:
-        """Why it cannot be followed further."""
+        """Return why it cannot be followed further."""
 
     def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
         """Write the mask of the next token to memory."""
 
     def compute_ff_tokens(self) -> list[int]:
-        """The next tokens, as far as there is no choice."""
+        """Return the next tokens, as far as there is no choice."""
 
     def validate_tokens(self, token_ids: list[int]) -> int:
-        """How many of `token_ids` may follow."""
+        """Return how many of `token_ids` may follow."""
 
     def consume_tokens(self, token_ids: list[int]) -> bool:
         """Read tokens that are never rolled back; False if they are not allowed."""
@@ -191,14 +191,14 @@ def wait_for(jobs: Sequence[MaskJob], seconds: float) -> None:
 
 
 def timed(call: Callable[[], list[int]]) -> tuple[list[int], bool]:
-    """What a call returns, and whether it took long."""
+    """Return what a call returns, and whether it took long."""
     began = time.thread_time()
     result = call()
     return result, time.thread_time() - began > SLOW_SECONDS
 
 
 def _resident() -> int:
-    """Bytes of memory that are this process's own; 0 where Linux is not."""
+    """Return bytes of memory that are this process's own; 0 where Linux is not."""
     try:
         with open("/proc/self/statm", "rb") as file:
             _, resident, shared = map(int, file.read().split()[:3])
@@ -247,8 +247,9 @@ class _JobMasks:
         self._seconds = 0.0 if is_behind else STEP_SECONDS
 
     def take(self, rows: IntArray, *, may_sit_out: bool) -> Masks:
-        """Those of the S `rows` of the step, once its forward pass is done. If they `may_sit_out`,
-        some may be late; else the rows whose masks are not there after a second fail.
+        """Return those of the S `rows` of the step, once its forward pass is done. If they
+        `may_sit_out`, some may be late; else the rows whose masks are not there after a second
+        fail.
         """
         return self._rows.taken(rows, self._places, self._jobs, may_sit_out, self._seconds)
 
@@ -317,7 +318,7 @@ class GrammarRows(BoundRows):
         return sum(kept.num_bytes for kept in self._kept.values())
 
     def is_slow(self, row: int) -> bool:
-        """Whether calls for a row take long: then nothing is asked of it but its masks."""
+        """Return whether calls for a row take long: then nothing is asked of it but its masks."""
         kept = self._kept.get(row)
         return kept is not None and kept.is_slow
 
@@ -369,8 +370,8 @@ class GrammarRows(BoundRows):
         may_sit_out: bool,
         seconds: float,
     ) -> Masks:
-        """The masks of a step of the S `rows`; see `_JobMasks.take`. Rows that need none wait for
-        those of the others for `seconds` at most.
+        """Return the masks of a step of the S `rows`; see `_JobMasks.take`. Rows that need none
+        wait for those of the others for `seconds` at most.
         """
         if may_sit_out:
             quick = [job for row, job in jobs.items() if not self.is_slow(row)]
@@ -446,7 +447,9 @@ class GrammarRows(BoundRows):
     def standing(
         self, rows: IntArray, drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
     ) -> list[Standing]:
-        """Which of the S `rows` have a matcher: for `catch_up`, when their tokens are known."""
+        """Return which of the S `rows` have a matcher: for `catch_up`, when their tokens
+        are known.
+        """
         if not self.rows:
             return []
         return [
@@ -497,7 +500,7 @@ class GrammarRows(BoundRows):
                 self._mark_slow(kept)
 
     def guesses(self, row: int) -> list[int]:
-        """The next tokens of a row, as far as its grammar leaves no choice of text."""
+        """Return the next tokens of a row, as far as its grammar leaves no choice of text."""
         matcher = self.rows.get(row)
         try:
             if matcher is None or self.is_slow(row) or matcher.is_stopped():
@@ -512,7 +515,9 @@ class GrammarRows(BoundRows):
             return []
 
     def masks(self, rows: IntArray) -> Masks | None:
-        """The tokens that each of M `rows` may say next; None if none of them has a grammar."""
+        """Return the tokens that each of M `rows` may say next; None if none of them has a
+        grammar.
+        """
         standing = [each for each in self.standing(rows) if each.is_bound]
         if not standing:
             return None

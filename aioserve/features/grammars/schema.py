@@ -84,7 +84,7 @@ def key_options(schema: Mapping[str, Any]) -> dict[str, str]:
 
 
 def place_of(reason: str, schema: Any) -> str:
-    """Where in `schema` the grammar library found what it refuses for this `reason`, such as
+    """Return where in `schema` the grammar library found what it refuses for this `reason`, such as
     `properties.age.not`; empty if it is not known.
     """
     unknown = re.search(r"Unimplemented keys: (\[[^\]]*\])", reason)
@@ -182,7 +182,9 @@ def _bound(schema: Schema, path: str) -> None:
 def _inner_bound(
     schema: Schema, path: str, name: str, exclusive: str, inwards: int
 ) -> int | float | None:
-    """One side; `inwards` is the direction of what it allows, as a sign. None: without bound."""
+    """Return one side; `inwards` is the direction of what it allows, as a sign. None: without
+    bound.
+    """
     bound: Any = schema.get(name)
     open_bound: Any = schema.get(exclusive)
     if open_bound is True:  # as draft 4 has it
@@ -221,8 +223,8 @@ def _inner_bound(
 
 
 def _exact(bound: int | float, inwards: int) -> int | float:
-    """The first number from `bound` on that the library reads as it is written, and that 64 bits
-    hold.
+    """Return the first number from `bound` on that the library reads as it is written, and that 64
+    bits hold.
     """
     if abs(bound) > LARGEST:
         return -inwards * LARGEST
@@ -235,21 +237,21 @@ def _exact(bound: int | float, inwards: int) -> int | float:
 
 
 def _beside(bound: int | float, inwards: int) -> int | float:
-    """The next number that the library reads as it is written."""
+    """Return the next number that the library reads as it is written."""
     if abs(bound) < _SMALLEST:
         return inwards * _SMALLEST
     return _exact(math.nextafter(float(bound), math.inf * inwards), inwards)
 
 
 def _is_read_right(number: float) -> bool:
-    """Whether the library, which computes a number from its digits, comes to that number."""
+    """Return whether the library, which computes a number from its digits, comes to that number."""
     written = Decimal(repr(number)).normalize().as_tuple()
     digits = int("".join(map(str, written.digits)))
     return digits < _EXACT and abs(int(written.exponent)) <= 22
 
 
 def _shorter(number: float, inwards: int) -> float:
-    """The first number from `number` on that has few digits."""
+    """Return the first number from `number` on that has few digits."""
     exact = Decimal(number)
     step = Decimal(1).scaleb(max(exact.adjusted() - 14, -22))
     rounded = exact.quantize(step, rounding=ROUND_CEILING if inwards > 0 else ROUND_FLOOR)
@@ -257,7 +259,7 @@ def _shorter(number: float, inwards: int) -> float:
 
 
 def _digits(number: int | float) -> int:
-    """What is written of a number without its point and sign, as a number."""
+    """Return what is written of a number without its point and sign, as a number."""
     written = Decimal(repr(number)).normalize().as_tuple()
     digits = int("".join(map(str, written.digits)))
     exponent = int(written.exponent)
@@ -482,7 +484,9 @@ class _Closing:
         self._visit(root, True, 0)
 
     def closed(self, schema: Schema) -> Schema:
-        """All of the document with its objects closed; itself, if a reference leads elsewhere."""
+        """Return all of the document with its objects closed; itself, if a reference leads
+        elsewhere.
+        """
         return self._close(schema) if self._is_known else schema
 
     def _visit(self, schema: Any, is_alone: bool, depth: int) -> None:
@@ -541,8 +545,8 @@ class _Closing:
             made["allOf"] = [closure]
 
     def _names(self, schema: Any, seen: set[int]) -> dict[str, bool] | None:
-        """Names that schemas of one value declare, each with whether as a property; None if they
-        say what other names there may be.
+        """Return names that schemas of one value declare, each with whether as a property; None if
+        they say what other names there may be.
         """
         if schema is True:
             return None
@@ -568,7 +572,9 @@ class _Closing:
         return names
 
     def _target(self, ref: Any) -> Schema | None:
-        """The schema that a reference within the document names; None if there is none here."""
+        """Return the schema that a reference within the document names; None if there is
+        none here.
+        """
         if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
             return None
         found: Any = self._root
@@ -582,7 +588,9 @@ class _Closing:
 
 
 def _passes_on(schema: Schema) -> bool:
-    """Whether one keyword names the schemas of this value, and nothing else is said of its keys."""
+    """Return whether one keyword names the schemas of this value, and nothing else is said of its
+    keys.
+    """
     given = [name for name in (*_IN_PLACE, "$ref") if name in schema]
     if len(given) != 1 or schema.keys() & _OF_OBJECTS:
         return False
@@ -593,9 +601,9 @@ def _passes_on(schema: Schema) -> bool:
 
 
 def _are_told_apart(options: Any) -> bool:
-    """Whether of schemas, of which a value is to fit one alone, no two fit the same value however
-    open their objects are: by a constant under a name that is required, or by their types. Others
-    are told apart by no more than keys that closed objects lack, and stay as they are.
+    """Return whether of schemas, of which a value is to fit one alone, no two fit the same value
+    however open their objects are: by a constant under a name that is required, or by their types.
+    Others are told apart by no more than keys that closed objects lack, and stay as they are.
     """
     if not isinstance(options, list):
         return False
@@ -622,7 +630,7 @@ def _has_constants(one: Schema, other: Schema) -> bool:
 
 
 def _values_of(schema: Any) -> list[Any]:
-    """The constants to which a schema is bound; empty if it is not."""
+    """Return the constants to which a schema is bound; empty if it is not."""
     if not isinstance(schema, dict):
         return []
     if "const" in schema:
@@ -632,7 +640,7 @@ def _values_of(schema: Any) -> list[Any]:
 
 
 def _may_close(schema: Schema) -> bool:
-    """Whether a schema declares keys, and leaves open whether there are others."""
+    """Return whether a schema declares keys, and leaves open whether there are others."""
     if not schema.keys() & {"properties", "patternProperties"}:
         return False
     if schema.keys() & {"additionalProperties", "propertyNames", "unevaluatedProperties"}:
@@ -650,7 +658,7 @@ def _may_close(schema: Schema) -> bool:
 
 
 def _undeclared(schema: Schema) -> dict[str, bool]:
-    """Names that are required and no property."""
+    """Return names that are required and no property."""
     required, properties = schema.get("required"), schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
     names = required if isinstance(required, list) else []
@@ -661,7 +669,7 @@ def _undeclared(schema: Schema) -> dict[str, bool]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """The schemas under a keyword, whichever way it holds them."""
+    """Return the schemas under a keyword, whichever way it holds them."""
     if isinstance(value, list):
         return value
     if isinstance(value, dict):
@@ -679,7 +687,7 @@ def _others(schema: Schema) -> Iterator[tuple[str, Any]]:
 
 
 def _mapped(schema: Schema, path: str, change: Callable[[Any, str], Any]) -> Schema:
-    """A copy of `schema` with `change` made to each schema right within it, by its path."""
+    """Return a copy of `schema` with `change` made to each schema right within it, by its path."""
     made = dict(schema)
     for name in _IN_MAPPINGS:
         if isinstance(parts := schema.get(name), dict):
@@ -694,7 +702,9 @@ def _mapped(schema: Schema, path: str, change: Callable[[Any, str], Any]) -> Sch
 
 
 def _schemas(root: Any) -> Iterator[tuple[str, Schema]]:
-    """Each schema of a document, with what stands before the names of its keywords in a path."""
+    """Yield each schema of a document, with what stands before the names of its keywords in
+    a path.
+    """
     waiting: list[tuple[str, Any]] = [("", root)]
     while waiting:
         at, schema = waiting.pop()
@@ -705,7 +715,7 @@ def _schemas(root: Any) -> Iterator[tuple[str, Schema]]:
 
 
 def _within(schema: Schema, at: str) -> list[tuple[str, Any]]:
-    """Each schema right within one, as `_schemas` yields it."""
+    """Return each schema right within one, as `_schemas` yields it."""
     found: list[tuple[str, Any]] = []
     _mapped(schema, at, lambda part, path: found.append((f"{path}.", part)))
     return found
@@ -747,7 +757,7 @@ class _Search:
         return None
 
     def _blocked(self, schema: Any, depth: int) -> str | None:
-        """The reference for which no finite value is known; None if there is one."""
+        """Return the reference for which no finite value is known; None if there is one."""
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return None
         if "const" in schema or "enum" in schema:
@@ -776,7 +786,9 @@ class _Search:
 
 
 def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """The schemas of which every value of `schema` holds a value, or which it fits as well."""
+    """Yield the schemas of which every value of `schema` holds a value, or which it fits as
+    well.
+    """
     yield from _listed(schema, "allOf")
     if schema.get("type") == "object":
         properties, names = schema.get("properties"), _listed(schema, "required")
@@ -802,7 +814,9 @@ def _listed(schema: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _place_in(root: Any, ref: str) -> Any:
-    """What a reference within the document names; None for any other, which may hold values."""
+    """Return what a reference within the document names; None for any other, which may hold
+    values.
+    """
     if ref != "#" and not ref.startswith("#/"):
         return None
     for step in ref.split("/")[1:]:

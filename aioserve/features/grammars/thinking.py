@@ -65,7 +65,7 @@ class BudgetMatcher:
         self._saved: list[tuple[TokensState, tuple[int, ...], int | None]] = []
 
     def is_free(self, num_tokens: int) -> bool:
-        """Whether each of the next `num_tokens` may be any token."""
+        """Return whether each of the next `num_tokens` may be any token."""
         if self._inner is not None or self._place is not None:
             return False
         return (
@@ -84,7 +84,9 @@ class BudgetMatcher:
                 self._place = self._begun_place()
 
     def _begun_place(self) -> int | None:
-        """The place in `forced` where the end mark goes on, if it is due; None if it is not."""
+        """Return the place in `forced` where the end mark goes on, if it is due; None if it
+        is not.
+        """
         tokens, forced = self._tokens, self._forced
         if not tokens.is_inside or tokens.count < self._limit:
             return None
@@ -93,7 +95,7 @@ class BudgetMatcher:
         return next((n for n in ends if self._last[-n:] == tuple(forced[:n])), 0)
 
     def _next(self) -> int | None:
-        """The token that is forced now; a grammar that forbids it wins."""
+        """Return the token that is forced now; a grammar that forbids it wins."""
         if self._place is None:
             return None
         token_id = self._forced[self._place]
@@ -103,15 +105,15 @@ class BudgetMatcher:
     # As `LLMatcher`.
 
     def is_stopped(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Return whether nothing but the end may follow."""
         return self._inner is not None and self._inner.is_stopped()
 
     def is_error(self) -> bool:
-        """Whether the inner grammar cannot be followed further."""
+        """Return whether the inner grammar cannot be followed further."""
         return self._inner is not None and self._inner.is_error()
 
     def get_error(self) -> str:
-        """Why the inner grammar cannot be followed further."""
+        """Return why the inner grammar cannot be followed further."""
         return "" if self._inner is None else self._inner.get_error()
 
     def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
@@ -127,13 +129,13 @@ class BudgetMatcher:
             self._inner.unsafe_compute_mask_ptr(pointer, num_bytes)
 
     def compute_ff_tokens(self) -> list[int]:
-        """The next tokens, as far as there is no choice."""
+        """Return the next tokens, as far as there is no choice."""
         if self._next() is not None:
             return list(self._forced[self._place :])
         return [] if self._inner is None else self._inner.compute_ff_tokens()
 
     def validate_tokens(self, token_ids: list[int]) -> int:
-        """How many of `token_ids` may follow."""
+        """Return how many of `token_ids` may follow."""
         num_taken = 0
         while num_taken < len(token_ids) and self.try_consume_tokens([token_ids[num_taken]]):
             num_taken += 1

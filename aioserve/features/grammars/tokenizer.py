@@ -51,8 +51,8 @@ def text_tokens(tokenizer: Any, eos_token_ids: Collection[int]) -> dict[str, int
 
 
 def with_ids(grammar: str, tokens: Mapping[str, int]) -> str:
-    """A grammar, as Lark or as llguidance's JSON, in which these tokens, where a rule names one
-    without quotes, stand as their ids: by name llguidance knows controls alone.
+    """Return a grammar, as Lark or as llguidance's JSON, in which these tokens, where a rule names
+    one without quotes, stand as their ids: by name llguidance knows controls alone.
 
     Raises `ValueError` or `RecursionError` for what begins as JSON and is none.
     """
@@ -73,7 +73,9 @@ def with_ids(grammar: str, tokens: Mapping[str, int]) -> str:
 
 
 def _controls(added: Mapping[int, Any], eos_token_ids: Collection[int]) -> set[int]:
-    """The tokens that stand for themselves, in no text: what is flagged so, and what ends texts."""
+    """Return the tokens that stand for themselves, in no text: what is flagged so, and what ends
+    texts.
+    """
     return {token_id for token_id, token in added.items() if token.special}.union(eos_token_ids)
 
 
@@ -104,8 +106,8 @@ class SeenTokenizer:
         self._max_token_bytes = max(map(len, self.tokens))
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of `text`, as the model would write it; none of them is a control. Of a long
-        text those of its beginning: llguidance asks anew after every token.
+        """Return the tokens of `text`, as the model would write it; none of them is a control. Of a
+        long text those of its beginning: llguidance asks anew after every token.
         """
         if len(text) <= _MAX_AHEAD:
             return self._spelled(text)
@@ -128,7 +130,7 @@ class SeenTokenizer:
         return self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        """The tokens of a text that the tokenizer would change before it encodes it."""
+        """Return the tokens of a text that the tokenizer would change before it encodes it."""
         ids, at = [], 0
         while at < len(data):
             for end in range(min(len(data), at + self._max_token_bytes), at, -1):
@@ -148,8 +150,8 @@ class SeenTokenizer:
 
 
 def _without_prefix(backend: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """A copy of the tokenizer that encodes a piece from the middle of a text, in which controls are
-    text as well, and the decoders of the tokenizer.
+    """Return a copy of the tokenizer that encodes a piece from the middle of a text, in which
+    controls are text as well, and the decoders of the tokenizer.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
@@ -172,7 +174,7 @@ def _without_prefix(backend: Any) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def _flat(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """A part of a tokenizer, or all that are in it."""
+    """Return a part of a tokenizer, or all that are in it."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -181,7 +183,7 @@ def _flat(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _mended(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer that puts no space before a text."""
+    """Return a normalizer or pre-tokenizer that puts no space before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     part = dict(part)
@@ -222,7 +224,7 @@ def _token_bytes(
 
 
 def _space(decoders: list[dict[str, Any]]) -> str:
-    """What stands for a space in the tokens of a SentencePiece vocabulary."""
+    """Return what stands for a space in the tokens of a SentencePiece vocabulary."""
     for decoder in decoders:
         if decoder["type"] == "Replace" and decoder["content"] == " ":
             return str(decoder["pattern"].get("String", ""))

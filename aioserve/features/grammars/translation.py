@@ -26,7 +26,9 @@ _WHITESPACE: dict[str, dict[str, Any]] = {
 
 
 def grammar_of(wanted: StructuredOutputs, settings: StructuredOutputsConfig) -> str:
-    """All of a text that may be said. Raises `ValueError`, `TypeError` or `RecursionError`."""
+    """Return all of a text that may be said. Raises `ValueError`, `TypeError` or
+    `RecursionError`.
+    """
     from llguidance import LLMatcher, grammar_from
 
     options = _WHITESPACE["none" if wanted.disable_any_whitespace else settings.json_whitespace]
@@ -51,7 +53,7 @@ def grammar_of(wanted: StructuredOutputs, settings: StructuredOutputsConfig) -> 
 
 
 def reason_of(error: str, wanted: StructuredOutputs) -> str:
-    """Why llguidance refuses what is `wanted`, in a line, and where that is in a schema."""
+    """Return why llguidance refuses what is `wanted`, in a line, and where that is in a schema."""
     reason = _of_regex(error) or (error.splitlines() or [""])[0]
     if reason == "NoExtensionBias":  # of its first token, in llguidance's words
         reason = "no text fits it"
@@ -62,8 +64,8 @@ def reason_of(error: str, wanted: StructuredOutputs) -> str:
 
 
 def _of_regex(error: str) -> str | None:
-    """The reason, the place and the piece of a regular expression that is refused; None if the
-    error is another.
+    """Return the reason, the place and the piece of a regular expression that is refused; None if
+    the error is another.
     """
     lines = error.splitlines()
     at = next((i for i, line in enumerate(lines) if line.endswith("regex parse error:")), None)
@@ -82,8 +84,8 @@ def _of_regex(error: str) -> str | None:
 
 
 def _checked(grammar: str) -> str:
-    """One in Lark, or several in llguidance's JSON, with the schemas and repetitions in it made
-    right.
+    """Return one in Lark, or several in llguidance's JSON, with the schemas and repetitions in it
+    made right.
     """
     if not grammar.lstrip().startswith("{"):
         return _checked_lark(grammar)
@@ -115,8 +117,9 @@ class _Grammars(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _checked_lark(grammar: str) -> str:
-    """A grammar in Lark with each schema in it, after `%json`, as `for_grammar` makes it; objects
-    stay as open as they are. Raises `ValueError` as `for_grammar` and `check_repetitions` do.
+    """Return a grammar in Lark with each schema in it, after `%json`, as `for_grammar` makes it;
+    objects stay as open as they are. Raises `ValueError` as `for_grammar` and `check_repetitions`
+    do.
     """
     made, at = [], 0
     for begin, end, piece in _lark_pieces(grammar):
@@ -131,7 +134,7 @@ def _checked_lark(grammar: str) -> str:
 
 
 def _with_options(given: dict[str, Any]) -> dict[str, Any]:
-    """A schema within a grammar, made right, with the options that stand in it."""
+    """Return a schema within a grammar, made right, with the options that stand in it."""
     options = given.get("x-guidance", {})
     schema = for_grammar(
         {k: v for k, v in given.items() if k != "x-guidance"}, closes_objects=False
@@ -156,8 +159,8 @@ _PIECES = {
 
 
 def _lark_pieces(grammar: str) -> Iterator[tuple[int, int, str | dict[str, Any]]]:
-    """Where each regular expression, repetition and schema of a grammar begins and ends, and what
-    it is; up to a text that is not closed, which the library tells of.
+    """Yield where each regular expression, repetition and schema of a grammar begins and ends, and
+    what it is; up to a text that is not closed, which the library tells of.
     """
     at = 0
     while (stop := _STOPS.search(grammar, at)) is not None:
@@ -319,8 +322,8 @@ class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def translated(given: dict[str, Any], json_options: dict[str, Any], *, closes_objects: bool) -> str:
-    """The grammar of a structural tag in either shape; `json_options` are llguidance's, for JSON,
-    and `closes_objects` is as for `for_grammar`.
+    """Return the grammar of a structural tag in either shape; `json_options` are llguidance's, for
+    JSON, and `closes_objects` is as for `for_grammar`.
 
     Raises `ValueError` for what is no structural tag, or cannot be said in Lark.
     """
@@ -478,7 +481,7 @@ class _Translation:
         return self._rule(f"{text} {_quoted(mark)}", "[lazy]")
 
     def _text(self, excludes: Sequence[str], max_chars: int | None = None) -> str:
-        """A terminal of what is free."""
+        """Return a terminal of what is free."""
         name, most = f"T{len(self._rules)}", "*" if max_chars is None else f"{{0,{max_chars}}}"
         body = f"/(?s:.{most})/"
         if excludes:
@@ -489,14 +492,14 @@ class _Translation:
         return name
 
     def _subgrammar(self, lark: str, after: _Part) -> _Part:
-        """One with names of its own."""
+        """Return one with names of its own."""
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": lark})
         return _Part(f"@{name} {after.text}")
 
 
 def _literal(strings: Sequence[str], after: _Part) -> _Part:
-    """One of `strings`; an empty one is nothing."""
+    """Return one of `strings`; an empty one is nothing."""
     if not any(strings):
         return after
     if not all(strings):

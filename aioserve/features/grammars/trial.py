@@ -132,7 +132,7 @@ class Trials:
 
 
 def _verdict(answer: "bytes | int") -> Verdict:
-    """What the answer of a trial means, or the exit code of one that has ended without."""
+    """Return what the answer of a trial means, or the exit code of one that has ended without."""
     if isinstance(answer, bytes):
         return msgspec.msgpack.decode(answer, type=Verdict)
     if answer == -signal.SIGALRM:
@@ -188,7 +188,7 @@ class _Process:
             raise
 
     def ask(self, wanted: bytes) -> bytes | int:
-        """The answer of a trial, or its exit code. Raises `OSError`, `EOFError`, or
+        """Return the answer of a trial, or its exit code. Raises `OSError`, `EOFError`, or
         `StandsStillError` if the process is stopped.
         """
         mine, theirs = socket.socketpair()
@@ -400,7 +400,7 @@ class _Trial:
                 self._note(row)
 
     def _allowed(self, row: "LLMatcher") -> list[int]:
-        """The first and the last token that may come next, and end nothing."""
+        """Return the first and the last token that may come next, and end nothing."""
         mask = int.from_bytes(row.compute_bitmask(), "little") & ((1 << self._vocab_size) - 1)
         for token_id in self._eos:
             mask &= ~(1 << token_id)
@@ -444,7 +444,9 @@ def _on_thread(stack_bytes: int, call: Callable[[], None]) -> None:
 
 
 def _pages() -> tuple[int, int]:
-    """Bytes of address space, and of memory that is this process's own; 0 where Linux is not."""
+    """Return bytes of address space, and of memory that is this process's own; 0 where Linux is
+    not.
+    """
     try:
         with open("/proc/self/statm", "rb") as file:
             size, resident, shared = map(int, file.read().split()[:3])

@@ -70,8 +70,8 @@ class HostCopies:
 def kept_tensors(
     backend: AttentionBackend, model: ServedModel, of_drafter: Sequence[Tensor], block_size: int
 ) -> list[KeptTensors]:
-    """The tensors of each pool. What a drafter has of the KV blocks, which is on the first of
-    several ranks, is kept with them.
+    """Return the tensors of each pool. What a drafter has of the KV blocks, which is on the first
+    of several ranks, is kept with them.
     """
     num_blocks = -(-TYPICAL_TOKENS // block_size)
     pools = [_blocks(BLOCKS, backend.memory, num_blocks, of_drafter)]

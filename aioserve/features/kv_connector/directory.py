@@ -292,12 +292,12 @@ class BlockDirectory(BlockStore):
     # Anywhere.
 
     def _path(self, block_hash: bytes, folder: Path | None = None) -> Path:
-        """The file of a block, by default in the folder of the weights of now."""
+        """Return the file of a block, by default in the folder of the weights of now."""
         name, pool = block_hash[:HASH_BYTES].hex(), block_hash[HASH_BYTES:].decode()
         return (folder or self._folder) / name[:2] / f"{name}{'.' if pool else ''}{pool}{SUFFIX}"
 
     def _make_folder(self, identity: dict[str, str]) -> Path:
-        """The folder of blocks of this identity, made if need be. Raises `ConfigError`."""
+        """Return the folder of blocks of this identity, made if need be. Raises `ConfigError`."""
         identity = identity | {"block bytes": str(self._block_bytes)}
         digest = hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
         found = self._root / f"{PREFIX}{digest[:32]}"
@@ -362,7 +362,7 @@ class _Trouble:
         self._num_held = 0
 
     def let_through(self) -> int | None:
-        """How many were held back since the last one; None: hold this one back, too."""
+        """Return how many were held back since the last one; None: hold this one back, too."""
         now = time.monotonic()
         if self._last is not None and now - self._last < LOG_SECONDS:
             self._num_held += 1
@@ -377,17 +377,17 @@ def _make_private(folder: Path) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """An opener for `open`, whatever the umask."""
+    """Return an opener for `open`, whatever the umask."""
     return os.open(path, flags, PRIVATE & 0o666)
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """An opener that does not wait for a writer of a FIFO, which is read as empty."""
+    """Return an opener that does not wait for a writer of a FIFO, which is read as empty."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read_note(path: Path) -> object:
-    """What it says; None if it is not there, or was cut off when the power went."""
+    """Return what it says; None if it is not there, or was cut off when the power went."""
     try:
         with FileIO(path, "rb", opener=_open_at_once) as file:
             return msgspec.json.decode(file.read())

@@ -114,8 +114,9 @@ def _identity_of(config: EngineConfig, worker: HostMemoryWorker, path: str) -> d
 def _identity(
     config: EngineConfig, model_info: ModelInfo, worker: HostMemoryWorker
 ) -> dict[str, str]:
-    """All that the bytes of a block depend on, besides tokens, salt and adapter: those are in its
-    hash. What computes with other kernels or versions rounds differently: it is another engine.
+    """Return all that the bytes of a block depend on, besides tokens, salt and adapter: those are
+    in its hash. What computes with other kernels or versions rounds differently: it is another
+    engine.
     """
     from aioserve.runner.models.long_rope import has_long_factors
 
@@ -137,7 +138,9 @@ def _identity(
 
 
 def _draft_identity(config: EngineConfig) -> str:
-    """What makes drafts, if a model does: what it knows of a block is kept with the block."""
+    """Return what makes drafts, if a model does: what it knows of a block is kept with the
+    block.
+    """
     speculation = config.speculation
     if not speculation.drafts_by_model or (name := speculation.draft_model) is None:
         return speculation.speculative_method if speculation.drafts_by_model else "none"

@@ -201,12 +201,12 @@ def _map(num_bytes: int, shared: SharedSlots | None) -> mmap.mmap:
 
 
 def sizes_of(caches: Sequence[Tensor]) -> list[int]:
-    """Bytes of a block in each."""
+    """Return bytes of a block in each."""
     return [cache[0].numel() * cache.dtype.itemsize for cache in caches]
 
 
 def count_slots(num_bytes: int, block_bytes: int) -> int:
-    """How many blocks fit. Raises `ConfigError` if none does."""
+    """Return how many blocks fit. Raises `ConfigError` if none does."""
     if num_bytes < block_bytes:
         raise ConfigError(
             f"cache.kv_connector_gib is {num_bytes:,} bytes, but a block of the KV cache has "
@@ -216,8 +216,8 @@ def count_slots(num_bytes: int, block_bytes: int) -> int:
 
 
 def describe_layout(computed: str, kept: Sequence[KeptTensors]) -> str:
-    """The text by which caches are compared: `computed`, and of each pool the types and shapes of a
-    block.
+    """Return the text by which caches are compared: `computed`, and of each pool the types and
+    shapes of a block.
     """
     found = [computed]
     for pool in kept:

@@ -48,7 +48,9 @@ class HostMemoryWorker(KVConnectorWorker, ABC):
 
     @abstractmethod
     def memory(self, slot: int) -> memoryview:
-        """The bytes of a slot that no transfer uses now. Slots count on from group to group."""
+        """Return the bytes of a slot that no transfer uses now. Slots count on from group
+        to group.
+        """
 
 
 class BlockStore(ABC):

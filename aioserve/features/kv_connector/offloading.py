@@ -398,7 +398,7 @@ class OffloadingConnector(KVConnectorBase):
         return worker.load_seconds / max(worker.num_bytes_loaded, 1) * num_bytes
 
     def _is_worth(self, num_tokens: int, load_seconds: float, compute_seconds: float) -> bool:
-        """Whether loading is quicker, as far as is known; now and then also if it is not."""
+        """Return whether loading is quicker, as far as is known; now and then also if it is not."""
         if not compute_seconds or load_seconds < compute_seconds:
             return True
         self._num_passed += 1

@@ -66,7 +66,7 @@ class PoolSlots(Outside):
         self.open.loads.append((slot, place))
 
     def is_there(self, block_hash: bytes) -> bool:
-        """Whether the pool has it, or a slot."""
+        """Return whether the pool has it, or a slot."""
         pool = self.pool
         return self.has(block_hash) or (pool is not None and pool.lookup(block_hash) is not None)
 
@@ -108,7 +108,7 @@ class PoolSlots(Outside):
     # Steps.
 
     def plan(self, step_id: int) -> Copies | None:
-        """What the step of that id copies, which is planned; None: nothing."""
+        """Return what the step of that id copies, which is planned; None: nothing."""
         if evicted := self.notes.evicted:
             self.save(evicted)
             evicted.clear()
@@ -120,7 +120,7 @@ class PoolSlots(Outside):
         return list(step.saves.values()), step.loads.copy()
 
     def settle(self, step_id: int) -> Iterator[Transfers]:
-        """The transfers of steps up to that one, which are back; to be released."""
+        """Yield the transfers of steps up to that one, which are back; to be released."""
         while self._planned and self._planned[0][0] <= step_id:
             yield self._planned.popleft()[1]
 
@@ -179,7 +179,7 @@ class KeptPools:
         return iter(self._kept.values())
 
     def join(self, pool: KeptPool) -> Outside:
-        """A pool that requests need: that of the KV blocks, or another one."""
+        """Return a pool that requests need: that of the KV blocks, or another one."""
         kept = self._kept.get(pool.name) or self._make(SlotGroup(pool.name, 0, 0))
         kept.pool = pool
         if kept is not self.blocks:
@@ -231,15 +231,17 @@ class KeptPools:
         return num_blocks
 
     def needed(self, request: Request, num_blocks: int) -> list[Contents]:
-        """What has to be there to begin behind the first `num_blocks` blocks: KV blocks first."""
+        """Return what has to be there to begin behind the first `num_blocks` blocks: KV blocks
+        first.
+        """
         hashes = request.block_hashes
         found = [(self.blocks, hashes[:num_blocks])] if self.has_blocks else []
         others = ((kept, pool.needed(num_blocks)) for kept, pool in self.others)
         return [*found, *((kept, hashes[seen.start : seen.stop]) for kept, seen in others)]
 
     def num_bytes_to_load(self, request: Request, first: int, end: int) -> int:
-        """Bytes that are loaded to begin behind the first `end` blocks, if the pool has the KV
-        blocks before `first`.
+        """Return bytes that are loaded to begin behind the first `end` blocks, if the pool has the
+        KV blocks before `first`.
         """
         num_bytes = (end - first) * self.blocks.block_bytes
         for kept, hashes in self.needed(request, end):
@@ -248,8 +250,8 @@ class KeptPools:
         return num_bytes
 
     def missing(self, request: Request, first: int, end: int) -> list[Contents]:
-        """What is neither in a pool nor in host memory of that; KV blocks are, before `first`.
-        States and windows come first, as the rest is of no use without them.
+        """Return what is neither in a pool nor in host memory of that; KV blocks are, before
+        `first`. States and windows come first, as the rest is of no use without them.
         """
         wanted = []
         for kept, hashes in reversed(self.needed(request, end)):

@@ -48,7 +48,7 @@ class SimulatedDirectory(BlockStore):
         self._busy_until = 0.0
 
     def shared(self) -> "SimulatedDirectory":
-        """A directory of the same contents, for another engine."""
+        """Return a directory of the same contents, for another engine."""
         other = SimulatedDirectory(0, self._block_bytes, self._seconds_per_block)
         other._max_blocks, other._contents = self._max_blocks, self._contents
         return other

@@ -47,7 +47,7 @@ class CompiledProduct(LowRankProduct):
 
     @staticmethod
     def serves(pieces: Sequence[Piece]) -> bool:
-        """Whether there is a kernel for them."""
+        """Return whether there is a kernel for them."""
         return len(pieces) <= 3 and pieces[0].a.shape[1] % _MULTIPLE == 0
 
     def add(self, x: Tensor, out: Tensor, rows: Tensor) -> None:
@@ -76,8 +76,8 @@ class CompiledTable(LowRankTable):
 
 
 def make_product(pieces: Sequence[Piece]) -> LowRankProduct:
-    """The addition to a product by `pieces` in the order of their outputs: by the kernels, or by
-    torch where there is none for them.
+    """Return the addition to a product by `pieces` in the order of their outputs: by the kernels,
+    or by torch where there is none for them.
     """
     if CompiledProduct.serves(pieces):
         return CompiledProduct(load_kernels(), pieces)
@@ -85,7 +85,7 @@ def make_product(pieces: Sequence[Piece]) -> LowRankProduct:
 
 
 def make_table(piece: Piece) -> LowRankTable:
-    """The addition to the embedding."""
+    """Return the addition to the embedding."""
     return CompiledTable(load_kernels(), piece)
 
 
@@ -134,11 +134,11 @@ class CompiledAdapter:
 
     @staticmethod
     def serves(adapter: Adapter) -> bool:
-        """Whether all of it is compiled."""
+        """Return whether all of it is compiled."""
         return all(isinstance(product, CompiledProduct) for product in adapter.products.values())
 
     def of(self, rows: Tensor) -> AdapterStruct:
-        """The struct of the kernels for these rows, which the caller keeps."""
+        """Return the struct of the kernels for these rows, which the caller keeps."""
         products = ctypes.cast(self._products, ctypes.POINTER(LowRankStruct))
         table = None if self._table is None else ctypes.pointer(self._table)
         return AdapterStruct(products, table, rows.data_ptr(), len(rows))

@@ -154,7 +154,7 @@ def read_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
 
 
 def _read_config(file: Path) -> tuple[_PeftConfig, bytes]:
-    """What it says, and the bytes in which it does."""
+    """Return what it says, and the bytes in which it does."""
     check_file(file)
     try:
         content = file.read_bytes()
@@ -199,7 +199,7 @@ def _low_rank(module: str, pair: Sequence[Any], config: _PeftConfig, max_rank: i
 
 
 def _of_pattern(pattern: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """What the first key that fits the end of a module's name says, as in PEFT."""
+    """Return what the first key that fits the end of a module's name says, as in PEFT."""
     import regex  # unlike `re`, it can be told to end
 
     for key, value in (pattern or {}).items():

@@ -102,8 +102,8 @@ def _check_shape(name: str, part: LowRank, num_outputs: int, num_inputs: int) ->
 
 @torch.inference_mode()
 def put_on(sites: AdapterSites, files: AdapterFiles) -> Adapter:
-    """The adapter on the model of `sites`. Raises `ConfigError` that names the first module that
-    does not fit: it was made for another model.
+    """Return the adapter on the model of `sites`. Raises `ConfigError` that names the first module
+    that does not fit: it was made for another model.
     """
     try:
         return _put(sites, files)

@@ -59,7 +59,7 @@ FORM = f"data:{MEDIA_TYPE};base64,FRAME,FRAME,..."
 
 
 def frames_of(path: str, url: str) -> str:
-    """The frames in base64, with commas between. Raises `RequestError` that names `path`."""
+    """Return the frames in base64, with commas between. Raises `RequestError` that names `path`."""
     kind, _, frames = url.partition(",")
     if kind.lower() != f"data:{MEDIA_TYPE};base64":
         raise RequestError(
@@ -71,7 +71,7 @@ def frames_of(path: str, url: str) -> str:
 
 
 def num_frames_of(frames: str) -> int:
-    """How many there are in what `frames_of` returns."""
+    """Return how many there are in what `frames_of` returns."""
     return frames.count(",") + 1
 
 
@@ -115,7 +115,7 @@ class BodyMedia:
         self._num_frames = 0  # of all videos
 
     def add(self, path: str, url: str) -> Part:
-        """The image that is at `url`, or in it. Raises `RequestError` that names `path`."""
+        """Return the image that is at `url`, or in it. Raises `RequestError` that names `path`."""
         scheme, _, rest = url[:4096].partition(":")
         if scheme.lower() != "data":
             if scheme.lower() not in ("http", "https"):
@@ -141,8 +141,8 @@ class BodyMedia:
         return self._add(_Source(f"{path}.data", None, data))
 
     def add_video(self, path: str, url: str, fps: float | None, fps_path: str) -> Part:
-        """The video whose frames are in `url`, `fps` of them in a second. Raises `RequestError`
-        that names `path` or `fps_path`.
+        """Return the video whose frames are in `url`, `fps` of them in a second. Raises
+        `RequestError` that names `path` or `fps_path`.
         """
         self._check_read("video", path)
         frames = frames_of(path, url)
@@ -205,8 +205,9 @@ class ImageLoader:
         self._num_bytes = 0  # of images as they were sent, until no request has them
 
     async def show(self, conversation: Conversation, images: BodyMedia) -> Prompt:
-        """The conversation with its images, whose headers are known to be good and within limits.
-        Raises `RequestError` that names the part, `EngineOverloadedError` if others' take too much.
+        """Return the conversation with its images, whose headers are known to be good and within
+        limits. Raises `RequestError` that names the part, `EngineOverloadedError` if others' take
+        too much.
         """
         sources = images.sources
         limit = self._config.image_memory_gib * 2**30

@@ -55,9 +55,9 @@ def read_header(data: bytes) -> Header:
 
 
 def decode(data: bytes) -> "Image":
-    """The (first) picture, upright, as RGB: what `transformers.image_utils.load_image` and an image
-    processor make of it, and of 16 bits the upper 8. Raises `RequestError` for one that is damaged
-    or cut off.
+    """Return the (first) picture, upright, as RGB: what `transformers.image_utils.load_image` and
+    an image processor make of it, and of 16 bits the upper 8. Raises `RequestError` for one that is
+    damaged or cut off.
     """
     from PIL import ImageOps
 

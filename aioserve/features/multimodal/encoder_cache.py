@@ -47,7 +47,9 @@ class EncoderCacheManager:
         return self.num_slots - self._num_free_slots
 
     def can_allocate(self, num_tokens: int, keep: Iterable[str]) -> bool:
-        """Whether there is room, or can be made by dropping unused outputs, except `keep`."""
+        """Return whether there is room, or can be made by dropping unused outputs, except
+        `keep`.
+        """
         droppable = sum(self._sizes[h] for h in self._released.keys() - set(keep))
         return num_tokens <= self._num_free_slots + droppable
 
@@ -167,15 +169,15 @@ class EncodingAhead:
         self._told: tuple[int, EncoderInput] | None = None  # by which step, of which input
 
     def is_begun(self, item: EncoderInput) -> bool:
-        """Whether the cache has room for the output, and it is not there yet."""
+        """Return whether the cache has room for the output, and it is not there yet."""
         return self._item is not None and item.content_hash == self._item.content_hash
 
     def delays(
         self, request: Request, item: EncoderInput, num_tokens: int, before: Collection[str]
     ) -> bool:
-        """Whether the tokens of `item`, whose output is missing, have to wait until it is encoded
-        beside others. With it, a step would encode `num_tokens` for the request, which reads the
-        contents `before` first.
+        """Return whether the tokens of `item`, whose output is missing, have to wait until it is
+        encoded beside others. With it, a step would encode `num_tokens` for the request, which
+        reads the contents `before` first.
         """
         if not self.is_begun(item) and (not self.chunk or num_tokens <= self.chunk):
             return False
@@ -197,8 +199,8 @@ class EncodingAhead:
     def plan(
         self, tokens: Collection[Request], step_id: int, num_encoded: int, most: int
     ) -> Ahead | None:
-        """What a step does ahead that runs these requests and encodes `num_encoded` tokens: what is
-        left of the chunk, or else one token, but at most `most`.
+        """Return what a step does ahead that runs these requests and encodes `num_encoded` tokens:
+        what is left of the chunk, or else one token, but at most `most`.
         """
         self._last = tokens
         self._make_room()
@@ -363,7 +365,7 @@ class EncoderOutputs(Resource):
             self._cache.drop(item)
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> Mapping[str, Any]:
-        """The indices of `inputs` to be encoded before the step, by request; what is encoded
+        """Return the indices of `inputs` to be encoded before the step, by request; what is encoded
         `ahead`; and which outputs the runner may `free`, by content.
         """
         told: dict[str, Any] = {}
@@ -437,7 +439,7 @@ class EncoderOutputs(Resource):
         self._ahead.begin_step()
 
     def _lacks(self, item: EncoderInput) -> bool:
-        """Whether the output is not there, nor computed by this step or one before it."""
+        """Return whether the output is not there, nor computed by this step or one before it."""
         return item.content_hash not in self._cache or self._ahead.is_begun(item)
 
     def _release(self, request: Request, computed: int) -> None:

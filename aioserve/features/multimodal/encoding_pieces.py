@@ -137,8 +137,8 @@ _here = threading.local()  # `begun`: what is encoded on this thread, in pieces
 
 
 def rows_at_once(num_rows: int, per_row: int) -> int:
-    """How many rows, each of that many multiplications, this thread computes between two places to
-    stop: all of `num_rows` where nothing is to be stopped.
+    """Return how many rows, each of that many multiplications, this thread computes between two
+    places to stop: all of `num_rows` where nothing is to be stopped.
     """
     if getattr(_here, "begun", None) is None:
         return num_rows
@@ -177,8 +177,8 @@ class EncodingPieces:
         self._begun[content].call.advance(1 + share)
 
     def take(self, content: str) -> Tensor | None:
-        """The rows of what has begun, once it is done; None if it has not begun. Raises what the
-        encoder raises.
+        """Return the rows of what has begun, once it is done; None if it has not begun. Raises what
+        the encoder raises.
         """
         begun = self._begun.pop(content, None)
         return None if begun is None else begun.call.finish()
@@ -253,7 +253,7 @@ def _product(part: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _layers_of(module: Any) -> list[nn.Module]:
-    """The layers of the part that sees: the longest list of modules that hears nothing."""
+    """Return the layers of the part that sees: the longest list of modules that hears nothing."""
     lists = [
         list(part)
         for name, part in module.named_modules()

@@ -53,8 +53,8 @@ class MultimodalProcessor:
         self.placeholders = placeholders
 
     def look_at(self, prompt: MultimodalPrompt, room: PromptLimit) -> tuple[str | Messages, int]:
-        """The words of a prompt, without its images and videos, and how many tokens those stand for
-        at least.
+        """Return the words of a prompt, without its images and videos, and how many tokens those
+        stand for at least.
 
         Raises `RequestError` for those that cannot be served, or that are not those mentioned.
         """
@@ -91,8 +91,9 @@ class MultimodalProcessor:
         encode: Callable[[str, bool], list[int]],
         render: Callable[[Conversation], str],
     ) -> Encoded:
-        """One that `look_at` has let pass. `encode` makes tokens of a text, with special ones or
-        without, and `render` a text of a conversation. Raises `RequestError`; takes its time.
+        """Return one that `look_at` has let pass. `encode` makes tokens of a text, with special
+        ones or without, and `render` a text of a conversation. Raises `RequestError`; takes its
+        time.
         """
         text, given = prompt.prompt, _given(prompt)
         if not isinstance(text, str):
@@ -125,7 +126,7 @@ class MultimodalProcessor:
 
 
 def _given(prompt: MultimodalPrompt) -> dict[str, Sequence[Any]]:
-    """The images and the videos of a prompt, by kind."""
+    """Return the images and the videos of a prompt, by kind."""
     return {"image": prompt.images, "video": prompt.videos}
 
 

@@ -39,8 +39,8 @@ class ImageFetcher:
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, url: str, take_bytes: Callable[[int], None], seconds: float) -> bytes:
-        """What is there. `take_bytes` is told of bytes as they come, and raises if they are too
-        many. Raises `RequestError` that says why there is nothing to be had.
+        """Return what is there. `take_bytes` is told of bytes as they come, and raises if they are
+        too many. Raises `RequestError` that says why there is nothing to be had.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -122,8 +122,8 @@ class ImageFetcher:
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether it is one of the Internet's: not private, loopback, link-local, multicast, reserved,
-    nor of IPv6 with such an IPv4 address inside.
+    """Return whether it is one of the Internet's: not private, loopback, link-local, multicast,
+    reserved, nor of IPv6 with such an IPv4 address inside.
     """
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
@@ -143,7 +143,7 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def _public_socket(info: Any) -> socket.socket:
-    """A socket for an address as getaddrinfo tells it, which is connected to next."""
+    """Return a socket for an address as getaddrinfo tells it, which is connected to next."""
     family, kind, protocol, _, (host, *_) = info
     if not is_public(ipaddress.ip_address(host)):
         raise PermissionError(f"{host} is no public address")

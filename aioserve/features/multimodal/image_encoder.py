@@ -47,8 +47,8 @@ class _Row:
     ahead: int = 0  # by how much text behind the last image turns more than by its position
 
     def turns(self, positions: IntArray) -> IntArray:
-        """The positions by which heads turn for tokens of text, and for others, which have axes,
-        any that there are.
+        """Return the positions by which heads turn for tokens of text, and for others, which have
+        axes, any that there are.
         """
         assert self.axes is not None, "of a model that has some"
         end = self.axes.shape[1]
@@ -90,13 +90,13 @@ class ImageRows(BatchPart[_Row]):
         return False  # tokens of an image may see each other
 
     def items(self, chosen: Mapping[str, Iterable[int]]) -> Iterator[tuple[EncoderInput, int]]:
-        """The images `chosen` of requests in the batch, and how many rows each stands for."""
+        """Yield the images `chosen` of requests in the batch, and how many rows each stands for."""
         for own in self.rows.values():
             for index in chosen.get(own.request_id, ()):
                 yield own.items[index], int(own.starts[index + 1] - own.starts[index])
 
     def spans(self, inputs: StepInputs) -> Iterator[Span]:
-        """The tokens of this step that stand for images."""
+        """Yield the tokens of this step that stand for images."""
         for row, own_row in enumerate(inputs.rows.tolist()):
             own = self.rows.get(own_row)
             if own is None:
@@ -120,7 +120,7 @@ class ImageRows(BatchPart[_Row]):
                     )
 
     def turns(self, inputs: StepInputs) -> IntArray | None:
-        """The positions by which heads of the T tokens turn, if not by their own."""
+        """Return the positions by which heads of the T tokens turn, if not by their own."""
         if self._merged is None:
             return None
         turns = inputs.positions.copy()
@@ -175,14 +175,14 @@ def num_deep_rows(config: Any) -> int:
 
 
 def sees_images(info: ModelInfo) -> bool:
-    """Whether the model sees, and what sees of it is served."""
+    """Return whether the model sees, and what sees of it is served."""
     if family_of(info) is None:
         return False
     return not getattr(info.whole_config, "quantization_config", None)
 
 
 def encoder_cache_bytes(config: EngineConfig, info: ModelInfo, dtype: torch.dtype) -> int:
-    """The bytes that outputs of the encoder of a model that sees may take."""
+    """Return the bytes that outputs of the encoder of a model that sees may take."""
     size = info.hidden_size * dtype.itemsize * (1 + num_deep_rows(info.whole_config))
     return config.scheduler.encoder_cache_tokens * size
 
@@ -238,7 +238,7 @@ class ImageEncoder(ImageRows, EncoderPart):
             self.encode_ahead(ahead)
 
     def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
-        """What tokens for images are given; a row fails whose image could not be encoded."""
+        """Return what tokens for images are given; a row fails whose image could not be encoded."""
         spans = list(self.spans(inputs))
         for span in spans:
             if span.content_hash not in self._made:

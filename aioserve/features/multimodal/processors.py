@@ -61,7 +61,7 @@ class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
         self.image_token_id = self.image_token_ids[0]
 
     def replace_image_token(self, image_inputs: Mapping[str, Any], image_idx: int, **_: Any) -> str:
-        """The text for which an image stands."""
+        """Return the text for which an image stands."""
         height, width = (int(n) // self.side for n in image_inputs["image_sizes"][image_idx])
         lines = [self.image_token * width] * height
         return self.image_break_token.join(lines) + self.image_end_token
@@ -69,7 +69,9 @@ class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
     def _get_num_multimodal_tokens(
         self, image_sizes: Sequence[tuple[int, int]], **_: Any
     ) -> MultiModalData:
-        """The number of tokens for each image, by `image_sizes`: height and width in pixels."""
+        """Return the number of tokens for each image, by `image_sizes`: height and width in
+        pixels.
+        """
         longest, counts = self.image_processor.size["longest_edge"], []
         for size in image_sizes:
             height, width = get_resize_output_image_size(
@@ -118,7 +120,7 @@ class Llama4ImageProcessor(PilBackend):  # type: ignore[misc]
             raise ValueError(f"size must be that of a square, got {self.size!r}")
 
     def tiles_of(self, size: Size) -> Size:
-        """How many tiles, down and across, an image of that size is cut into."""
+        """Return how many tiles, down and across, an image of that size is cut into."""
         height, width = self._canvas(size).tolist()
         return height // self.side, width // self.side
 
@@ -195,7 +197,9 @@ class Llama4TileProcessor(Llama4Processor):  # type: ignore[misc]
     """The processor of `transformers`, which knows besides how many tokens an image stands for."""
 
     def _get_num_multimodal_tokens(self, image_sizes: Sequence[Size], **_: Any) -> MultiModalData:
-        """The number of tokens for each image, by `image_sizes`: height and width in pixels."""
+        """Return the number of tokens for each image, by `image_sizes`: height and width in
+        pixels.
+        """
         side = self.image_processor.side
         of_tile, counts = (side // self.patch_size) ** 2 // self.downsample_ratio, []
         for size in image_sizes:
@@ -207,7 +211,7 @@ class Llama4TileProcessor(Llama4Processor):  # type: ignore[misc]
 
 
 def _layouts(max_tiles: int) -> list[Size]:
-    """All numbers of tiles down and across; those of one shape beside each other."""
+    """Return all numbers of tiles down and across; those of one shape beside each other."""
     found: dict[float, list[Size]] = {}
     for count in range(max_tiles, 0, -1):
         for down in range(1, count + 1):
@@ -255,7 +259,7 @@ class Qwen2Videos:
         self.placeholder: str = getattr(tokenizer, "video_token", "<|video_pad|>")
 
     def num_tokens(self, size: VideoSize) -> int:
-        """The tokens of a video that the encoder has rows for. Raises `ValueError`."""
+        """Return the tokens of a video that the encoder has rows for. Raises `ValueError`."""
         height, width = self._resized(size)
         num_groups = -(-size.num_frames // self._settings.temporal_patch_size)
         return num_groups * (height // self._settings.side) * (width // self._settings.side)
@@ -263,8 +267,8 @@ class Qwen2Videos:
     def arrays(
         self, frames: Iterator[np.ndarray], size: VideoSize, fps: float | None
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """The rows, patches, grid and place in time of each group of frames, in order. One that
-        is not full repeats the last frame.
+        """Yield the rows, patches, grid and place in time of each group of frames, in order. One
+        that is not full repeats the last frame.
         """
         own = self._settings
         height, width = self._resized(size)
@@ -281,7 +285,7 @@ class Qwen2Videos:
             yield num_rows, arrays | ({} if turns is None else {TURN: turns[number : number + 1]})
 
     def text(self, num_rows: Sequence[int], size: VideoSize, fps: float | None) -> str:
-        """A mark for each row."""
+        """Return a mark for each row."""
         return self.placeholder * sum(num_rows)
 
     def _sized(self, stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,7 +369,9 @@ class Qwen3Videos(Qwen2Videos):
     }
 
     def text(self, num_rows: Sequence[int], size: VideoSize, fps: float | None) -> str:
-        """The mean time of the frames of each group, and a mark for each row between two others."""
+        """Return the mean time of the frames of each group, and a mark for each row between two
+        others.
+        """
         own = self._settings
         times = np.minimum(np.arange(len(num_rows) * own.temporal_patch_size), size.num_frames - 1)
         times = times / (fps or own.fps or _FPS)

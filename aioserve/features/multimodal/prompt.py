@@ -62,7 +62,9 @@ def size_of(image: Any, name: str) -> tuple[int, int]:
 
 
 def as_rgb(image: Any, name: str) -> Any:
-    """The image as one of PIL, in RGB, white where it is transparent. Raises as `size_of`."""
+    """Return the image as one of PIL, in RGB, white where it is transparent. Raises as
+    `size_of`.
+    """
     from PIL import Image
 
     size_of(image, name)
@@ -168,7 +170,9 @@ class Marks:
                 )
 
     def expand(self, text: str, prepared: AllPrepared) -> str:
-        """A text that `check_counts` has let pass, with all that images and videos stand for."""
+        """Return a text that `check_counts` has let pass, with all that images and videos stand
+        for.
+        """
         texts = {
             mark.placeholder: iter([own.text for own in prepared.get(mark.kind, ())])
             for mark in self._marks
@@ -178,8 +182,8 @@ class Marks:
     def place(
         self, token_ids: list[int], prepared: AllPrepared
     ) -> tuple[list[EncoderInput], list[str]]:
-        """Where in the tokens of such a text the inputs are, in order, and the name of each, as
-        `images[i]` or `videos[i]`.
+        """Return where in the tokens of such a text the inputs are, in order, and the name of each,
+        as `images[i]` or `videos[i]`.
         """
         found = [
             placed
@@ -234,8 +238,8 @@ class ImageProcessor:
             tokenizer.chat_template = self._processor.chat_template
 
     def least_tokens(self, images: Sequence[Any]) -> int:
-        """How many tokens these stand for, as far as can be said before they are prepared. Raises
-        `RequestError` for what is no image.
+        """Return how many tokens these stand for, as far as can be said before they are prepared.
+        Raises `RequestError` for what is no image.
         """
         sizes = [size_of(image, f"images[{i}]") for i, image in enumerate(images)]
         if self._family.beside and len(images) > 1:  # fewer than it would be told
@@ -247,7 +251,7 @@ class ImageProcessor:
         return sum(told)
 
     def prepare(self, images: Sequence[Any]) -> list[Prepared]:
-        """What the processor makes of each. Raises `RequestError` that names one."""
+        """Return what the processor makes of each. Raises `RequestError` that names one."""
         others = [_nothing()] if self._family.beside and len(images) > 1 else []
         return [self._prepare(image, i, others) for i, image in enumerate(images)]
 
@@ -280,7 +284,7 @@ class ImageProcessor:
 
 
 def _nothing() -> Any:
-    """An image of one pixel."""
+    """Return an image of one pixel."""
     from PIL import Image
 
     return Image.new("RGB", (1, 1))
@@ -323,5 +327,5 @@ def load_processor(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
 
 
 def _own(name: str) -> Any:
-    """A processor of this package, by its name."""
+    """Return a processor of this package, by its name."""
     return getattr(import_module("aioserve.features.multimodal.processors"), name)

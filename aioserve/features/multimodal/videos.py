@@ -72,8 +72,8 @@ class FamilyVideos(Protocol):
     placeholder: str  # of a video in a text
 
     def num_tokens(self, size: VideoSize) -> int:
-        """The tokens of a video that the encoder has rows for. Raises `ValueError` for a size that
-        is not served.
+        """Return the tokens of a video that the encoder has rows for. Raises `ValueError` for a
+        size that is not served.
         """
         ...
 
@@ -86,7 +86,7 @@ class FamilyVideos(Protocol):
         ...
 
     def text(self, num_rows: Sequence[int], size: VideoSize, fps: float | None) -> str:
-        """The text that a video stands for whose inputs have these rows."""
+        """Return the text that a video stands for whose inputs have these rows."""
         ...
 
 
@@ -106,12 +106,14 @@ class VideoProcessor:
         self.mark = Mark("video", self._own.placeholder, info.whole_config.video_token_id)
 
     def least_tokens(self, videos: Sequence[Any]) -> int:
-        """How many tokens these stand for at least. Raises `RequestError` for what is no video."""
+        """Return how many tokens these stand for at least. Raises `RequestError` for what is no
+        video.
+        """
         sizes = [video_size_of(video, f"videos[{i}]") for i, video in enumerate(videos)]
         return sum(self._num_tokens(size, i) for i, size in enumerate(sizes))
 
     def prepare(self, videos: Sequence[Any]) -> list[Prepared]:
-        """What becomes of each. Raises `RequestError` that names one."""
+        """Return what becomes of each. Raises `RequestError` that names one."""
         return [self._prepare(video, f"videos[{i}]") for i, video in enumerate(videos)]
 
     def _num_tokens(self, size: VideoSize, i: int) -> int:

@@ -64,17 +64,19 @@ class TextPart(InnerModel):
         return self.model
 
     def get_input_embeddings(self) -> nn.Module:
-        """The module that embeds token ids, as `transformers` asks for it."""
+        """Return the module that embeds token ids, as `transformers` asks for it."""
         found: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
         return found
 
     def get_output_embeddings(self) -> nn.Module:
-        """The language-model head, as `transformers` asks for it."""
+        """Return the language-model head, as `transformers` asks for it."""
         return self.lm_head
 
     @staticmethod
     def own_name(name: str) -> str:
-        """What a module of the whole model is called in here; what sees has no other name."""
+        """Return what a module of the whole model is called in here; what sees has no other
+        name.
+        """
         match = _IN_TEXT.fullmatch(name)
         return name if match is None else f"model.{match[1]}"
 

@@ -28,7 +28,7 @@ _PIECE = 1 << 15  # weights: few enough that torch calls no second thread, which
 
 
 def quantized_weight(kind: str, data: Tensor) -> QuantizedWeight:
-    """A weight in a format that `format_of` knows; `data`: uint8 [out, bytes of a row]."""
+    """Return a weight in a format that `format_of` knows; `data`: uint8 [out, bytes of a row]."""
     return QuantizedWeight(kind, data, format_of(kind))
 
 
@@ -46,12 +46,14 @@ def check_whole_groups(name: str, kind: str, num_inputs: int, own: slice) -> Non
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The float16 number at an even byte of every block [out, blocks, bytes]: [out, blocks]."""
+    """Return the float16 number at an even byte of every block [out, blocks, bytes]: [out,
+    blocks].
+    """
     return blocks.view(torch.float16)[..., at // 2]
 
 
 def _nibbles(data: Tensor) -> Tensor:
-    """The low halves of the last dimension's bytes, then the high ones."""
+    """Return the low halves of the last dimension's bytes, then the high ones."""
     return torch.cat((data & 15, data >> 4), dim=-1)
 
 
@@ -156,8 +158,9 @@ _GROUPED = re.compile(r"(u?)int([48])/([1-9][0-9]*)")
 
 @cache
 def format_of(kind: str) -> Format:
-    """One of `FORMATS`, or `int4/128` or the like: bits, and the inputs that share a scale, a
-    multiple of 32. With `uint` a group has an offset as well. Raises `ValueError` for other names.
+    """Return one of `FORMATS`, or `int4/128` or the like: bits, and the inputs that share a scale,
+    a multiple of 32. With `uint` a group has an offset as well. Raises `ValueError` for other
+    names.
     """
     if kind in FORMATS:
         return FORMATS[kind]
@@ -210,8 +213,8 @@ def from_codes(
 
 
 def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
-    """The nearest weight [out, in] in "Q8_0", "Q4_0", "int8/GROUP" or "int4/GROUP", to which `in`
-    is a multiple. A few rows at a time.
+    """Return the nearest weight [out, in] in "Q8_0", "Q4_0", "int8/GROUP" or "int4/GROUP", to which
+    `in` is a multiple. A few rows at a time.
     """
     num_outputs, num_inputs = weight.shape
     per_block, num_bytes, _ = format_of(kind)
@@ -252,7 +255,7 @@ _ROUTERS = {"gate", "router", "modality_router", "classifier", "wg", "shared_exp
 
 
 def keeps_numbers(name: str) -> bool:
-    """Whether the linear layer of this name, or its weight, is not to be quantized."""
+    """Return whether the linear layer of this name, or its weight, is not to be quantized."""
     return not (_KEPT | _ROUTERS).isdisjoint(name.split("."))
 
 
@@ -303,7 +306,7 @@ def _quantized_each(weight: Tensor, kind: str, is_transposed: bool) -> Iterator[
 
 
 def _fits(name: str, num_inputs: int, kind: str) -> bool:
-    """Whether inputs are whole groups; those of 32 leave alone what does not fit."""
+    """Return whether inputs are whole groups; those of 32 leave alone what does not fit."""
     group = format_of(kind).inputs
     if num_inputs % group and group > 32:
         raise ConfigError(

@@ -70,7 +70,7 @@ class _Reader:
         self.config, self._left = config, dict(tensors)
 
     def names(self, suffix: str) -> Iterator[str]:
-        """What stands before `suffix` in the names of tensors."""
+        """Return what stands before `suffix` in the names of tensors."""
         names = [name for name in self._left if name.endswith(suffix)]
         return (name.removesuffix(suffix) for name in names)
 
@@ -81,7 +81,7 @@ class _Reader:
         return name in self._left
 
     def take(self, name: str, dtypes: str, shape: tuple[int | None, ...] | None = None) -> Any:
-        """The tensor, not read yet. `None` in its shape stands for any size."""
+        """Return the tensor, not read yet. `None` in its shape stands for any size."""
         if name not in self._left:
             raise ConfigError(f"there is no tensor {name}")
         tensor = self._left.pop(name)
@@ -97,7 +97,7 @@ class _Reader:
         return tensor
 
     def rest(self) -> dict[str, Any]:
-        """What is stored as it is used."""
+        """Return what is stored as it is used."""
         for name in self._left:
             if self.kind(name) in _FLOAT8:
                 raise ConfigError(f"tensor {name} is of type {self.kind(name)}, without scales")
@@ -107,9 +107,9 @@ class _Reader:
 def find_weights(
     config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """The weights that `config`, a `quantization_config`, is about, by name; and the tensors that
-    are no part of one. `tensors` are slices of safetensors. Raises `ConfigError` that says what is
-    not known, missing or of the wrong shape.
+    """Return the weights that `config`, a `quantization_config`, is about, by name; and the tensors
+    that are no part of one. `tensors` are slices of safetensors. Raises `ConfigError` that says
+    what is not known, missing or of the wrong shape.
     """
     method = str(config.get("quant_method"))
     if method not in _METHODS:
@@ -128,8 +128,8 @@ def find_weights(
 
 
 def kinds_of(weights: Mapping[str, Stored], outline: Any) -> dict[str, str]:
-    """The formats of `weights` by the names of the parameters of `outline`, a module; files may
-    name those of its body without the prefix.
+    """Return the formats of `weights` by the names of the parameters of `outline`, a module; files
+    may name those of its body without the prefix.
     """
     known = {name for name, _ in outline.named_parameters()}
     found = {}
@@ -240,7 +240,7 @@ def _compressed_tensors(reader: _Reader) -> Iterator[tuple[str, Stored]]:
 
 
 def _block_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The outputs and inputs that share a scale, if a scheme says that."""
+    """Return the outputs and inputs that share a scale, if a scheme says that."""
     if weights.get("block_structure"):
         outputs, inputs = weights["block_structure"]
         return outputs, inputs
@@ -369,7 +369,7 @@ def _stored(
     read: Callable[[], "QuantizedWeight | Tensor"],
     is_in_order: bool = True,
 ) -> tuple[str, Stored]:
-    """A weight of whole numbers, of which each of `num_groups` has as many inputs."""
+    """Return a weight of whole numbers, of which each of `num_groups` has as many inputs."""
     if num_groups < 1 or shape[1] % num_groups:
         raise ConfigError(f"{name} has {shape[1]} inputs, which are not {num_groups} equal groups")
     group = shape[1] // num_groups

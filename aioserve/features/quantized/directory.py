@@ -107,7 +107,7 @@ class QuantizedDirectory(Directory):
         unpacked: list[str] = []
 
         def part_of(name: str) -> Any:
-            """The matrix that has the weight of this name."""
+            """Return the matrix that has the weight of this name."""
             part = parts.get(names.find(name) or "")
             return part if type(part) in (nn.Linear, nn.Embedding) else None
 
@@ -236,7 +236,9 @@ class ModuleNames:
         self._prefix, self._known = module.base_model_prefix, module.state_dict()
 
     def find(self, name: str) -> str | None:
-        """The parameter that the tensor `name` of a file is; None where it becomes another."""
+        """Return the parameter that the tensor `name` of a file is; None where it becomes
+        another.
+        """
         from transformers.core_model_loading import rename_source_key
 
         found, joined = rename_source_key(

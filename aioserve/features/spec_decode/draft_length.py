@@ -72,7 +72,7 @@ class _StepCost:
         self._sums = [STEP_MEMORY * old + new / seconds**2 for old, new in pairs]
 
     def seconds(self, num_tokens: int) -> float:
-        """Seconds that a step of this many tokens takes; 0 if none was seen."""
+        """Return seconds that a step of this many tokens takes; 0 if none was seen."""
         weight, _, _, seconds, _ = self._sums
         if not weight:
             return 0.0
@@ -82,9 +82,10 @@ class _StepCost:
         return base + slope * num_tokens
 
     def share(self, num_tokens: int) -> float:
-        """What one of `num_tokens` costs of their step, times their number: 1 if a step costs
-        nothing besides its tokens, or as long as steps of different sizes were not seen. If drafts
-        were free until then, they could fill every step to its limit, and none would ever be seen.
+        """Return what one of `num_tokens` costs of their step, times their number: 1 if a step
+        costs nothing besides its tokens, or as long as steps of different sizes were not seen. If
+        drafts were free until then, they could fill every step to its limit, and none would ever be
+        seen.
         """
         if (line := self._line()) is None:
             return 1.0
@@ -133,8 +134,8 @@ class DraftLength:
         self._cost, self.price = _StepCost(), 0.0
 
     def limit(self, request: Hashable) -> int:
-        """The most draft tokens that pay for it now, if none are `asked` for: the n-th is right
-        with chance ** n.
+        """Return the most draft tokens that pay for it now, if none are `asked` for: the n-th is
+        right with chance ** n.
         """
         if (asked := self.asked.get(request)) is not None:
             return min(asked, self.max_tokens)
@@ -198,8 +199,9 @@ class ModelDraftLength(DraftLength):
         self._all.note(num_drafts, num_right, STEP_MEMORY)
 
     def limits(self, num_unread: Mapping[K, int]) -> dict[K, int]:
-        """The limits of the requests for which drafts are asked, or else pay. If they pay for none,
-        now and then one token for the request of whose tokens the model has to read fewest first.
+        """Return the limits of the requests for which drafts are asked, or else pay. If they pay
+        for none, now and then one token for the request of whose tokens the model has to read
+        fewest first.
         """
         asked = {r: min(self.asked[r], self.max_tokens) for r in num_unread if r in self.asked}
         num_unread = {r: unread for r, unread in num_unread.items() if r not in asked}
@@ -218,7 +220,7 @@ class ModelDraftLength(DraftLength):
         return {request: 1}
 
     def _repays(self, request: Hashable, num_unread: int) -> bool:
-        """Whether guesses for it are worth reading its text first."""
+        """Return whether guesses for it are worth reading its text first."""
         if num_unread <= self.max_tokens + 1:  # what was said since the last guess
             return True
         gain = self._record(request).chance(self._first_chance()) - self.price

@@ -22,7 +22,7 @@ from aioserve.runner.served_model import ServedModel
 
 
 def find_draft(config: EngineConfig, info: ModelInfo) -> DraftSource | None:
-    """What makes drafts for the model of `info`, if a model is to. Raises `ConfigError`."""
+    """Return what makes drafts for the model of `info`, if a model is to. Raises `ConfigError`."""
     find = _METHODS.get(config.speculation.speculative_method)
     return None if find is None else find(config, info)
 
@@ -34,8 +34,8 @@ def load_draft(
     place: DraftPlace,
     ranks: Ranks | None,
 ) -> tuple[ServedModel, Draft | None]:
-    """The served `model` of `info` as it is to be run, and what makes drafts for it: on the first
-    of several ranks, whole. Raises `ConfigError` if it does not fit.
+    """Return the served `model` of `info` as it is to be run, and what makes drafts for it: on the
+    first of several ranks, whole. Raises `ConfigError` if it does not fit.
     """
     if source is None:
         return model, None
@@ -48,7 +48,7 @@ def load_draft(
 
 
 def _find_named(config: EngineConfig, info: ModelInfo) -> DraftSource:
-    """What `speculation.draft_model` names: a smaller model, or an EAGLE-3 head."""
+    """Return what `speculation.draft_model` names: a smaller model, or an EAGLE-3 head."""
     name = config.speculation.draft_model
     assert name is not None, "EngineConfig.check_effects"
     settings = msgspec.structs.replace(config.model, model=name, revision=None, max_model_len=None)

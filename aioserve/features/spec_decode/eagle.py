@@ -146,12 +146,14 @@ class _Stated(_Taps):
 
 
 def is_eagle(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 head. Raises `ConfigError` if it is none."""
+    """Return whether a config.json is that of an EAGLE-3 head. Raises `ConfigError` if it is
+    none.
+    """
     return any("eagle3" in name.lower() for name in _Stated.of(config).architectures or ())
 
 
 def tapped_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers whose input the head wants, of the larger model's `num_layers`."""
+    """Return the layers whose input the head wants, of the larger model's `num_layers`."""
     stated = _Stated.of(config)
     inner = stated.eagle_config and stated.eagle_config.eagle_aux_hidden_state_layer_ids
     layers = inner or stated.eagle_aux_hidden_state_layer_ids

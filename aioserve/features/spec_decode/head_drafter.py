@@ -38,14 +38,15 @@ class DraftHead(ABC):
 
     @abstractmethod
     def combine(self, states: Tensor) -> Tensor:
-        """One state [T, hidden] of what the served model gave, [T, `state_size`]."""
+        """Return one state [T, hidden] of what the served model gave, [T, `state_size`]."""
 
     @abstractmethod
     def forward(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention
     ) -> Tensor:
-        """The states [T, hidden] that continue `states` [T, hidden] with `token_ids` [T], each the
-        one after its state's own. `attention` is that of the step, on the cache of this head.
+        """Return the states [T, hidden] that continue `states` [T, hidden] with `token_ids` [T],
+        each the one after its state's own. `attention` is that of the step, on the cache of this
+        head.
         """
 
     @abstractmethod
@@ -119,7 +120,7 @@ class HeadDrafter(ModelDrafter):
 
 
 def draft_of_head(info: ModelInfo, head: DraftHead, taps: Taps, target: ServedModel) -> Draft:
-    """A `head` that is loaded, in the directory of `info`, which `taps` of `target` tell."""
+    """Return a `head` that is loaded, in the directory of `info`, which `taps` of `target` tell."""
     spec, device = head.kv_cache_spec, head.device
 
     def forward(inputs: ModelInputs, attention: LayerAttention) -> Tensor:

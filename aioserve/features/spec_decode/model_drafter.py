@@ -160,7 +160,9 @@ class ModelDrafter(Drafter):
         return self._guess(spans, longest, texts) if spans else {}
 
     def _skip_filled(self, row: int, end: int, texts: Texts) -> int:
-        """How many tokens of a row are read; more than it knew, if others had the same blocks."""
+        """Return how many tokens of a row are read; more than it knew, if others had the same
+        blocks.
+        """
         num_read, size = int(self._num_read[row]), self._block_size
         if num_read % size:
             return num_read
@@ -212,11 +214,15 @@ class ModelDrafter(Drafter):
 
     @abstractmethod
     def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:
-        """The pass that reads the tokens from `begins` to `ends` of R rows; none samples yet."""
+        """Return the pass that reads the tokens from `begins` to `ends` of R rows; none samples
+        yet.
+        """
 
     @abstractmethod
     def _forward(self, rows: IntArray, sampling: IntArray) -> Forward:
-        """What computes it for these `rows`, of which those at the places `sampling` sample."""
+        """Return what computes it for these `rows`, of which those at the places `sampling`
+        sample.
+        """
 
 
 class DraftModel(ModelDrafter):
@@ -318,7 +324,7 @@ class DraftSource(ABC):
         """
 
     def follow(self, target: ServedModel) -> ServedModel:
-        """The served model as the ranks run it that do not draft."""
+        """Return the served model as the ranks run it that do not draft."""
         return target
 
     @abstractmethod
@@ -357,8 +363,8 @@ class DraftCheckpoint(DraftSource):
 
 
 def _difference(info: ModelInfo, draft: ModelInfo) -> str | None:
-    """Why texts mean other tokens to `draft`; None if they do not. One may have more tokens than
-    the other as long as neither tokenizer knows these: models are padded to round sizes.
+    """Return why texts mean other tokens to `draft`; None if they do not. One may have more tokens
+    than the other as long as neither tokenizer knows these: models are padded to round sizes.
     """
     is_padded = draft.vocab_size != info.vocab_size
     sizes = f"{draft.vocab_size:,} tokens, not {info.vocab_size:,}"
@@ -383,6 +389,6 @@ def _difference(info: ModelInfo, draft: ModelInfo) -> str | None:
 
 
 def _merges(tokenizer: Any) -> object:
-    """Which tokens a tokenizer makes of two, in their order, as far as it does so."""
+    """Return which tokens a tokenizer makes of two, in their order, as far as it does so."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return None if backend is None else json.loads(backend.to_str())["model"].get("merges")

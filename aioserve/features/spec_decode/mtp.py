@@ -86,7 +86,7 @@ LAYOUTS = (
 
 
 def one_layer_config(config: Any) -> Any:
-    """The `transformers` configuration of a model that has nothing but the MTP layer."""
+    """Return the `transformers` configuration of a model that has nothing but the MTP layer."""
     own = copy.deepcopy(config)
     vars(own).pop("quantization_config", None)
     own.num_hidden_layers = 1
@@ -100,8 +100,8 @@ def one_layer_config(config: Any) -> Any:
 
 
 def load_body(config: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """The decoder of a `one_layer_config`, its embedding and head not those of the checkpoint.
-    Raises `ConfigError` if `weights` are not its own.
+    """Return the decoder of a `one_layer_config`, its embedding and head not those of the
+    checkpoint. Raises `ConfigError` if `weights` are not its own.
     """
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
@@ -182,7 +182,7 @@ class MtpHead(DraftHead):
 
 
 def _like(norm: nn.Module, weight: Tensor) -> nn.Module:
-    """A norm of the same kind with this `weight`."""
+    """Return a norm of the same kind with this `weight`."""
     own = copy.deepcopy(norm)
     own.weight = nn.Parameter(weight, requires_grad=False)
     return own
@@ -231,8 +231,8 @@ _TOLERANCE = 1e-2  # of logits that the weight gives, as a share of their size: 
 
 
 def whole_head(halves: Halves, dtype: torch.dtype, hidden_size: int, ranks: Ranks) -> Tensor | None:
-    """The weight [V, hidden] on the first rank, in `dtype`; None on the others, and if the head of
-    `halves` does anything but multiply with it. To be called by all ranks.
+    """Return the weight [V, hidden] on the first rank, in `dtype`; None on the others, and if the
+    head of `halves` does anything but multiply with it. To be called by all ranks.
     """
     columns = []
     for begin in range(0, hidden_size, _PIECE):

@@ -46,8 +46,8 @@ class NgramText:
         self.token_ids.extend(token_ids)
 
     def find(self, end: Sequence[int]) -> tuple[int, int]:
-        """Where the last tokens of `end` stood before, in how many tokens the two places agree
-        (0: nowhere), and the place behind: the longest agreement, and of these the newest.
+        """Return where the last tokens of `end` stood before, in how many tokens the two places
+        agree (0: nowhere), and the place behind: the longest agreement, and of these the newest.
 
         What lies at the very end of this text has nothing behind it, and is not found.
         """
@@ -148,8 +148,8 @@ class NgramDrafter(Drafter):
         return {row: token_ids for row in rows if (token_ids := self.guess(row))}
 
     def guess(self, row: int) -> list[int]:
-        """The tokens that may come next; none if nothing like it was said before, or if it would
-        not pay.
+        """Return the tokens that may come next; none if nothing like it was said before, or if it
+        would not pay.
         """
         max_tokens = self.length.limit(row)
         if not max_tokens:
@@ -174,7 +174,7 @@ class NgramDrafter(Drafter):
 
 
 def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:
-    """The n-gram drafter that the settings ask for; None if they ask for none."""
+    """Return the n-gram drafter that the settings ask for; None if they ask for none."""
     if config.speculative_method != "ngram":
         return None
     length = DraftLength(config.num_speculative_tokens)
@@ -182,7 +182,7 @@ def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:
 
 
 def _agreement(text: "array[int]", place: int, end: Sequence[int]) -> int:
-    """How many tokens up to and with `place` are those at the end of `end`."""
+    """Return how many tokens up to and with `place` are those at the end of `end`."""
     most = min(place + 1, len(end))
     for length in range(most):
         if text[place - length] != end[-1 - length]:

@@ -21,13 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 def with_states_and_windows(plan: LoadPlan) -> LoadPlan:
-    """The plan with what a model keeps beside KV blocks of all its layers. Raises `ConfigError`."""
+    """Return the plan with what a model keeps beside KV blocks of all its layers. Raises
+    `ConfigError`.
+    """
     return with_windows(with_states(plan))
 
 
 def with_states(plan: LoadPlan) -> LoadPlan:
-    """The plan beside the memory of the states, which is allocated if the model has any. Raises
-    `ConfigError`.
+    """Return the plan beside the memory of the states, which is allocated if the model has any.
+    Raises `ConfigError`.
     """
     config, model = plan.config, plan.model
     if model.states is None:
@@ -55,7 +57,9 @@ def with_states(plan: LoadPlan) -> LoadPlan:
 
 
 def _num_with_drafts(config: EngineConfig) -> int:
-    """Most requests whose states are kept twice in a step: those before their drafts as well."""
+    """Return most requests whose states are kept twice in a step: those before their drafts as
+    well.
+    """
     return config.scheduler.max_num_seqs * (config.speculation.speculative_method != "none")
 
 
@@ -92,8 +96,8 @@ def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shar
 
 
 def with_windows(plan: LoadPlan) -> LoadPlan:
-    """The plan with blocks of their own for layers with a sliding window, where that goes and pays.
-    Raises `ConfigError` if the settings want it where it does not go.
+    """Return the plan with blocks of their own for layers with a sliding window, where that goes
+    and pays. Raises `ConfigError` if the settings want it where it does not go.
     """
     config, max_model_len = plan.config, plan.info.max_model_len
     found = _find_window_layers(config, plan.model, max_model_len)
@@ -122,8 +126,8 @@ def with_windows(plan: LoadPlan) -> LoadPlan:
 def _find_window_layers(
     config: EngineConfig, model: ServedModel, max_model_len: int
 ) -> dict[int, int]:
-    """The layers that have a pool of their own, with their windows in tokens; none where that does
-    not go or does not pay. Raises `ConfigError` if the settings want it nevertheless.
+    """Return the layers that have a pool of their own, with their windows in tokens; none where
+    that does not go or does not pay. Raises `ConfigError` if the settings want it nevertheless.
     """
     found = {
         layer: call.options.sliding_window
@@ -150,8 +154,8 @@ def make_window_spec(
     *,
     num_ranks: int = 1,
 ) -> WindowSpec | None:
-    """What those layers get on each of `num_ranks` ranks that share the memory: the setting, else
-    what as many requests use as the memory lasts for beside what others keep of them, each of
+    """Return what those layers get on each of `num_ranks` ranks that share the memory: the setting,
+    else what as many requests use as the memory lasts for beside what others keep of them, each of
     `TYPICAL_TOKENS`. None if there is too little for the steps of the longest request.
     """
     cache, size = config.cache, config.cache.block_size

@@ -28,8 +28,8 @@ from aioserve.kernels.state_steps import (
 
 
 def fit(states: Tensor, *sizes: int) -> bool:
-    """Whether kernels can compute on recurrent `states`: float32, each in one piece, and `sizes`,
-    the lengths of their rows, multiples of 16.
+    """Return whether kernels can compute on recurrent `states`: float32, each in one piece, and
+    `sizes`, the lengths of their rows, multiples of 16.
     """
     is_plain = states.dtype is torch.float32 and states[0].is_contiguous()
     return is_plain and not any(size % MULTIPLE for size in sizes)
@@ -56,7 +56,7 @@ _HAS_SILU = {None: False, "silu": True, "swish": True}  # by the activation's na
 
 
 def _serves(x: Tensor, weight: Tensor, activation: str | None) -> bool:
-    """Whether the kernels convolve `x` [B, channels, L] by `weight` [channels, taps]."""
+    """Return whether the kernels convolve `x` [B, channels, L] by `weight` [channels, taps]."""
     channels, taps = weight.shape
     is_known = activation in _HAS_SILU and x.dtype in ELEMENTS
     return is_known and not channels % MULTIPLE and taps <= MOST_TAPS
@@ -92,8 +92,8 @@ def conv_token(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor | None:
-    """One token [B, channels, 1] behind `conv_state` [B, channels, width], which changes in place.
-    None where the kernel does not serve the arguments.
+    """Return one token [B, channels, 1] behind `conv_state` [B, channels, width], which changes in
+    place. None where the kernel does not serve the arguments.
     """
     width = conv_state.shape[-1]
     is_of_one_type = all(
@@ -198,7 +198,7 @@ def with_own_norms(module: nn.Module) -> None:
 
 @cache
 def _own_class(reference: type[nn.Module], norm: GatedNorm) -> type[nn.Module]:
-    """A class whose modules, copies of them too, compute `norm` by the kernel."""
+    """Return a class whose modules, copies of them too, compute `norm` by the kernel."""
 
     def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         weight = self.weight
@@ -217,7 +217,7 @@ def _own_class(reference: type[nn.Module], norm: GatedNorm) -> type[nn.Module]:
 
 
 def _recognized(module: nn.Module) -> GatedNorm | None:
-    """What the module computes, if it is what the kernel does."""
+    """Return what the module computes, if it is what the kernel does."""
     weights = list(module.parameters())
     eps = getattr(module, "variance_epsilon", None)
     if len(weights) != 1 or weights[0].dim() != 1 or not isinstance(eps, float):
@@ -281,9 +281,9 @@ def state_space_token(
     z: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """One token of Mamba 2: `state` [B, H, P, N] changes in place, `hidden_states` [B, H, P],
-    `B` and `C` [B, groups, N]. What is one number for a head is expanded to its size. None where
-    the kernel does not serve the shapes.
+    """Return one token of Mamba 2: `state` [B, H, P, N] changes in place, `hidden_states` [B, H,
+    P], `B` and `C` [B, groups, N]. What is one number for a head is expanded to its size. None
+    where the kernel does not serve the shapes.
     """
     of_heads = (dt[0], A, D, dt_bias)
     is_of_heads = all(x is not None and not any(x.stride()[1:]) for x in of_heads)
@@ -345,8 +345,9 @@ def selective_step(
     z: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """One token of Mamba 1: `state` [B, channels, N], which changes in place, `hidden_states` and
-    `dt` [B, channels], `B` and `C` [B, N]. None where the kernel does not serve the shapes.
+    """Return one token of Mamba 1: `state` [B, channels, N], which changes in place,
+    `hidden_states` and `dt` [B, channels], `B` and `C` [B, N]. None where the kernel does not serve
+    the shapes.
     """
     if D is None or not fit(state, state.shape[-1]):
         return None
@@ -421,7 +422,7 @@ Known = Callable[[], Tensor | None]  # the recurrent states of the pieces that a
 
 
 def describe_steps() -> str:
-    """What computes the steps of states here: by such texts caches are compared."""
+    """Return what computes the steps of states here: by such texts caches are compared."""
     try:
         load_state_steps()
     except KernelsUnavailableError:
@@ -430,8 +431,8 @@ def describe_steps() -> str:
 
 
 def with_own_steps(module: nn.Module, known: Known) -> Function:
-    """The forward pass of the class of `module` with our functions, or as it is where the kernels
-    do not run.
+    """Return the forward pass of the class of `module` with our functions, or as it is where the
+    kernels do not run.
     """
     bound: Function = MethodType(type(module).forward, module)
     try:
@@ -470,6 +471,8 @@ def with_own_steps(module: nn.Module, known: Known) -> Function:
 
 
 def _if_served(own: Function, reference: Function, *args: Any, **kwargs: Any) -> Any:
-    """What `own` returns; where that is None, as `own` cannot do it, what `reference` returns."""
+    """Return what `own` returns; where that is None, as `own` cannot do it, what `reference`
+    returns.
+    """
     found = own(*args, **kwargs)
     return reference(*args, **kwargs) if found is None else found

@@ -52,7 +52,9 @@ class PieceStates:
         return self.states.get(StateKey("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0) -> Tensor | None:
-        """The recurrent states of the B pieces, [B, ...]; None at the beginning of their texts."""
+        """Return the recurrent states of the B pieces, [B, ...]; None at the beginning of their
+        texts.
+        """
         return self.states.get(StateKey("recurrent", state_idx))
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
@@ -122,7 +124,7 @@ class _Layer:
     now: PieceStates | None = None  # of the pieces that are computed
 
     def known(self) -> Tensor | None:
-        """The recurrent states of the pieces that are computed, before them."""
+        """Return the recurrent states of the pieces that are computed, before them."""
         return None if self.now is None else self.now.get_recurrent_state()
 
 
@@ -146,7 +148,7 @@ class _Pieces(NamedTuple):
         return cls(tokens, sources, slots, copies, place)
 
     def by_token(self) -> "list[_Pieces]":
-        """The same pieces, a token at a time, but for the beginnings of texts."""
+        """Return the same pieces, a token at a time, but for the beginnings of texts."""
         if self.sources is None:
             return [self]
         last = self.tokens.shape[1] - 1
@@ -223,7 +225,7 @@ class StatefulLayers(LayerStates):
         return len(self._layers)
 
     def __contains__(self, module: nn.Module) -> bool:
-        """Whether it is one of these layers or in one."""
+        """Return whether it is one of these layers or in one."""
         return module in self._modules
 
     @property
@@ -310,7 +312,7 @@ class StatefulLayers(LayerStates):
 
 
 def _run(layer: _Layer, step: list[_Pieces], arguments: dict[str, Any]) -> Any:
-    """The outputs of all pieces, as the module gives them for one text."""
+    """Return the outputs of all pieces, as the module gives them for one text."""
     num_tokens = next(iter(arguments.values())).shape[1]
     outs: list[Tensor | None] = [None for _ in layer.outputs]
     for pieces in step:
@@ -346,7 +348,9 @@ def _call(
     tokens: Tensor,
     states: PieceStates,
 ) -> tuple[Any, ...]:
-    """The outputs of a module for pieces; `arguments` [1, T, ...] are those of all tokens."""
+    """Return the outputs of a module for pieces; `arguments` [1, T, ...] are those of all
+    tokens.
+    """
     own = {name: _take(value, tokens) for name, value in arguments.items()}
     own[layer.argument] = layer.now = states
     try:
@@ -359,10 +363,10 @@ def _call(
 def _prove(
     layer: _Layer, arguments: dict[str, Any], own_forward: OwnForward
 ) -> tuple[bool, tuple[bool, ...]]:
-    """Whether the module goes on with a text by one token at a time, because it forgets its states
-    where it is given more; and which of its outputs have rows. By its own code for the whole text,
-    and with our steps for its parts; in float32, so that what it forgets is not taken for rounding.
-    Raises `UnsupportedModelError` if it cannot go on.
+    """Return whether the module goes on with a text by one token at a time, because it forgets its
+    states where it is given more; and which of its outputs have rows. By its own code for the whole
+    text, and with our steps for its parts; in float32, so that what it forgets is not taken for
+    rounding. Raises `UnsupportedModelError` if it cannot go on.
     """
     copied = copy.deepcopy(layer.module).float()
     del copied.forward  # the class's own
@@ -414,7 +418,9 @@ def _as_float(value: Any) -> Any:
 
 
 def _take(value: Any, tokens: Tensor) -> Any:
-    """The part of an argument [1, T, ...], or of several, that belongs to `tokens` [B, L]."""
+    """Return the part of an argument [1, T, ...], or of several, that belongs to `tokens` [B,
+    L].
+    """
     if isinstance(value, tuple):
         return tuple(_take(one, tokens) for one in value)
     return value[0][tokens] if isinstance(value, Tensor) and value.dim() > 1 else value
@@ -432,7 +438,7 @@ def _spread(signature: inspect.Signature, arguments: dict[str, Any]) -> dict[str
 
 
 def _names(cls: type) -> set[str]:
-    """The names of attributes that the methods of a class reach."""
+    """Return the names of attributes that the methods of a class reach."""
     names: set[str] = set()
     for function in vars(cls).values():
         code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

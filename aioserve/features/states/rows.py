@@ -41,7 +41,7 @@ class StateRows(BatchPart[None]):
             )
 
     def _pieces(self, inputs: StepInputs, told: Mapping[str, StateSlots]) -> list[StatePieces]:
-        """The pieces of a step, in an order in which each comes after those before it."""
+        """Return the pieces of a step, in an order in which each comes after those before it."""
         positions, query_start_loc = inputs.positions, inputs.query_start_loc
         num_tokens = len(positions)
         if not told and num_tokens == len(inputs.rows):  # nothing but decodes: most steps are

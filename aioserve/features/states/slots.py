@@ -158,7 +158,8 @@ class StateSlotPool(StatePool):
         held.source, held.is_new = held.slot, True
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, StateSlots]:
-        """What the runner must be told of a step that computes `tokens` of each request, by id.
+        """Return what the runner must be told of a step that computes `tokens` of each request, by
+        id.
 
         Called once, when the step is final. What the step leaves can be found from the next
         one on: steps run in order.
@@ -201,7 +202,7 @@ class StateSlotPool(StatePool):
         self._busy.clear()
 
     def _positions(self, request: Request, held: _Held, begin: int) -> list[int]:
-        """Where behind `begin`, up to what is computed, a snapshot is wanted, ascending."""
+        """Return where behind `begin`, up to what is computed, a snapshot is wanted, ascending."""
         end = request.num_computed_tokens
         if end > request.num_tokens:  # the last token is not known yet: no request could find it
             return []
@@ -215,8 +216,8 @@ class StateSlotPool(StatePool):
     def _make_snapshot(
         self, request: Request, held: _Held, position: int, made: dict[bytes, int]
     ) -> int | None:
-        """A slot for the state behind `position` tokens, among those `made` for this step; None if
-        there is one already, or none is free.
+        """Return a slot for the state behind `position` tokens, among those `made` for this step;
+        None if there is one already, or none is free.
         """
         num_blocks = position // self._block_size
         hash_blocks(request, num_blocks, self._block_size)
@@ -248,7 +249,7 @@ class StateSlotPool(StatePool):
             self._notes.stored.pop(block_hash, None)
 
     def _allocate(self) -> int | None:
-        """An unused slot, else that of the snapshot that was used least recently."""
+        """Return an unused slot, else that of the snapshot that was used least recently."""
         if self._unused:
             return self._unused.pop()
         for block_hash, slot in self._snapshots.items():
@@ -257,7 +258,9 @@ class StateSlotPool(StatePool):
         return None
 
     def _evict(self, block_hash: bytes) -> int:
-        """The slot of a snapshot that is no longer to be found; it is intact until a step runs."""
+        """Return the slot of a snapshot that is no longer to be found; it is intact until a step
+        runs.
+        """
         slot = self._snapshots.pop(block_hash)
         self._drop_note(block_hash)
         if self._notes.evicted is not None:

@@ -56,7 +56,7 @@ class WindowBlockPool(WindowPool):
             self.pool = BlockPool(self.spec.num_blocks, None, outside.notes)
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The window block with this content; None if there is none."""
+        """Return the window block with this content; None if there is none."""
         return self.pool.lookup(block_hash)
 
     def needed(self, num_blocks: int) -> range:
@@ -136,7 +136,9 @@ class WindowBlockPool(WindowPool):
         self._held[request] = _Held(seen.start, block_ids, num_reserved, seen.stop)
 
     def _hold(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Blocks with these contents, held from now on; those that are outside are loaded."""
+        """Return blocks with these contents, held from now on; those that are outside are
+        loaded.
+        """
         found = {h: block_id for h in block_hashes if (block_id := self.lookup(h)) is not None}
         self.pool.touch(found.values())
         missing = [block_hash for block_hash in block_hashes if block_hash not in found]
@@ -162,7 +164,8 @@ class WindowBlockPool(WindowPool):
         held.is_new, held.due = True, -1
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, WindowBlocks]:
-        """What the runner must be told of a step that computes `tokens` of each request, by id.
+        """Return what the runner must be told of a step that computes `tokens` of each request, by
+        id.
 
         Called once, when the step is final. What the step leaves can be found from the next
         one on: steps run in order.
@@ -231,7 +234,7 @@ class WindowBlockPool(WindowPool):
         return place, block_ids
 
     def _find(self, request: Request, num_blocks: int) -> list[int]:
-        """Blocks that must be cached to begin behind `num_blocks` blocks."""
+        """Return blocks that must be cached to begin behind `num_blocks` blocks."""
         seen = self.needed(num_blocks)
         found = map(self.pool.lookup, request.block_hashes[seen.start : seen.stop])
         return [block_id for block_id in found if block_id is not None]

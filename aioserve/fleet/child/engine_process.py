@@ -144,7 +144,9 @@ class Child:
         return self._process.pid
 
     def ended(self, seconds: float = 0.0) -> str | None:
-        """How it ended, in words, if it has or does within `seconds`; None while it lives."""
+        """Return how it ended, in words, if it has or does within `seconds`; None while it
+        lives.
+        """
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -158,7 +160,7 @@ class Child:
         return f"the engine's process has ended {how}" + (f"; it said last: {said}" if said else "")
 
     def failure(self, how: str) -> ConfigError | EngineStartError:
-        """The error that says why the process never served."""
+        """Return the error that says why the process never served."""
         words = [line for line in self._last_words if line.startswith("aioserve: error: ")]
         if self._process.returncode == EXIT_USAGE and words:
             return ConfigError(words[-1].removeprefix("aioserve: error: "))
@@ -185,7 +187,9 @@ class Child:
 
 
 def _private_folder() -> str:
-    """A new one that no other user can open, with a path that leaves room for a socket's name."""
+    """Return a new one that no other user can open, with a path that leaves room for a socket's
+    name.
+    """
     folder = tempfile.mkdtemp(prefix="aioserve-")
     if len(os.fsencode(folder)) > MAX_SOCKET_PATH - len("/engine.sock"):
         os.rmdir(folder)
@@ -343,7 +347,7 @@ class EngineProcess:
         sampling_params: SamplingParams | None = None,
         **fields: Unpack[ClientFields],
     ) -> Iterator[RequestOutput]:
-        """The deltas of one request, as `AsyncClient.generate`; of messages, as its `chat`.
+        """Yield the deltas of one request, as `AsyncClient.generate`; of messages, as its `chat`.
 
         Leaving the loop aborts the request when the iterator is collected, at once in CPython.
         Raises what these raise, and `EngineDeadError` with the reason once the process has ended.
@@ -364,7 +368,8 @@ class EngineProcess:
         sampling_params: SamplingParams | None = None,
         **fields: Unpack[ClientFields],
     ) -> RequestOutput:
-        """The whole reply in one output, as `AsyncClient.generate_one`. Ctrl-C aborts the request.
+        """Return the whole reply in one output, as `AsyncClient.generate_one`. Ctrl-C aborts the
+        request.
 
         Raises what that raises, and `EngineDeadError` with the reason once the process has ended.
         """
@@ -378,8 +383,9 @@ class EngineProcess:
         max_concurrency: int | None = None,
         **fields: Unpack[ClientFields],
     ) -> list[RequestOutput]:
-        """The whole replies to many prompts, in their order, as `AsyncClient.generate_all`: at most
-        `max_concurrency` at a time, by default as many as a step can have. Ctrl-C aborts them.
+        """Return the whole replies to many prompts, in their order, as `AsyncClient.generate_all`:
+        at most `max_concurrency` at a time, by default as many as a step can have. Ctrl-C aborts
+        them.
 
         Raises what that raises: `PromptsFailedError` after all have ended if some got an error.
         """

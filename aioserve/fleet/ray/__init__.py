@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def build_app(config: dict[str, Any]) -> "Application":
-    """The application that `config`, the `args` of a Serve config file, describes: see
+    """Return the application that `config`, the `args` of a Serve config file, describes: see
     `aioserve.fleet.ray.settings.RaySettings`. For `serve run` and `ray.serve.run`.
 
     Raises `ConfigError`.

@@ -44,7 +44,7 @@ class TokensQueued:
         self._usage = target_kv_cache_usage
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The number that is wanted, before Ray's delays and bounds."""
+        """Return the number that is wanted, before Ray's delays and bounds."""
         metrics = context.aggregated_metrics or {}
         tokens = sum(metrics.get("queued_prompt_tokens", {}).values())
         usage = sum(metrics.get("kv_cache_usage", {}).values())
@@ -62,7 +62,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_app(args: dict[str, object]) -> Application:
-    """The Serve application that `args`, a `RaySettings`, describes. Raises `ConfigError`."""
+    """Return the Serve application that `args`, a `RaySettings`, describes. Raises
+    `ConfigError`.
+    """
     settings = RaySettings.of(args)
     models: dict[str, EngineConfig] = {}
     parts: list[Any] = []  # as the ingress takes them
@@ -93,7 +95,7 @@ def make_app(args: dict[str, object]) -> Application:
 
 
 def _deployments(name: str, model: ModelSettings, configs: list[EngineConfig]) -> list[Application]:
-    """One for each group of replicas, with its settings."""
+    """Return one for each group of replicas, with its settings."""
     made = []
     groups = model.all_groups
     for group, config, suffix in zip(groups, configs, names_of(groups), strict=True):
@@ -195,7 +197,7 @@ def _warn_of_total(settings: RaySettings) -> None:
 
 
 def _needed(options: dict[str, Any]) -> dict[str, float]:
-    """What an actor with these options takes, by resource."""
+    """Return what an actor with these options takes, by resource."""
     return {
         "CPU": options.get("num_cpus", 1),
         "GPU": options.get("num_gpus") or 0,

@@ -184,7 +184,7 @@ class Call(RequestStream):
         self._finish(reason)
 
     async def _try_one(self) -> bool:
-        """Whether a replica has accepted it. Raises what the caller should hear."""
+        """Return whether a replica has accepted it. Raises what the caller should hear."""
         self._num_attempts += 1
         request = self._request
         if self._avoid:
@@ -337,7 +337,7 @@ class Call(RequestStream):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What was raised in the replica, without Ray's wrapping."""
+    """Return what was raised in the replica, without Ray's wrapping."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(error, ray.exceptions.RayTaskError) and cause is not None else error
 
@@ -358,13 +358,15 @@ def _ours(error: Exception) -> Exception:
 
 
 def may_move(spec: RequestSpec) -> bool:
-    """Whether replicas can share the request: one reply, of which there is a token at least."""
+    """Return whether replicas can share the request: one reply, of which there is a token
+    at least.
+    """
     params = spec.sampling_params
     return spec.pooling_params is None and params.n == 1 and params.max_tokens != 0
 
 
 def prompt_part(spec: RequestSpec) -> RequestSpec:
-    """The request up to its first token, which is sampled as the whole request's is."""
+    """Return the request up to its first token, which is sampled as the whole request's is."""
     params = spec.sampling_params
     params = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
     return msgspec.structs.replace(spec, sampling_params=params)
@@ -500,7 +502,7 @@ class Mover:
         self._last_error = ""
 
     def make_call(self, chooser: Chooser, spec: RequestSpec, *arguments: Any) -> Call:
-        """The call of a request; `arguments` are those of `Call`, behind the chooser."""
+        """Return the call of a request; `arguments` are those of `Call`, behind the chooser."""
         if self._moves and isinstance(chooser, OwnChooser) and may_move(spec):
             return MovingCall(chooser, self._max_model_len, *arguments)
         return Call(chooser, *arguments)

@@ -71,7 +71,9 @@ class RouterMetrics:
 
 
 def render(all_metrics: Sequence[RouterMetrics], counted: Sequence[Counted] = ()) -> bytes:
-    """The metrics of routers in Prometheus text format, with what the HTTP server has counted."""
+    """Return the metrics of routers in Prometheus text format, with what the HTTP server has
+    counted.
+    """
     registry = CollectorRegistry()
     registry.register(_Collected(all_metrics, counted))
     return bytes(generate_latest(registry))
@@ -173,7 +175,7 @@ class Chooser(ABC):
     async def choose(
         self, request: RoutedRequest, avoid: Set[str], spec: RequestSpec
     ) -> Seat | Wait:
-        """A seat at a replica that none of `avoid` is, if there is another. Raises
+        """Return a seat at a replica that none of `avoid` is, if there is another. Raises
         `EngineOverloadedError` for a request that is refused.
         """
 
@@ -246,8 +248,8 @@ class OwnChooser(Chooser):
             shunned |= {answer}
 
     def moved(self, seat: Seat, name: str) -> AccountSeat | None:
-        """The place of a request at the replica of this name, with the account of `seat`; None if
-        there is no line to it.
+        """Return the place of a request at the replica of this name, with the account of `seat`;
+        None if there is no line to it.
         """
         line = self._fleet.lines.get(name)
         if line is None or not isinstance(seat, AccountSeat):
@@ -264,8 +266,8 @@ class OwnChooser(Chooser):
         self._metrics.num_moved += seat.line.name != source
 
     def has_room(self, name: str, num_tokens: int) -> bool:
-        """Whether the replica of this name could take a request of as many tokens in now, as far as
-        it has reported.
+        """Return whether the replica of this name could take a request of as many tokens in now, as
+        far as it has reported.
         """
         return name in self._fleet.lines and self._dispatcher.has_room(name, num_tokens)
 

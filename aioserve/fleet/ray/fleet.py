@@ -38,7 +38,7 @@ _followers: dict[str, list[Callable[[Tickets], object]]] = {}
 
 
 def deployment_key(name: str, app_name: str) -> str:
-    """What `publish` and `subscribe` call a deployment."""
+    """Return what `publish` and `subscribe` call a deployment."""
     return f"{app_name}#{name}"
 
 
@@ -84,7 +84,7 @@ class Movable(ABC):
 
 
 def keep_tokens(calls: Mapping[str, object], said: ToWorker) -> tuple[ToWorker, list[Movable]]:
-    """What readers are to hear of `said`, and the requests that have left the replica by it;
+    """Return what readers are to hear of `said`, and the requests that have left the replica by it;
     `calls` are the requests of the replica, by id.
     """
     left: list[Movable] = []
@@ -251,7 +251,9 @@ class Fleet:
             self._keep(name, ticket)
 
     async def reach(self, name: str, ticket: str) -> ReplicaLine:
-        """The line to a replica that Ray has chosen. Raises `EngineDeadError` if there is none."""
+        """Return the line to a replica that Ray has chosen. Raises `EngineDeadError` if there is
+        none.
+        """
         if self._is_ours(name, ticket):
             self._wanted.add(name)
             self._keep(name, ticket)
@@ -263,7 +265,7 @@ class Fleet:
         return line
 
     def _is_ours(self, name: str, ticket: str) -> bool:
-        """Whether the tokens of this front end mean to a replica what they mean here."""
+        """Return whether the tokens of this front end mean to a replica what they mean here."""
         model = Ticket.decode(ticket).model
         if model == self._model:
             return True

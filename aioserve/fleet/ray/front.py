@@ -59,15 +59,16 @@ class ReplicaGroups:
         self._subscribed: list[tuple[str, Callable[[Tickets], object]]] = []
 
     def role_of(self, name: str) -> str:
-        """The role of a replica that has been told of."""
+        """Return the role of a replica that has been told of."""
         for role, tickets in zip(self._roles, self._tickets, strict=True):
             if name in tickets:
                 return role
         return ""
 
     async def describe(self, model: str) -> ReplicaInfo:
-        """What all replicas can do, once each group has one with the settings and version of this
-        ingress. While an application changes there are others, and what they say does not last.
+        """Return what all replicas can do, once each group has one with the settings and version of
+        this ingress. While an application changes there are others, and what they say does not
+        last.
         """
         asking = asyncio.ensure_future(asyncio.gather(*map(self._ask_alike, self._members())))
         try:
@@ -93,7 +94,7 @@ class ReplicaGroups:
             await asyncio.sleep(ASK_AGAIN_SECONDS)
 
     async def ask_all(self) -> list[ReplicaInfo]:
-        """What a replica of each group says of itself."""
+        """Return what a replica of each group says of itself."""
         asked = [handle.describe.remote() for handle in self.handles]
         return list(await asyncio.gather(*asked))
 

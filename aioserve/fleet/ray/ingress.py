@@ -193,7 +193,7 @@ class Ingress:
         self._folder.cleanup()
 
     async def _read(self, request: Request) -> bytes:
-        """The body; of one that is too long as much as it takes to refuse it."""
+        """Return the body; of one that is too long as much as it takes to refuse it."""
         most = max(model.max_bytes for model in self._models)
         body = bytearray()
         async for chunk in request.stream():
@@ -203,8 +203,8 @@ class Ingress:
         return bytes(body)
 
     async def _ask(self, request: Request, body: bytes) -> ClientResponse:
-        """The model that the body names. If it names none, one after the other: until one knows
-        what is asked for, or, if that is how it is, one is not well.
+        """Return the model that the body names. If it names none, one after the other: until one
+        knows what is asked for, or, if that is how it is, one is not well.
         """
         path, query = request.url.path, request.url.query
         target = f"{path}?{query}" if query else path
@@ -224,7 +224,7 @@ class Ingress:
         raise AssertionError("there is no model")
 
     def _find(self, body: bytes) -> list[_Model]:
-        """The models that may serve a request with this body."""
+        """Return the models that may serve a request with this body."""
         if len(self._models) > 1 and body:
             with contextlib.suppress(msgspec.MsgspecError):
                 if name := _decoder.decode(body).model:
@@ -233,7 +233,7 @@ class Ingress:
         return self._models
 
     async def _list_models(self) -> Response:
-        """The list of all models: each application lists its own."""
+        """Return the list of all models: each application lists its own."""
         cards: list[msgspec.Raw] = []
         for model in self._models:
             async with await model.ask("GET", "/v1/models") as response:
@@ -260,7 +260,7 @@ class Pace:
         self._num_streams = 0
 
     async def pieces(self, response: ClientResponse) -> AsyncIterator[bytes]:
-        """The body of `response` in pieces; the first one and the end at once."""
+        """Yield the body of `response` in pieces; the first one and the end at once."""
         content = response.content
         with self._counted():
             async for piece in content.iter_any():

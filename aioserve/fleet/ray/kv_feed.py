@@ -53,7 +53,7 @@ class Ticket(msgspec.Struct, frozen=True):
     model: str = ""  # what the replica has loaded: its tokens mean nothing to another model
 
     def encode(self) -> str:
-        """The hashes as one text that Ray can send."""
+        """Return the hashes as one text that Ray can send."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
@@ -63,7 +63,9 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 def model_of(config: EngineConfig) -> str:
-    """What tells models apart whose replicas live side by side while an application changes."""
+    """Return what tells models apart whose replicas live side by side while an application
+    changes.
+    """
     return " ".join(filter(None, (config.model.model, config.model.revision)))
 
 
@@ -233,7 +235,9 @@ class KVFeed:
                 self._tell_one(router, False, [], [], None, others)
 
     def _others_of(self, router: bytes) -> SentLoad | None:
-        """What the other routers have sent; None if that is what this router was told last."""
+        """Return what the other routers have sent; None if that is what this router was told
+        last.
+        """
         if not self._loads and router not in self._told_loads:
             return None
         sums = [load for key, load in self._loads.items() if key != router]
@@ -274,7 +278,9 @@ class Listener:
         """What the other routers have sent to the replica and has not ended."""
 
     def own_load(self) -> SentLoad | None:
-        """What this router has sent there and has not ended; None: no other router is told."""
+        """Return what this router has sent there and has not ended; None: no other router is
+        told.
+        """
         return None
 
 

@@ -92,8 +92,8 @@ def listening_line(
     on_room: Callable[[], None],
     on_gone: Callable[[], None],
 ) -> tuple[PeerLine, LineTicket]:
-    """A line on a free port of `host`, an address of this machine, and what leads to it. Raises
-    `OSError`.
+    """Return a line on a free port of `host`, an address of this machine, and what leads to it.
+    Raises `OSError`.
     """
     public, secret = zmq.curve_keypair()
 
@@ -215,8 +215,8 @@ class Door:
         return sum(client.num_requests for client in self._clients)
 
     def open(self) -> LineTicket:
-        """A line for one more ingress. Raises `EngineDeadError` from a replica whose engine has
-        died, or that is about to go, and `OSError`.
+        """Return a line for one more ingress. Raises `EngineDeadError` from a replica whose engine
+        has died, or that is about to go, and `OSError`.
         """
         if self._engine.errored is not None:
             raise EngineDeadError(f"the engine has died: {self._engine.errored}")

@@ -57,7 +57,7 @@ class Reporter:
         self._get_adapters = get_adapters
 
     def make(self) -> ReplicaReport | None:
-        """The state now; None before the engine has started and after its end."""
+        """Return the state now; None before the engine has started and after its end."""
         stats = self._get_stats()
         if stats is None:
             return None
@@ -209,14 +209,14 @@ class EngineReplica:
                 yield output
 
     async def hold(self, prompt: list[int]) -> AsyncIterator[tuple[str, str]]:
-        """A place in Ray's books for a request that comes by a line: this replica's name and
+        """Yield a place in Ray's books for a request that comes by a line: this replica's name and
         ticket, then nothing until the call is cancelled. `prompt` was for the router.
         """
         yield serve.get_replica_context().replica_id.unique_id, self._feed.ticket.encode()
         await asyncio.Event().wait()
 
     async def describe(self) -> ReplicaInfo:
-        """What does not change while it lives."""
+        """Return what does not change while it lives."""
         engine = self._engine
         return ReplicaInfo(
             version=__version__,
@@ -242,11 +242,11 @@ class EngineReplica:
             raise EngineDeadError(f"the engine has died: {self._engine.errored}")
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """The ticket of the feed of KV events, which Ray hands to each router."""
+        """Return the ticket of the feed of KV events, which Ray hands to each router."""
         return {TICKET: self._feed.ticket.encode()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The queue and KV cache usage that `autoscaling.TokensQueued` scales by."""
+        """Return the queue and KV cache usage that `autoscaling.TokensQueued` scales by."""
         stats = self._engine.get_stats()
         if stats is None:
             return {}

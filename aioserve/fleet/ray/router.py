@@ -43,5 +43,5 @@ class AioserveRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """All of them: Ray takes the one with the shortest queue."""
+        """Return all of them: Ray takes the one with the shortest queue."""
         return [candidate_replicas]

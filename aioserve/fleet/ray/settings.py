@@ -69,7 +69,7 @@ class ReplicaGroup(Section, frozen=True, kw_only=True):
 
 
 def names_of(groups: Sequence[ReplicaGroup]) -> list[str]:
-    """What each group is called, behind the name of the model; empty for the only one."""
+    """Return what each group is called, behind the name of the model; empty for the only one."""
     if len(groups) == 1:
         return [""]
     roles = [group.role or "all" for group in groups]
@@ -182,11 +182,13 @@ class ModelSettings(Section, frozen=True, kw_only=True):
         return self.router_class is not None and self.router_class.uses_prefixes
 
     def engine_config(self) -> EngineConfig:
-        """What each replica is started with, but for its group's own. Raises `ConfigError`."""
+        """Return what each replica is started with, but for its group's own. Raises
+        `ConfigError`.
+        """
         return self._load({})
 
     def group_configs(self) -> list[EngineConfig]:
-        """What the replicas of each group are started with. Raises `ConfigError`."""
+        """Return what the replicas of each group are started with. Raises `ConfigError`."""
         shared, configs = self.engine_config(), []
         for group, name in zip(self.all_groups, names_of(self.all_groups), strict=True):
             config = self._load(group.settings)

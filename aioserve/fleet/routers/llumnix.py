@@ -51,7 +51,9 @@ class Llumnix(BaseRouter):
         return max(replicas, key=lambda replica: (self.freeness(replica), -replica.work))
 
     def freeness(self, replica: ReplicaView) -> float:
-        """Steps for which all requests of the replica can go on, by the tokens that are free."""
+        """Return steps for which all requests of the replica can go on, by the tokens that are
+        free.
+        """
         waiting = max(replica.num_unstarted_tokens, replica.num_waiting_tokens)
         return (replica.num_free_kv_tokens - waiting) / (replica.num_requests + 1)
 

@@ -51,11 +51,11 @@ class PolyServe(BaseRouter):
         return min(replicas, key=lambda replica: (replica.num_requests, replica.work))
 
     def tpot_of(self, request: RoutedRequest) -> float:
-        """Seconds per token that the request is held to."""
+        """Return seconds per token that the request is held to."""
         return request.slo_tpot or self.options.tpot
 
     def meets(self, replica: ReplicaView, request: RoutedRequest, wanted: float) -> bool:
-        """Whether the request and all that were sent there get their tokens in time."""
+        """Return whether the request and all that were sent there get their tokens in time."""
         if not replica.step_seconds:
             return False  # it has said nothing yet
         unstarted = replica.num_unstarted_tokens

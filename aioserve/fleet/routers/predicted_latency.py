@@ -59,8 +59,8 @@ class PredictedLatency(BaseRouter):
         return chosen
 
     def meets(self, request: RoutedRequest, replica: ReplicaView, ttft: float) -> bool:
-        """Whether the request states a time to first token and is predicted to get it, and its time
-        per token.
+        """Return whether the request states a time to first token and is predicted to get it, and
+        its time per token.
         """
         share = self.options.most_used
         if request.slo_ttft is None or ttft > share * request.slo_ttft:

@@ -84,7 +84,9 @@ class Scorers(BaseRouter):
 
     @staticmethod
     def queue_of(replica: ReplicaView) -> int:
-        """Requests that wait: as reported, and those that were sent and are not reported yet."""
+        """Return requests that wait: as reported, and those that were sent and are not reported
+        yet.
+        """
         return max(replica.num_waiting, replica.num_sent - replica.num_running)
 
     @staticmethod
@@ -94,7 +96,7 @@ class Scorers(BaseRouter):
 
     @staticmethod
     def step_of(replica: ReplicaView) -> float:
-        """Seconds that a step takes with one request more."""
+        """Return seconds that a step takes with one request more."""
         return replica.step_seconds_with(replica.num_requests + 1)
 
     @staticmethod

@@ -40,8 +40,8 @@ class SessionSticky(BaseRouter):
         raise AssertionError("no replica that is shown has joined")
 
     def shown(self, name: str, replicas: Replicas) -> ReplicaView | None:
-        """The replica of this name, if it is among those that are shown. Where it stood the last
-        time it stands again, unless a replica came or went.
+        """Return the replica of this name, if it is among those that are shown. Where it stood the
+        last time it stands again, unless a replica came or went.
         """
         place = self.places.get(name, -1)
         if not 0 <= place < len(replicas) or replicas[place].name != name:

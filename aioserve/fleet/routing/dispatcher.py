@@ -61,13 +61,13 @@ class Account:
         self.make_report: Callable[[], Reported] | None = None  # one that is newer, if asked for
 
     def view(self) -> ReplicaView:
-        """What a router sees of it now."""
+        """Return what a router sees of it now."""
         if self.make_report is not None:
             self.reported, self.make_report = self.make_report(), None
         return self.view_with(self.reported)
 
     def view_with(self, reported: Reported | None) -> ReplicaView:
-        """The account beside a report."""
+        """Return the account beside a report."""
         others = self.others
         own = (
             self.name,
@@ -256,7 +256,7 @@ class Dispatcher:
             self._changed.add(account)
 
     def view_with(self, name: str, reported: Reported) -> ReplicaView:
-        """What is known of a replica, beside a report that the router need not have."""
+        """Return what is known of a replica, beside a report that the router need not have."""
         return self._accounts[name].view_with(reported)
 
     def on_others(self, name: str, load: SentLoad) -> None:
@@ -266,39 +266,41 @@ class Dispatcher:
             self._changed.add(account)
 
     def own_load(self, name: str) -> SentLoad:
-        """What this sender alone has sent to a replica; nothing to one that is not known."""
+        """Return what this sender alone has sent to a replica; nothing to one that is not known."""
         account = self._accounts.get(name)
         if account is None:
             return SentLoad()
         return SentLoad(account.work, account.num_sent, account.num_unstarted_tokens)
 
     def work_of(self, name: str) -> float:
-        """The work of a replica, in tokens, by the accounts of all senders."""
+        """Return the work of a replica, in tokens, by the accounts of all senders."""
         account = self._accounts[name]
         return account.work + account.others.work
 
     def known_at(self, name: str) -> float:
-        """The time at which what the router was shown of a replica's report was so; -inf: it was
-        shown none.
+        """Return the time at which what the router was shown of a replica's report was so; -inf: it
+        was shown none.
         """
         reported = self._accounts[name].reported
         return -math.inf if reported is None else reported[1]
 
     def has_room(self, name: str, num_tokens: int) -> bool:
-        """Whether as many tokens are free in the KV cache of a replica, as far as it has said."""
+        """Return whether as many tokens are free in the KV cache of a replica, as far as it has
+        said.
+        """
         reported = self._accounts[name].reported
         return reported is None or reported[0].num_free_kv_tokens >= num_tokens
 
     def num_requests_of(self, name: str) -> int:
-        """Requests that all senders have sent to a replica and have not ended."""
+        """Return requests that all senders have sent to a replica and have not ended."""
         account = self._accounts[name]
         return account.num_sent + account.others.num_requests
 
     def choose(
         self, request: RoutedRequest, avoid: Set[str] = frozenset()
     ) -> str | Refuse | Wait | None:
-        """The name of a replica, a refusal or a wait; None if there is none but those of `avoid`.
-        Raises `RouterError`. For senders that hand no KV blocks over.
+        """Return the name of a replica, a refusal or a wait; None if there is none but those of
+        `avoid`. Raises `RouterError`. For senders that hand no KV blocks over.
         """
         return self.choose_both(request, avoid)[0]
 
@@ -329,7 +331,7 @@ class Dispatcher:
         )
 
     def rebalance(self) -> list[Migrate]:
-        """Requests that are to move to other replicas. Raises `RouterError`."""
+        """Return requests that are to move to other replicas. Raises `RouterError`."""
         with blamed(self.kind, "rebalance()"):
             answers = self._router.rebalance(self._shown(frozenset()))
         if not isinstance(answers, list | tuple):
@@ -361,7 +363,7 @@ class Dispatcher:
         assignment.has_moved(self._accounts[name])
 
     def _shown(self, avoid: Set[str]) -> tuple[ReplicaView, ...]:
-        """A view of each replica; those that have not changed are the same objects."""
+        """Return a view of each replica; those that have not changed are the same objects."""
         if self._views is None:
             self._views = []
             for _, name in self._ordered:
@@ -383,5 +385,7 @@ def make_dispatcher(
     seed: int = 0,
     clock: Callable[[], float],
 ) -> Dispatcher:
-    """A dispatcher that asks a router of the class that `spec` names. Raises `ConfigError`."""
+    """Return a dispatcher that asks a router of the class that `spec` names. Raises
+    `ConfigError`.
+    """
     return Dispatcher(load_router(spec), options, seed=seed, clock=clock)

@@ -146,9 +146,9 @@ class RouterInterface(ABC):
 
     @abstractmethod
     def choose(self, request: RoutedRequest, replicas: Replicas) -> Answer:
-        """One of `replicas`, which are at least one and in the same order each time; or `Refuse`,
-        `Wait` or `Split`. A request that waited is asked about again, and so is one whose replica
-        has died before its first token: that replica is not among those that are shown.
+        """Return one of `replicas`, which are at least one and in the same order each time; or
+        `Refuse`, `Wait` or `Split`. A request that waited is asked about again, and so is one whose
+        replica has died before its first token: that replica is not among those that are shown.
         """
 
     def rebalance(self, replicas: Replicas) -> Sequence[Migrate]:
@@ -211,12 +211,12 @@ class BaseRouter(RouterInterface):
 
     @classmethod
     def parse_options(cls, options: dict[str, Any]) -> RouterOptions:
-        """The options as a struct. Raises `ConfigError` that names what is wrong."""
+        """Return the options as a struct. Raises `ConfigError` that names what is wrong."""
         return convert_options(options, cls.Options, RouterOptions, f"router {cls.__name__}")
 
     @classmethod
     def moves(cls) -> bool:
-        """Whether requests may move from one replica to another."""
+        """Return whether requests may move from one replica to another."""
         return cls.splits or cls.rebalance_seconds is not None
 
     @classmethod
@@ -282,8 +282,8 @@ class AutoscalerInterface(ABC):
         """
 
     def steady(self, wanted: int, fleet: FleetView, seconds: float) -> int:
-        """The number that is wanted; fewer than there are only as far as that would have been
-        enough for the last `seconds`. For the end of `decide`.
+        """Return the number that is wanted; fewer than there are only as far as that would have
+        been enough for the last `seconds`. For the end of `decide`.
         """
         now = self.clock()
         kept = [(when, number) for when, number in self._wanted if when >= now - seconds]
@@ -295,7 +295,7 @@ class AutoscalerInterface(ABC):
 
     @classmethod
     def parse_options(cls, options: dict[str, Any]) -> AutoscalerOptions:
-        """The options as a struct. Raises `ConfigError` that names what is wrong."""
+        """Return the options as a struct. Raises `ConfigError` that names what is wrong."""
         owner = f"autoscaler {cls.__name__}"
         return convert_options(options, cls.Options, AutoscalerOptions, owner)
 
@@ -320,7 +320,8 @@ _ROUTER = Kind(
 
 
 def load_router(spec: str) -> type[BaseRouter]:
-    """The router class that `spec` names; a file is read anew each time. No class: the only one.
+    """Return the router class that `spec` names; a file is read anew each time. No class: the only
+    one.
 
     Raises `ConfigError` that lists what there is, or says by file and line why it cannot be
     imported.
@@ -344,12 +345,14 @@ _AUTOSCALER = Kind(
 
 
 def load_autoscaler(spec: str) -> type[AutoscalerInterface]:
-    """The autoscaler class that `spec` names, as `load_router` finds a router."""
+    """Return the autoscaler class that `spec` names, as `load_router` finds a router."""
     return _AUTOSCALER.load(spec)
 
 
 def short_name(spec: str) -> str:
-    """The name of a router or autoscaler, or the class or file that `spec` names, for tables."""
+    """Return the name of a router or autoscaler, or the class or file that `spec` names, for
+    tables.
+    """
     if ":" in spec:
         return spec.rpartition(":")[2]
     return Path(spec).stem if spec.endswith(".py") else spec

@@ -117,12 +117,14 @@ class ReplicaView(msgspec.Struct, frozen=True, gc=False):
     role: str = ""  # one of `ROLES`, by the fleet's settings; always known
 
     def age(self, now: float) -> float:
-        """Seconds since what is reported was so; infinite before the replica has said anything."""
+        """Return seconds since what is reported was so; infinite before the replica has said
+        anything.
+        """
         return now - self.known_at
 
     def step_seconds_with(self, batch: int) -> float:
-        """Seconds that a step of `batch` requests takes by the learned line; the mean of the newest
-        steps where the replica reports none; 0 before any step.
+        """Return seconds that a step of `batch` requests takes by the learned line; the mean of the
+        newest steps where the replica reports none; 0 before any step.
         """
         line = self.step_base_seconds + self.step_request_seconds * batch
         return line or self.step_seconds
@@ -157,7 +159,7 @@ class PrefixIndex:
         self._blocks: list[dict[bytes, None]] = []  # by place, oldest first
 
     def __len__(self) -> int:
-        """Blocks that are known, counted at every replica that has them."""
+        """Return blocks that are known, counted at every replica that has them."""
         return sum(map(len, self._blocks))
 
     def apply(self, name: str, event: KVEvent) -> None:
@@ -198,8 +200,8 @@ class PrefixIndex:
             self._names[place] = ""
 
     def longest(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """How many of these blocks, from the first on, some replica can find without a gap; and
-        the names of those that can find as many. `(0, [])` if none has the first.
+        """Return how many of these blocks, from the first on, some replica can find without a gap;
+        and the names of those that can find as many. `(0, [])` if none has the first.
         """
         holders = self._holders
         count, mask = 0, -1
@@ -212,8 +214,8 @@ class PrefixIndex:
         return (count, self._names_of(mask)) if count else (0, [])
 
     def num_blocks_by_name(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many of these blocks, from the first on, each replica can find; without those that
-        cannot find the first.
+        """Return how many of these blocks, from the first on, each replica can find; without those
+        that cannot find the first.
         """
         holders, found = self._holders, dict[str, int]()
         if not block_hashes:
@@ -234,7 +236,7 @@ class PrefixIndex:
         return list(compress(self._names, map("1".__eq__, bits)))
 
     def num_blocks(self, name: str, block_hashes: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, this replica can find."""
+        """Return how many of these blocks, from the first on, this replica can find."""
         place = self._places.get(name)
         if place is None:
             return 0
@@ -246,7 +248,7 @@ class PrefixIndex:
         return count
 
     def _enter(self, name: str) -> int:
-        """The lowest free place, so that numbers stay as short as the fleet."""
+        """Return the lowest free place, so that numbers stay as short as the fleet."""
         if "" in self._names:
             place = self._names.index("")
             self._names[place] = name
@@ -272,21 +274,21 @@ class Prefixes:
         self._index = PrefixIndex() if index is None else index  # an empty one is false
 
     def cached_tokens(self, request: RoutedRequest, name: str) -> int:
-        """Tokens of the prompt, from its first on, that the replica of this name holds. Costs
-        O(blocks that it holds).
+        """Return tokens of the prompt, from its first on, that the replica of this name holds.
+        Costs O(blocks that it holds).
         """
         return self._index.num_blocks(name, request.block_hashes) * request.block_size
 
     def longest(self, request: RoutedRequest) -> tuple[int, list[str]]:
-        """Tokens of the longest prefix that any replica holds, and the names of those that hold as
-        much: `(0, [])` if none holds any. Costs O(blocks + replicas).
+        """Return tokens of the longest prefix that any replica holds, and the names of those that
+        hold as much: `(0, [])` if none holds any. Costs O(blocks + replicas).
         """
         count, names = self._index.longest(request.block_hashes)
         return count * request.block_size, names
 
     def by_name(self, request: RoutedRequest) -> dict[str, int]:
-        """Tokens of the prompt that each replica holds, of those that hold any. Costs O(blocks +
-        replicas).
+        """Return tokens of the prompt that each replica holds, of those that hold any. Costs
+        O(blocks + replicas).
         """
         size = request.block_size
         found = self._index.num_blocks_by_name(request.block_hashes)
@@ -318,7 +320,7 @@ class StepTimes:
         )
 
     def line(self) -> tuple[float, float]:
-        """Seconds of a step, and seconds that each request adds; zeros before any step."""
+        """Return seconds of a step, and seconds that each request adds; zeros before any step."""
         n, x, y, xx, xy = self._sums
         if not n:
             return 0.0, 0.0

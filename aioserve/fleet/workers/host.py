@@ -225,14 +225,14 @@ class Forwarder(ABC):
 
     @abstractmethod
     def welcome(self) -> Any:
-        """What a front end is told that has said hello: of the type that it expects."""
+        """Return what a front end is told that has said hello: of the type that it expects."""
 
     @abstractmethod
     def refuse(self) -> None:
         """End a front end whose message cannot be read: it would wait for an answer for ever."""
 
     def received(self, spec: RequestSpec, add: Add) -> RequestSpec:
-        """The request as the engine is to have it."""
+        """Return the request as the engine is to have it."""
         return msgspec.structs.replace(spec, client_index=self._client_index)
 
     @abstractmethod
@@ -529,7 +529,7 @@ class WorkerClient(Forwarder):
             end()
 
     async def ask(self, command: Command[Any], seconds: float = ANSWER_SECONDS) -> Any:
-        """Its answer; None if it is not there yet, does not answer in time, or is gone."""
+        """Return its answer; None if it is not there yet, does not answer in time, or is gone."""
         if not self._is_welcome:
             return None
         number, future = self._calls.begin()

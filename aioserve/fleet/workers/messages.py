@@ -169,12 +169,12 @@ class Calls:
         self._open: dict[int, asyncio.Future[bytes]] = {}
 
     def number(self) -> int:
-        """A number for a question that needs no answer."""
+        """Return a number for a question that needs no answer."""
         self._last += 1
         return self._last
 
     def begin(self) -> tuple[int, "asyncio.Future[bytes]"]:
-        """A number, and what the answer will be, or an error."""
+        """Return a number, and what the answer will be, or an error."""
         number = self.number()
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._open[number] = future
@@ -182,7 +182,7 @@ class Calls:
         return number, future
 
     def is_open(self, number: int) -> bool:
-        """Whether a caller still waits for the answer."""
+        """Return whether a caller still waits for the answer."""
         return number in self._open and not self._open[number].done()
 
     def settle(self, number: int, answer: bytes, error: Exception | None) -> None:
@@ -389,7 +389,9 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The error to send; any not raised on purpose by type alone: its text may quote all."""
+        """Return the error to send; any not raised on purpose by type alone: its text may quote
+        all.
+        """
         if not isinstance(error, AioserveError):
             return cls("", f"internal error ({type(error).__name__})")
         return cls(
@@ -400,7 +402,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def to_error(self) -> Exception:
-        """The error as it was raised; one of an unknown class becomes a `RuntimeError`."""
+        """Return the error as it was raised; one of an unknown class becomes a `RuntimeError`."""
         cls = _ERRORS.get(self.kind)
         if cls is None:
             return RuntimeError(self.message)
@@ -506,7 +508,7 @@ def encode_spec(spec: RequestSpec) -> tuple[bytes, bool]:
 
 
 def arrays_of(spec: RequestSpec) -> tuple[list[ArrayForm], list[Any]]:
-    """What its encoder inputs hold: forms, and the memory for a `Line`."""
+    """Return what its encoder inputs hold: forms, and the memory for a `Line`."""
     forms, memory = [], []
     for i, item in enumerate(spec.encoder_inputs):
         for name, array in (item.arrays or {}).items():
@@ -516,7 +518,7 @@ def arrays_of(spec: RequestSpec) -> tuple[list[ArrayForm], list[Any]]:
 
 
 def decode_spec(add: Add, attached: Attachments = ()) -> RequestSpec:
-    """What was asked for. Arrays are `attached`, and stay in that memory."""
+    """Return what was asked for. Arrays are `attached`, and stay in that memory."""
     if add.is_json:
         spec = msgspec.json.decode(add.spec, type=RequestSpec)
     else:

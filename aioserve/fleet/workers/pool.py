@@ -201,7 +201,7 @@ class WorkerPool:
             delay = min(2 * delay, MAX_DELAY)
 
     async def _live(self, name: str, on_listening: Callable[[], None]) -> tuple[int, bool]:
-        """One life: its exit code, and whether it has served."""
+        """Return one life: its exit code, and whether it has served."""
         self._lives += 1
         address = f"ipc://{self._folder}/{self._lives}"
         worker = self._host.open(name, address, on_listening)

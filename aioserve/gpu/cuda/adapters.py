@@ -65,7 +65,7 @@ class DeviceAdapters(LoadedLowRank):
 def stage_adapters(
     owners: Sequence[LowRankOwners], sampler: DeviceSampler
 ) -> Sequence[TokenAdapters]:
-    """Each of `owners` on the device, by one copy. To be used when the device gets there."""
+    """Return each of `owners` on the device, by one copy. To be used when the device gets there."""
     groups = [one.groups() for one in owners]
     words = {
         f"{number} {place}": rows.astype(np.int64).view(np.int32)

@@ -55,7 +55,9 @@ class DeviceAttention(ABC):
 
     @abstractmethod
     def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
-        """What the host has to do for a step; `arrays` are staged, and not to be read here."""
+        """Return what the host has to do for a step; `arrays` are staged, and not to be read
+        here.
+        """
 
 
 class PagedCache:
@@ -126,8 +128,8 @@ class _GatheredStep(DeviceStep):
         return out
 
     def _pieces(self, num_heads: int, kv_width: int) -> list[tuple[slice, Tensor, Tensor]]:
-        """Tokens, the pages [rows, width] that they look at, and where they stand [rows, Q, 1]:
-        some decodes, or some tokens of one prompt.
+        """Return tokens, the pages [rows, width] that they look at, and where they stand [rows, Q,
+        1]: some decodes, or some tokens of one prompt.
         """
         pieces = []
         bounds, indices = self._page_bounds, self.arrays.kv_indices

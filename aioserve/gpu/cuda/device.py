@@ -23,7 +23,7 @@ class CardMemory:
     free: int
 
     def budget(self, utilization: float) -> int:
-        """What may still be taken, if that share of all of it may be in use."""
+        """Return what may still be taken, if that share of all of it may be in use."""
         return int(self.total * utilization) - (self.total - self.free)
 
 
@@ -55,7 +55,7 @@ class Moment(Event):
 
     @abstractmethod
     def since(self, earlier: "Moment") -> float:
-        """Seconds from that one to this one, which have passed."""
+        """Return seconds from that one to this one, which have passed."""
 
 
 class HostSlot(ABC):
@@ -94,7 +94,7 @@ class CopyQueue(ABC):
 
     @abstractmethod
     def record(self) -> Moment:
-        """The point after everything that is queued here now."""
+        """Return the point after everything that is queued here now."""
 
 
 class Device(ABC):
@@ -140,15 +140,15 @@ class Device(ABC):
 
     @abstractmethod
     def record(self) -> Event:
-        """The point after everything that is queued now."""
+        """Return the point after everything that is queued now."""
 
     @abstractmethod
     def card(self) -> CardMemory:
-        """The memory as it is now."""
+        """Return the memory as it is now."""
 
     @abstractmethod
     def num_allocated(self) -> int:
-        """The bytes of device memory that tensors take now."""
+        """Return the bytes of device memory that tensors take now."""
 
     @abstractmethod
     def measure(self, work: Callable[[], None]) -> int:
@@ -169,7 +169,7 @@ class StagingRing:
             self._buffers.append((device.host_buffer(size), None))
 
     def take(self) -> HostBuffer:
-        """The older buffer, once the device has read it."""
+        """Return the older buffer, once the device has read it."""
         buffer, guard = self._buffers[0]
         if guard is not None:
             guard.wait()

@@ -180,8 +180,8 @@ def make_output(
     of_prompts: dict[str, list[TokenLogprobs]],
     guesses: dict[str, list[int]],
 ) -> ModelRunnerOutput:
-    """The output of a step that was read. `kept`: by row. `failed` and `logprobs`: by place among
-    the S, of which a row's first were kept.
+    """Return the output of a step that was read. `kept`: by row. `failed` and `logprobs`: by place
+    among the S, of which a row's first were kept.
     """
     req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
     for row, why in failed_requests(failed, rows, kept).items():
@@ -325,7 +325,7 @@ class StepExecutor:
         return None
 
     def make_host_blocks(self, num_bytes: int) -> DeviceBlocks:
-        """Where blocks may be kept outside the KV cache. Before the first step. Raises
+        """Return where blocks may be kept outside the KV cache. Before the first step. Raises
         `ConfigError`.
         """
         cache, model = self._attention.cache, self._model
@@ -341,7 +341,7 @@ class StepExecutor:
             self._host_blocks.finish(copied)
 
     def _launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """A step whose copies are queued. If this raises, it may be done again."""
+        """Return a step whose copies are queued. If this raises, it may be done again."""
         began = time.perf_counter()
         inputs = self._batch.prepare(step)
         columns = self.parts.sampling.of(inputs)
@@ -388,7 +388,7 @@ class StepExecutor:
         return step_away
 
     def _take_result(self) -> HostBuffer:
-        """Where a result may be read; a step in parts has several."""
+        """Return where a result may be read; a step in parts has several."""
         try:
             return self._free_results.popleft()
         except IndexError:
@@ -478,7 +478,7 @@ class StepExecutor:
         logprobs: dict[int, TokenLogprobs],
         of_prompts: dict[str, list[TokenLogprobs]],
     ) -> ModelRunnerOutput:
-        """What a step amounts to whose drafts are verified, and what to guess next."""
+        """Return what a step amounts to whose drafts are verified, and what to guess next."""
         inputs = step.plan.inputs
         sampled = np.empty(len(token_ids), dtype=np.int64)
         sampled[step.plan.places] = token_ids
@@ -491,7 +491,7 @@ class StepExecutor:
         return make_output(step, kept, failed, logprobs, of_prompts, guesses)
 
     def explain(self, error: Exception) -> Exception:
-        """What an error of `launch` or `finish` means: a failed step, or the end."""
+        """Return what an error of `launch` or `finish` means: a failed step, or the end."""
         if isinstance(error, torch.OutOfMemoryError):
             hint = "out of device memory: lower gpu_memory_utilization or max_num_batched_tokens"
             failed = AioserveError(hint)

@@ -39,7 +39,7 @@ class LayerKind(NamedTuple):
 def why_not(
     spec: KVCacheSpec, calls: Sequence[AttentionCall], query_dtype: torch.dtype
 ) -> str | None:
-    """What a model has that this backend does not serve; None if it serves it."""
+    """Return what a model has that this backend does not serve; None if it serves it."""
     for layer, call in zip(spec.layers, calls, strict=True):
         if layer.key_head_dim not in HEAD_DIMS or layer.value_head_dim != layer.key_head_dim:
             dims = f"{layer.key_head_dim} and {layer.value_head_dim}"
@@ -54,7 +54,7 @@ def why_not(
 
 
 def workspace_bytes(calls: Sequence[AttentionCall], num_sizes: int) -> int:
-    """Bytes of device memory that the wrappers for `num_sizes` captured sizes take."""
+    """Return bytes of device memory that the wrappers for `num_sizes` captured sizes take."""
     num_kinds = len({(call.num_heads, call.options[:3]) for call in calls})
     return WORKSPACE_BYTES + num_kinds * (num_sizes + 2) * INT_WORKSPACE_BYTES
 

@@ -152,16 +152,16 @@ class DeviceBlocks(HostMemoryWorker):
         stage.step = self._device.record()
 
     def _take_stage(self) -> _Stage:
-        """The one that was used before the last."""
+        """Return the one that was used before the last."""
         self._stages.rotate()
         return self._stages[0]
 
 
 def num_staged(block_bytes: int) -> int:
-    """Blocks of a buffer on the device."""
+    """Return blocks of a buffer on the device."""
     return max(1, STAGE_BYTES // block_bytes)
 
 
 def device_bytes(block_bytes: int) -> int:
-    """What a connector takes on the device."""
+    """Return what a connector takes on the device."""
     return 2 * num_staged(block_bytes) * block_bytes

@@ -77,7 +77,7 @@ class MemoryPlan:
         return self.weights + self.activations + self.graphs + self.adapters + pool
 
     def describe(self, page_size: int, max_model_len: int) -> str:
-        """One line with every number."""
+        """Return one line with every number."""
         num_tokens = self.num_pages * page_size
         return (
             f"device memory: {self.budget / GIB:.2f} GiB to use; weights {self.weights / GIB:.2f}, "
@@ -202,7 +202,7 @@ def check_served(config: EngineConfig, info: ModelInfo) -> None:
 def load_models(
     info: ModelInfo, source: DraftSource | None, place: Place
 ) -> tuple[ServedModel, Draft | None]:
-    """The weights of both. Raises `ConfigError`."""
+    """Return the weights of both. Raises `ConfigError`."""
 
     def load(info: ModelInfo) -> ServedModel:
         return load_model(CUDA_TYPES.resolve(info.config), info, place)
@@ -224,7 +224,7 @@ def make_executor(
     draft: Draft | None = None,
     ranks: Ranks | None = None,
 ) -> StepExecutor:
-    """All but the weights, which are loaded. `card` is as it was before that."""
+    """Return all but the weights, which are loaded. `card` is as it was before that."""
     weights = device.num_allocated()
     plan = plan_load(CUDA_TYPES, config, info, model, draft, ranks)
     model = plan.model
@@ -278,7 +278,7 @@ def make_executor(
 
 
 def _limits(plan: LoadPlan) -> Limits:
-    """The limits of the largest step that the configuration allows."""
+    """Return the limits of the largest step that the configuration allows."""
     speculation, max_model_len = plan.config.speculation, plan.info.max_model_len
     page_size, num_drafts = plan.config.cache.block_size, 0
     if speculation.speculative_method != "none":  # or what a grammar forces
@@ -296,7 +296,7 @@ def _limits(plan: LoadPlan) -> Limits:
 def _measure(
     plan: LoadPlan, kinds: "Sequence[_Kind]", limits: Limits, device: Device, choose_token: Draw
 ) -> int:
-    """Bytes that the largest step takes on the device, but for workspaces of attention."""
+    """Return bytes that the largest step takes on the device, but for workspaces of attention."""
 
     def largest() -> None:
         num_tokens, num_samples = limits.num_tokens, limits.num_samples
@@ -317,7 +317,7 @@ def _measure(
 def _share_memory(
     plan: LoadPlan, card: CardMemory, weights: int, activations: int, graphs: int
 ) -> MemoryPlan:
-    """What goes where. Raises `ConfigError` if too little is left for the KV pool."""
+    """Return what goes where. Raises `ConfigError` if too little is left for the KV pool."""
     memory = plan_memory(
         card,
         plan.config,
@@ -388,7 +388,7 @@ class _Kind(NamedTuple):
 
 
 def adapter_bytes(config: EngineConfig, model: ServedModel) -> int:
-    """What those take that are loaded at start, as many as there may be at a time."""
+    """Return what those take that are loaded at start, as many as there may be at a time."""
     paths = [Path(spec.partition("=")[2]).expanduser() for spec in config.adapters.lora]
     sizes = sorted(map(stored_parameters, paths), reverse=True)
     num_parameters = sum(sizes[: config.adapters.max_cpu_loras])
@@ -472,7 +472,9 @@ def choose_draw(device: Device) -> Draw:
 def find_flashinfer(
     spec: KVCacheSpec, calls: Sequence[AttentionCall], query_dtype: torch.dtype
 ) -> Any:
-    """The module, if it is there and serves this model; else None, and a log line says why."""
+    """Return the module, if it is there and serves this model; else None, and a log line says
+    why.
+    """
     reason = why_not(spec, calls, query_dtype)
     if reason is None:
         try:

@@ -87,7 +87,7 @@ class Layout:
         self.size = end  # in int32
 
     def split(self, buffer: A) -> Sections[A]:
-        """The sections of `buffer` [size], as views."""
+        """Return the sections of `buffer` [size], as views."""
         return Sections(**{name: buffer[a:b] for name, (a, b) in self._bounds.items()})
 
     def used(self, num_page_entries: int) -> int:
@@ -206,7 +206,7 @@ def plan_step(
 
 
 def plan_padding(layout: Layout, arena: Words, size: int) -> StepPlan:
-    """A step of `size` padding rows: what a CUDA graph of that size is captured with."""
+    """Return a step of `size` padding rows: what a CUDA graph of that size is captured with."""
     out, none = layout.split(arena), np.zeros(0, dtype=np.int64)
     out.qo_indptr[0] = out.kv_indptr[0] = 0
     _pad(out, layout.limits, 0, size, 0)

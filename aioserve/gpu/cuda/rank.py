@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def follow(executor: "StepExecutor") -> Callable[[Message], None]:
-    """What does steps with it, each launched before the last one is over, as on the first rank."""
+    """Return what does steps with it, each launched before the last one is over, as on the first
+    rank.
+    """
     import torch
 
     away: list[LaunchedParts] = []

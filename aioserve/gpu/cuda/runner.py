@@ -167,7 +167,7 @@ class OverlappedRunner(RunnerInterface):
             return self._explain(executor, error)
 
     def _explain(self, executor: "StepExecutor", error: Exception) -> Exception:
-        """What an error of a step means."""
+        """Return what an error of a step means."""
         return executor.explain(error)
 
     # On the reading thread.

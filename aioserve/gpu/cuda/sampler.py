@@ -54,7 +54,9 @@ def draw(logits: Tensor, columns: DrawColumns) -> Tensor:
 
 
 def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest of `scaled` [S, V] that top-k, then top-p keep; equals are kept together."""
+    """Return the smallest of `scaled` [S, V] that top-k, then top-p keep; equals are kept
+    together.
+    """
     size = scaled.shape[1]
     values = scaled.sort(dim=-1, descending=True).values
     last = torch.where(top_k > 0, top_k, size).clamp(max=size).long() - 1
@@ -125,7 +127,7 @@ class DeviceMasks:
     words: Tensor  # [M, ceil(V / 32)], int32
 
     def apply(self, logits: Tensor) -> Tensor:
-        """A copy of `logits` [S, V] with what is not allowed at minus infinity."""
+        """Return a copy of `logits` [S, V] with what is not allowed at minus infinity."""
         bits = torch.arange(32, dtype=torch.int32, device=self.words.device)
         allowed = (self.words[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
         places = self.places.long()
@@ -159,7 +161,7 @@ class DeviceSampler:
 
     @staticmethod
     def num_bytes(num_slots: int, vocab_size: int) -> int:
-        """What it keeps on the device, but for what is small."""
+        """Return what it keeps on the device, but for what is small."""
         return 4 * num_slots * vocab_size
 
     def resolve(self, input_ids: Tensor) -> Tensor:
@@ -170,7 +172,9 @@ class DeviceSampler:
     def prepare(
         self, plan: StepPlan, new: Sequence[NewRequestData], slots: dict[str, int]
     ) -> SamplePlan:
-        """The host's part of a step. `new` came with it, to `slots`; they need not sample yet."""
+        """Return the host's part of a step. `new` came with it, to `slots`; they need not sample
+        yet.
+        """
         sampling = plan.sampling
         asked = np.flatnonzero(sampling.num_logprobs != NO_LOGPROBS)
         limited = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
@@ -342,7 +346,9 @@ def write_logprobs(logits: Tensor, token_ids: Tensor, width: int, out: Tensor) -
 
 
 def read_logprobs(words: Words, num_logprobs: Sequence[int], width: int) -> list[TokenLogprobs]:
-    """What `write_logprobs` wrote of N tokens, which want `num_logprobs` alternatives each."""
+    """Return what `write_logprobs` wrote of N tokens, which want `num_logprobs` alternatives
+    each.
+    """
     count = len(num_logprobs)
     bounds = np.cumsum([0, count, count, count * width, count * width])
     own, ranks, ids, values = (words[a:b] for a, b in itertools.pairwise(bounds))
@@ -363,8 +369,8 @@ def read_logprobs(words: Words, num_logprobs: Sequence[int], width: int) -> list
 def read_result(
     words: Words, plan: SamplePlan, vocab_size: int
 ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
-    """The tokens of the S rows, logprobs by row, and which rows have no token that means anything,
-    and why, from what `sample` wrote out.
+    """Return the tokens of the S rows, logprobs by row, and which rows have no token that means
+    anything, and why, from what `sample` wrote out.
     """
     token_ids = words[: plan.num_rows].tolist()
     failed: dict[int, str] = {}
@@ -396,7 +402,7 @@ def _seen_tokens(
 
 
 def _recent_tokens(new: Sequence[NewRequestData], slots: dict[str, int]) -> dict[str, Words]:
-    """What requests that are new, and have bad words of several tokens, have said last."""
+    """Return what requests that are new, and have bad words of several tokens, have said last."""
     fresh = [data for data in new if any(len(i) > 1 for i in data.sampling_params.bad_words_ids)]
     if not fresh:
         return {}

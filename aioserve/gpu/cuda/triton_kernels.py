@@ -312,7 +312,7 @@ def uniforms(keys: Tensor, size: int) -> Tensor:
 
 
 def limits(logits: Tensor, highest: Tensor, columns: DrawColumns) -> Tensor:
-    """The smallest scaled logit that each row keeps, float32 [S]."""
+    """Return the smallest scaled logit that each row keeps, float32 [S]."""
     floor = torch.empty_like(highest)
     _limit_kernel[(len(logits),)](
         logits,

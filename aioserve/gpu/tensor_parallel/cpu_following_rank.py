@@ -104,7 +104,7 @@ class FollowingRank:
         return executor
 
     def _choose(self, *_: object) -> SampledTokens:
-        """The tokens that the first rank has chosen."""
+        """Return the tokens that the first rank has chosen."""
         sampled = self._first.hear(decode)
         assert isinstance(sampled, Sampled)
         if sampled.token_ids is None:

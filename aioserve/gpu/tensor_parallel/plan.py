@@ -41,7 +41,7 @@ def _mlp(name: str, wide: tuple[str, ...], narrow: str) -> dict[str, str]:
 
 
 def _mixer(name: str) -> dict[str, str]:
-    """A layer with a state, which every rank has whole: some of the weights around it."""
+    """Return a layer with a state, which every rank has whole: some of the weights around it."""
     return {f"layers.*.{name}.in_proj": _JOINED, f"layers.*.{name}.out_proj": _SPLIT}
 
 
@@ -78,12 +78,12 @@ _PLANS: dict[str, dict[str, str]] = {
 
 
 def own_plan(hf_config: Any) -> dict[str, str]:
-    """The plan for the body of a model, by patterns; empty if there is none."""
+    """Return the plan for the body of a model, by patterns; empty if there is none."""
     return _PLANS.get(hf_config.model_type, {})
 
 
 def own_plan_of(module: Any) -> dict[str, str]:
-    """The plan for a whole model with a head, by patterns; empty if there is none."""
+    """Return the plan for a whole model with a head, by patterns; empty if there is none."""
     plan = own_plan(module.config)
     body = getattr(module, "base_model_prefix", "model")
     return {f"{body}.{name}": style for name, style in plan.items()} | (_HEAD if plan else {})
@@ -164,25 +164,27 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
 
 
 def shares_heads(hf_config: Any) -> bool:
-    """Whether a rank has some of the heads, with their K and V; else each has all."""
+    """Return whether a rank has some of the heads, with their K and V; else each has all."""
     plan = plan_in_config(hf_config)
     shared = [key for key, style in plan.items() if style == "colwise"]
     return any("attention" in key or "attn" in key for key in shared)
 
 
 def plan_in_config(hf_config: Any) -> dict[str, str]:
-    """The plan for an architecture, by patterns, ours or of `transformers`; empty: it has none."""
+    """Return the plan for an architecture, by patterns, ours or of `transformers`; empty: it has
+    none.
+    """
     return own_plan(hf_config) or getattr(hf_config, "base_model_tp_plan", None) or {}
 
 
 def _styles(module: Any) -> Callable[[str], str | None]:
-    """The style of a module or parameter, by its name."""
+    """Return the style of a module or parameter, by its name."""
     patterns = own_plan_of(module) or module.tp_plan
     return lambda name: patterns.get(re.sub(r"\b\d+\b", "*", name))
 
 
 def plan_of(module: Any) -> dict[str, str]:
-    """The style of each module that is shared, by its name."""
+    """Return the style of each module that is shared, by its name."""
     style_of, found = _styles(module), {}
     for name, _ in module.named_modules():
         style = style_of(name)
@@ -192,7 +194,7 @@ def plan_of(module: Any) -> dict[str, str]:
 
 
 def vectors_of(module: Any) -> list[str]:
-    """The names of the parameters with a number for each of the heads that are shared."""
+    """Return the names of the parameters with a number for each of the heads that are shared."""
     style_of = _styles(module)
     return [
         name

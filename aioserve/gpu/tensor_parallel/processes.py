@@ -148,8 +148,8 @@ _decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(
 
 
 def encode(message: Message | Answer) -> bytes:
-    """A message as bytes; of a step, what the other ranks can do without is left out: they choose
-    no token.
+    """Return a message as bytes; of a step, what the other ranks can do without is left out: they
+    choose no token.
     """
     if isinstance(message, Step) and ROW_VALUES in message.step.parts:
         parts = {name: part for name, part in message.step.parts.items() if name != ROW_VALUES}
@@ -166,7 +166,7 @@ def encode(message: Message | Answer) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message that `encode` was given."""
+    """Return the message that `encode` was given."""
     message = _decode(data)
     if isinstance(message, Step):
         parts = message.step.parts
@@ -176,13 +176,13 @@ def decode(data: bytes) -> Message:
 
 
 def decode_answer(data: bytes) -> Answer:
-    """The answer that `encode_answer` was given."""
+    """Return the answer that `encode_answer` was given."""
     return msgspec.msgpack.decode(data, type=Answer)
 
 
 def _for_others(request: NewRequestData) -> NewRequestData:
-    """How a token is chosen is nothing to them, nor has MessagePack every number that clients may
-    send for it.
+    """Return how a token is chosen is nothing to them, nor has MessagePack every number that
+    clients may send for it.
     """
     params = SamplingParams(
         temperature=0, prompt_logprobs=request.sampling_params.prompt_logprobs, detokenize=False
@@ -197,7 +197,9 @@ def _for_others(request: NewRequestData) -> NewRequestData:
 
 
 def _without_pixels(item: EncoderInput) -> EncoderInput:
-    """The first rank alone encodes; where the rows of an image are say its grid and its time."""
+    """Return the first rank alone encodes; where the rows of an image are say its grid and its
+    time.
+    """
     told = {name: array for name, array in (item.arrays or {}).items() if name in (GRID, TURN)}
     return msgspec.structs.replace(item, arrays=told)
 
@@ -296,8 +298,8 @@ class OtherRanks:
                 raise self._death()
 
     def why(self, error: Exception) -> Exception:
-        """The cause of an `error` of the first rank: another rank that has ended, or the error
-        itself.
+        """Return the cause of an `error` of the first rank: another rank that has ended, or the
+        error itself.
         """
         with self._news:
             is_theirs = self._news.wait_for(lambda: self._ended, REASON_SECONDS)
@@ -372,7 +374,7 @@ def _in_words(code: int) -> str:
 
 
 def memory_file() -> int:
-    """A file without a name, in memory where the system has such files; its descriptor."""
+    """Return a file without a name, in memory where the system has such files; its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("aioserve-kv")
     with tempfile.TemporaryFile() as file:
@@ -390,7 +392,7 @@ class FirstRank:
         self._connection = Connection(file)
 
     def hear(self, decode: Callable[[bytes], Message]) -> Message:
-        """The next message. Raises `EOFError` when there will be none."""
+        """Return the next message. Raises `EOFError` when there will be none."""
         try:
             return decode(self._connection.recv_bytes())
         except OSError:
@@ -410,6 +412,6 @@ def _end_with_parent() -> None:
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error in one line; with its kind, unless it was raised on purpose."""
+    """Return an error in one line; with its kind, unless it was raised on purpose."""
     text = " ".join(str(error).split())
     return text if isinstance(error, AioserveError) else f"{type(error).__name__}: {text}"

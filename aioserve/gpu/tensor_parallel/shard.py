@@ -68,7 +68,7 @@ class Share(NamedTuple):
 
 
 def share_of(part: nn.Linear) -> Share:
-    """Which part of a linear layer is here: all of it, unless `shard` has left some."""
+    """Return which part of a linear layer is here: all of it, unless `shard` has left some."""
     found: Share | None = getattr(part, "share_of_rank", None)
     return Share(part.out_features, part.in_features) if found is None else found
 
@@ -173,7 +173,9 @@ def _some_experts(
     cut: Callable[[Tensor], Tensor],
     cut_one: Callable[[QuantizedWeight], QuantizedWeight],
 ) -> nn.Parameter:
-    """A part of the weights of all experts, quantized or not: of numbers, and of each in blocks."""
+    """Return a part of the weights of all experts, quantized or not: of numbers, and of each in
+    blocks.
+    """
     if (stored := stored_experts(weights)) is not None:
         few = stored._replace(weights=[cut_one(one) for one in stored.weights])
         return few.stand_in(few.matrix(weights.dtype))
@@ -208,7 +210,9 @@ def _hook(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def _some_rows(weight: Tensor, own: slice, count: int | None = None) -> nn.Parameter:
-    """These rows of a weight, quantized or not, and zeros behind them, `count` rows in all."""
+    """Return these rows of a weight, quantized or not, and zeros behind them, `count` rows in
+    all.
+    """
     small = attached(weight)
     rows = weight[own] if small is None else small.data[own]
     missing = 0 if count is None else count - len(rows)
@@ -219,8 +223,8 @@ def _some_rows(weight: Tensor, own: slice, count: int | None = None) -> nn.Param
 
 
 def _some_columns(name: str, weight: Tensor, own: slice) -> nn.Parameter:
-    """These columns of a weight. Raises `ConfigError` if they are not whole groups of one that is
-    quantized.
+    """Return these columns of a weight. Raises `ConfigError` if they are not whole groups of one
+    that is quantized.
     """
     if (small := attached(weight)) is None:
         return nn.Parameter(_copied(weight[:, own]), False)

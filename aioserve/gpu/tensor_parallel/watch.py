@@ -95,7 +95,7 @@ class FirstRankRunner(RunnerInterface):
             raise
 
     def _end_of(self, error: Exception) -> RunnerDeadError:
-        """What it means that here a step fails, or what else the others were told to do."""
+        """Return what it means that here a step fails, or what else the others were told to do."""
         why = self._others.why(error)
         if isinstance(why, RunnerDeadError):
             return why

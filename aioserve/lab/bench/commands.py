@@ -42,7 +42,7 @@ LABELS = {"ttft": "TTFT", "tpot": "TPOT", "gap": "gap", "e2e": "end to end"}
 
 
 def summarize(load: Load, slo: ServiceLevels | None = None) -> Document:
-    """All numbers of a load that ended, or was interrupted: whatever has come is counted."""
+    """Return all numbers of a load that ended, or was interrupted: whatever has come is counted."""
     sent = [exchange for exchange in load.exchanges if exchange.is_sent]
     finished = [exchange for exchange in sent if exchange.error is None and exchange.is_finished]
     durations = {
@@ -106,7 +106,7 @@ def summarize(load: Load, slo: ServiceLevels | None = None) -> Document:
 
 
 def _judge(load: Load, slo: ServiceLevels) -> tuple[list[str], Floats]:
-    """The class of each request that was sent, and whether it finished within its limits."""
+    """Return the class of each request that was sent, and whether it finished within its limits."""
     sent = [
         (request, exchange)
         for request, exchange in zip(load.workload.requests, load.exchanges, strict=True)
@@ -129,7 +129,7 @@ def _judge(load: Load, slo: ServiceLevels) -> tuple[list[str], Floats]:
 
 
 def _per_token(exchange: Exchange) -> float:
-    """Seconds per token after the first: tokens by usage, times by chunks."""
+    """Return seconds per token after the first: tokens by usage, times by chunks."""
     times, num_tokens = exchange.token_times, _num_output(exchange)
     return (times[-1] - times[0]) / (num_tokens - 1) if times and num_tokens > 1 else math.nan
 
@@ -139,7 +139,9 @@ def _num_output(exchange: Exchange) -> int:
 
 
 def _count_tokens(load: Load, finished: list[Exchange]) -> dict[str, int]:
-    """Tokens of the finished requests: what was asked for, what came, and in how many chunks."""
+    """Return tokens of the finished requests: what was asked for, what came, and in how many
+    chunks.
+    """
     asked = [
         request
         for request, exchange in zip(load.workload.requests, load.exchanges, strict=True)
@@ -208,7 +210,7 @@ def _notes(document: Document, load: Load) -> list[str]:
 
 
 def render(document: Document) -> str:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     target, requests, totals = document["target"], document["requests"], document["totals"]
     lines = [
         f"{target['url']} ({target['model'] or 'no model named'}): {requests['finished']} of "
@@ -442,7 +444,7 @@ def _workload(arguments: argparse.Namespace, seed: int) -> Workload:
 
 
 def _alone(requests: tuple[WorkloadRequest, ...]) -> tuple[WorkloadRequest, ...]:
-    """The requests without waiting for a time or for each other."""
+    """Return the requests without waiting for a time or for each other."""
     return tuple(msgspec.structs.replace(r, arrival=0.0, follows=-1, after=()) for r in requests)
 
 

@@ -210,7 +210,7 @@ class Load(Clients):
         exchange: Exchange,
         wants_ids: bool = False,
     ) -> list[int]:
-        """The ids of the reply, if they were asked for and the server tells them."""
+        """Return the ids of the reply, if they were asked for and the server tells them."""
         path = "chat/completions" if self.target.endpoint == "chat" else "completions"
         body = _encode(self._body(request, prompt, wants_ids))
         while True:

@@ -115,7 +115,7 @@ def add_common(
 
 
 def is_list(value: str) -> bool:
-    """Whether the value of a `--set` is several, separated by commas."""
+    """Return whether the value of a `--set` is several, separated by commas."""
     return "," in value and value[0] not in "[{"
 
 
@@ -132,8 +132,8 @@ def add_jobs(parser: TakesArguments) -> None:
 def read_jobs(
     arguments: argparse.Namespace, workloads: Sequence[Workload], num_configs: int
 ) -> int:
-    """The number of processes that simulate the configurations. Raises `ConfigError` for less
-    than one.
+    """Return the number of processes that simulate the configurations. Raises `ConfigError` for
+    less than one.
     """
     jobs: int | None = arguments.jobs
     if jobs is not None and jobs < 1:
@@ -151,7 +151,7 @@ def read_workloads(
 
 
 def read_source(arguments: argparse.Namespace) -> WorkloadSource:
-    """The file of `--workload`, and what is to be done with it."""
+    """Return the file of `--workload`, and what is to be done with it."""
     return WorkloadSource(
         path=arguments.workload or "",
         time_scale=arguments.time_scale,
@@ -169,7 +169,7 @@ def read_source(arguments: argparse.Namespace) -> WorkloadSource:
 def read_num_seeds(
     arguments: argparse.Namespace, default: int = DEFAULT_SEEDS, *, is_trace: bool
 ) -> int:
-    """How many seeds are asked for. Raises `ConfigError` for fewer than one."""
+    """Return how many seeds are asked for. Raises `ConfigError` for fewer than one."""
     seeds: int | None = arguments.seeds
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, got {seeds}")

@@ -74,7 +74,7 @@ class Sampling(NamedTuple):
     num_intervals: int = 1  # all of which cover the truth at once, with a probability of 95%
 
     def for_many(self, num_intervals: int) -> "Sampling":
-        """The same draws for intervals that hold together (Bonferroni)."""
+        """Return the same draws for intervals that hold together (Bonferroni)."""
         return self._replace(num_intervals=num_intervals)
 
     @property
@@ -92,13 +92,13 @@ class Sampling(NamedTuple):
 
 
 def sample_seeds(blocks: Sequence[Ints]) -> Sampling:
-    """How to draw from each of several seeds, whose requests belong to these blocks."""
+    """Return how to draw from each of several seeds, whose requests belong to these blocks."""
     sizes = [int(block[-1]) + 1 if len(block) else 0 for block in blocks]
     return Sampling(blocks, [draw_weights(size, NUM_DRAWS_WITHIN) for size in sizes])
 
 
 def sample_one(block: Ints, series: Sequence[Floats], num_draws: int = NUM_DRAWS) -> Sampling:
-    """How to draw from the only seed, whose requests belong to these blocks.
+    """Return how to draw from the only seed, whose requests belong to these blocks.
 
     `series` are what requests measured, in the order of arrival. Stretches of whole blocks are
     drawn, `TIMES_PER_BLOCK` times as long as the longest time over which a series is correlated.
@@ -115,8 +115,8 @@ def sample_one(block: Ints, series: Sequence[Floats], num_draws: int = NUM_DRAWS
 
 
 def correlation_time(values: Floats) -> float:
-    """The integrated autocorrelation time of a series, in places, at least 1: by this factor fewer
-    independent values would tell its mean as well (Sokal, Monte Carlo Methods in Statistical
+    """Return the integrated autocorrelation time of a series, in places, at least 1: by this factor
+    fewer independent values would tell its mean as well (Sokal, Monte Carlo Methods in Statistical
     Mechanics, 1997, section 3). NaN is left out.
     """
     known = values[~np.isnan(values)]
@@ -140,14 +140,16 @@ def _ranks(values: Floats) -> Floats:
 
 
 def normal_quantile(level: float) -> float:
-    """The t for which a standard normal value lies between -t and t with probability `level`."""
+    """Return the t for which a standard normal value lies between -t and t with probability
+    `level`.
+    """
     return NormalDist().inv_cdf((1 + level) / 2)
 
 
 @cache
 def student_quantile(level: float, degrees: int) -> float:
-    """The t for which Student's value of `degrees` degrees of freedom lies between -t and t with
-    probability `level`.
+    """Return the t for which Student's value of `degrees` degrees of freedom lies between -t and t
+    with probability `level`.
     """
     if degrees >= LIKE_NORMAL:
         return normal_quantile(level)
@@ -164,7 +166,9 @@ def student_quantile(level: float, degrees: int) -> float:
 
 
 def student_share(t: float, degrees: int) -> float:
-    """The probability of a value between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Return the probability of a value between -t and t (Abramowitz and Stegun, 26.7.3 and
+    26.7.4).
+    """
     angle = math.atan(t / degrees**0.5)
     sine, cosine = math.sin(angle), math.cos(angle)
     is_odd = degrees % 2
@@ -176,7 +180,7 @@ def student_share(t: float, degrees: int) -> float:
 
 
 def draw_weights(num_blocks: int, num_draws: int = NUM_DRAWS) -> Weights:
-    """How often each block counts in each draw; always the same in all calls."""
+    """Return how often each block counts in each draw; always the same in all calls."""
     rng = np.random.default_rng(0)
     weights = np.zeros((num_draws, num_blocks))
     for draw in weights:
@@ -234,11 +238,12 @@ def _compare(
 def compare_seeds(
     first: Sequence[float], second: Sequence[float], sampling: Sampling, draws: Draws = ()
 ) -> Difference:
-    """The mean of a statistic with one value per seed, by Student's interval; it needs two seeds.
-    Seeds in which either has no value (NaN) are left out. With `draws` from each seed the interval
-    has room for what one seed leaves open, too: near saturation few seeds seldom hold the rare one
-    that makes the mean. (Measured at 0.5, 0.9 and 1.1 of capacity, five seeds: without draws, 68 to
-    98% of the intervals of requests' durations covered the truth; with them, 76 to 100%.)
+    """Return the mean of a statistic with one value per seed, by Student's interval; it needs two
+    seeds. Seeds in which either has no value (NaN) are left out. With `draws` from each seed the
+    interval has room for what one seed leaves open, too: near saturation few seeds seldom hold the
+    rare one that makes the mean. (Measured at 0.5, 0.9 and 1.1 of capacity, five seeds: without
+    draws, 68 to 98% of the intervals of requests' durations covered the truth; with them, 76 to
+    100%.)
     """
     a, b = np.array(first, dtype=float), np.array(second, dtype=float)
     known = np.flatnonzero(~np.isnan(a) & ~np.isnan(b))
@@ -265,8 +270,8 @@ def compare_seeds(
 
 
 def _spread(values: Floats, draws: Sequence[Floats]) -> float:
-    """The standard deviation of values of seeds. That of the draws from each is added in full for
-    few seeds, and less for more, which tell by themselves how far seeds are apart.
+    """Return the standard deviation of values of seeds. That of the draws from each is added in
+    full for few seeds, and less for more, which tell by themselves how far seeds are apart.
     """
     inside = float(np.mean([np.nanvar(d) for d in draws if not np.isnan(d).all()] or 0.0))
     doubt = min(1.0, (FEW_SEEDS - 1) / (len(values) - 1))
@@ -276,7 +281,7 @@ def _spread(values: Floats, draws: Sequence[Floats]) -> float:
 def _difference(
     first: float, second: float, draws: tuple[Floats, Floats] | None, sampling: Sampling
 ) -> Difference:
-    """The difference and the ratio of two values, with intervals from draws of both."""
+    """Return the difference and the ratio of two values, with intervals from draws of both."""
     value = second - first
     if draws is None or np.isnan(value):
         return Difference(value)
@@ -300,14 +305,14 @@ def _interval(value: float, draws: Floats, stretch: float) -> tuple[float, float
 
 
 def _draw(statistic: str, values: Floats, block: Ints, weights: Weights) -> Floats:
-    """The statistic in each draw."""
+    """Return the statistic in each draw."""
     if statistic == "mean":
         return _means(values, block, weights)
     return _quantiles(values, block, weights, {"p50": 0.5, "p99": 0.99}[statistic])
 
 
 def _draw_gaps(run: RunMeasures, q: float, weights: Weights) -> Floats:
-    """The quantile of gaps in each draw."""
+    """Return the quantile of gaps in each draw."""
     whole = _bin_quantiles(np.ones((1, len(run.gap_counts))) @ run.gap_counts, q)
     # Bins are off by up to 1%, in all draws alike: what all of them say is moved.
     return _bin_quantiles(weights @ run.gap_counts, q) - whole + quantile(run.gaps, q)
@@ -324,7 +329,9 @@ def _means(values: Floats, block: npt.NDArray[np.int64], weights: Weights) -> Fl
 
 
 def _quantiles(values: Floats, block: npt.NDArray[np.int64], weights: Weights, q: float) -> Floats:
-    """The quantile of each draw, exact: of the sorted values the first to reach the share."""
+    """Return the quantile of each draw, exact: of the sorted values the first to reach the
+    share.
+    """
     known = np.flatnonzero(~np.isnan(values))
     if not len(known):
         return np.full(len(weights), np.nan)

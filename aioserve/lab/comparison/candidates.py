@@ -66,7 +66,7 @@ def _stem(path: str) -> str:
 
 
 def in_fleet(candidates: list[Candidate], spec: FleetSpec) -> list[Candidate]:
-    """Each configuration behind each router, with each autoscaler, under the names of what
+    """Return each configuration behind each router, with each autoscaler, under the names of what
     differs.
     """
     found = []
@@ -94,7 +94,7 @@ def _load(
 
 
 def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
-    """Settings in which two configurations differ besides the policy, and options that both
+    """Return settings in which two configurations differ besides the policy, and options that both
     policies have with different values, stated or not.
     """
     a, b = _flat(msgspec.to_builtins(first)), _flat(msgspec.to_builtins(second))
@@ -114,8 +114,8 @@ def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
 
 
 def options_of(config: EngineConfig) -> dict[str, Any]:
-    """The options of a policy: its defaults, and those that the configuration states instead.
-    Raises `ConfigError` for an option that the policy refuses.
+    """Return the options of a policy: its defaults, and those that the configuration states
+    instead. Raises `ConfigError` for an option that the policy refuses.
     """
     stated = config.scheduler.options
     policy = load_policy(config.scheduler.policy)
@@ -169,9 +169,9 @@ def _with_config(candidate: Candidate, config: EngineConfig) -> Candidate:
 def stated_weights(
     candidates: Sequence[Candidate], workload: Workload
 ) -> tuple[list[dict[str, float]], str]:
-    """The weights of clients under each candidate, and what states them ("" if nothing does). The
-    workload has the first word. Otherwise what one configuration states holds for those that state
-    nothing, unless several state different things: then each is measured by its own.
+    """Return the weights of clients under each candidate, and what states them ("" if nothing
+    does). The workload has the first word. Otherwise what one configuration states holds for those
+    that state nothing, unless several state different things: then each is measured by its own.
 
     The workload has the first word. Otherwise what one configuration states holds for those that
     state nothing, unless several state different things: then each is measured by its own.

@@ -174,9 +174,9 @@ def _add_quality_and_jobs(parser: argparse.ArgumentParser) -> None:
 def _replayed(
     arguments: argparse.Namespace,
 ) -> tuple[list[Workload], list[tuple[str, Any]], list[tuple[str, Any]], dict[str, Any] | None]:
-    """The requests of a decision log, the machine of its server as settings, the limits of its
-    scheduler, which a configuration may state otherwise, and what that server measured; None where
-    the requests are not those of the log, one for one.
+    """Return the requests of a decision log, the machine of its server as settings, the limits of
+    its scheduler, which a configuration may state otherwise, and what that server measured; None
+    where the requests are not those of the log, one for one.
     """
     from aioserve.lab.comparison.document import measure_recorded
     from aioserve.lab.decision_log.reader import DecisionLog

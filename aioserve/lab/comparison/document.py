@@ -100,7 +100,9 @@ def timelines(
 
 
 def _service(outcome: RunOutcome, workload: Workload) -> dict[str, Any]:
-    """Tokens served to each user until each time; a prompt counts when its first token is out."""
+    """Return tokens served to each user until each time; a prompt counts when its first token is
+    out.
+    """
     by_user: dict[str, list[tuple[Floats, Floats]]] = {}
     for request, result in zip(workload.requests, outcome.requests, strict=True):
         if result.token_times:
@@ -157,8 +159,8 @@ def _steps(outcome: RunOutcome, window: list[float]) -> dict[str, Any]:
 
 
 def measure_recorded(traffic: Traffic) -> dict[str, Any]:
-    """The durations of a log's requests, in the shape of a result of `compare`: in seconds, with
-    the policies that decided, in words.
+    """Return the durations of a log's requests, in the shape of a result of `compare`: in seconds,
+    with the policies that decided, in words.
     """
     lives = traffic.lives
     times = [np.frombuffer(life.token_times) for life in lives]
@@ -371,7 +373,7 @@ def _paired(first: list[RunMeasures], second: list[RunMeasures]) -> dict[str, An
 def _victims(
     workloads: list[Workload], first: list[RunMeasures], second: list[RunMeasures]
 ) -> list[dict[str, Any]]:
-    """The requests whose end-to-end time grew by the largest factor."""
+    """Return the requests whose end-to-end time grew by the largest factor."""
     found = []
     for workload, a, b in zip(workloads, first, second, strict=True):
         ratio = np.nan_to_num(b.e2e / a.e2e, nan=0.0)
@@ -411,7 +413,9 @@ def _describe(workloads: list[Workload]) -> dict[str, Any]:
 
 
 def _allowed(workloads: list[Workload]) -> list[int]:
-    """The least and the most that clients allow for a reply, in tokens, by a server with room."""
+    """Return the least and the most that clients allow for a reply, in tokens, by a server with
+    room.
+    """
     allowed = [limit for workload in workloads for limit in workload.max_tokens(room=2**62)]
     return [min(allowed), max(allowed)]
 
@@ -422,7 +426,9 @@ def classes_of(workloads: Sequence[Workload]) -> dict[str, Slo | None]:
 
 
 def _by_class(workloads: list[Workload], runs: list[RunMeasures]) -> dict[str, Any]:
-    """Requests, goodput and share within the SLO by class, over all seeds; and the worst class."""
+    """Return requests, goodput and share within the SLO by class, over all seeds; and the worst
+    class.
+    """
     places = [
         {
             kind: np.flatnonzero(np.array([r.kind for r in workload.requests]) == kind)
@@ -442,7 +448,7 @@ def _by_class(workloads: list[Workload], runs: list[RunMeasures]) -> dict[str, A
 
 
 def _service_bound(candidate: Candidate, workloads: list[Workload]) -> float | None:
-    """The bound that VTC promises with the KV cache of one engine."""
+    """Return the bound that VTC promises with the KV cache of one engine."""
     if candidate.fleet is not None:
         return None
     config = candidate.config
@@ -452,7 +458,7 @@ def _service_bound(candidate: Candidate, workloads: list[Workload]) -> float | N
 
 
 def encode(document: Document) -> bytes:
-    """One JSON document; what is undefined is null."""
+    """Return one JSON document; what is undefined is null."""
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
 
 
@@ -471,7 +477,7 @@ class Apart(msgspec.Struct, frozen=True):
     verdict: str  # `better`, `worse`, or why it is neither
 
     def in_words(self, row: Row) -> str:
-        """The difference and its interval, with the digits of the row."""
+        """Return the difference and its interval, with the digits of the row."""
         if self.low is None or self.high is None:
             return signed(self.value, row)
         ends = f"{signed(self.low, row)} .. {signed(self.high, row)}"
@@ -479,7 +485,7 @@ class Apart(msgspec.Struct, frozen=True):
 
 
 def apart(difference: Difference, row: Row, first: float) -> Apart:
-    """A difference from the value `first`, which is in the unit of the row."""
+    """Return a difference from the value `first`, which is in the unit of the row."""
     low, high = (
         None if end is None else end * row.factor for end in (difference.low, difference.high)
     )
@@ -504,7 +510,9 @@ def measure_runs(
 
 
 def mean_of(runs: Sequence[RunMeasures], row: Row) -> float:
-    """The mean over seeds, in the unit of the row. Raises `ConfigError` where it is undefined."""
+    """Return the mean over seeds, in the unit of the row. Raises `ConfigError` where it is
+    undefined.
+    """
     value = value_of(summarize(list(runs)), row)
     if value != value:  # NaN
         raise ConfigError(f"{key(row)} is not defined on this workload: no request has it")
@@ -512,7 +520,7 @@ def mean_of(runs: Sequence[RunMeasures], row: Row) -> float:
 
 
 def apart_in(first: Sequence[RunMeasures], second: Sequence[RunMeasures], row: Row) -> Apart:
-    """The second less the first in one measure; the runs are of the same seeds, in pairs."""
+    """Return the second less the first in one measure; the runs are of the same seeds, in pairs."""
     a, b = list(first), list(second)
     found = differences(a, b, sampling_of(a, b, is_live=False))[row.measure][row.statistic]
     ends = {name: found[name] for name in ("value", "low", "high", "low_ratio", "high_ratio")}

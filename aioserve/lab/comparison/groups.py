@@ -83,8 +83,8 @@ def good_of(runs: list[RunMeasures], places: list[Places]) -> dict[str, float]:
 
 
 def worst_class(classes: dict[str, dict[str, Any]]) -> str | None:
-    """The class of which the least share is within its SLO, if several have one: of its requests,
-    or of its programs where only these have limits.
+    """Return the class of which the least share is within its SLO, if several have one: of its
+    requests, or of its programs where only these have limits.
     """
     shares = {
         name: group.get("good_share", group.get("programs_in_time"))
@@ -112,7 +112,9 @@ def _service(client: str, runs: list[RunMeasures]) -> dict[str, float | None]:
 
 
 def list_groups(summaries: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The names worth a line: the groups that waited longest for a first token in any run."""
+    """Return the names worth a line: the groups that waited longest for a first token in any
+    run.
+    """
 
     def worst(kind: str, name: str) -> float:
         waits = [summary[kind][name]["durations"]["ttft"]["p99"] for summary in summaries]
@@ -158,7 +160,7 @@ def compare_groups(
 
 
 def _only(values: Floats, places: Places) -> Floats:
-    """The values at these places, NaN elsewhere."""
+    """Return the values at these places, NaN elsewhere."""
     kept = np.full(len(values), np.nan)
     kept[places] = values[places]
     return kept

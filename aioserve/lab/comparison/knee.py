@@ -87,10 +87,10 @@ def search(
     progress: Progress = lambda count: None,
     on_probe: Callable[[Probe], None] = lambda probe: None,
 ) -> Knee:
-    """The knee to within `tolerance` (as a share of the rate). `target` is the share of requests
-    that must meet `slo`: of all that have limits, or, with `each_class`, of those of every class.
-    All `bounds` must be kept, too. Raises `ConfigError` for a workload without arrivals over time,
-    or without limits and bounds.
+    """Return the knee to within `tolerance` (as a share of the rate). `target` is the share of
+    requests that must meet `slo`: of all that have limits, or, with `each_class`, of those of every
+    class. All `bounds` must be kept, too. Raises `ConfigError` for a workload without arrivals over
+    time, or without limits and bounds.
     """
     (candidate,), fitting, _ = prepare([candidate], list(workloads), is_live=False, clip=clip)
     base_rate = float(np.mean([_rate(workload) for workload in fitting]))
@@ -150,7 +150,9 @@ def search(
 
 
 def _bracket(is_met: Callable[[float], bool], rate: float) -> tuple[float | None, float | None]:
-    """A rate that meets the target and twice that, which does not; None where there is none."""
+    """Return a rate that meets the target and twice that, which does not; None where there
+    is none.
+    """
     if is_met(rate):
         for _ in range(MAX_DOUBLINGS):
             if not is_met(2 * rate):

@@ -51,9 +51,9 @@ class Reader(msgspec.Struct, frozen=True):
         return reader
 
     def quality(self, token_times: Floats, num_tokens: int, end: float) -> float:
-        """The quality, from 0 to 1, of a reply of `num_tokens` tokens that ended `end` seconds
-        after its arrival and whose tokens came at `token_times`: 1 if each was there when it was to
-        be read.
+        """Return the quality, from 0 to 1, of a reply of `num_tokens` tokens that ended `end`
+        seconds after its arrival and whose tokens came at `token_times`: 1 if each was there when
+        it was to be read.
 
         The reader expects token k at e(k) = ttft + (k - 1) / speed, and reads it at r(k), when it
         has come and the one before is read, but no sooner than expected. The time to read one is
@@ -85,7 +85,9 @@ PAUSE = 1.0  # seconds between programs that run alone: the engine has nothing l
 
 
 def programs_of(workload: Workload) -> list[list[int]]:
-    """The requests of each program, by their places, in order; programs by their first request."""
+    """Return the requests of each program, by their places, in order; programs by their first
+    request.
+    """
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i, request in enumerate(workload.requests):
         if request.program >= 0:
@@ -94,13 +96,13 @@ def programs_of(workload: Workload) -> list[list[int]]:
 
 
 def aborts(workload: Workload, program: list[int]) -> bool:
-    """Whether the client of a program leaves before its end."""
+    """Return whether the client of a program leaves before its end."""
     return any(workload.requests[i].aborts for i in program)
 
 
 def completion_times(outcome: RunOutcome, workload: Workload) -> Floats:
-    """Seconds from the first arrival of a program to its last token; NaN where the client left, or
-    where some request did not finish.
+    """Return seconds from the first arrival of a program to its last token; NaN where the client
+    left, or where some request did not finish.
     """
     found = np.full(len(workload.requests), np.nan)
     for program in programs_of(workload):
@@ -124,8 +126,8 @@ def in_time(completion: Floats, workload: Workload, slo: ServiceLevels | None) -
 
 
 def one_by_one(workload: Workload) -> Workload:
-    """The programs alone, one after the other: each begins when nothing of the one before is left,
-    with texts of its own, so that no cache holds anything for it. Its own pauses stay.
+    """Return the programs alone, one after the other: each begins when nothing of the one before is
+    left, with texts of its own, so that no cache holds anything for it. Its own pauses stay.
     """
     requests: list[WorkloadRequest] = []
     before: tuple[int, ...] = ()
@@ -183,7 +185,9 @@ MILLION = 1e6
 
 
 def fleet_totals(outcome: FleetOutcome, fleet: Fleet, totals: dict[str, float]) -> dict[str, float]:
-    """One number each, to stand beside `totals`. Prices are in the currency of the fleet's."""
+    """Return one number each, to stand beside `totals`. Prices are in the currency of the
+    fleet's.
+    """
     seconds = max(outcome.end, 1e-9)
     busy = outcome.busy_seconds
     mean = sum(busy) / len(busy)
@@ -300,7 +304,7 @@ class RunMeasures:
 
 
 def block_numbers(num_requests: int) -> Ints:
-    """The block of consecutive requests that each belongs to.
+    """Return the block of consecutive requests that each belongs to.
 
     Neighbours share a queue, so they are not independent; blocks of them nearly are.
     """
@@ -309,7 +313,9 @@ def block_numbers(num_requests: int) -> Ints:
 
 
 def quantile(values: npt.NDArray[np.floating[Any]], q: float) -> float:
-    """The smallest value that at least a share `q` of `values` does not exceed; NaN of none."""
+    """Return the smallest value that at least a share `q` of `values` does not exceed; NaN
+    of none.
+    """
     known = np.sort(values[~np.isnan(values)])
     if not len(known):
         return float("nan")
@@ -363,8 +369,8 @@ def good_totals(is_good: Floats, kinds: Sequence[str], seconds: float) -> dict[s
 
 
 def _worst_class(is_good: Floats, program_good: Floats, kinds: Sequence[str]) -> dict[str, float]:
-    """The least share of a class within its SLO, if several have one: of its requests, or of its
-    programs where only these have limits.
+    """Return the least share of a class within its SLO, if several have one: of its requests, or of
+    its programs where only these have limits.
     """
     of = np.array(kinds)
     shares = []
@@ -391,7 +397,7 @@ def _quality(outcome: RunOutcome, workload: Workload, reader: Reader) -> Floats:
 
 
 def _totals(outcome: RunOutcome, workload: Workload) -> dict[str, Any]:
-    """One number each for the whole run."""
+    """Return one number each for the whole run."""
     pairs = list(zip(workload.requests, outcome.requests, strict=True))
     seconds = max(outcome.end, 1e-9)
     num_output = sum(len(result.token_times) for _, result in pairs)
@@ -534,13 +540,15 @@ MEANINGS = {
 
 
 def key(row: Row) -> str:
-    """The name of a row's measure on the command line and in files: `ttft:p99`, `good_share`."""
+    """Return the name of a row's measure on the command line and in files: `ttft:p99`,
+    `good_share`.
+    """
     return row.statistic if row.measure == "totals" else f"{row.measure}:{row.statistic}"
 
 
 def parse_measure(text: str) -> Row:
-    """The row that `e2e:mean` or `good_share` names, of those of which more or less is better.
-    Raises `ConfigError` that lists them.
+    """Return the row that `e2e:mean` or `good_share` names, of those of which more or less is
+    better. Raises `ConfigError` that lists them.
     """
     found = {key(row): row for row in ROWS if row.good and row.measure != "slowdown"}
     found = {name: row for name, row in found.items() if row.statistic != "max"}
@@ -552,7 +560,7 @@ def parse_measure(text: str) -> Row:
 
 
 def meanings(rows: list[Row]) -> dict[str, str]:
-    """The meanings of rows, and of the words in their labels."""
+    """Return the meanings of rows, and of the words in their labels."""
     labels = [row.label for row in rows] + ["p50, p99"]
     return {
         word: meaning
@@ -562,7 +570,9 @@ def meanings(rows: list[Row]) -> dict[str, str]:
 
 
 def value_of(result: dict[str, Any], row: Row) -> float:
-    """The value of a row under one configuration, in the row's unit; NaN if there is none."""
+    """Return the value of a row under one configuration, in the row's unit; NaN if there is
+    none.
+    """
     section = (
         result["totals"] if row.measure == "totals" else result["durations"].get(row.measure, {})
     )
@@ -571,7 +581,7 @@ def value_of(result: dict[str, Any], row: Row) -> float:
 
 
 def verdict(difference: dict[str, Any] | None, row: Row, first: float) -> str:
-    """A difference against the value `first` in words: better, worse, or neither."""
+    """Return a difference against the value `first` in words: better, worse, or neither."""
     if difference is None:
         return ""
     if difference["is_nothing"]:
@@ -588,7 +598,7 @@ def verdict(difference: dict[str, Any] | None, row: Row, first: float) -> str:
 
 
 def shown_rows(results: list[dict[str, Any]]) -> list[Row]:
-    """Rows that say something: some value is known and not 0."""
+    """Return rows that say something: some value is known and not 0."""
     return [
         row
         for row in ROWS
@@ -597,7 +607,7 @@ def shown_rows(results: list[dict[str, Any]]) -> list[Row]:
 
 
 def difference_of(result: dict[str, Any], row: Row) -> dict[str, Any] | None:
-    """The difference against the first configuration; None for the first, and for maxima."""
+    """Return the difference against the first configuration; None for the first, and for maxima."""
     if "against_first" not in result:
         return None
     found = result["against_first"]["differences"].get(row.measure, {}).get(row.statistic)
@@ -605,11 +615,11 @@ def difference_of(result: dict[str, Any], row: Row) -> dict[str, Any] | None:
 
 
 def number(value: float, row: Row) -> str:
-    """A value with the digits of the row."""
+    """Return a value with the digits of the row."""
     return "-" if math.isnan(value) else f"{value:.{row.digits}f}"
 
 
 def signed(value: float, row: Row) -> str:
-    """A difference: with its sign, unless it rounds to nothing."""
+    """Return a difference: with its sign, unless it rounds to nothing."""
     text = f"{value:+.{row.digits}f}"
     return text if float(text) else text[1:]

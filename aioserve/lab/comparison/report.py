@@ -34,7 +34,7 @@ FOLDER = Path(__file__).parent / "page"
 
 
 def render_html(document: Document) -> str:
-    """The page; words and table rows are those of the terminal."""
+    """Return the page; words and table rows are those of the terminal."""
     data = {
         "headline": headline(document),
         "remarks": [
@@ -71,7 +71,9 @@ def render_html(document: Document) -> str:
 
 
 def _table(document: Document) -> list[dict[str, object]]:
-    """Rows with the values of all configurations and, from the second on, their differences."""
+    """Return rows with the values of all configurations and, from the second on, their
+    differences.
+    """
     results = document["results"]
     rows = []
     for row in shown_rows(results):
@@ -122,7 +124,7 @@ def _cells(cells: list[Cell], columns: list[Row]) -> list[dict[str, object]]:
 
 
 def _scaled(difference: dict[str, Any] | None, row: Row) -> dict[str, float | None] | None:
-    """The value in the unit of its row."""
+    """Return the value in the unit of its row."""
     if difference is None:
         return None
     return {

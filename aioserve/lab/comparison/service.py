@@ -60,8 +60,8 @@ class Difference(NamedTuple):
 def service_by_client(
     outcome: RunOutcome, workload: Workload, weights: Mapping[str, float]
 ) -> tuple[dict[str, Service], Difference]:
-    """The service by `user` of the requests, in alphabetical order; a client without a weight has
-    1.
+    """Return the service by `user` of the requests, in alphabetical order; a client without a
+    weight has 1.
     """
     tokens: Counter[str] = Counter()
     seconds: dict[str, float] = {}
@@ -111,8 +111,8 @@ def service_by_client(
 
 
 def service_bound(longest_prompt: int, kv_tokens: int) -> float:
-    """The difference of service that VTC promises not to exceed, with all weights 1: twice the
-    larger of the longest prompt and of a batch that fills the KV cache with tokens of replies.
+    """Return the difference of service that VTC promises not to exceed, with all weights 1: twice
+    the larger of the longest prompt and of a batch that fills the KV cache with tokens of replies.
     """
     return 2 * max(INPUT_WEIGHT * longest_prompt, OUTPUT_WEIGHT * kv_tokens)
 
@@ -143,7 +143,7 @@ def _differ(waits: list[Floats], served: list[tuple[Floats, Floats]]) -> tuple[D
 
 
 def _intersection(a: Floats, b: Floats) -> Floats:
-    """The stretches of time that lie in one of `a` and in one of `b`, both in order."""
+    """Return the stretches of time that lie in one of `a` and in one of `b`, both in order."""
     # Of b, those that end after the begin of one of a, up to those that begin before its end.
     first = np.searchsorted(b[:, 1], a[:, 0], side="right")
     last = np.searchsorted(b[:, 0], a[:, 1], side="left")
@@ -158,9 +158,9 @@ def _intersection(a: Floats, b: Floats) -> Floats:
 def _compete(
     waits: list[Floats], served: list[tuple[Floats, Floats]], weights: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """The competition of each client: how long it waited while another did, what it got then, and
-    was due. `waits` are [n, 2] stretches of time, apart from each other; what comes at the end of
-    one comes in it.
+    """Return the competition of each client: how long it waited while another did, what it got
+    then, and was due. `waits` are [n, 2] stretches of time, apart from each other; what comes at
+    the end of one comes in it.
 
     `waits` are [n, 2] stretches of time, apart from each other; what comes at the end of one comes
     in it.
@@ -196,7 +196,7 @@ def _compete(
 
 
 def _union(stretches: list[tuple[float, float]]) -> Floats:
-    """The fewest stretches that cover the same time, in order."""
+    """Return the fewest stretches that cover the same time, in order."""
     stretches.sort()
     begins, ends = np.array(stretches).T
     ends = np.maximum.accumulate(ends)

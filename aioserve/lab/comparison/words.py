@@ -28,7 +28,7 @@ MAX_WEIGHTS = 6  # that are named
 
 
 def headline(document: Document) -> str:
-    """One line that says what was compared."""
+    """Return one line that says what was compared."""
     workload, seeds = document["workload"], document["workload"]["seeds"]
     times = "" if len(seeds) == 1 else f" with {len(seeds)} seeds"
     how = "in real time" if document["mode"] == "live" else "in virtual time"
@@ -52,7 +52,9 @@ def headline(document: Document) -> str:
 
 
 def other_differences(document: Document) -> list[str]:
-    """A sentence for each configuration that differs from the first in more than its policy."""
+    """Return a sentence for each configuration that differs from the first in more than its
+    policy.
+    """
     first, *others = document["results"]
     return [
         f"{first['name']} and {other['name']} differ in more than the policy: {', '.join(names)}."
@@ -88,8 +90,8 @@ def remarks(document: Document) -> list[str]:
 
 
 def slo_in_words(document: Document) -> str | None:
-    """The limits that requests must keep to, and under which configuration which class does so
-    least.
+    """Return the limits that requests must keep to, and under which configuration which class does
+    so least.
     """
     if document["slo"] is None:
         return None
@@ -102,7 +104,7 @@ def slo_in_words(document: Document) -> str | None:
 
 
 def has_service(document: Document) -> bool:
-    """Whether some configuration served clients differently while they waited together."""
+    """Return whether some configuration served clients differently while they waited together."""
     return any(result["totals"]["service_difference"] > 0 for result in document["results"])
 
 
@@ -114,7 +116,7 @@ def _about_programs(document: Document) -> str:
 
 
 def _about_one_seed(document: Document) -> str:
-    """A sentence on what intervals are of, or what a difference needs to have one."""
+    """Return a sentence on what intervals are of, or what a difference needs to have one."""
     is_trace = document["workload"]["is_recorded"]
     missing = MIN_BLOCKS * REQUESTS_PER_BLOCK - document["workload"]["requests"]
     none = "No difference has an interval, and none is called better or worse: "
@@ -137,7 +139,7 @@ def _about_one_seed(document: Document) -> str:
 
 
 def _about_recorded(document: Document) -> str:
-    """How far the simulation of the recorded policy is from what was measured."""
+    """Return how far the simulation of the recorded policy is from what was measured."""
     recorded = document["recorded"]
     said = (
         f"Recorded is what the server measured under {recorded['policies']}; "
@@ -180,7 +182,7 @@ def _stated_weights(document: Document) -> str:
 
 
 def pair_summary(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The differences that matter, most of them in one sentence each."""
+    """Return the differences that matter, most of them in one sentence each."""
     rows = [row for row in shown_rows([first, other]) if difference_of(other, row)]
     by_verdict: dict[str, list[str]] = {}
     for row in rows:
@@ -209,7 +211,7 @@ def _change(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
 
 
 def render_table(document: Document) -> str:
-    """The whole comparison as text of fixed width."""
+    """Return the whole comparison as text of fixed width."""
     first, *others = document["results"]
     slo = slo_in_words(document)
     lines = [headline(document), *([] if slo is None else [slo]), *other_differences(document), ""]
@@ -276,7 +278,9 @@ SWEEP_COLUMNS = (
 
 
 def render_sweep(document: Document) -> str:
-    """A line per value of the setting, and one with the intervals against the first value."""
+    """Return a line per value of the setting, and one with the intervals against the first
+    value.
+    """
     results, setting = document["results"], document["sweep"]["setting"]
     by_name = {(row.measure, row.statistic): row for row in ROWS}
     rows = [by_name[column] for column in SWEEP_COLUMNS]
@@ -313,8 +317,8 @@ def _short(row: Row) -> str:
 
 
 def _interval(other: dict[str, Any], row: Row) -> str:
-    """An interval as factors of the first value; in the row's unit where it has no factor, or is a
-    share.
+    """Return an interval as factors of the first value; in the row's unit where it has no factor,
+    or is a share.
     """
     difference = difference_of(other, row)
     if difference is None or difference["low"] is None:
@@ -371,7 +375,7 @@ def overview(document: Document) -> list[str]:
 
 
 def overview_table(document: Document) -> list[list[str]]:
-    """The same as cells, with a line of labels."""
+    """Return the same as cells, with a line of labels."""
     results = document["results"]
     by_name = {(row.measure, row.statistic): row for row in ROWS}
     rows = [by_name[column] for column in COLUMNS]
@@ -440,7 +444,9 @@ class GroupRow(NamedTuple):
 
 
 def columns(document: Document) -> list[Row]:
-    """The columns of tables of groups: latencies, and the share within the SLO if there is one."""
+    """Return the columns of tables of groups: latencies, and the share within the SLO if there is
+    one.
+    """
     return GROUP_COLUMNS if document["slo"] is None else [*GROUP_COLUMNS, GOOD]
 
 

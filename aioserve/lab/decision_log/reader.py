@@ -56,8 +56,8 @@ class DecisionLog:
             ) from error
 
     def __iter__(self) -> Iterator[AnyRecord]:
-        """All records after the header. Raises `ConfigError` at what is damaged; a record that
-        was being written when the server died is left out.
+        """Return all records after the header. Raises `ConfigError` at what is damaged; a record
+        that was being written when the server died is left out.
         """
         records = self._records()
         next(records)
@@ -255,7 +255,7 @@ class Chronicle:
         return ", ".join(words)
 
     def name(self, name: Name) -> str:
-        """The request's id. Raises `ConfigError` as `feed` does."""
+        """Return the request's id. Raises `ConfigError` as `feed` does."""
         if isinstance(name, str):
             return name
         if not 0 <= name < len(self.lives):
@@ -263,7 +263,7 @@ class Chronicle:
         return self.lives[name].request_id
 
     def names(self, names: list[Name]) -> list[str]:
-        """The ids of the named requests. Raises `ConfigError` as `feed` does."""
+        """Return the ids of the named requests. Raises `ConfigError` as `feed` does."""
         return [self.name(name) for name in names]
 
     def req_ids(self, planned: Planned) -> list[str]:

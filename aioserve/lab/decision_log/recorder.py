@@ -96,8 +96,8 @@ def recorded(
     clock: Clock,
     loop_lag: "Callable[[], float] | None" = None,
 ) -> "RecordingScheduler":
-    """A scheduler that is recorded to the file `settings.decision_log`. Raises `ConfigError` if it
-    cannot be written, and what `make_policy` raises.
+    """Return a scheduler that is recorded to the file `settings.decision_log`. Raises `ConfigError`
+    if it cannot be written, and what `make_policy` raises.
     """
     assert settings.decision_log is not None
     sink = LogWriter(Path(settings.decision_log))
@@ -350,7 +350,7 @@ def _ended(outputs: dict[int, EngineCoreOutputs]) -> list[tuple[str, str]]:
 
 
 def plain_settings(config: SchedulerConfig) -> dict[str, Any]:
-    """The settings without the places of logs, which say nothing about a decision."""
+    """Return the settings without the places of logs, which say nothing about a decision."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return {name: value for name, value in plain.items() if name not in LOG_SETTINGS}
 

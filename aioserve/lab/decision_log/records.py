@@ -61,7 +61,7 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
             )
 
     def make_kv_cache(self) -> KVCacheManager:
-        """An empty one of the same geometry."""
+        """Return an empty one of the same geometry."""
         return KVCacheManager(
             self.num_kv_blocks,
             self.block_size,
@@ -195,7 +195,7 @@ class Shorthand:
         self._ended += request_ids
 
     def name(self, request_id: str) -> Name:
-        """Its number, if it has one."""
+        """Return its number, if it has one."""
         return self._numbers.get(request_id, request_id)
 
     def names(self, request_ids: Iterable[str]) -> list[Name]:
@@ -204,7 +204,7 @@ class Shorthand:
         return [numbers.get(request_id, request_id) for request_id in request_ids]
 
     def named(self, values: Mapping[str, T]) -> list[tuple[Name, T]]:
-        """The values with requests' numbers instead of their ids."""
+        """Return the values with requests' numbers instead of their ids."""
         return [(self.name(request_id), value) for request_id, value in values.items()]
 
     def planned(
@@ -252,5 +252,5 @@ class Shorthand:
         counts: tuple[int, int, int],
         measured: tuple[float, float],
     ) -> Planned:
-        """A call of `schedule` that planned nothing."""
+        """Return a call of `schedule` that planned nothing."""
         return Planned(time, error, 0, None, None, [], [], [], [], [], [], [], *counts, *measured)

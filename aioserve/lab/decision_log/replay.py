@@ -178,7 +178,7 @@ def replay(log: DecisionLog, make_scheduler: MakeScheduler | None = None) -> Rep
 
 
 def agree(recorded: Record, replayed: Record) -> bool:
-    """Whether both say the same, but for what was measured and the words of errors."""
+    """Return whether both say the same, but for what was measured and the words of errors."""
     return _comparable(recorded) == _comparable(replayed)
 
 
@@ -208,7 +208,7 @@ def differences(recorded: Record, replayed: Record, chronicle: Chronicle) -> Ite
 
 
 def _readable(record: Record, chronicle: Chronicle) -> dict[str, Any]:
-    """The fields of a record by what they mean, with ids of requests."""
+    """Return the fields of a record by what they mean, with ids of requests."""
     fields = {
         name: getattr(record, name)
         for name in record.__struct_fields__

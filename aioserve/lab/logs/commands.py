@@ -85,7 +85,7 @@ def run_trace(argv: Sequence[str]) -> int:
 
 
 def _check(log: DecisionLog) -> tuple[int, dict[str, Any]]:
-    """The exit code, and what was found as data."""
+    """Return the exit code, and what was found as data."""
     result = replay(log)
     if result.divergence is not None:
         print(f"{result.policies}: today's code diverges {_where(result.divergence)}")
@@ -158,12 +158,12 @@ def _compare(
 
 
 def _label(measure: str) -> str:
-    """The label of a row for people: JSON has it shorter."""
+    """Return the label of a row for people: JSON has it shorter."""
     return measure.replace("e2e", "end to end")
 
 
 def _errors(result: WhatIf) -> dict[str, float]:
-    """The errors of the simulation of what was recorded, relative to what was recorded."""
+    """Return the errors of the simulation of what was recorded, relative to what was recorded."""
     if result.same is None:
         return {}
     return {

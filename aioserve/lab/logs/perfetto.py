@@ -53,7 +53,7 @@ def write_trace(log: DecisionLog, file: BinaryIO, *, with_reasons: bool = True) 
 def trace_events(
     log: DecisionLog, chronicle: Chronicle, *, with_reasons: bool = True
 ) -> Iterator[Event]:
-    """The events; requests come last, because their tracks are shared out once all are known.
+    """Yield the events; requests come last, because their tracks are shared out once all are known.
 
     `chronicle`, a new one, is told the whole log on the way.
     """
@@ -177,7 +177,7 @@ def _scheduler_events(record: AnyRecord, chronicle: Chronicle) -> Iterator[Event
 def _request_events(
     lives: list[Life], reasons: dict[int, list[tuple[float, WaitReason]]]
 ) -> Iterator[Event]:
-    """A slice per request with its phases within; as few lanes as keep them apart."""
+    """Yield a slice per request with its phases within; as few lanes as keep them apart."""
     free: list[tuple[float, int]] = []  # when, and which lane
     num_lanes = 0
     for life in sorted(lives, key=lambda life: life.arrival):
@@ -238,5 +238,5 @@ def _instant(name: str, time: float, pid: int, tid: int) -> Event:
 
 
 def _us(seconds: float) -> float:
-    """Seconds as microseconds, rounded to the nanosecond."""
+    """Return seconds as microseconds, rounded to the nanosecond."""
     return round(1e6 * seconds, 3)

@@ -56,7 +56,7 @@ class Traffic(NamedTuple):
 
 
 def read_traffic(log: DecisionLog) -> Traffic:
-    """Requests, and the step-time model that fits the steps. Raises `ConfigError`."""
+    """Return requests, and the step-time model that fits the steps. Raises `ConfigError`."""
     chronicle = Chronicle(log.header, keep_prompts=True)
     features: list[StepFeatures] = []
     seconds: list[float] = []
@@ -73,7 +73,8 @@ def read_traffic(log: DecisionLog) -> Traffic:
 
 
 def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
-    """The requests of a log: when they came, what their prompts share, how long the replies were.
+    """Return the requests of a log: when they came, what their prompts share, how long the replies
+    were.
 
     Raises `ConfigError` if it has none, or if they have images.
     """
@@ -133,8 +134,8 @@ def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
 
 
 def make_limits(traffic: Traffic) -> list[tuple[str, Any]]:
-    """The scheduler's settings of the server that wrote the log, besides its policy and what it
-    noted: seats, budgets, limits of the queue, victims.
+    """Return the scheduler's settings of the server that wrote the log, besides its policy and what
+    it noted: seats, budgets, limits of the queue, victims.
     """
     return [
         (f"scheduler.{name}", value)
@@ -153,7 +154,7 @@ def _window_settings(header: Header) -> list[tuple[str, Any]]:
 
 
 def _chain(life: Life) -> list[int]:
-    """A name for every beginning of the prompt that is whole blocks long."""
+    """Return a name for every beginning of the prompt that is whole blocks long."""
     assert life.prompt is not None
     blocks = [life.prompt[i : i + BLOCK] for i in range(0, len(life.prompt) - BLOCK + 1, BLOCK)]
     root = text_name("logged", life.spec.cache_salt, life.spec.adapter_id)
@@ -167,7 +168,9 @@ def _extend(name: int, block: "array[int]") -> int:
 def _pieces(
     life: Life, chain: list[int], num_holders: Counter[int], seed: int
 ) -> tuple[Piece, ...]:
-    """The prompt cut where others leave it: what shares a block of a piece shares all of it."""
+    """Return the prompt cut where others leave it: what shares a block of a piece shares
+    all of it.
+    """
     pieces, begin = [], 0
     for end in range(1, len(chain) + 1):
         if end == len(chain) or num_holders[chain[end]] != num_holders[chain[end - 1]]:
@@ -180,7 +183,7 @@ def _pieces(
 
 
 def _draft_acceptance(life: Life) -> float | None:
-    """The share of right guesses among those whose predecessors were right."""
+    """Return the share of right guesses among those whose predecessors were right."""
     tried = life.num_tried_drafts
     return life.num_right_drafts / tried if tried else None
 
@@ -316,8 +319,8 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
 
 
 def make_plan(traffic: Traffic, policy: str | None, settings: list[tuple[str, str]]) -> Plan:
-    """The plan of a rerun: what was recorded, switches included, with `settings` laid over all of
-    it; or another policy, from the beginning to the end. Raises `ConfigError`.
+    """Return the plan of a rerun: what was recorded, switches included, with `settings` laid over
+    all of it; or another policy, from the beginning to the end. Raises `ConfigError`.
     """
     header = traffic.header
     switches = []
@@ -330,7 +333,7 @@ def make_plan(traffic: Traffic, policy: str | None, settings: list[tuple[str, st
 def make_config(
     header: Header, policy: str | None, settings: list[tuple[str, str]]
 ) -> EngineConfig:
-    """The settings of `header`, with others laid over them. Raises `ConfigError`."""
+    """Return the settings of `header`, with others laid over them. Raises `ConfigError`."""
     for name, _ in settings:
         if not name.startswith(("scheduler.", "cache.")):
             raise ConfigError(f"{name} plays no part in a replay; scheduler.* and cache.* do")
@@ -427,7 +430,7 @@ class _Rerun:
             self._recorder.switch(scheduler)
 
     def _windows(self) -> WindowSpec | None:
-        """The windows of the model, in steps of this plan."""
+        """Return the windows of the model, in steps of this plan."""
         header = self._traffic.header
         if header.windows is None:
             return None
@@ -498,7 +501,7 @@ def _unique_id(number: int, life: Life) -> str:
 
 
 def _make_request(number: int, life: Life, began: float) -> Request:
-    """The recorded request; its own limit on length stays, since a policy may go by it."""
+    """Return the recorded request; its own limit on length stays, since a policy may go by it."""
     assert life.prompt is not None
     spec = msgspec.structs.replace(
         life.spec,
@@ -546,12 +549,12 @@ def measure(chronicle: Chronicle, reference: list[Life]) -> Measures:
 
 
 def _number(number: int, life: Life) -> int:
-    """Which request of the log it is: simulated ones have the number in their id."""
+    """Return which request of the log it is: simulated ones have the number in their id."""
     head, colon, _ = life.request_id.partition(":")
     return int(head) if colon and head.isdigit() else number
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed; 0 of none."""
+    """Return the smallest value that at least `share` of them do not exceed; 0 of none."""
     ordered = sorted(values)
     return ordered[max(-int(-share * len(ordered) // 1) - 1, 0)] if ordered else 0.0

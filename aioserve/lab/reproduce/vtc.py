@@ -107,7 +107,7 @@ class PromptRoundsScheduler(BaseScheduler):
         return peak.with_request(request) < pool
 
     def _next(self) -> Request | None:
-        """The request that is to enter next, if one is there to be seen."""
+        """Return the request that is to enter next, if one is there to be seen."""
         if self.options.order == "fcfs":
             request = next(iter(self.waiting), None)
             return None if request is None or self._is_unseen(request) else request
@@ -188,7 +188,9 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def read_logs(folder: Path) -> dict[str, list[Outcome]]:
-    """The outcomes in a folder by file name without `.csv` or `.csv.gz`, as `overload.fcfs`."""
+    """Return the outcomes in a folder by file name without `.csv` or `.csv.gz`, as
+    `overload.fcfs`.
+    """
     found = {
         path.name.removesuffix(".gz").removesuffix(".csv"): read_outcomes(
             path, extra_prompt_tokens=EXTRA_PROMPT_TOKENS
@@ -201,9 +203,9 @@ def read_logs(folder: Path) -> dict[str, list[Outcome]]:
 
 
 def find_targets(logs: dict[str, list[Outcome]], sessions: dict[str, Session]) -> list[Target]:
-    """Every workload of the logs. Where VTC was measured, its file has the arrivals; else that of
-    first come, first served. A session is that of the workload's own file of first come, first
-    served if it is as long, else of the file whose length is nearest.
+    """Return every workload of the logs. Where VTC was measured, its file has the arrivals; else
+    that of first come, first served. A session is that of the workload's own file of first come,
+    first served if it is as long, else of the file whose length is nearest.
     """
     targets = []
     for name in sorted({file.rpartition(".")[0] for file in logs}):
@@ -242,7 +244,7 @@ def _as_long(log: Sequence[Outcome], other: Sequence[Outcome]) -> bool:
 def make_config(
     profile: str, target: Target, order: str, *, jitter: float, speed: float, seed: int
 ) -> EngineConfig:
-    """The artifact's server: its pool, its rounds, and `speed` times its session's host."""
+    """Return the artifact's server: its pool, its rounds, and `speed` times its session's host."""
     options: dict[str, Any] = {
         "order": order,
         "pool_tokens": POOL_TOKENS,
@@ -286,7 +288,7 @@ class Run(msgspec.Struct, frozen=True):
         )
 
     def finished(self, window: float) -> int:
-        """Requests that had their last token within the first `window` seconds."""
+        """Return requests that had their last token within the first `window` seconds."""
         return int((self.end <= window).sum())
 
     @property
@@ -313,7 +315,7 @@ def predict(
     num_jobs: int = 1,
     progress: Progress = lambda count: None,
 ) -> tuple[StepTimeModel, dict[str, Session], list[Prediction]]:
-    """The profile, the sessions by file, and the predictions of all targets (or of `names`).
+    """Return the profile, the sessions by file, and the predictions of all targets (or of `names`).
 
     Times of steps vary by `jitter`, another way in each of the `num_runs`. `speed` divides what
     the host takes in every session: 1.03 is a machine that is 3% quicker. Raises `ConfigError`.

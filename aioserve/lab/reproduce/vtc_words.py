@@ -46,7 +46,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def tabulate(prediction: Prediction) -> Table:
-    """All rows of one workload: totals, then each client with enough requests."""
+    """Return all rows of one workload: totals, then each client with enough requests."""
     target = prediction.target
     measured = None if target.measured is None else Run.of(target.measured)
     fcfs = None if target.measured_fcfs is None else Run.of(target.measured_fcfs)
@@ -105,7 +105,7 @@ def _median_ttft(own: Places) -> Value:
 
 
 def render(table: Table) -> str:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     width = max(len(row.name) for row in table.rows)
     lines = [
         f"{table.workload}: {table.requests} requests under {table.policy}, host as in "
@@ -128,7 +128,7 @@ def _number(value: float) -> str:
 
 
 def summary(tables: list[Table]) -> str:
-    """How far the predictions lie from what is published of them, in a few lines."""
+    """Return how far the predictions lie from what is published of them, in a few lines."""
     kinds = {
         "end of run": "end of run",
         "finished": "finished by",
@@ -156,7 +156,7 @@ def _is_of(title: str, row: Row) -> bool:
 
 
 def as_document(tables: list[Table]) -> list[dict[str, Any]]:
-    """The tables as plain data, errors included."""
+    """Return the tables as plain data, errors included."""
     return [
         {
             **msgspec.to_builtins(table),
@@ -182,7 +182,7 @@ Scale = Callable[[float], float]  # from seconds to a place on the axis
 
 
 def draw(tables: list[Table]) -> str:
-    """One line for each client of each workload, on a logarithmic axis of seconds."""
+    """Return one line for each client of each workload, on a logarithmic axis of seconds."""
     lines = [
         (table, row) for table in tables for row in table.rows if row.name.endswith("TTFT mean, s")
     ]

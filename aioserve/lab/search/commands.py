@@ -61,7 +61,7 @@ HOLDS = {
 
 
 def render_probe(probe: Probe) -> str:
-    """A rate that was tried, in a line."""
+    """Return a rate that was tried, in a line."""
     mark = "" if probe.is_met else "  too fast"
     shown = [] if probe.good_share is None else [f"{100 * probe.good_share:.2f}%"]
     shown += [f"{1e3 * value:.1f}" for value in probe.bounded.values()]
@@ -72,7 +72,7 @@ def render_probe(probe: Probe) -> str:
 
 
 def render_knee(candidate: Candidate, knee: Knee, bounds: Sequence[Bound], *, has_slo: bool) -> str:
-    """The highest rate, in a sentence."""
+    """Return the highest rate, in a sentence."""
     if knee.rate is None or knee.rate_above is None:
         return f"{candidate.name}: no knee found: {knee.note}"
     whom = "each class" if knee.each_class else "the requests"
@@ -85,7 +85,7 @@ def render_knee(candidate: Candidate, knee: Knee, bounds: Sequence[Bound], *, ha
 
 
 def render_tuning(tuning: Tuning, row: Row) -> str:
-    """The scores of all candidates, what was chosen, and what is left of its gain."""
+    """Return the scores of all candidates, what was chosen, and what is left of its gain."""
     better = "more" if row.good > 0 else "less"
     width = max(len(name) for name in (*tuning.candidates, "candidate"))
     lines = [f"{tuning.parts}.", f"{row.label}: {better} is better.", ""]
@@ -192,7 +192,7 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
 
 
 def _parts(arguments: argparse.Namespace) -> Split:
-    """What trains and what is held out."""
+    """Return what trains and what is held out."""
     source, share = read_source(arguments), arguments.train_share
     seeds = _seeds(arguments, source)
     if share is not None and (arguments.held_out is not None or not source.is_trace):
@@ -211,7 +211,7 @@ def _seeds(arguments: argparse.Namespace, source: WorkloadSource) -> range:
 
 
 def _has_slo(arguments: argparse.Namespace, workloads: Sequence[Workload]) -> bool:
-    """Whether there is an SLO. Raises `ConfigError` if there are no bounds either."""
+    """Return whether there is an SLO. Raises `ConfigError` if there are no bounds either."""
     has_slo = ServiceLevels.of(arguments.slo, classes_of(workloads)) is not None
     if not has_slo and not arguments.bound:
         raise ConfigError(

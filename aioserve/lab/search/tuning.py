@@ -44,7 +44,7 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def split(source: WorkloadSource, seeds: Sequence[int], share: float) -> Split:
-    """Two parts of one workload. `share` is the part of a trace's time that trains. Raises
+    """Return two parts of one workload. `share` is the part of a trace's time that trains. Raises
     `ConfigError` where a part has no request.
     """
     training = [source.load(seed) for seed in seeds]
@@ -59,8 +59,8 @@ def split(source: WorkloadSource, seeds: Sequence[int], share: float) -> Split:
 def two_workloads(
     source: WorkloadSource, seeds: Sequence[int], other: WorkloadSource, other_seeds: Sequence[int]
 ) -> Split:
-    """All of one workload to train on, all of another one held out. Raises `ConfigError` if they
-    are the same.
+    """Return all of one workload to train on, all of another one held out. Raises `ConfigError` if
+    they are the same.
     """
     if other.path == source.path:
         raise ConfigError(f"--held-out {other.path} is the workload that trains; name another one")
@@ -116,7 +116,7 @@ class Scores(ABC):
 
     @abstractmethod
     def apart(self, first: int, second: int) -> Apart:
-        """The score of the second candidate less that of the first."""
+        """Return the score of the second candidate less that of the first."""
 
 
 class MeasureScores(Scores):
@@ -207,8 +207,8 @@ class Tuning(msgspec.Struct, frozen=True):
 
 
 def grid(config: str, settings: Sequence[tuple[str, Any]]) -> list[Candidate]:
-    """A candidate for each combination of the values that `settings` list, and the default last:
-    the configuration without them. Raises `ConfigError` where a value is not allowed.
+    """Return a candidate for each combination of the values that `settings` list, and the default
+    last: the configuration without them. Raises `ConfigError` where a value is not allowed.
     """
     fixed = [(name, value) for name, value in settings if not is_list(value)]
     searched = [(name, value.split(",")) for name, value in settings if is_list(value)]
@@ -245,7 +245,9 @@ def tune(candidates: Sequence[Candidate], parts: Split, score: Score) -> Tuning:
 
 
 def check_values(settings: Sequence[tuple[str, Any]]) -> bool:
-    """Whether options are searched. Raises `ConfigError` for a setting that is given twice."""
+    """Return whether options are searched. Raises `ConfigError` for a setting that is given
+    twice.
+    """
     names = [name for name, _ in settings]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--set {min(twice)} is given twice; give its values as A,B,C")

@@ -216,14 +216,16 @@ class _Run:
             self._end(sent.number, FinishReason.ERROR)
 
     def _may_come(self) -> bool:
-        """Whether a replica will be there that is not there now."""
+        """Return whether a replica will be there that is not there now."""
         scaling = self._scaling
         if self._num_returns or scaling is None:
             return self._num_returns > 0
         return bool(scaling.starting) or any(self._is_free(seat, scaling) for seat in self._seats)
 
     def _choose(self, sent: Sent) -> "Seat | tuple[Seat, Seat] | Refuse | Wait | None":
-        """The answer of the router; a replica that it does not know to be dead fails at once."""
+        """Return the answer of the router; a replica that it does not know to be dead fails at
+        once.
+        """
         while True:
             answer, decode = self._dispatcher.choose_both(sent.routed, sent.avoid)
             if not isinstance(answer, str):

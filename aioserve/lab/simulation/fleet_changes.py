@@ -179,7 +179,7 @@ class Handovers:
         self._run.at(end, lambda: self._attach(moving, target))
 
     def _copy(self, source: Seat, target: Seat, num_tokens: int) -> float:
-        """When a copy that is asked for now is complete."""
+        """Return when a copy that is asked for now is complete."""
         free = (self._free_at.get(seat.name, 0.0) for seat in (source, target))
         end = max(self._clock(), *free) + self._token_seconds * num_tokens
         self._free_at[source.name] = self._free_at[target.name] = end
@@ -255,7 +255,7 @@ class Deploys:
             self._run.at(deploy.at, partial(self._begin, deploy))
 
     def is_draining(self, seat: Seat) -> bool:
-        """Whether the replica restarts as soon as it has no requests."""
+        """Return whether the replica restarts as soon as it has no requests."""
         return seat in self._draining
 
     def has_drained(self, seat: Seat) -> None:
@@ -414,7 +414,7 @@ def missing_roles(seats: Sequence[Seat], present: Sequence[Seat]) -> list[str]:
 
 
 def first_of_roles(seats: Sequence[Seat], missing: Sequence[str]) -> list[Seat]:
-    """The same seats, the first one of each of the missing roles before all others."""
+    """Return the same seats, the first one of each of the missing roles before all others."""
     ahead = [
         next(seat for seat in seats if seat.role == role)
         for role in missing
@@ -424,7 +424,7 @@ def first_of_roles(seats: Sequence[Seat], missing: Sequence[str]) -> list[Seat]:
 
 
 def spare(seats: Sequence[Seat]) -> Iterator[Seat]:
-    """Those of the seats that can go, in order, with one of each role left."""
+    """Yield those of the seats that can go, in order, with one of each role left."""
     left = Counter(seat.role for seat in seats)
     for seat in seats:
         if not seat.role or left[seat.role] > 1:

@@ -36,7 +36,7 @@ class ReplicaGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_kv_blocks: Count | None = None  # of the KV cache (default: as the settings say)
 
     def config(self, config: EngineConfig) -> EngineConfig:
-        """The engine settings of the replicas of this group."""
+        """Return the engine settings of the replicas of this group."""
         if self.num_kv_blocks is None:
             return config
         cache = msgspec.structs.replace(config.cache, num_kv_blocks=self.num_kv_blocks)
@@ -54,7 +54,7 @@ def check_groups(groups: Sequence[ReplicaGroup], num_replicas: int) -> None:
 
 
 def group_of_places(groups: Sequence[ReplicaGroup], num_replicas: int) -> list[ReplicaGroup]:
-    """The group of each replica, in their order."""
+    """Return the group of each replica, in their order."""
     equal = (ReplicaGroup(replicas=num_replicas),)
     return [group for group in groups or equal for _ in range(group.replicas)]
 
@@ -143,7 +143,7 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return (None,) if self.autoscaling is None else self.autoscaling.choices
 
     def behind(self, choice: RouterChoice, scaler: AutoscalerChoice | None = None) -> "Fleet":
-        """The fleet with one of its routers, and one of its autoscalers."""
+        """Return the fleet with one of its routers, and one of its autoscalers."""
         scaling = self.autoscaling
         if scaling is not None and scaler is not None:
             scaling = msgspec.structs.replace(scaling, autoscalers=(scaler,))
@@ -161,7 +161,7 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _beside(spec: FleetSpec, path: Path) -> FleetSpec:
-    """The fleet; routers and autoscalers that are files beside `path` with their paths."""
+    """Return the fleet; routers and autoscalers that are files beside `path` with their paths."""
 
     def found(given: str) -> str:
         file, colon, name = given.partition(":")

@@ -39,7 +39,7 @@ class Sent:
         )
 
     def has_expired(self, now: float) -> bool:
-        """Whether its deadline has passed while it waited for the router."""
+        """Return whether its deadline has passed while it waited for the router."""
         deadline = self.routed.deadline
         return self.waits_since is not None and deadline is not None and now >= deadline
 
@@ -145,7 +145,7 @@ class Seat:
         return math.prod(self.slowdowns, start=1.0)
 
     def reported(self) -> tuple[ReplicaReport, float]:
-        """What the replica says of itself, and when it was so."""
+        """Return what the replica says of itself, and when it was so."""
         engine = self.engine
         return ReplicaReport() if engine is None else engine.report(), self.known_at
 

@@ -51,7 +51,9 @@ class DelegatingRunner(RunnerInterface):
 
 
 def extra_stop_ids(model_info: ModelInfo) -> tuple[int, ...]:
-    """The token that ends replies of a model that states no end token: the last of its ids."""
+    """Return the token that ends replies of a model that states no end token: the last of its
+    ids.
+    """
     return () if model_info.eos_token_ids else (model_info.vocab_size - 1,)
 
 
@@ -106,7 +108,7 @@ class ReplyEndRunner(DelegatingRunner):
         return ended
 
     def _note(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
-        """The place in its reply of the first token that each row of the step may sample."""
+        """Return the place in its reply of the first token that each row of the step may sample."""
         for request_id in scheduler_output.finished_req_ids:
             self._num_prompt.pop(request_id, None)
         computed: dict[str, int] = {}
@@ -213,7 +215,7 @@ class RunOutcome:
         self.end = 0.0
 
     def token_times(self) -> dict[str, "array[float]"]:
-        """The requests' own, by the names that a run gives them: their places."""
+        """Return the requests' own, by the names that a run gives them: their places."""
         return {str(i): request.token_times for i, request in enumerate(self.requests)}
 
     def close(self) -> None:

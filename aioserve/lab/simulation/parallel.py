@@ -37,8 +37,8 @@ def choose_num_jobs(workloads: Sequence[Workload], num_configs: int) -> int:
 def simulate_all(
     runs: Sequence[tuple[EngineConfig, Workload, Fleet | None]], num_jobs: int, progress: Progress
 ) -> Iterator[RunOutcome]:
-    """The outcomes in the order of `runs`, of one engine each, or of a fleet; the same, byte for
-    byte, for any number of jobs.
+    """Yield the outcomes in the order of `runs`, of one engine each, or of a fleet; the same, byte
+    for byte, for any number of jobs.
     """
     if num_jobs == 1:
         for config, workload, fleet in runs:

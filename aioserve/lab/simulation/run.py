@@ -179,7 +179,8 @@ NUM_STATES = 1000  # points of queue and memory that are kept of a run, about
 
 
 def simulated(config: EngineConfig, longest: int = 0) -> EngineConfig:
-    """The configuration with its runner replaced by the simulated one, and without a tokenizer.
+    """Return the configuration with its runner replaced by the simulated one, and without a
+    tokenizer.
 
     Where it states no `max_model_len`, the `longest` request, in tokens, may raise it: what is
     simulated has no positions.
@@ -358,14 +359,14 @@ class _EngineClients(Clients):
 
 
 def _max_request_tokens(engine: AsyncEngine) -> int:
-    """Tokens that prompt and reply of a request may have together, as `Blueprint` has it."""
+    """Return tokens that prompt and reply of a request may have together, as `Blueprint` has it."""
     if (stats := engine.get_stats()) is None:
         return engine.max_model_len
     return min(engine.max_model_len, stats.num_kv_blocks * engine.config.cache.block_size + 1)
 
 
 def _as_one(group: ExceptionGroup[AioserveError]) -> AioserveError:
-    """The first failure; what failed a step is said by its cause."""
+    """Return the first failure; what failed a step is said by its cause."""
     first: BaseException = group
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

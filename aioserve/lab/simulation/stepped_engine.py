@@ -40,8 +40,8 @@ class MultiStepDecode:
 
     @staticmethod
     def is_promised_by(policy: type[SchedulerInterface]) -> bool:
-        """Whether this class promises `keeps_decoding`: not one that plans or counts otherwise than
-        the base that does, nor one that learns from every step.
+        """Return whether this class promises `keeps_decoding`: not one that plans or counts
+        otherwise than the base that does, nor one that learns from every step.
         """
         if not issubclass(policy, BaseScheduler):
             return False
@@ -56,9 +56,9 @@ class MultiStepDecode:
 
     @staticmethod
     def follows(scheduler: BaseScheduler, output: SchedulerOutput) -> bool:
-        """Whether the steps after this one, just planned, are the same until a request arrives
-        or ends or blocks run out. The policy must declare `keeps_decoding`; no lookahead. The
-        caller knows how many steps bring no stop token, since a scheduler cannot know it.
+        """Return whether the steps after this one, just planned, are the same until a request
+        arrives or ends or blocks run out. The policy must declare `keeps_decoding`; no lookahead.
+        The caller knows how many steps bring no stop token, since a scheduler cannot know it.
         """
         book, num_rows = scheduler.book, len(output.num_scheduled_tokens)
         return (
@@ -76,8 +76,8 @@ class MultiStepDecode:
         )
 
     def num_steps(self, limit: int) -> int:
-        """How many more steps, at most `limit`, can be planned before a step that ends a request
-        or lacks blocks.
+        """Return how many more steps, at most `limit`, can be planned before a step that ends a
+        request or lacks blocks.
         """
         count = min([limit, *(r.max_total_tokens - r.num_tokens - 1 for r in self.requests)])
         while count > 0 and self._num_missing(count) > self._kv_cache.pool.num_free_blocks:
@@ -148,17 +148,17 @@ class Blueprint:
         return min(self.max_model_len, info.num_kv_blocks * cache.block_size + 1)
 
     def make_runner(self) -> SimulatedRunner:
-        """A new simulated runner; each engine has its own."""
+        """Return a new simulated runner; each engine has its own."""
         return SimulatedRunner(self.config, self.model_info, step_time=self._step_time)
 
     def make_kv_cache(self, *, record_events: bool = False) -> KVCacheManager:
-        """A new KV cache; each engine has its own."""
+        """Return a new KV cache; each engine has its own."""
         return make_kv_cache(self.config.cache, self.runner_info, record_events=record_events)
 
     def make_scheduler(
         self, kv_cache: KVCacheManager, clock: Callable[[], float]
     ) -> SchedulerInterface:
-        """A new scheduler on `kv_cache`. Raises `PolicyError` if the policy raises."""
+        """Return a new scheduler on `kv_cache`. Raises `PolicyError` if the policy raises."""
         make_policy: Callable[..., SchedulerInterface] = self.policy
         with blamed(self.policy, "__init__()"):
             return make_policy(
@@ -167,7 +167,7 @@ class Blueprint:
 
 
 def resumed(request: Request) -> Request:
-    """The request with the tokens that it has, before an engine has seen it."""
+    """Return the request with the tokens that it has, before an engine has seen it."""
     spec = msgspec.structs.replace(request.spec, output_token_ids=request.output_token_ids)
     return Request(spec)
 
@@ -245,7 +245,7 @@ class SteppedEngine:
         return *self._scheduler.get_request_counts(), pool.num_used_blocks / pool.num_blocks
 
     def report(self) -> ReplicaReport:
-        """What a replica tells a router of itself."""
+        """Return what a replica tells a router of itself."""
         stats, pool = self._scheduler.make_stats(), self._kv_cache.pool
         num_running, num_waiting = self._scheduler.get_request_counts()
         size = self._kv_cache.block_size
@@ -300,7 +300,9 @@ class SteppedEngine:
         self.unstarted.add(request.request_id)
 
     def has_room_for(self, request: Request) -> bool:
-        """Whether its KV cache could take in the blocks of a request of another engine now."""
+        """Return whether its KV cache could take in the blocks of a request of another engine
+        now.
+        """
         num_slots = (request.num_tokens - 1) // self._kv_cache.block_size
         return num_slots < self._kv_cache.pool.num_free_blocks
 
@@ -358,15 +360,15 @@ class SteppedEngine:
         return outputs, None
 
     def take_events(self) -> list[KVEvent]:
-        """The events of the KV cache since the last call, if it records."""
+        """Return the events of the KV cache since the last call, if it records."""
         return self._kv_cache.take_events()
 
     def next_expiry(self) -> float | None:
-        """When the next deadline passes: the time to call `expire`."""
+        """Return when the next deadline passes: the time to call `expire`."""
         return self._scheduler.next_expiry()
 
     def expire(self) -> list[str]:
-        """The ids of those whose deadline has passed: they have ended."""
+        """Return the ids of those whose deadline has passed: they have ended."""
         expired = self._loop.expire_requests()
         self.unstarted.difference_update(expired)
         return expired
@@ -382,7 +384,7 @@ class SteppedEngine:
         self._is_woken = not self.is_idle
 
     def _look_ahead(self) -> float:
-        """When to turn: at the end of the step in flight, or of many that only decode."""
+        """Return when to turn: at the end of the step in flight, or of many that only decode."""
         step = self._loop.in_flight[0]
         plan, end = step.output, step.handle.end
         scheduler = self._scheduler

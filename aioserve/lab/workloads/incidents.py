@@ -63,9 +63,9 @@ class Incidents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def moved(self, start: float, time_scale: float = 1.0) -> "Incidents":
-        """The incidents as a workload tells them that begins at `start`, at another speed. What
-        came before is left out. How long something lasts stays as it is: machines do not know of
-        our time.
+        """Return the incidents as a workload tells them that begins at `start`, at another speed.
+        What came before is left out. How long something lasts stays as it is: machines do not know
+        of our time.
         """
         return Incidents(
             failures=tuple(

@@ -32,14 +32,14 @@ class _Predictor(Protocol):
     """A kind that predicts a reply from its own length alone."""
 
     def predict(self, num_tokens: int, rng: random.Random) -> int:
-        """The predicted length in tokens of a reply of `num_tokens`."""
+        """Return the predicted length in tokens of a reply of `num_tokens`."""
 
 
 class _OneByOne(_Kind, frozen=True, kw_only=True):
     """Base of the kinds that predict each reply from its own length alone, by their `predict`."""
 
     def predict_all(self: _Predictor, lengths: Sequence[int], rng: random.Random) -> list[int]:
-        """The predicted lengths of replies that have these lengths, in tokens."""
+        """Return the predicted lengths of replies that have these lengths, in tokens."""
         return [self.predict(num_tokens, rng) for num_tokens in lengths]
 
 
@@ -47,7 +47,7 @@ class Exact(_OneByOne, frozen=True, kw_only=True, tag_field="kind", tag="exact")
     """The true length: the bound on what any predictor can bring."""
 
     def predict(self, num_tokens: int, rng: random.Random) -> int:
-        """The predicted length in tokens of a reply of `num_tokens`."""
+        """Return the predicted length in tokens of a reply of `num_tokens`."""
         return num_tokens
 
 
@@ -61,7 +61,7 @@ class LogNormalError(_OneByOne, frozen=True, kw_only=True, tag_field="kind", tag
     sigma: Spread
 
     def predict(self, num_tokens: int, rng: random.Random) -> int:
-        """The predicted length in tokens of a reply of `num_tokens`."""
+        """Return the predicted length in tokens of a reply of `num_tokens`."""
         return max(round(num_tokens * math.exp(rng.gauss(0.0, self.sigma))), 1)
 
 
@@ -80,7 +80,7 @@ class Classes(_OneByOne, frozen=True, kw_only=True, tag_field="kind", tag="class
             raise ValueError("the bounds of the classes must rise")
 
     def predict(self, num_tokens: int, rng: random.Random) -> int:
-        """The predicted length in tokens of a reply of `num_tokens`."""
+        """Return the predicted length in tokens of a reply of `num_tokens`."""
         found = bisect_left(self.bounds, num_tokens)
         if rng.random() >= self.accuracy:
             found = rng.choice([i for i in range(len(self.bounds) + 1) if i != found])
@@ -103,7 +103,7 @@ class Ranks(_Kind, frozen=True, kw_only=True, tag_field="kind", tag="ranks"):
     tau: Chance
 
     def predict_all(self, lengths: Sequence[int], rng: random.Random) -> list[int]:
-        """The predicted lengths of replies that have these lengths, in tokens."""
+        """Return the predicted lengths of replies that have these lengths, in tokens."""
         correlation, size = math.sin(math.pi * self.tau / 2), len(lengths)
         noise, normal = math.sqrt(1 - correlation**2), NormalDist()
         by_length = sorted(range(size), key=lambda i: lengths[i])
@@ -145,7 +145,9 @@ def parse_prediction(text: str) -> AnyPrediction:
 
 
 def with_predictions(workload: Workload, prediction: AnyPrediction) -> Workload:
-    """The same requests, each with a predicted length as a hint; the same ones for each seed."""
+    """Return the same requests, each with a predicted length as a hint; the same ones for each
+    seed.
+    """
     rng = random.Random(f"{workload.seed} predictions")
     lengths = [request.output_tokens for request in workload.requests]
     predicted = prediction.predict_all(lengths, rng)
@@ -159,7 +161,7 @@ def with_predictions(workload: Workload, prediction: AnyPrediction) -> Workload:
 
 
 def without_predictions(workload: Workload) -> Workload:
-    """A workload of the same requests, of which none has a predicted length."""
+    """Return a workload of the same requests, of which none has a predicted length."""
     requests = tuple(
         msgspec.structs.replace(
             request,

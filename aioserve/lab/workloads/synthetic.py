@@ -45,7 +45,7 @@ class Poisson(Spec, frozen=True, kw_only=True, tag_field="kind", tag="poisson"):
     rate: Positive
 
     def gaps(self, rng: random.Random) -> Iterator[float]:
-        """Seconds from one arrival to the next, without end."""
+        """Yield seconds from one arrival to the next, without end."""
         while True:
             yield rng.expovariate(self.rate)
 
@@ -57,7 +57,7 @@ class Gamma(Spec, frozen=True, kw_only=True, tag_field="kind", tag="gamma"):
     cv: Positive = 3.0
 
     def gaps(self, rng: random.Random) -> Iterator[float]:
-        """Seconds from one arrival to the next, without end."""
+        """Yield seconds from one arrival to the next, without end."""
         shape = 1 / self.cv**2
         while True:
             yield rng.gammavariate(shape, 1 / (self.rate * shape))
@@ -72,7 +72,7 @@ class OnOff(Spec, frozen=True, kw_only=True, tag_field="kind", tag="on_off"):
     off_seconds: NonNegative = 0.0
 
     def gaps(self, rng: random.Random) -> Iterator[float]:
-        """Seconds from one arrival to the next, without end."""
+        """Yield seconds from one arrival to the next, without end."""
         # The gaps of a Poisson process of rate 1, each spent at the rate of the phase it is in.
         work, seconds = rng.expovariate(1), 0.0
         phases = ((self.rate_on, self.on_seconds), (self.rate_off, self.off_seconds))
@@ -258,7 +258,7 @@ def read_spec(path: str | Path) -> WorkloadSpec:
 
 
 def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Workload:
-    """Requests as `spec` says; conversations stand together, at their first turn's place."""
+    """Return requests as `spec` says; conversations stand together, at their first turn's place."""
     makers = {c.name: _Maker(c, seed) for c in spec.classes}
     limit = spec.num_requests or math.inf
     requests: list[WorkloadRequest] = []
@@ -349,7 +349,8 @@ class _Maker:
     def make(
         self, arrival: float, place: int, before: tuple[int, ...] = ()
     ) -> list[WorkloadRequest]:
-        """One request, or all of a conversation or program, that begins at `place` in the workload.
+        """Return one request, or all of a conversation or program, that begins at `place` in the
+        workload.
 
         In a closed loop it begins `arrival` seconds after the end of the requests `before` it.
         """
@@ -446,7 +447,7 @@ class _Maker:
         return requests
 
     def _aborted(self, request: WorkloadRequest) -> WorkloadRequest:
-        """The request of a client that leaves somewhere in the reply."""
+        """Return the request of a client that leaves somewhere in the reply."""
         num_tokens = self._rng.randint(1, request.output_tokens)
         return msgspec.structs.replace(request, output_tokens=num_tokens, aborts=True)
 
@@ -494,7 +495,7 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.path).suffix in SUFFIXES and self.rate is None
 
     def load(self, seed: int) -> Workload:
-        """The requests for this seed. Raises `ConfigError` that says what is wrong where."""
+        """Return the requests for this seed. Raises `ConfigError` that says what is wrong where."""
         path = find_workload(self.path)
         if path.suffix in SUFFIXES:
             workload = read_trace(self.path, seed, self.rate)
@@ -511,7 +512,7 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
         return self.cut(workload)
 
     def cut(self, workload: Workload) -> Workload:
-        """The part that is wanted, at the speed that is wanted."""
+        """Return the part that is wanted, at the speed that is wanted."""
         if self.start or self.duration is not None or self.limit is not None:
             workload = workload.cut(start=self.start, duration=self.duration, limit=self.limit)
         if self.min_turns > 1:

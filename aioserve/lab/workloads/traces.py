@@ -44,8 +44,8 @@ def _rows(path: Path, lines: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def csv_rows(path: Path, lines: list[str], kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Rows with where they stand, empty ones left out; columns that `kind` has no field for are
-    skipped. Raises `ConfigError`.
+    """Yield rows with where they stand, empty ones left out; columns that `kind` has no field for
+    are skipped. Raises `ConfigError`.
     """
     header: list[str] | None = None
     for where, row in _rows(path, lines):
@@ -109,7 +109,7 @@ class OutcomeLine(msgspec.Struct):
 
 
 def csv_reader(path: Path, lines: list[str]) -> Reader:
-    """Which of the kinds of CSV it is: the columns say. Raises `ConfigError`."""
+    """Return which of the kinds of CSV it is: the columns say. Raises `ConfigError`."""
     header = [name.strip() for name in (lines[0] if lines else "").split(",")]
     for columns, reader in (
         (AZURE_COLUMNS, read_azure),
@@ -128,7 +128,7 @@ def csv_reader(path: Path, lines: list[str]) -> Reader:
 
 
 def read_azure(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of an Azure trace."""
+    """Yield requests of an Azure trace."""
     for where, line in csv_rows(path, lines, AzureLine):
         try:
             arrival = datetime.fromisoformat(line.TIMESTAMP).timestamp()
@@ -139,8 +139,8 @@ def read_azure(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequ
 
 
 def read_burstgpt(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of a BurstGPT trace that were answered, by their log type as class. They come when
-    they came: what the turns of a session have in common is not told.
+    """Yield requests of a BurstGPT trace that were answered, by their log type as class. They come
+    when they came: what the turns of a session have in common is not told.
     """
     sessions: dict[str, int] = {}
     for where, line in csv_rows(path, lines, BurstGptLine):
@@ -159,7 +159,7 @@ def read_burstgpt(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadR
 
 
 def read_lengths(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of a list of lengths, which come when the file says, or else all at once."""
+    """Yield requests of a list of lengths, which come when the file says, or else all at once."""
     arrivals = []
     for where, line in csv_rows(path, lines, LengthLine):
         arrivals.append(line.arrived_at)
@@ -173,7 +173,7 @@ def read_lengths(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRe
 
 
 def read_outcome_arrivals(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of a file of outcomes, such as `calibrate --outcomes` and `reproduce` take."""
+    """Yield requests of a file of outcomes, such as `calibrate --outcomes` and `reproduce` take."""
     for where, line in csv_rows(path, lines, OutcomeLine):
         yield WorkloadRequest(
             line.arrival_s,
@@ -184,7 +184,7 @@ def read_outcome_arrivals(path: Path, lines: list[str], seed: int) -> Iterator[W
 
 
 def has_no_arrivals(lines: list[str]) -> bool:
-    """Whether a CSV file is a list of lengths without arrivals."""
+    """Return whether a CSV file is a list of lengths without arrivals."""
     header = [name.strip() for name in (lines[0] if lines else "").split(",")]
     return set(LENGTH_COLUMNS) <= set(header) and "arrived_at" not in header
 
@@ -244,7 +244,7 @@ class WekaSession(msgspec.Struct):
 
 
 def read_mooncake(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of a Mooncake trace, which come when they came."""
+    """Yield requests of a Mooncake trace, which come when they came."""
     for where, line in json_lines(path, lines, MooncakeLine):
         blocks, rest = divmod(line.input_length, MOONCAKE_BLOCK)
         if len(line.hash_ids) != blocks + (rest > 0):
@@ -259,8 +259,9 @@ def read_mooncake(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadR
 
 
 def read_bailian(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of a Qwen-Bailian trace; their type is their class and a hint. A turn comes after
-    the end of its parent, by the time between the two arrivals: when replies ended is not told.
+    """Yield requests of a Qwen-Bailian trace; their type is their class and a hint. A turn comes
+    after the end of its parent, by the time between the two arrivals: when replies ended is not
+    told.
     """
     found = sorted(json_lines(path, lines, BailianLine), key=lambda pair: pair[1].timestamp)
     places: dict[int, int] = {}
@@ -285,9 +286,9 @@ def read_bailian(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRe
 
 
 def read_weka(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of sessions of agents, a program each, all of which begin at once: a call comes
-    after the one before, a helper's first call after the one that started it, and the call after
-    the helpers when all of them have ended. Pauses are those of the trace.
+    """Yield requests of sessions of agents, a program each, all of which begin at once: a call
+    comes after the one before, a helper's first call after the one that started it, and the call
+    after the helpers when all of them have ended. Pauses are those of the trace.
     """
     place = 0
     for number, (where, session) in enumerate(json_lines(path, lines, WekaSession)):
@@ -309,7 +310,7 @@ class _Session:
         self._ends: list[float] = []  # of the calls, as they were recorded
 
     def requests(self) -> list[WorkloadRequest]:
-        """The requests in the order of the file. Raises `ConfigError`."""
+        """Return the requests in the order of the file. Raises `ConfigError`."""
         last: tuple[int, ...] = ()
         joined: tuple[int, ...] = ()  # last calls of helpers that nobody has waited for yet
         for call in self._session.requests:
@@ -367,8 +368,8 @@ def _check_blocks(where: str, hash_ids: Sequence[int], size: int, length: int) -
 def _pieces(
     names: tuple[str | int, ...], hash_ids: Sequence[int], size: int, length: int, rest: str
 ) -> tuple[Piece, ...]:
-    """A prompt of `length` tokens: a piece for each block, the last of which may be shorter; what
-    has no block is a text of its own, named by `rest`.
+    """Return a prompt of `length` tokens: a piece for each block, the last of which may be shorter;
+    what has no block is a text of its own, named by `rest`.
     """
     pieces = [
         Piece(text_name(*names, name), min(size, length - i * size))
@@ -387,7 +388,7 @@ SUFFIXES = (".csv", ".jsonl")
 
 
 def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Workload:
-    """The workload in a `.csv` or `.jsonl` file; arrivals count from the first one.
+    """Return the workload in a `.csv` or `.jsonl` file; arrivals count from the first one.
 
     `seed` chooses the token ids. Of a file without arrivals, requests (or the sessions of agents)
     come at random, `rate` a second on average, as the seed says. Raises `ConfigError` that names
@@ -431,7 +432,7 @@ def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Wo
 
 
 def _without_torn_end(data: bytes) -> bytes:
-    """A request log without the line that its server was writing when it was killed."""
+    """Return a request log without the line that its server was writing when it was killed."""
     whole, newline, last = data.rpartition(b"\n")
     if newline and last and data.startswith(b'{"arrival":'):
         try:
@@ -444,8 +445,8 @@ def _without_torn_end(data: bytes) -> bytes:
 def _at_random(
     requests: list[WorkloadRequest], rate: float, rng: random.Random
 ) -> list[WorkloadRequest]:
-    """The requests with arrivals of a Poisson process; those of one program come as far apart as
-    they are.
+    """Return the requests with arrivals of a Poisson process; those of one program come as far
+    apart as they are.
     """
     found, now, last = [], 0.0, -1
     for request in requests:
@@ -459,7 +460,7 @@ def _at_random(
 
 
 def _jsonl_reader(lines: list[str]) -> Reader:
-    """Which of the kinds of JSONL it is: the first line says."""
+    """Return which of the kinds of JSONL it is: the first line says."""
     first = next(filter(None, map(str.strip, lines)), "")
     if '"parent_chat_id"' in first:
         return read_bailian
@@ -469,7 +470,7 @@ def _jsonl_reader(lines: list[str]) -> Reader:
 
 
 def read_request_log(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:
-    """Requests of a log that `serve` has written."""
+    """Yield requests of a log that `serve` has written."""
     for where, line in json_lines(path, lines, RequestLogLine):
         yield WorkloadRequest(
             line.arrival,

@@ -51,8 +51,8 @@ class ReplyLimit(msgspec.Struct, frozen=True):
         )
 
     def of(self, output_tokens: int, stated: int | None, default: int) -> int:
-        """The tokens that a client allows for a reply of `output_tokens`: `stated` is what the
-        workload says of it, `default` what holds where nothing else says it.
+        """Return the tokens that a client allows for a reply of `output_tokens`: `stated` is what
+        the workload says of it, `default` what holds where nothing else says it.
         """
         if self.tokens is not None:
             return self.tokens
@@ -62,7 +62,9 @@ class ReplyLimit(msgspec.Struct, frozen=True):
 
 
 def default_max_tokens(longest_reply: int) -> int:
-    """The limit of clients that state none, from the tokens of the workload's longest reply."""
+    """Return the limit of clients that state none, from the tokens of the workload's
+    longest reply.
+    """
     return max(DEFAULT_MAX_TOKENS, 1 << max(longest_reply - 1, 0).bit_length())
 
 
@@ -183,8 +185,8 @@ class Workload(msgspec.Struct, frozen=True):
         return sum(request.num_tokens for request in self.requests)
 
     def max_tokens(self, room: int) -> list[int]:
-        """The most tokens that the client of each request allows for its reply, of a server with
-        `room` tokens for prompt and reply together.
+        """Return the most tokens that the client of each request allows for its reply, of a server
+        with `room` tokens for prompt and reply together.
         """
         longest = max((request.output_tokens for request in self.requests), default=0)
         default, limit = default_max_tokens(longest), self.reply_limit
@@ -216,7 +218,7 @@ class Workload(msgspec.Struct, frozen=True):
         return max((request.num_tokens for request in self.requests), default=0)
 
     def scaled(self, time_scale: float) -> "Workload":
-        """The same requests in `time_scale` times the time: 0.5 doubles the rate.
+        """Return the same requests in `time_scale` times the time: 0.5 doubles the rate.
 
         The pauses before the next turn of a conversation stay: people do not think faster
         because there are more of them.
@@ -233,8 +235,9 @@ class Workload(msgspec.Struct, frozen=True):
     def cut(
         self, *, start: float = 0.0, duration: float | None = None, limit: int | None = None
     ) -> "Workload":
-        """The requests that arrive within `duration` seconds after `start`, at most `limit` of
-        them. A conversation is in it if its first turn is. Raises `ConfigError` if nothing is left.
+        """Return the requests that arrive within `duration` seconds after `start`, at most `limit`
+        of them. A conversation is in it if its first turn is. Raises `ConfigError` if nothing is
+        left.
         """
         end = float("inf") if duration is None else start + duration
         kept: list[WorkloadRequest] = []
@@ -279,7 +282,7 @@ class Workload(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=tuple(found))
 
     def clipped(self, max_model_len: int) -> tuple["Workload", int]:
-        """Requests shortened to the limit, prompts first; and how many were."""
+        """Return requests shortened to the limit, prompts first; and how many were."""
         requests = [_clip(r, max_model_len) for r in self.requests]
         num_clipped = sum(a is not b for a, b in zip(requests, self.requests, strict=True))
         return msgspec.structs.replace(self, requests=tuple(requests)), num_clipped
@@ -328,7 +331,7 @@ def build_prompt(
 
 
 def build_images(request: WorkloadRequest) -> list[EncoderInput]:
-    """The places of images in such a prompt."""
+    """Return the places of images in such a prompt."""
     ends = accumulate(piece.length for piece in request.pieces)
     return [
         EncoderInput(end - piece.length, piece.length, f"{request.crowd}-{piece.text:x}")
@@ -338,7 +341,8 @@ def build_images(request: WorkloadRequest) -> list[EncoderInput]:
 
 
 def text_tokens(text: int, length: int, vocab_size: int) -> list[int]:
-    """The first tokens of the text of this name. Any two texts differ from their first tokens on.
+    """Return the first tokens of the text of this name. Any two texts differ from their first
+    tokens on.
 
     A piece of one long noise, after a few tokens that say the name: as good as noise of its own,
     and an hour of traffic has 20 million tokens.
@@ -374,12 +378,12 @@ def _noise(low: int, high: int) -> list[int]:
 
 
 def text_name(*parts: int | str) -> int:
-    """A 64-bit name for a text from what identifies it."""
+    """Return a 64-bit name for a text from what identifies it."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def followers(requests: Sequence[WorkloadRequest]) -> dict[int, list[int]]:
-    """The requests that wait for the end of each request, by its place."""
+    """Return the requests that wait for the end of each request, by its place."""
     found: dict[int, list[int]] = {}
     for i, request in enumerate(requests):
         for place in request.waits_for:
@@ -388,12 +392,14 @@ def followers(requests: Sequence[WorkloadRequest]) -> dict[int, list[int]]:
 
 
 def replied_to(requests: Sequence[WorkloadRequest]) -> set[int]:
-    """Requests whose replies are part of later prompts."""
+    """Return requests whose replies are part of later prompts."""
     return {piece.reply_of for r in requests if r.follows >= 0 for piece in r.pieces} - {-1}
 
 
 def _moved(request: WorkloadRequest, start: float, places: dict[int, int]) -> WorkloadRequest:
-    """The request in a workload that begins at `start`, its references by the new `places`."""
+    """Return the request in a workload that begins at `start`, its references by the new
+    `places`.
+    """
     if request.follows < 0:
         return msgspec.structs.replace(request, arrival=request.arrival - start)
     pieces = tuple(
@@ -411,8 +417,8 @@ def _moved(request: WorkloadRequest, start: float, places: dict[int, int]) -> Wo
 def _copied(
     request: WorkloadRequest, crowd: int, offset: int, seconds: float, duration: float
 ) -> WorkloadRequest:
-    """A request in another crowd, whose requests stand `offset` places behind, and come `seconds`
-    later.
+    """Return a request in another crowd, whose requests stand `offset` places behind, and come
+    `seconds` later.
     """
     arrival, follows, pieces = request.arrival, request.follows, request.pieces
     if follows >= 0:

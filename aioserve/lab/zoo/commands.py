@@ -104,7 +104,7 @@ def _parser() -> Parser:
 def _measure(
     candidates: list[Candidate], seeds: Sequence[int], num_jobs: int, has_costs: bool
 ) -> dict[str, Entry]:
-    """The scores of each policy, and what it costs; costs while nothing else runs here."""
+    """Return the scores of each policy, and what it costs; costs while nothing else runs here."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, *thresholds[1:])
     jobs = min(num_jobs, len(candidates) * len(seeds))

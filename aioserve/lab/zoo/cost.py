@@ -48,7 +48,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def measure_costs(configs: Sequence[EngineConfig], waiting: int = WAITING) -> list[Cost]:
-    """The cost of each configured policy, in CPU time of this process, on this machine."""
+    """Return the cost of each configured policy, in CPU time of this process, on this machine."""
     machine, found = _machine(), []
     reference = EngineConfig.load(REFERENCE)
     for config in configs:
@@ -177,7 +177,7 @@ class _Work:
 
 
 def _wide(config: EngineConfig) -> dict[str, Any]:
-    """The options, with room in a step for all decodes and some prompts."""
+    """Return the options, with room in a step for all decodes and some prompts."""
     options = dict(config.scheduler.options)
     if options.get("chunk_size") is not None:
         options["chunk_size"] = 2 * RUNNING
@@ -185,7 +185,7 @@ def _wide(config: EngineConfig) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """The processor, and the day."""
+    """Return the processor, and the day."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -51,7 +51,9 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def read_card(name: str, source: str) -> Card:
-    """The card of the policy `name`. Raises `ValueError` that says what of the shape is missing."""
+    """Return the card of the policy `name`. Raises `ValueError` that says what of the shape is
+    missing.
+    """
     docstring = ast.get_docstring(ast.parse(source)) or ""
     title, *paragraphs = (" ".join(part.split()) for part in docstring.split("\n\n"))
     found = [text.partition(": ")[::2] for text in paragraphs]
@@ -70,7 +72,7 @@ def read_card(name: str, source: str) -> Card:
 
 
 def read_cards() -> list[Card]:
-    """The cards of all policies of the zoo, sorted by name. Raises `ValueError` as above."""
+    """Return the cards of all policies of the zoo, sorted by name. Raises `ValueError` as above."""
     cards = []
     for entry_point in zoo_entry_points():
         spec = importlib.util.find_spec(entry_point.value)
@@ -217,7 +219,7 @@ QUARTER = 4  # a policy wins where it is in the first quarter, whatever chance d
 
 
 def render(results: Results) -> str:
-    """The page `zoo.md`; `zoo.svg` stands beside it."""
+    """Return the page `zoo.md`; `zoo.svg` stands beside it."""
     cards = {card.name: card for card in read_cards()}
     board = leaderboard(results)
     parts = [
@@ -244,7 +246,7 @@ def render(results: Results) -> str:
 
 
 def _limits() -> list[str]:
-    """The limits of each class of the workloads, in seconds, as their files state them."""
+    """Return the limits of each class of the workloads, in seconds, as their files state them."""
     names = {
         "ttft": "TTFT",
         "tpot": "TPOT",
@@ -263,7 +265,7 @@ def _limits() -> list[str]:
 
 
 def needs_of(name: str, cards: dict[str, Card]) -> str:
-    """What a policy has to be told, in a cell."""
+    """Return what a policy has to be told, in a cell."""
     return cards[name].needs.rstrip(".") if name in cards else NINE[name][1]
 
 
@@ -288,7 +290,7 @@ def _questions(results: Results, board: Sequence[Standing], cards: dict[str, Car
 def _answer(
     results: Results, board: Sequence[Standing], cards: dict[str, Card], question: Question
 ) -> list[tuple[str, Rank]]:
-    """The best policies for a question, among those that it leaves."""
+    """Return the best policies for a question, among those that it leaves."""
     is_left: Callable[[str], bool] = {
         "any": lambda name: True,
         "lengths": lambda name: needs_of(name, cards).startswith(("nothing", "predicted lengths")),

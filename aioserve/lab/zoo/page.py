@@ -31,7 +31,7 @@ NUM_NEIGHBOURS = 2  # policies above, and below, that are named beside one
 
 
 def render_board(results: Results) -> str:
-    """A line for each policy, the best overall first."""
+    """Return a line for each policy, the best overall first."""
     board = leaderboard(results)
     name_width = max(len(standing.name) for standing in board)
     head = [f"{'rank':14}{'policy':{name_width}}"]
@@ -63,7 +63,7 @@ def num_seeds(results: Results) -> int:
 
 
 def render_policy(results: Results, name: str) -> str:
-    """One policy: its place, whom it beats, and value and rank by measure and workload."""
+    """Return one policy: its place, whom it beats, and value and rank by measure and workload."""
     [standing] = [s for s in leaderboard(results) if s.name == name]
     lines = [place_in_words(standing), *against_in_words(results, name)]
     lines += filter(
@@ -87,7 +87,7 @@ def place_in_words(standing: Standing) -> str:
 
 
 def cost_in_words(entry: Entry) -> str:
-    """What a step of the policy costs; "" if it was not measured."""
+    """Return what a step of the policy costs; "" if it was not measured."""
     if (cost := entry.cost) is None:
         return ""
     return (
@@ -98,8 +98,8 @@ def cost_in_words(entry: Entry) -> str:
 
 
 def against_in_words(results: Results, name: str) -> list[str]:
-    """Which policies are worse, better and not told apart, by the share in time overall; of one
-    seed, which tells none apart, the nearest ones.
+    """Return which policies are worse, better and not told apart, by the share in time overall; of
+    one seed, which tells none apart, the nearest ones.
     """
     if num_seeds(results) < MIN_SEEDS:
         return [_between(leaderboard(results), name)]
@@ -117,7 +117,7 @@ def against_in_words(results: Results, name: str) -> list[str]:
 
 
 def _between(board: list[Standing], name: str) -> str:
-    """The neighbours of a policy on the board, with their numbers."""
+    """Return the neighbours of a policy on the board, with their numbers."""
     place = [standing.name for standing in board].index(name)
 
     def listed(standings: list[Standing]) -> str:
@@ -132,7 +132,7 @@ def _between(board: list[Standing], name: str) -> str:
 
 
 def unfinished_in_words(results: Results, name: str) -> str:
-    """How many requests never ended, and that these count as missed; "" if all did."""
+    """Return how many requests never ended, and that these count as missed; "" if all did."""
     counts = {w: mean_of(results.policies[name], w, UNFINISHED) for w in WORKLOADS}
     found = [f"{count:,.1f} of {workload}" for workload, count in counts.items() if count]
     if not found:
@@ -149,7 +149,7 @@ def cell(results: Results, name: str, workload: str, row: Row) -> str:
 
 
 def as_document(results: Results, names: list[str]) -> dict[str, object]:
-    """All of it as plain data: the board, and for the named policies each value and rank."""
+    """Return all of it as plain data: the board, and for the named policies each value and rank."""
     return {
         "standard": results.standard,
         "digest": results.digest,
@@ -202,7 +202,9 @@ DARK = [
 
 
 def draw(board: Sequence[Standing], marked: Sequence[str] = ()) -> str:
-    """The shares in time of a board, in percent; rows of the policies `marked` are in bold."""
+    """Return the shares in time of a board, in percent; rows of the policies `marked` are in
+    bold.
+    """
     width, height = LEFT + COLUMN * len(COLUMNS) + 12, TOP + ROW * len(board) + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
@@ -226,7 +228,7 @@ def draw(board: Sequence[Standing], marked: Sequence[str] = ()) -> str:
 
 
 def _legend(y: int) -> list[str]:
-    """The shades with the shares from which they are, and what a frame means (`FRAME`)."""
+    """Return the shades with the shares from which they are, and what a frame means (`FRAME`)."""
     parts = [f'<text class="small name" x="{LEFT - 10}" y="{y + 12}">from %</text>']
     for shade in range(NUM_SHADES):
         x, least = LEFT + 34 * shade, LEAST + (shade - 1) * (MOST - LEAST) / (NUM_SHADES - 2)
@@ -291,7 +293,7 @@ RANKS = (
 
 
 def render_page(results: Results, names: Sequence[str]) -> str:
-    """The page; `names` are the policies that are shown by every measure."""
+    """Return the page; `names` are the policies that are shown by every measure."""
     board = leaderboard(results)
     parts = [f"<h1>The zoo: {escape(title(results))}</h1>"]
     parts.append(f'<p class="faint">{escape(RANKS)}</p>')

@@ -70,13 +70,13 @@ SETTINGS: tuple[tuple[str, Any], ...] = (
 
 
 def load_workload(name: str, seed: int) -> Workload:
-    """A standard workload for one of the `SEEDS`."""
+    """Return a standard workload for one of the `SEEDS`."""
     return WorkloadSource(path=f"{VERSION}-{name}").load(seed)
 
 
 def policy_names() -> list[str]:
-    """The policies that come with aioserve and have a configuration of their name, sorted; without
-    `composed`, which is what its parts are.
+    """Return the policies that come with aioserve and have a configuration of their name, sorted;
+    without `composed`, which is what its parts are.
     """
     return sorted((available_policies().keys() & config_names()) - {"composed"})
 
@@ -87,7 +87,7 @@ def load_policies(names: list[str]) -> list[Candidate]:
 
 
 def _with_whole_prompts(candidate: Candidate) -> Candidate:
-    """The candidate without a budget for steps, if its policy runs whole prompts."""
+    """Return the candidate without a budget for steps, if its policy runs whole prompts."""
     scheduler = candidate.config.scheduler
     if not getattr(load_policy(scheduler.policy), "runs_whole_prompts", False):
         return candidate
@@ -97,13 +97,13 @@ def _with_whole_prompts(candidate: Candidate) -> Candidate:
 
 
 def prepared(candidate: Candidate, workload: Workload) -> Candidate:
-    """The candidate with limits that fit the longest request of the workload."""
+    """Return the candidate with limits that fit the longest request of the workload."""
     [ready], _, _ = prepare([candidate], [workload], is_live=False, clip=False)
     return ready
 
 
 def standard_digest() -> str:
-    """A short name for all requests of all seeds, their service levels, the profile and the
+    """Return a short name for all requests of all seeds, their service levels, the profile and the
     settings.
     """
     model = msgspec.structs.replace(load_profile(VERSION), source="", error="")
@@ -157,14 +157,14 @@ ONE_ENGINE = Fleet(1, "round_robin")  # simulated as the engine is, and quicker
 
 
 def meaning(row: Row) -> str:
-    """What a measure is, in a sentence."""
+    """Return what a measure is, in a sentence."""
     if row is IN_TIME:
         return IN_TIME_MEANING
     return next((text for word, text in MEANINGS.items() if row.label.startswith(word)), "")
 
 
 def key(row: Row) -> str:
-    """The name of a measure in files: `ttft.p99`, `in_time`."""
+    """Return the name of a measure in files: `ttft.p99`, `in_time`."""
     return row.statistic if row.measure == "totals" else f"{row.measure}.{row.statistic}"
 
 
@@ -244,7 +244,7 @@ class Results(msgspec.Struct, frozen=True):
     policies: dict[str, Entry] = {}
 
     def only(self, num_seeds: int) -> "Results":
-        """The results of the first `num_seeds` seeds alone."""
+        """Return the results of the first `num_seeds` seeds alone."""
         policies = {
             name: msgspec.structs.replace(
                 entry,
@@ -265,7 +265,9 @@ class Results(msgspec.Struct, frozen=True):
 
 
 def read_results(path: Path = FILE) -> Results:
-    """The stored results. Raises `ConfigError` if there are none, or those of another standard."""
+    """Return the stored results. Raises `ConfigError` if there are none, or those of another
+    standard.
+    """
     try:
         found = msgspec.convert(_known(msgspec.json.decode(path.read_bytes())), Results)
     except (OSError, msgspec.DecodeError) as error:
@@ -308,7 +310,7 @@ def code_digest(name: str) -> str:
 
 
 def _code(source: str) -> str:
-    """The source without docstrings, comments and empty lines."""
+    """Return the source without docstrings, comments and empty lines."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
@@ -329,7 +331,7 @@ def stale(results: Results, names: list[str]) -> list[str]:
 
 
 def has_all_seeds(entry: Entry) -> bool:
-    """Whether it was measured with every seed of the standard."""
+    """Return whether it was measured with every seed of the standard."""
     return all(len(values) == len(SEEDS) for of in entry.scores.values() for values in of.values())
 
 
@@ -338,7 +340,9 @@ def _json(value: Any) -> str:
 
 
 def _known(data: Any) -> Any:
-    """What is undefined is null in the file, and NaN here: in lists, which hold numbers alone."""
+    """Return what is undefined is null in the file, and NaN here: in lists, which hold numbers
+    alone.
+    """
     if isinstance(data, dict):
         return {name: _known(value) for name, value in data.items()}
     if isinstance(data, list):
@@ -385,7 +389,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 def leaderboard(results: Results) -> list[Standing]:
-    """All policies, the best one overall first; equal ones by name."""
+    """Return all policies, the best one overall first; equal ones by name."""
     made = []
     for name in results.policies:
         ranks = {w: rank_of(results, name, w, IN_TIME) for w in (*WORKLOADS, OVERALL)}
@@ -394,8 +398,8 @@ def leaderboard(results: Results) -> list[Standing]:
 
 
 def rank_of(results: Results, name: str, workload: str, row: Row) -> Rank | None:
-    """Where a policy stands by one measure on one workload; None: the measure is undefined there,
-    or more of it is neither better nor worse.
+    """Return where a policy stands by one measure on one workload; None: the measure is undefined
+    there, or more of it is neither better nor worse.
     """
     own = values_of(results.policies[name], workload, row)
     others = [values_of(e, workload, row) for n, e in results.policies.items() if n != name]
@@ -424,7 +428,7 @@ def values_of(entry: Entry, workload: str, row: Row) -> Values:
 
 
 def mean_of(entry: Entry, workload: str, row: Row) -> float:
-    """The mean over the seeds, in the unit of the lab's document; NaN: undefined."""
+    """Return the mean over the seeds, in the unit of the lab's document; NaN: undefined."""
     return _mean(values_of(entry, workload, row))
 
 

@@ -163,7 +163,7 @@ class KVCacheSpec:
         return elements * self.dtype.itemsize
 
     def part(self, layers: Collection[int]) -> "KVCacheSpec":
-        """The spec of the given layers alone, in ascending order, with the same dtype."""
+        """Return the spec of the given layers alone, in ascending order, with the same dtype."""
         return KVCacheSpec(tuple(self.layers[layer] for layer in sorted(layers)), self.dtype)
 
     def row(self, head_dim: int) -> int:

@@ -112,7 +112,9 @@ class SeenTokens:
         self._seen = positions - torch.arange(len(positions), device=positions.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """The number of tokens before the first one, as if all T were of one request: [T]."""
+        """Return the number of tokens before the first one, as if all T were of one request:
+        [T].
+        """
         del layer_idx
         return self._seen
 
@@ -127,7 +129,7 @@ class SeenTokens:
 def _options(
     query: Tensor, arguments: Mapping[str, Any], chunk: int | None = None
 ) -> AttentionOptions:
-    """The options of an attention call of `transformers`, in this package's words."""
+    """Return the options of an attention call of `transformers`, in this package's words."""
     scaling = arguments.get("scaling")
     return AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -139,7 +141,9 @@ def _options(
 
 
 def _chunk(module: nn.Module) -> int | None:
-    """Tokens of a chunk of the attention; only the mask, which is not built, would state it."""
+    """Return tokens of a chunk of the attention; only the mask, which is not built, would
+    state it.
+    """
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None or index is None or layer_types[index] != "chunked_attention":
@@ -164,7 +168,7 @@ class AttentionProbe:
         return list(self.sites)
 
     def spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """The layers seen so far."""
+        """Return the layers seen so far."""
         return KVCacheSpec(tuple(self._layers), dtype)
 
     def __call__(
@@ -194,7 +198,7 @@ class AttentionProbe:
         return attended.transpose(1, 2).contiguous()
 
     def _layer_of(self, key: Tensor, value: Tensor, call: AttentionCall) -> int:
-        """The one that holds these K and V: of an earlier module, if they are the same."""
+        """Return the one that holds these K and V: of an earlier module, if they are the same."""
         for layer, (own_key, own_value) in enumerate(self._states):
             if key is own_key and value is own_value:
                 if not _alike(call, self.calls[layer]):

@@ -51,7 +51,7 @@ class DraftLengths(Protocol):
         """Record how many draft tokens were sent and accepted."""
 
     def limit(self, request: Hashable) -> int:
-        """The most draft tokens that pay for it now, if none are `asked` for."""
+        """Return the most draft tokens that pay for it now, if none are `asked` for."""
 
     def forget(self, request: Hashable) -> None:
         """Drop the record of a request that has left, or whose id is reused."""
@@ -87,7 +87,8 @@ class Drafter(ABC):
     def guesses(
         self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
     ) -> dict[int, list[int]]:
-        """What may come next of some of `rows`, each of which has sampled in the step of `inputs`.
+        """Return what may come next of some of `rows`, each of which has sampled in the step of
+        `inputs`.
 
         `others` are the rest of its rows that may ask later.
         """
@@ -201,8 +202,8 @@ class DraftRows(BatchPart[bool]):
                     self.drafter.length.verified(row, len(drafts[row]), len(own) - 1)
 
     def guesses(self, inputs: StepInputs, batch: InputBatch) -> dict[str, list[int]]:
-        """What comes next of the requests of a step, where their grammars leave no choice, or where
-        the drafter has a guess.
+        """Return what comes next of the requests of a step, where their grammars leave no choice,
+        or where the drafter has a guess.
         """
         found: dict[int, list[int]] = {}
         waiting, sampled = [], set(inputs.sampling.tolist())

@@ -58,7 +58,9 @@ class BatchPart(ABC, Generic[T]):
         """A row gets more blocks of the KV cache, and overwrites what they held."""
 
     def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
-        """The inputs of a step with what this part adds to them. A step may be prepared again."""
+        """Return the inputs of a step with what this part adds to them. A step may be prepared
+        again.
+        """
         del step
         return inputs
 
@@ -68,7 +70,7 @@ class BatchPart(ABC, Generic[T]):
         """Note the tokens that are kept of each of `rows`, some of which had `drafts`."""
 
     def may_cut(self, row: int) -> bool:
-        """Whether the tokens of a row in a step can be computed a part at a time."""
+        """Return whether the tokens of a row in a step can be computed a part at a time."""
         del row
         return True
 
@@ -151,7 +153,7 @@ class LostRows(dict[str, set[int]]):
         )
 
     def are_unwritten(self, block_ids: Collection[int]) -> bool:
-        """Whether a request was to write one of them, and has not."""
+        """Return whether a request was to write one of them, and has not."""
         return any(not own.isdisjoint(block_ids) for own in self.values())
 
     def note_written(self, block_ids: Collection[int]) -> None:
@@ -238,26 +240,28 @@ class InputBatch:
         self.lost.add(request_id, why, block_ids)
 
     def num_computed(self, request_id: str) -> int:
-        """How many tokens of a request were computed before the step; 0 of one that is not here."""
+        """Return how many tokens of a request were computed before the step; 0 of one that is not
+        here.
+        """
         row = self._rows.get(request_id)
         return 0 if row is None else int(self._num_computed_tokens[row])
 
     def blocks_read(self, request_id: str) -> list[int]:
-        """The blocks in which a step finds the computed tokens of a request."""
+        """Return the blocks in which a step finds the computed tokens of a request."""
         row, count = self._rows[request_id], self.num_computed(request_id)
         found: list[int] = self._block_table[row, : -(-count // self._block_size)].tolist()
         return found
 
     def blocks_begun(self, request_id: str, count: int) -> list[int]:
-        """The blocks that are written from their beginning when `count` tokens of it are."""
+        """Return the blocks that are written from their beginning when `count` tokens of it are."""
         row, begin = self._rows[request_id], self.num_computed(request_id)
         first, end = (-(-place // self._block_size) for place in (begin, begin + count))
         found: list[int] = self._block_table[row, first:end].tolist()
         return found
 
     def may_cut(self, request_id: str, step: SchedulerOutput) -> bool:
-        """Whether the tokens of a request in `step` can be computed a part at a time: not where
-        drafts are verified, nor where a part needs them together.
+        """Return whether the tokens of a request in `step` can be computed a part at a time: not
+        where drafts are verified, nor where a part needs them together.
         """
         if request_id in step.scheduled_spec_decode_tokens:
             return False
@@ -269,7 +273,9 @@ class InputBatch:
         self._num_computed_tokens[self._rows[request_id]] = num_computed
 
     def prepare(self, step: SchedulerOutput) -> StepInputs:
-        """The packed arrays of a step that was applied. Raises `KeyError` for an unknown id."""
+        """Return the packed arrays of a step that was applied. Raises `KeyError` for an
+        unknown id.
+        """
         drafts = self._place_drafts(step) if step.scheduled_spec_decode_tokens else {}
         req_ids = list(step.num_scheduled_tokens)
         num_reqs = len(req_ids)
@@ -305,8 +311,8 @@ class InputBatch:
         req_ids: Sequence[str] = (),
         sampling: IntArray = _NONE,
     ) -> StepInputs:
-        """The tokens from `begins` to `ends` of R `rows` as a step, in which the rows at the places
-        `sampling` sample behind their last tokens.
+        """Return the tokens from `begins` to `ends` of R `rows` as a step, in which the rows at the
+        places `sampling` sample behind their last tokens.
         """
         counts = ends - begins
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -331,15 +337,15 @@ class InputBatch:
         )
 
     def num_tokens(self, rows: Sequence[int] | IntArray) -> IntArray:
-        """How many tokens are known of each of `rows`."""
+        """Return how many tokens are known of each of `rows`."""
         return self._num_tokens[rows]
 
     def num_slots(self, rows: Sequence[int]) -> IntArray:
-        """How many tokens the blocks of each of `rows` can hold, and its columns."""
+        """Return how many tokens the blocks of each of `rows` can hold, and its columns."""
         return np.minimum(self._num_blocks[rows] * self._block_size, self._token_ids.shape[1] - 1)
 
     def blocks(self, row: int) -> npt.NDArray[np.int32]:
-        """The blocks of a row, in the order of its tokens."""
+        """Return the blocks of a row, in the order of its tokens."""
         return self._block_table[row, : self._num_blocks[row]]
 
     def write(self, row: int, place: int, token_id: int) -> None:
@@ -373,7 +379,7 @@ class InputBatch:
         return kept
 
     def failures(self, inputs: StepInputs) -> dict[str, str]:
-        """Which requests of `inputs` cannot go on, and why."""
+        """Return which requests of `inputs` cannot go on, and why."""
         errors = {row: why for part in self.parts for row, why in part.errors.items()}
         if not errors:
             return {}
@@ -386,7 +392,7 @@ class InputBatch:
             part.close()
 
     def _place_drafts(self, step: SchedulerOutput) -> dict[int, list[int]]:
-        """The drafts of a step by row, behind the known tokens of theirs."""
+        """Return the drafts of a step by row, behind the known tokens of theirs."""
         drafts = {}
         for request_id, token_ids in step.scheduled_spec_decode_tokens.items():
             row = self._rows[request_id]
@@ -475,6 +481,6 @@ def kept_logprobs(
 
 
 def _num_right(drafts: list[int], token_ids: list[int]) -> int:
-    """How many drafts are what was sampled in their places."""
+    """Return how many drafts are what was sampled in their places."""
     pairs = enumerate(zip(drafts, token_ids, strict=False))
     return next((place for place, (draft, own) in pairs if draft != own), len(drafts))

@@ -30,7 +30,7 @@ class Masks:
     late: IntArray = field(default_factory=lambda: _NO_PLACES)  # among the S: they sit out
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """The masks as booleans [M, V]: True for each token id that may come next."""
+        """Return the masks as booleans [M, V]: True for each token id that may come next."""
         bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         return bits.view(np.bool_)
 
@@ -44,8 +44,9 @@ class StepMasks(Protocol):
     """The masks of one step, while they are made."""
 
     def take(self, rows: IntArray, *, may_sit_out: bool) -> Masks:
-        """Those of the S `rows` of the step, once its forward pass is done. If they `may_sit_out`,
-        some may be late; else the rows whose masks are not there after a second fail.
+        """Return those of the S `rows` of the step, once its forward pass is done. If they
+        `may_sit_out`, some may be late; else the rows whose masks are not there after a second
+        fail.
         """
 
 
@@ -74,7 +75,9 @@ class BoundRows(BatchPart[Any]):
     def standing(
         self, rows: IntArray, drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
     ) -> list[Standing]:
-        """Which of the S `rows` have a matcher: for `catch_up`, when their tokens are known."""
+        """Return which of the S `rows` have a matcher: for `catch_up`, when their tokens
+        are known.
+        """
 
     @abstractmethod
     def catch_up(self, standing: Sequence[Standing], token_ids: Words) -> None:
@@ -84,15 +87,15 @@ class BoundRows(BatchPart[Any]):
 
     @abstractmethod
     def is_slow(self, row: int) -> bool:
-        """Whether calls for a row take long: then nothing is asked of it but its masks."""
+        """Return whether calls for a row take long: then nothing is asked of it but its masks."""
 
     @abstractmethod
     def guesses(self, row: int) -> list[int]:
-        """The next tokens of a row, as far as there is no choice of text."""
+        """Return the next tokens of a row, as far as there is no choice of text."""
 
     @abstractmethod
     def masks(self, rows: IntArray) -> Masks | None:
-        """The tokens that each of M `rows` may say next; None if none of them is bound."""
+        """Return the tokens that each of M `rows` may say next; None if none of them is bound."""
 
     @abstractmethod
     def go_ahead(self, row: int, token_id: int) -> bool:

@@ -23,7 +23,7 @@ PIECE_ELEMENTS = 1 << 23
 
 
 def largest_piece(vocab_size: int) -> int:
-    """How many tokens' logits are made at a time."""
+    """Return how many tokens' logits are made at a time."""
     return max(1, PIECE_ELEMENTS // vocab_size)
 
 
@@ -48,7 +48,7 @@ class WantedLogprobs:
     _parts: list[tuple[_Prompt, int, int, bool]]
 
     def pieces(self, vocab_size: int) -> list[slice]:
-        """The N in pieces whose logits fit into memory together."""
+        """Return the N in pieces whose logits fit into memory together."""
         size, count = largest_piece(vocab_size), len(self.places)
         return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
@@ -126,7 +126,7 @@ class _PooledPrompt:
         self.total = own if self.total is None else self.total + own
 
     def vector(self) -> Vector:
-        """The vector for the caller; all states are there."""
+        """Return the vector for the caller; all states are there."""
         assert self.total is not None
         vector = self.total
         if self.params.pooling == "mean":

@@ -38,7 +38,9 @@ NO_MEMORY = "out of memory: the step that served this request does not fit, even
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was lacking, by the words of torch's allocators where they have no type."""
+    """Return whether memory was lacking, by the words of torch's allocators where they have no
+    type.
+    """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -146,7 +148,9 @@ class StepRescue(Generic[T]):
         return parts
 
     def _try(self, part: SchedulerOutput) -> T | None:
-        """What `run` makes of a part; None if it raises, or if enough of them have raised."""
+        """Return what `run` makes of a part; None if it raises, or if enough of them have
+        raised.
+        """
         if self._num_failures == MAX_FAILURES:
             return None
         try:
@@ -172,12 +176,16 @@ class StepRescue(Generic[T]):
             self._num_small_steps = NUM_SMALL_STEPS
 
     def _is_large(self, part: SchedulerOutput) -> bool:
-        """Whether it would not fit, by what did not fit recently, and whether it can be halved."""
+        """Return whether it would not fit, by what did not fit recently, and whether it can be
+        halved.
+        """
         most, num_rows = self._most_tokens, len(part.num_scheduled_tokens)
         return most is not None and num_rows > 1 and part.total_num_scheduled_tokens > most
 
     def _present(self, rows: Sequence[str]) -> list[str]:
-        """Requests that are not given up; one that reads what was not written is given up here."""
+        """Return requests that are not given up; one that reads what was not written is given up
+        here.
+        """
         lost, found = self._batch.lost, []
         for request_id in sorted(rows, key=self._batch.num_computed):
             if request_id in lost.why:
@@ -208,7 +216,7 @@ class StepRescue(Generic[T]):
     def _part(
         step: SchedulerOutput, rows: Sequence[str], count: int | None = None
     ) -> SchedulerOutput:
-        """Some rows of a step; `count` tokens of the only one, if not all."""
+        """Return some rows of a step; `count` tokens of the only one, if not all."""
         chosen = set(rows)
         counts = {key: count or step.num_scheduled_tokens[key] for key in rows}
         return msgspec.structs.replace(
@@ -225,7 +233,9 @@ class StepRescue(Generic[T]):
 def merge_outputs(
     step: SchedulerOutput, outputs: Sequence[ModelRunnerOutput], lost: dict[str, str]
 ) -> ModelRunnerOutput:
-    """The output of a step, from its parts; of the `lost` requests there is the reason alone."""
+    """Return the output of a step, from its parts; of the `lost` requests there is the reason
+    alone.
+    """
     req_ids = list(step.num_scheduled_tokens)
     tokens: dict[str, list[int]] = {}
     merged = ModelRunnerOutput(req_ids, [], {}, {}, {}, {}, {}, {}, [])
@@ -252,6 +262,6 @@ def _of(told: Mapping[str, V], chosen: set[str]) -> dict[str, V]:
 
 
 def _halves(rows: Sequence[str]) -> list[Sequence[str]]:
-    """The second, then the first, as they are popped."""
+    """Return the second, then the first, as they are popped."""
     middle = len(rows) // 2
     return [rows[middle:], rows[:middle]]

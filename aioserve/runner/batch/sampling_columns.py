@@ -27,12 +27,13 @@ _GOLDEN = np.uint32(0x9E3779B9)  # 2**32 / golden ratio: keeps small inputs apar
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """The low and the high 32 bits of a signed or unsigned 64-bit seed."""
+    """Return the low and the high 32 bits of a signed or unsigned 64-bit seed."""
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
 def row_keys(seeds: Words, positions: npt.NDArray[np.int64]) -> Words:
-    """Two keys per row, [N, 2], from `seeds` [N, 2] and the positions [N] of the sampled tokens.
+    """Return two keys per row, [N, 2], from `seeds` [N, 2] and the positions [N] of the sampled
+    tokens.
 
     key0 = mix(mix(mix(low + GOLDEN) ^ high) + position); key1 = mix(key0 + GOLDEN)
     """
@@ -49,7 +50,7 @@ def hash_tokens(keys: Words, token_ids: Words) -> Words:
 
 
 def mix(words: Words) -> Words:
-    """A bijective 32-bit mixer, all arithmetic modulo 2**32; changes `words` in place.
+    """Return a bijective 32-bit mixer, all arithmetic modulo 2**32; changes `words` in place.
 
     x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16
     Source: "lowbias32", C. Wellons, Prospecting for Hash Functions (2018), public domain.
@@ -127,7 +128,7 @@ class LogitsEdits:
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Whether a request with `params` has edits at all."""
+        """Return whether a request with `params` has edits at all."""
         return bool(
             has_penalties(params)
             or params.logit_bias
@@ -197,7 +198,7 @@ class LogitsEdits:
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether what was said before changes what is said next."""
+    """Return whether what was said before changes what is said next."""
     return (
         params.repetition_penalty != 1
         or params.frequency_penalty != 0
@@ -233,7 +234,7 @@ class SamplingInputs:
     edits: dict[int, LogitsEdits]  # by place among the S, for those that have any
 
     def take(self, places: IntArray | npt.NDArray[np.bool_]) -> "SamplingInputs":
-        """The columns of some of the rows; edits are left behind."""
+        """Return the columns of some of the rows; edits are left behind."""
         return SamplingInputs(
             num_tokens=self.num_tokens[places],
             temperature=self.temperature[places],
@@ -290,16 +291,16 @@ class SamplingColumns(BatchPart[LogitsEdits]):
                 self.errors.setdefault(row, step_failed(error))
 
     def counts_tokens(self, row: int) -> bool:
-        """Whether what a row has said changes what it says next."""
+        """Return whether what a row has said changes what it says next."""
         return row in self.rows and self.rows[row].counts_tokens
 
     def of(self, inputs: StepInputs) -> SamplingInputs:
-        """The sampler's inputs for the S rows of a step that sample."""
+        """Return the sampler's inputs for the S rows of a step that sample."""
         num_tokens = inputs.positions[inputs.logits_indices] + 1
         return self.select(inputs.rows[inputs.sampling], num_tokens)
 
     def select(self, rows: IntArray, num_tokens: IntArray) -> SamplingInputs:
-        """The sampler's inputs for `rows`, which hold `num_tokens` each."""
+        """Return the sampler's inputs for `rows`, which hold `num_tokens` each."""
         edits = {}
         if self.rows:
             places = enumerate(rows.tolist())

@@ -37,8 +37,8 @@ class Looked:
     def keep(
         self, failed: dict[str, str]
     ) -> tuple[dict[str, list[TokenLogprobs]], dict[str, Vector]]:
-        """The results that are complete with this step, by request. Vectors that are no numbers are
-        among what has `failed` instead.
+        """Return the results that are complete with this step, by request. Vectors that are no
+        numbers are among what has `failed` instead.
         """
         told = {} if self.wanted is None else self.wanted.keep(self.found)
         if self.pooled is None or self.states is None:
@@ -142,7 +142,7 @@ class RowValueStep:
         return found
 
     def _compute(self, name: str, logits: Tensor) -> list[float] | None:
-        """The values of all rows; None if the function fails."""
+        """Return the values of all rows; None if the function fails."""
         try:
             function: Callable[[Tensor], Any] = entropy if name == ENTROPY else find_function(name)
             found: list[float] = []

@@ -31,7 +31,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, step: StepInputs) -> "Tables":
-        """The tables of a step, in memory that numpy and torch share."""
+        """Return the tables of a step, in memory that numpy and torch share."""
         blocks = np.ascontiguousarray(step.block_table)
         return cls(torch.from_numpy(step.slot_mapping), torch.from_numpy(blocks))
 
@@ -53,7 +53,7 @@ class CompiledAttention(AttentionBackend):
 
     @staticmethod
     def why_not(spec: KVCacheSpec) -> str | None:
-        """The part of `spec` that the kernels do not serve; None if they serve it all."""
+        """Return the part of `spec` that the kernels do not serve; None if they serve it all."""
         if spec.dtype not in Kernels.dtypes | {torch.int8}:
             return f"{spec.dtype} is not served"
         for layer in spec.layers:
@@ -79,7 +79,7 @@ class CompiledAttention(AttentionBackend):
         return self.attend(layer, _dense(query), options)
 
     def tables_of(self, layer: int) -> "Tables":
-        """The tables of the step for this layer: its window's, if it has one."""
+        """Return the tables of the step for this layer: its window's, if it has one."""
         return self.window_tables if layer in self.window_layers else self.tables
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
@@ -134,5 +134,7 @@ def create_attention_backend(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The kernels want the numbers of a head side by side; tokens and heads may lie anywhere."""
+    """Return the kernels want the numbers of a head side by side; tokens and heads may lie
+    anywhere.
+    """
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -91,7 +91,9 @@ class ComputedStep:
 def _without_late(
     inputs: StepInputs, logits: torch.Tensor, masks: "Masks"
 ) -> "tuple[StepInputs, torch.Tensor, Masks, list[str]]":
-    """A step, its logits [S, V] and masks without the rows that sit it out, and their requests."""
+    """Return a step, its logits [S, V] and masks without the rows that sit it out, and their
+    requests.
+    """
     kept = np.delete(np.arange(len(inputs.sampling)), masks.late)
     indices = set(inputs.sampling[masks.late].tolist())
     rows = {int(inputs.rows[index]) for index in indices}
@@ -193,7 +195,8 @@ class StepExecutor:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One forward pass, and a token for each row whose known tokens are then all computed.
+        """Return one forward pass, and a token for each row whose known tokens are then all
+        computed.
 
         A request that makes it raise fails alone, if steps can be repeated. If this raises even so,
         its requests are in an unknown state and must be dropped; all others can go on.

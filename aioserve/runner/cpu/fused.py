@@ -104,7 +104,7 @@ class WholeDecoder(FusedDecoder):
 
     @staticmethod
     def serves(layers: list[DecoderLayer], head: Linear) -> bool:
-        """Whether all that these layers do is compiled."""
+        """Return whether all that these layers do is compiled."""
         linears = [head]
         for layer in layers:
             linears += (layer.qkv, layer.output)
@@ -239,7 +239,7 @@ def _are_compiled(experts: object) -> bool:
 
 
 def _experts_struct(experts: object) -> Any:
-    """The struct of compiled experts, as a layer points to it."""
+    """Return the struct of compiled experts, as a layer points to it."""
     from aioserve.runner.cpu.experts import CompiledExperts
 
     assert isinstance(experts, CompiledExperts), "`serves`"

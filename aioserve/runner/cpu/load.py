@@ -80,7 +80,7 @@ def load_on_cpu(
 
 
 def _make_backend(plan: LoadPlan) -> AttentionBackend:
-    """The KV cache of the model, and what computes attention on it."""
+    """Return the KV cache of the model, and what computes attention on it."""
     spec, block_size = plan.specs[0], plan.config.cache.block_size
     if plan.model.reads_rows:
         from aioserve.runner.cpu.torch_attention import PagedRows
@@ -90,7 +90,7 @@ def _make_backend(plan: LoadPlan) -> AttentionBackend:
 
 
 def _make_draft_runner(plan: LoadPlan) -> Any:
-    """What runs the passes of a drafting model."""
+    """Return what runs the passes of a drafting model."""
     from aioserve.runner.batch.drafter import DRAFTERS
 
     block_size = plan.config.cache.block_size
@@ -99,8 +99,8 @@ def _make_draft_runner(plan: LoadPlan) -> Any:
 
 
 def _with_others(plan: LoadPlan) -> LoadPlan:
-    """The plan with what the model keeps beside KV blocks of all its layers: states, and blocks of
-    layers with a sliding window. Raises `ConfigError`.
+    """Return the plan with what the model keeps beside KV blocks of all its layers: states, and
+    blocks of layers with a sliding window. Raises `ConfigError`.
     """
     cache = plan.config.cache
     windows = [call.options.sliding_window for call in plan.model.attention_calls]
@@ -114,7 +114,7 @@ def _with_others(plan: LoadPlan) -> LoadPlan:
 
 
 def _with_blocks(plan: LoadPlan) -> LoadPlan:
-    """The plan with as many KV blocks as fit. Raises `ConfigError` if not one does."""
+    """Return the plan with as many KV blocks as fit. Raises `ConfigError` if not one does."""
     in_all = plan.bytes_per_token * plan.num_ranks  # one pool: each has its heads of every block
     others, max_model_len = plan.num_other_bytes, plan.info.max_model_len
     weights = plan.model.num_parameters * plan.model.kv_cache_spec.dtype.itemsize
@@ -127,8 +127,8 @@ def _with_blocks(plan: LoadPlan) -> LoadPlan:
 def _models(
     config: EngineConfig, info: ModelInfo, ranks: "Ranks | None"
 ) -> "tuple[ServedModel, Draft | None, int]":
-    """The model as an earlier start has prepared it, or as its files have it; what makes guesses
-    for it; and the bytes that outputs of its image encoder may take. Raises `ConfigError`.
+    """Return the model as an earlier start has prepared it, or as its files have it; what makes
+    guesses for it; and the bytes that outputs of its image encoder may take. Raises `ConfigError`.
     """
     prepared: PreparedModel | None = None
     is_alone = ranks is None and not config.speculation.drafts_by_model

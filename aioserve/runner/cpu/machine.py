@@ -39,7 +39,7 @@ def default_num_threads() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping, container limit respected."""
+    """Return bytes that can be allocated without swapping, container limit respected."""
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")))
     available = (
         int(match[1]) * 1024 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -51,7 +51,7 @@ def available_memory() -> int:
 
 
 def has_native_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16; where it does not, torch is faster in float32."""
+    """Return whether the CPU multiplies bfloat16; where it does not, torch is faster in float32."""
     return not _NATIVE_BF16.isdisjoint(cpu_flags())
 
 
@@ -207,7 +207,7 @@ class ComputeThreads:
                 self._start(self.most)
 
     def _look(self) -> Look | None:
-        """The time, and how long threads have waited; None if OpenMP has started another."""
+        """Return the time, and how long threads have waited; None if OpenMP has started another."""
         try:
             waited = sum(int(os.pread(file, 100, 0).split()[1]) for file in self._files)
         except OSError:
@@ -228,7 +228,8 @@ class ComputeThreads:
 
 
 def num_neighbours(waiting: float, count: int) -> int:
-    """How many others want a core each, if `waiting` of `count` threads wait, on as many cores.
+    """Return how many others want a core each, if `waiting` of `count` threads wait, on as many
+    cores.
 
     Each of `count + num_neighbours` then runs for the same part of the time.
     """

@@ -90,8 +90,8 @@ def choose_num_kv_blocks(
     num_other_bytes: int = 0,
     weight_bytes: int = 0,
 ) -> int:
-    """Blocks of the KV pool: the setting, else what fits into the memory meant for it, of which
-    states and windows take a part.
+    """Return blocks of the KV pool: the setting, else what fits into the memory meant for it, of
+    which states and windows take a part.
 
     Unless set, never more than `max_useful_blocks`, nor than twice `weight_bytes`, 256 MiB and
     `max_model_len` tokens, whichever is most. Raises `ConfigError` if not even one block fits.
@@ -116,7 +116,7 @@ def choose_num_kv_blocks(
 
 
 def memory_for_requests(config: EngineConfig) -> int:
-    """Bytes for what is kept of requests."""
+    """Return bytes for what is kept of requests."""
     if config.cache.kv_cache_gib is not None:
         return int(config.cache.kv_cache_gib * GIB)
     return min(int(machine.available_memory() * DEFAULT_MEMORY_SHARE), DEFAULT_MEMORY_LIMIT)
@@ -126,7 +126,7 @@ def memory_for_requests(config: EngineConfig) -> int:
 
 
 def _is_bfloat16_fast() -> bool:
-    """Whether a model that our kernels serve computes fast in bfloat16."""
+    """Return whether a model that our kernels serve computes fast in bfloat16."""
     try:
         return machine.has_native_bf16() or load_kernels().is_fast
     except KernelsUnavailableError:

@@ -68,7 +68,7 @@ def load_models(
 
 
 def _sees(info: ModelInfo) -> bool:
-    """Whether the model sees, and what sees of it is served."""
+    """Return whether the model sees, and what sees of it is served."""
     if family_of(info) is None:
         return False
     found: bool = MODEL_PARTS["sees"](info)
@@ -76,7 +76,7 @@ def _sees(info: ModelInfo) -> bool:
 
 
 def _encoder_bytes(config: EngineConfig, info: ModelInfo, dtype: torch.dtype, *, sees: bool) -> int:
-    """The bytes that outputs of the encoder may take, if the model `sees`."""
+    """Return the bytes that outputs of the encoder may take, if the model `sees`."""
     num_bytes: int = MODEL_PARTS["encoder bytes"](config, info, dtype) if sees else 0
     return num_bytes
 
@@ -177,7 +177,7 @@ def quantize_activations(model: ServedModel, config: ModelConfig) -> None:
 
 
 def _computing(model: ServedModel) -> tuple[list[Any], list[Mixture]]:
-    """The products of `model` outside of experts, and its experts. Raises `ConfigError`."""
+    """Return the products of `model` outside of experts, and its experts. Raises `ConfigError`."""
     if not isinstance(model, FusedModel):
         mixtures: list[Mixture] = [
             one for one in model.own if isinstance(one, CompiledMixture | EachExpert)
@@ -194,7 +194,7 @@ def _computing(model: ServedModel) -> tuple[list[Any], list[Mixture]]:
 
 
 def _products(decoder: WholeDecoder) -> list[Any]:
-    """All but those of experts."""
+    """Return all but those of experts."""
     products = [decoder.head]
     for layer in decoder.layers:
         products += (layer.qkv, layer.output)

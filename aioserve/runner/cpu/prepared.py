@@ -117,8 +117,8 @@ class PreparedModel:
         self.path = self._folder / f"{_digest(what)[:24]}.model"
 
     def read(self, check: Callable[[int, KVCacheSpec], None]) -> FusedModel | None:
-        """The model, if it is there. What cannot be read is not there. `check` is told what the
-        weights will take, in bytes, and how K and V are kept; what it raises is raised.
+        """Return the model, if it is there. What cannot be read is not there. `check` is told what
+        the weights will take, in bytes, and how K and V are kept; what it raises is raised.
         """
         begin = time.perf_counter()
         try:
@@ -203,7 +203,7 @@ class PreparedModel:
 
 
 def _state_of(model: ServedModel) -> ModelState:
-    """The parts of a model that are written. Raises `_NotKeptError` if it has others."""
+    """Return the parts of a model that are written. Raises `_NotKeptError` if it has others."""
     if not isinstance(model, FusedModel) or model.image_encoder is not None:
         raise _NotKeptError
     decoder = model.decoder
@@ -246,7 +246,7 @@ def _layer_state(layer: DecoderLayer) -> LayerState:
 
 
 def _restored(head: _Head, data: Tensor) -> FusedModel:
-    """The model again, over the bytes of its tensors."""
+    """Return the model again, over the bytes of its tensors."""
     tensors = []
     for place in head.places:
         dtype = _type_of(torch.dtype, place.dtype)
@@ -305,7 +305,7 @@ def _memory(num_bytes: int) -> Tensor:
 
 
 def _read_head(file: Any) -> _Head | None:
-    """The head of a file; None if it is no such file. The tensors follow."""
+    """Return the head of a file; None if it is no such file. The tensors follow."""
     if file.read(len(_MAGIC)) != _MAGIC:
         return None
     length = int.from_bytes(file.read(8), "little")
@@ -315,14 +315,14 @@ def _read_head(file: Any) -> _Head | None:
 
 
 def _named(dtype: Any) -> str:
-    """A type of numbers as it is written."""
+    """Return a type of numbers as it is written."""
     if not isinstance(dtype, torch.dtype):
         raise NotImplementedError(f"{type(dtype).__name__} in a prepared model")
     return str(dtype).removeprefix("torch.")
 
 
 def _type_of(kind: type, name: str) -> torch.dtype:
-    """The type of numbers that was written by this name."""
+    """Return the type of numbers that was written by this name."""
     dtype = getattr(torch, name, None)
     if kind is not torch.dtype or not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch has no type {name}")
@@ -356,7 +356,7 @@ def _identity(file: Path) -> tuple[int, ...]:
 
 @cache
 def _made_by() -> list[Any]:
-    """What decides how a model is read and laid out: our code, torch's and the CPU."""
+    """Return what decides how a model is read and laid out: our code, torch's and the CPU."""
     code = hashlib.sha256()
     for folder in _CODE:
         for file in sorted((_PACKAGE / folder).rglob("*.py")):

@@ -42,7 +42,7 @@ class LogitsMemory:
         self._num_small = 0  # takes in a row
 
     def take(self, num_rows: int, num_columns: int) -> Tensor:
-        """A float32 tensor [num_rows, num_columns] of any numbers."""
+        """Return a float32 tensor [num_rows, num_columns] of any numbers."""
         size = num_rows * num_columns
         if not size:
             return torch.empty(num_rows, num_columns)
@@ -106,7 +106,7 @@ class PanelLinear:
 
     @staticmethod
     def serves(kernels: Kernels, weight: Tensor) -> bool:
-        """Whether there is a kernel for this weight."""
+        """Return whether there is a kernel for this weight."""
         return weight.dtype in kernels.panel_shapes and weight.shape[1] % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def _block_part(part: PartState) -> BlockPart:
 
 
 def _pack(weight: "QuantizedWeight", panel: int) -> PartState:
-    """The weight in panels, and what tells of them."""
+    """Return the weight in panels, and what tells of them."""
     num_outputs, num_inputs = weight.shape
     first = weight.rows(slice(0, 1)).codes()
     layout = _layout(first, panel)
@@ -270,7 +270,7 @@ def _pack(weight: "QuantizedWeight", panel: int) -> PartState:
 
 
 def _layout(codes: "Codes", panel: int) -> np.dtype[np.void]:
-    """A panel of a weight whose rows are like those of `codes`: see kernels/src/weight.h."""
+    """Return a panel of a weight whose rows are like those of `codes`: see kernels/src/weight.h."""
 
     def by_output(name: str, numbers: Tensor | None) -> list[_Field]:
         return [] if numbers is None else [(name, numbers[:0].numpy().dtype, (panel,))]
@@ -338,14 +338,15 @@ class PackedLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear | PackedLinear:
-    """The faster layout for this machine and type."""
+    """Return the faster layout for this machine and type."""
     kind = PackedLinear if _can_pack(weight.dtype) else PlainLinear
     return kind(weight, bias)
 
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies packed weights of this type here; if not, the log says why, once.
+    """Return whether oneDNN multiplies packed weights of this type here; if not, the log says why,
+    once.
 
     Tried, on a small weight: which types it takes on which CPU changes with its version.
     """

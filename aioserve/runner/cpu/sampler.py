@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 def token_logprobs(
     logits: Tensor, token_ids: IntArray, num_logprobs: list[int]
 ) -> list[TokenLogprobs]:
-    """How likely each of `token_ids` [N] is by its row of `logits` [N, V], with alternatives."""
+    """Return how likely each of `token_ids` [N] is by its row of `logits` [N, V], with
+    alternatives.
+    """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     sampled = logprobs.gather(1, torch.from_numpy(token_ids)[:, None])
     ranks = (logprobs > sampled).sum(dim=1) + 1
@@ -86,8 +88,8 @@ def sample(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None" = None)
 def _choose(
     logits: Tensor, inputs: SamplingInputs, masks: "Masks | None"
 ) -> tuple[IntArray, FloatArray]:
-    """A token for each of the S rows, and the largest logit that the row may take: a row whose best
-    is not finite has none that means anything.
+    """Return a token for each of the S rows, and the largest logit that the row may take: a row
+    whose best is not finite has none that means anything.
     """
     random = inputs.temperature > 0
     touched = random.copy()
@@ -123,14 +125,18 @@ def _mask(logits: Tensor, places: IntArray, masks: "Masks") -> None:
 
 
 def _best(logits: Tensor) -> tuple[IntArray, FloatArray]:
-    """The first of the largest of each row, and its logit: NaN if there is any in the row."""
+    """Return the first of the largest of each row, and its logit: NaN if there is any in the
+    row.
+    """
     values = logits.float().numpy()
     chosen = _argmax(values)
     return chosen, values[np.arange(len(chosen)), chosen]
 
 
 def _argmax(values: FloatArray) -> IntArray:
-    """The first of the largest. By numpy: torch's took 6 times as long, 16 times in bfloat16."""
+    """Return the first of the largest. By numpy: torch's took 6 times as long, 16 times in
+    bfloat16.
+    """
     chosen: IntArray = values.argmax(axis=-1)
     return chosen
 
@@ -197,7 +203,9 @@ def _draw_from_most_likely(
 
 
 def _lowest_kept(values: Tensor, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """The smallest logit [N] that top-k, then top-p, keep; `values` [N, K] are sorted, falling."""
+    """Return the smallest logit [N] that top-k, then top-p, keep; `values` [N, K] are sorted,
+    falling.
+    """
     num_candidates = values.shape[1]
     top_k = torch.from_numpy(inputs.top_k)
     last = torch.where(top_k > 0, top_k, num_candidates).clamp(max=num_candidates) - 1
@@ -254,7 +262,7 @@ def sample_each(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None") -
 def _row(
     row: int, logits: Tensor, inputs: SamplingInputs, masks: "Masks | None"
 ) -> "tuple[Tensor, SamplingInputs, Masks | None]":
-    """One of them as the only one of a step."""
+    """Return one of them as the only one of a step."""
     own = inputs.take(np.array([row]))
     if row in inputs.edits:
         own.edits[0] = inputs.edits[row]

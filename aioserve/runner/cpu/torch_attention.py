@@ -49,7 +49,7 @@ def encode_rows(states: Tensor) -> Tensor:
 
 
 def decode_rows(rows: Tensor) -> Tensor:
-    """The numbers that `encode_rows` was given, rounded."""
+    """Return the numbers that `encode_rows` was given, rounded."""
     codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous()
     return codes.float() * scales.view(torch.float32)
 
@@ -145,7 +145,7 @@ class _StepPlan:
         return slots
 
     def groups(self, shape: _LayerShape) -> list[Group]:
-        """All items, so grouped that padding and the size of a pass are bounded."""
+        """Return all items, so grouped that padding and the size of a pass are bounded."""
         groups = self._groups.get(shape)
         if groups is None:
             groups = self._groups[shape] = self._make_groups(shape)
@@ -325,7 +325,7 @@ class PagedRows(AttentionBackend, RowStates):
         raise AssertionError("a model that reads rows computes attention itself")
 
     def _slots_of(self, row: int) -> Tensor:
-        """The slots of a row for all its layers, as rows are computed one after another."""
+        """Return the slots of a row for all its layers, as rows are computed one after another."""
         if self._slots[0] != row:
             position = torch.arange(self._rows[row].seq_len)
             block = self._block_table[row, position // self._block_size]

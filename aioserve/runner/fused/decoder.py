@@ -48,7 +48,7 @@ class AllReduceLinear:
         return self.join(self.own(x))
 
     def join(self, own: Tensor) -> Tensor:
-        """The sum of what the product gives on each rank."""
+        """Return the sum of what the product gives on each rank."""
         self.ranks.add_up(own)
         return own
 
@@ -63,7 +63,9 @@ class GatherToRank0:
         return self.join(self.own(x))
 
     def join(self, own: Tensor) -> Tensor:
-        """All outputs, on the first rank, of the `own` ones that the product gives on each."""
+        """Return all outputs, on the first rank, of the `own` ones that the product gives on
+        each.
+        """
         return self.ranks.join_at_first(own, self.width)
 
 
@@ -83,7 +85,7 @@ class AllReduceExperts(Experts):
 
 
 def own_experts(experts: object) -> object:
-    """The layer of experts that this rank computes, if `experts` is one."""
+    """Return the layer of experts that this rank computes, if `experts` is one."""
     return experts.own if isinstance(experts, AllReduceExperts) else experts
 
 
@@ -97,7 +99,7 @@ def with_added(linear: Linear, x: Tensor, add: Callable[[Tensor], None]) -> Tens
 
 
 def own_product(linear: Linear) -> Linear:
-    """The product that this rank multiplies with."""
+    """Return the product that this rank multiplies with."""
     return linear.own if isinstance(linear, AllReduceLinear | GatherToRank0) else linear
 
 
@@ -137,13 +139,13 @@ class DecoderLayer:
     mlp: GatedMLP | Experts
 
     def start(self, x: Tensor, ops: Ops, adapters: "TokenAdapters | None" = None) -> "Activations":
-        """The state in which `x` [T, hidden] enters this layer; `x` itself will change."""
+        """Return the state in which `x` [T, hidden] enters this layer; `x` itself will change."""
         state = Activations(x, torch.empty_like(x), adapters)
         ops.rms_norm(x, self.input_norm, out=state.normed)
         return state
 
     def attend(self, state: "Activations", ops: Ops) -> Tensor:
-        """The attention of the tokens to their past, [T, Hq * head_dim]."""
+        """Return the attention of the tokens to their past, [T, Hq * head_dim]."""
         qkv = self._multiply("qkv", self.qkv, state.normed, state.adapters)
         return ops.attend(self.attention, qkv)
 
@@ -205,11 +207,13 @@ class FusedDecoder:
         self.taps: Taps | None = None  # as `ServedModel.tap`
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        """The logits [S, V] of the rows that sample, as `ServedModel.forward` describes them."""
+        """Return the logits [S, V] of the rows that sample, as `ServedModel.forward` describes
+        them.
+        """
         return self.logits(self.hidden(inputs, attention), inputs.logits_adapters)
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        """What the head takes, [S, hidden], after the last norm; `logits_rows` ascend."""
+        """Return what the head takes, [S, hidden], after the last norm; `logits_rows` ascend."""
         ops, last, num_sampling = self.ops, self.layers[-1], len(inputs.logits_rows)
         ops.begin(inputs, attention)
         x = self.embedded(inputs)
@@ -245,7 +249,7 @@ class FusedDecoder:
         return x
 
     def logits(self, hidden: Tensor, adapters: "TokenAdapters | None" = None) -> Tensor:
-        """The logits [N, V] of any rows of `hidden`, which have these LoRA `adapters`."""
+        """Return the logits [N, V] of any rows of `hidden`, which have these LoRA `adapters`."""
         if not len(hidden):
             return hidden.new_empty(0, self.embedding.shape[0], dtype=LOGITS_DTYPE)
         if adapters is None:
@@ -265,35 +269,37 @@ class Place(ABC):
     multiplies_blocks = False  # whether quantized weights are served as they are stored
 
     def available_memory(self) -> int | None:
-        """Bytes that weights could take yet, as far as that is known."""
+        """Return bytes that weights could take yet, as far as that is known."""
         return None
 
     @abstractmethod
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
-        """The fastest operations here, for rows of these sizes and the attention of `spec`."""
+        """Return the fastest operations here, for rows of these sizes and the attention of
+        `spec`.
+        """
 
     def create_products(self) -> Ops:
-        """The fastest products here, of operations whose others are not asked for."""
+        """Return the fastest products here, of operations whose others are not asked for."""
         return TorchOps()
 
     @abstractmethod
     def begin_alone(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs
     ) -> tuple[ModelInputs, LayerAttention]:
-        """One step on a KV cache of its own, made for it."""
+        """Return one step on a KV cache of its own, made for it."""
 
     def own_forward(
         self, module: nn.Module, known: Callable[[], Tensor | None]
     ) -> Callable[..., Any]:
-        """The forward pass of a layer with states, of whose pieces these are `known`, by the steps
-        that are fastest here.
+        """Return the forward pass of a layer with states, of whose pieces these are `known`, by the
+        steps that are fastest here.
         """
         return MethodType(type(module).forward, module)
 
     def create_row_states(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int
     ) -> RowStates | None:
-        """A KV cache for models that read whole rows of it; None if there is none here."""
+        """Return a KV cache for models that read whole rows of it; None if there is none here."""
         return None
 
     def create_whole_decoder(
@@ -304,5 +310,7 @@ class Place(ABC):
         head: Linear,
         ops: Ops,
     ) -> FusedDecoder | None:
-        """A decoder that does the same in one call; None if there is none here for these layers."""
+        """Return a decoder that does the same in one call; None if there is none here for these
+        layers.
+        """
         return None

@@ -135,8 +135,8 @@ class Proof:
         self._judge("the head", _norm(head(normed) - self._logits), _norm(self._logits))
 
     def difference(self, one: FusedDecoder, other: FusedDecoder) -> str | None:
-        """Why `one` cannot take the place of `other`, which is proved: None if it gives the same
-        logits, to the bit.
+        """Return why `one` cannot take the place of `other`, which is proved: None if it gives the
+        same logits, to the bit.
         """
         expected = other.forward(self._inputs, self._attention)
         try:
@@ -250,7 +250,7 @@ def fuse(
     place: Place,
     num_mrope_tokens: int = 0,
 ) -> FusedModel:
-    """The same model on fused weights; `module`, which `original` runs, is used up.
+    """Return the same model on fused weights; `module`, which `original` runs, is used up.
 
     Up to `num_mrope_tokens` tokens of a step may turn by axes (M-RoPE).
     Raises `NotFusedError`, with `module` intact, unless every layer gives the same results, and
@@ -340,14 +340,14 @@ def _let_go(layer: LayerParts) -> None:
 
 
 def _modules(layer: LayerParts) -> list[nn.Module]:
-    """The modules with the weights of a layer's products."""
+    """Return the modules with the weights of a layer's products."""
     mlp = layer.mlp
     own = (*mlp.gate_up, mlp.down) if isinstance(mlp, GatedParts) else (mlp.experts,)
     return [*layer.qkv, layer.output, *own]
 
 
 def _is_small(module: nn.Module) -> bool:
-    """Whether all matrices of a module are quantized, and have no numbers beside them."""
+    """Return whether all matrices of a module are quantized, and have no numbers beside them."""
     matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
     return bool(matrices) and all(map(stands_in, matrices))
 
@@ -382,7 +382,7 @@ def _fuse_mlp(parts: GatedParts | ExpertParts, ops: Ops, ranks: Ranks | None) ->
 def _fuse_linears(
     linears: tuple[nn.Linear, ...], ops: Ops, out_dtype: torch.dtype | None = None
 ) -> Linear:
-    """One product instead of several with the same input, as `Ops.linear` has it."""
+    """Return one product instead of several with the same input, as `Ops.linear` has it."""
     biases, first = None, linears[0].weight
     if any(linear.bias is not None for linear in linears):
         biases = torch.cat(

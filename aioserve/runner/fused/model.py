@@ -104,7 +104,7 @@ class FusedModel(ServedModel, Halves):
 
 
 def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device) -> "AdapterSites":
-    """All linear layers but those of experts, the embedding and the head."""
+    """Return all linear layers but those of experts, the embedding and the head."""
     from aioserve.runner.adapters import AdapterSites, Site
 
     (tokens, hidden), head = decoder.embedding.shape, decoder.head
@@ -143,12 +143,12 @@ def _layer_sites(
     keys = attention.num_kv_heads * attention.head_dim
 
     def wide(product: LayerProduct, begin: int, count: int) -> "Site":
-        """A module of which this rank has `count` outputs."""
+        """Return a module of which this rank has `count` outputs."""
         whole, own = _whole(count, ranks)
         return Site((index, product), begin, whole, hidden, outputs=own)
 
     def narrow(product: LayerProduct, count: int) -> "Site":
-        """A module of which this rank has `count` inputs."""
+        """Return a module of which this rank has `count` inputs."""
         whole, own = _whole(count, ranks)
         return Site((index, product), 0, hidden, whole, inputs=own)
 
@@ -169,7 +169,7 @@ def _layer_sites(
 
 
 def _whole(count: int, ranks: "Ranks | None") -> tuple[int, slice]:
-    """How many there are on all ranks, and which of them are here."""
+    """Return how many there are on all ranks, and which of them are here."""
     if ranks is None:
         return count, slice(None)
     return count * ranks.size, ranks.share(count * ranks.size)

@@ -155,19 +155,21 @@ class Ops(ABC):
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
     ) -> Linear | None:
-        """The same for weights one below the other in their formats, and `x` of `dtype`; None where
-        nothing multiplies with these.
+        """Return the same for weights one below the other in their formats, and `x` of `dtype`;
+        None where nothing multiplies with these.
         """
         return None
 
     def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
-        """The weight of such a product as a table; None if it is another's product."""
+        """Return the weight of such a product as a table; None if it is another's product."""
         return None
 
     def experts(
         self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]
     ) -> Experts:
-        """A layer of experts. Raises `NotFusedError` where none of these operations compute it."""
+        """Return a layer of experts. Raises `NotFusedError` where none of these operations compute
+        it.
+        """
         raise NotFusedError("its experts are served by the kernels of a CPU alone")
 
     def mixture(

@@ -55,7 +55,7 @@ def child(module: nn.Module, name: str, kind: type[Any]) -> Any:
 
 
 def find_activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """The activation that gives the same numbers as `function`; None if none is known."""
+    """Return the activation that gives the same numbers as `function`; None if none is known."""
     x = torch.linspace(-6, 6, 193)
     found = function(x)
     for name, known in _ACTIVATIONS.items():
@@ -85,7 +85,7 @@ class GatedExperts:
         return self._weight("down_proj", 0).shape[1]
 
     def weights(self) -> Iterator[ExpertWeights]:
-        """The weights of the experts, one expert after the other."""
+        """Yield the weights of the experts, one expert after the other."""
         for number in range(len(self.experts.down_proj)):
             bias = self._bias("gate_up_proj", number)
             yield ExpertWeights(
@@ -96,7 +96,7 @@ class GatedExperts:
             )
 
     def _weight(self, name: str, number: int) -> Tensor | QuantizedWeight:
-        """The weight `name` of expert `number`, [out, in]."""
+        """Return the weight `name` of expert `number`, [out, in]."""
         parameter: Tensor = getattr(self.experts, name)
         if (small := quantized_experts(parameter)) is not None:
             return small[number]
@@ -126,20 +126,20 @@ class ExpertParts(GatedExperts):
 
 
 def gated_experts(experts: Any) -> GatedExperts:
-    """How a module with the weights of gated experts goes. Raises `NotFusedError`."""
+    """Return how a module with the weights of gated experts goes. Raises `NotFusedError`."""
     activation, is_interleaved = _activation(experts)
     return GatedExperts(experts=experts, activation=activation, is_interleaved=is_interleaved)
 
 
 def between(experts: Any) -> Callable[[Tensor], Tensor] | None:
-    """What a module with the weights of experts computes between their two products."""
+    """Return what a module with the weights of experts computes between their two products."""
     name = "_apply_gate" if experts.has_gate else "act_fn"
     found: Callable[[Tensor], Tensor] | None = getattr(experts, name, None)
     return found
 
 
 def find_experts(mlp: Any) -> ExpertParts:
-    """The parts of a module that has experts. Raises `NotFusedError`."""
+    """Return the parts of a module that has experts. Raises `NotFusedError`."""
     name = "router" if hasattr(mlp, "router") else "gate"
     expect(mlp, {name, "experts"})
     router, experts = getattr(mlp, name), mlp.experts
@@ -167,7 +167,9 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _router(module: Any) -> Router:
-    """The router of a mixture of experts, recognized by its numbers. Raises `NotFusedError`."""
+    """Return the router of a mixture of experts, recognized by its numbers. Raises
+    `NotFusedError`.
+    """
     weight, bias = module.weight.data, module.bias.data if _has(module, "bias") else None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_NUM_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
@@ -198,7 +200,9 @@ def _router(module: Any) -> Router:
 
 
 def _activation(experts: Any) -> tuple[ExpertActivation, bool]:
-    """The activation, by its numbers; whether gates and ups take turns. Else `NotFusedError`."""
+    """Return the activation, by its numbers; whether gates and ups take turns. Else
+    `NotFusedError`.
+    """
     if not hasattr(experts, "_apply_gate"):  # a private name of `transformers`
         raise NotFusedError(f"{type(experts).__name__} has no _apply_gate")
     gates, ups = torch.linspace(-12, 12, 96), torch.linspace(11, -10, 96)
@@ -276,7 +280,9 @@ class MRoPERows:
         self._rotary, self._table, self._first = rotary, table, num_positions
 
     def place(self, axes: Tensor) -> Tensor:
-        """Rows [N] of the table by which N tokens turn, `axes` [3, N]; until it is called again."""
+        """Return rows [N] of the table by which N tokens turn, `axes` [3, N]; until it is called
+        again.
+        """
         cos, sin = self._rotary(self._table.new_empty(1), axes[:, None])
         end, half = self._first + axes.shape[1], cos.shape[-1] // 2
         self._table[self._first : end] = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
@@ -286,7 +292,7 @@ class MRoPERows:
 def find_parts(
     module: nn.Module, probe: "AttentionProbe", max_model_len: int, num_mrope_tokens: int = 0
 ) -> DecoderParts:
-    """The parts of a causal language model; `num_mrope_tokens` of a step may turn by axes.
+    """Return the parts of a causal language model; `num_mrope_tokens` of a step may turn by axes.
     Raises `NotFusedError`.
     """
     head = child(module, "lm_head", nn.Linear)
@@ -373,7 +379,7 @@ def _mlp_parts(mlp: Any) -> GatedParts | ExpertParts:
 
 
 def _turns(layer: Any) -> bool:
-    """Whether a layer rotates its heads; SmolLM3 and others have some that do not."""
+    """Return whether a layer rotates its heads; SmolLM3 and others have some that do not."""
     return bool(getattr(getattr(layer, "self_attn", None), "use_rope", True))
 
 
@@ -403,7 +409,9 @@ def _head_norms(attention: Any, head_dim: int) -> tuple[RMSNorm, RMSNorm] | None
 
 
 def _cos_sin(module: nn.Module, max_model_len: int, head_dim: int) -> Tensor:
-    """The model's own rotary numbers for every position, as `AttentionLayer.cos_sin` has them."""
+    """Return the model's own rotary numbers for every position, as `AttentionLayer.cos_sin` has
+    them.
+    """
     table: list[Tensor] = []
     device = next((buffer.device for buffer in module.buffers()), None)
     for begin in range(0, max_model_len, _ROPE_CHUNK):

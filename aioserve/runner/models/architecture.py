@@ -51,7 +51,9 @@ def check_architecture(info: ModelInfo) -> None:
 
 
 def has_states(info: ModelInfo) -> bool:
-    """Whether layers of the model remember a text in a fixed size, as far as its code says."""
+    """Return whether layers of the model remember a text in a fixed size, as far as its code
+    says.
+    """
     config = info.whole_config
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return False
@@ -62,7 +64,7 @@ def has_states(info: ModelInfo) -> bool:
 
 
 def _read(info: ModelInfo) -> Any:
-    """The whole configuration. Raises `ConfigError`."""
+    """Return the whole configuration. Raises `ConfigError`."""
     try:
         return info.whole_config
     except ConfigError:  # `transformers` computes with what makes no sense: say what that is
@@ -161,7 +163,7 @@ def _what_is_wrong(config: Any) -> str | None:
 
 
 def _what_does_not_fit(info: ModelInfo) -> str | None:
-    """Tokens and sizes beyond what there is: to make such a model could take all memory."""
+    """Return tokens and sizes beyond what there is: to make such a model could take all memory."""
     beyond = [token for token in info.eos_token_ids if not 0 <= token < info.vocab_size]
     if beyond:
         return f"eos_token_id is {beyond[0]}, but vocab_size is {info.vocab_size}"
@@ -179,7 +181,7 @@ def _what_does_not_fit(info: ModelInfo) -> str | None:
 
 
 def _layer_types(config: Any) -> list[str] | None:
-    """The types of the layers, by name; None if the configuration states something else."""
+    """Return the types of the layers, by name; None if the configuration states something else."""
     stated = _stated(config, "layer_types")
     if stated is None:
         return []

@@ -91,7 +91,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _masks_a_window(module: nn.Module, info: ModelInfo) -> bool:
-    """Whether the model asks for windowed masks (which are not built) that requests would feel."""
+    """Return whether the model asks for windowed masks (which are not built) that requests would
+    feel.
+    """
     window = getattr(info.hf_config, "sliding_window", None)
     layer_types = getattr(info.hf_config, "layer_types", None) or ["sliding_attention"]
     return (
@@ -110,7 +112,7 @@ def use_default_attention(module: nn.Module) -> None:
 
 
 def takes(module: nn.Module, argument: str) -> bool:
-    """Whether the forward pass of a module has this argument."""
+    """Return whether the forward pass of a module has this argument."""
     return argument in inspect.signature(module.forward).parameters
 
 
@@ -152,7 +154,7 @@ class TappedLayers:
         self.taps.keep(slots, torch.stack([self._entered.pop(index) for index in self.taps.layers]))
 
     def are_told(self, module: nn.Module) -> bool:
-        """Whether a pass of `module` gives each of the layers one state for each token."""
+        """Return whether a pass of `module` gives each of the layers one state for each token."""
         weight = next(module.parameters())
         config: Any = module.config
         inputs = {"input_ids": torch.arange(_NUM_TOKENS, device=weight.device)[None]}

@@ -32,8 +32,8 @@ def check_rope(text_config: Any, max_model_len: int) -> None:
 
 
 def has_long_factors(text_config: Any, max_model_len: int) -> bool:
-    """Whether requests may be longer than the model's original length: then all of them turn by the
-    long factors of LongRoPE.
+    """Return whether requests may be longer than the model's original length: then all of them turn
+    by the long factors of LongRoPE.
     """
     return any(
         rope.get("rope_type") == "longrope" and max_model_len > _original(text_config, rope)
@@ -42,8 +42,8 @@ def has_long_factors(text_config: Any, max_model_len: int) -> bool:
 
 
 def with_factors_chosen(text_config: Any, max_model_len: int) -> Any:
-    """The configuration of layers that are yet to be made: a copy with the long factors in the
-    place of the short ones, where `has_long_factors` says so.
+    """Return the configuration of layers that are yet to be made: a copy with the long factors in
+    the place of the short ones, where `has_long_factors` says so.
     """
     if not has_long_factors(text_config, max_model_len):
         return text_config
@@ -76,7 +76,7 @@ def set_long_factors(module: "nn.Module", text_config: Any, max_model_len: int) 
 
 
 def _parameters(text_config: Any) -> Iterator[dict[str, Any]]:
-    """The parameters of all layers, or those of each type of layer."""
+    """Yield the parameters of all layers, or those of each type of layer."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     if not isinstance(parameters, dict):
         raise ConfigError(f"rope_parameters must be an object, got {parameters!r:.99}")
@@ -85,7 +85,7 @@ def _parameters(text_config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _original(text_config: Any, rope: dict[str, Any]) -> int:
-    """The length, in tokens, up to which a model was first trained."""
+    """Return the length, in tokens, up to which a model was first trained."""
     limit = rope.get("original_max_position_embeddings") or getattr(
         text_config, "original_max_position_embeddings", text_config.max_position_embeddings
     )

@@ -77,7 +77,9 @@ def use_own_products(module: nn.Module, called: set[nn.Linear], ops: Ops) -> lis
 
 
 def are_stored(module: nn.Module) -> bool:
-    """Whether our kernels have taken all layers that are quantized, so that none is unpacked."""
+    """Return whether our kernels have taken all layers that are quantized, so that none is
+    unpacked.
+    """
     outer = (module.get_input_embeddings(), module.get_output_embeddings())  # type: ignore[operator]
     shared = {id(part.weight) for part in outer if part is not None}
     return all(
@@ -135,7 +137,7 @@ def _lookup(own: Embedding) -> Callable[[Tensor], Tensor]:
 
 
 def _without_numbers(weight: Tensor) -> nn.Parameter:
-    """A weight without memory on the same device, which models ask of their embedding."""
+    """Return a weight without memory on the same device, which models ask of their embedding."""
     return nn.Parameter(weight.new_full((1, 1), torch.nan).expand(weight.shape), False)
 
 
@@ -300,7 +302,9 @@ def _forward(mixture: Mixture) -> Callable[..., Tensor]:
 
 
 def _by_module(part: Any, *inputs: Tensor) -> Tensor:
-    """What the module itself computes, without its hooks, from the numbers of its weights."""
+    """Return what the module itself computes, without its hooks, from the numbers of its
+    weights.
+    """
     kept = {name: getattr(part, name) for name in weights_of_experts(part)}
     try:
         for name, parameter in kept.items():
@@ -313,7 +317,7 @@ def _by_module(part: Any, *inputs: Tensor) -> Tensor:
 
 
 def _is_same(part: Any, mixture: Mixture) -> bool:
-    """Whether the module gives what `mixture` does, of noise."""
+    """Return whether the module gives what `mixture` does, of noise."""
     num_experts, dtype = len(part.down_proj), part.down_proj.dtype
     hidden = part.down_proj.shape[2 if part.is_transposed else 1]
     generator = torch.Generator().manual_seed(0)

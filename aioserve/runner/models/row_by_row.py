@@ -239,7 +239,7 @@ def _width(states: Tensor) -> int:
 
 
 def _random_steps(vocab_size: int) -> list[StepInputs]:
-    """Steps of two rows whose blocks lie between each other's."""
+    """Return steps of two rows whose blocks lie between each other's."""
     random = np.random.default_rng(0)
     steps, seen = [], np.zeros(2, dtype=np.int64)
     width = -(-max(map(sum, zip(*_STEPS, strict=True))) // _BLOCK_SIZE)

@@ -67,8 +67,8 @@ def load(context: ssl.SSLContext, settings: AccessConfig) -> None:
 
 
 def read_roots(settings: AccessConfig) -> bytes:
-    """What is in the file of those that clients' certificates must come from, if there is one.
-    Raises `ConfigError`.
+    """Return what is in the file of those that clients' certificates must come from, if there is
+    one. Raises `ConfigError`.
     """
     if settings.ssl_ca_certs is None:
         return b""

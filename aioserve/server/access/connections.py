@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
         return _encoder.encode(ErrorResponse(error=info))
 
     def whole(self, headers: str = "") -> bytes:
-        """The answer as it is sent, with its head."""
+        """Return the answer as it is sent, with its head."""
         body = self.body
         head = (
             f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
@@ -491,7 +491,7 @@ class Connection(web.RequestHandler):
 
 @web.middleware
 async def tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The first of all: the connection of a request hears that it is answered."""
+    """Return the first of all: the connection of a request hears that it is answered."""
     if isinstance(request.protocol, Connection):
         request.protocol.begin(request.content)
     return await handler(request)

@@ -114,8 +114,8 @@ def entered(
 
 
 def num_at_once(request: web.Request, num_prompts: int) -> int:
-    """How many prompts of a body run at once that could bring any number: as many as there are
-    seats, or half of what its key may have beside them.
+    """Return how many prompts of a body run at once that could bring any number: as many as there
+    are seats, or half of what its key may have beside them.
     """
     num_seats = request.app[ENGINE].config.scheduler.max_num_seqs
     key = request.get(KEY)
@@ -125,8 +125,8 @@ def num_at_once(request: web.Request, num_prompts: int) -> int:
 
 
 def estimated_tokens(prompt: object) -> int:
-    """Tokens of a prompt that is not tokenized yet, for the limits of its key: a token for four
-    bytes of text, and nothing for images.
+    """Return tokens of a prompt that is not tokenized yet, for the limits of its key: a token for
+    four bytes of text, and nothing for images.
     """
     match prompt:
         case str():
@@ -146,14 +146,16 @@ def estimated_tokens(prompt: object) -> int:
 
 
 def owner_of(request: web.Request) -> str:
-    """The owner of what the request makes: the name of its key, or "" where none is needed."""
+    """Return the owner of what the request makes: the name of its key, or "" where none is
+    needed.
+    """
     key = request.get(KEY)
     return "" if key is None else key.name
 
 
 def reach_of(request: web.Request) -> str:
-    """The owner whose requests and responses this one may see and end: the name of its key, or ""
-    for all owners, with an admin key or on a server without keys.
+    """Return the owner whose requests and responses this one may see and end: the name of its key,
+    or "" for all owners, with an admin key or on a server without keys.
     """
     key = request.get(KEY)
     return "" if key is None or key.admin else key.name
@@ -234,8 +236,9 @@ FOREIGN_NAMES: Mapping[str, str] = {"osl": PREDICTED_OUTPUT_TOKENS}
 
 
 def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | None) -> Hints:
-    """All hints of a request. What the body states as hints goes before its labels, those before
-    headers, and these before the chain of responses; a label that can be no hint stays a label.
+    """Return all hints of a request. What the body states as hints goes before its labels, those
+    before headers, and these before the chain of responses; a label that can be no hint stays a
+    label.
 
     Raises `RequestError` for what the body states as hints and is none, `ForbiddenError` if `key`
     may not set it. Labels and headers that the key may not set, or for which there is no room,
@@ -273,12 +276,12 @@ def _own_names(given: Hints) -> Hints:
 
 
 def _unstated(request: web.Request, body: Any) -> Hints:
-    """The hints of what a client says for another purpose."""
+    """Return the hints of what a client says for another purpose."""
     return _possible({SESSION: request.get(CHAIN)}) | _headers(request) | _labels(body)
 
 
 def _labels(body: Any) -> Hints:
-    """The hints among what a body says for another purpose."""
+    """Return the hints among what a body says for another purpose."""
     labels: dict[str, Any] = {}
     for name, fields in LABELS.items():
         given = (getattr(body, field, None) for field in fields)
@@ -290,7 +293,7 @@ def _labels(body: Any) -> Hints:
 
 
 def _possible(labels: Mapping[str, Any]) -> Hints:
-    """The labels that have the name and the type of a hint."""
+    """Return the labels that have the name and the type of a hint."""
     found: Hints = {}
     for name, value in labels.items():
         if value is None:
@@ -330,7 +333,7 @@ def _headers(request: web.Request) -> Hints:
 
 
 def _agent_hints(body: Any) -> Hints:
-    """Those of Dynamo's `nvext`, of which nothing else is served."""
+    """Return those of Dynamo's `nvext`, of which nothing else is served."""
     nvext = getattr(body, "nvext", None)
     if nvext is None:
         return {}

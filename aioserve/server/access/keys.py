@@ -84,7 +84,7 @@ class Keyring:
         return bool(self.keys)
 
     def find(self, shown: str) -> Key | None:
-        """The one that a client shows. How long it takes says nothing about any of them."""
+        """Return the one that a client shows. How long it takes says nothing about any of them."""
         digest = hashlib.sha256(shown.encode(errors="surrogateescape")).digest()
         found = None
         for own, key in self._digests:
@@ -94,7 +94,7 @@ class Keyring:
 
 
 def read_keys(path: str | None, environ: Mapping[str, str] = os.environ) -> list[Key]:
-    """Those of a file and of the environment; none of either: the server asks for none.
+    """Return those of a file and of the environment; none of either: the server asks for none.
 
     A YAML file has a list `keys`; any other one key a line. Raises `ConfigError`, which quotes no
     key.
@@ -352,7 +352,7 @@ class Accounts:
 
     @staticmethod
     def _check_tokens(name: str, account: _Account, size: int, claim: Claim) -> int:
-        """The tokens to be held for a request, of which there are enough."""
+        """Return the tokens to be held for a request, of which there are enough."""
         if claim.num_tokens > size and not claim.is_one:
             raise ForbiddenError(
                 f"key {name!r} has {size} tokens a minute, and this request may take "
@@ -389,7 +389,7 @@ class Accounts:
             account.charge(num_tokens, request_id)
 
     def num_running(self, name: str) -> int:
-        """The sequences that run of a key that is counted; else 0."""
+        """Return the sequences that run of a key that is counted; else 0."""
         account = self._accounts.get(name)
         return 0 if account is None else account.num_running
 

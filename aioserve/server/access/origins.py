@@ -24,7 +24,7 @@ LOCAL_NAMES = ("local", "internal", "home.arpa", "localhost")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`, a name or an address."""
+    """Return whether only this machine reaches what listens on `host`, a name or an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -32,7 +32,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_near(request: web.Request) -> bool:
-    """Whether the request comes from this machine, not by a proxy that names another client."""
+    """Return whether the request comes from this machine, not by a proxy that names another
+    client.
+    """
     if any(name in request.headers for name in ("Forwarded", "X-Forwarded-For", "X-Real-IP")):
         return False
     return _is_by_unix_socket(request) or is_loopback(request.remote or "")
@@ -143,7 +145,7 @@ def check_exposure(access: Access, doors: ListenSockets, *, has_admin: bool) -> 
 
 
 def _far(sockets: Sequence[socket]) -> str | None:
-    """The address of the first that other machines can reach."""
+    """Return the address of the first that other machines can reach."""
     for sock in sockets:
         if sock.family != AF_UNIX and not is_loopback(sock.getsockname()[0]):
             return url_of(sock)

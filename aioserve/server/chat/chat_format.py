@@ -58,8 +58,8 @@ def say_format(engine: AsyncEngine) -> None:
 
 
 def untold_tools(tokenizer: Any, tool_call_parser: str) -> str | None:
-    """Why a parser that the settings name reads no call that was asked for: the chat template tells
-    the model of no tools. None if it does, or if nothing is named.
+    """Return why a parser that the settings name reads no call that was asked for: the chat
+    template tells the model of no tools. None if it does, or if nothing is named.
     """
     if tool_call_parser in ("auto", "none"):
         return None
@@ -154,7 +154,7 @@ class ChatFormat:
         return self._format is not None and self._format.reads_reasoning
 
     def make_id(self) -> str:
-        """An id for a call, such as the chat template takes."""
+        """Return an id for a call, such as the chat template takes."""
         return "" if self._format is None else self._format.make_id()
 
     @property
@@ -163,7 +163,9 @@ class ChatFormat:
         return tuple(self._special.values())
 
     def thought(self, conversation: Conversation) -> tuple[str, list[str]]:
-        """What may stand before a reply that is bound, in a grammar, and the rules of that."""
+        """Return what may stand before a reply that is bound, in a grammar, and the rules of
+        that.
+        """
         if self._format is not None and self._reads_all:
             own = self._format.reasoning_rules(self.literal)
             return ("reasoning ", [own]) if own else ("", [])
@@ -186,8 +188,8 @@ class ChatFormat:
         return text_until("thought", self.marks.end, self.literal)
 
     def free_grammar(self, functions: Sequence[Function], conversation: Conversation) -> str | None:
-        """A grammar of replies that say what they like, but for calls of `functions`: what begins
-        as one is one. None if nothing tells where they begin.
+        """Return a grammar of replies that say what they like, but for calls of `functions`: what
+        begins as one is one. None if nothing tells where they begin.
         """
         beginnings = self.call_parser.beginnings(functions, self.literal)
         if not beginnings:
@@ -206,7 +208,7 @@ class ChatFormat:
     def _may_open_reasoning(
         self, beginnings: Sequence[Beginning], inside: str
     ) -> tuple[str, list[str]]:
-        """What a reply is that thinks if it begins with the mark, and the rules of that."""
+        """Return what a reply is that thinks if it begins with the mark, and the rules of that."""
         assert self.marks is not None
         mark = self.marks.start
         written = self.literal(mark)
@@ -220,7 +222,7 @@ class ChatFormat:
         return f"/{opening}/ {inside} | ({called(beginnings, 'first')}) reply | FIRST", rules
 
     def _prompt_opens_reasoning(self, conversation: Conversation) -> bool:
-        """Whether a reply begins inside of reasoning, as another conversation shows."""
+        """Return whether a reply begins inside of reasoning, as another conversation shows."""
         assert self.marks is not None
         last = conversation.messages[-1:] if conversation.continue_final_message else ()
         ask = msgspec.structs.replace(
@@ -239,7 +241,7 @@ class ChatFormat:
         *,
         with_reasoning: bool,
     ) -> ReplyParser:
-        """What reads one reply, with calls of these functions, if there are any."""
+        """Return what reads one reply, with calls of these functions, if there are any."""
         reasoning, calls = None, None
         reads_all = with_reasoning and self._reads_all
         if (self.marks is not None and with_reasoning) or functions is not None or reads_all:
@@ -257,7 +259,7 @@ CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
 
 
 def _templates_of(tokenizer: Any) -> str:
-    """The chat templates of a model; empty if it has no template."""
+    """Return the chat templates of a model; empty if it has no template."""
     templates: Any = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 

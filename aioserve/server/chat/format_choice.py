@@ -42,7 +42,8 @@ _FORMAT = Kind(
 
 
 def load_format(spec: str) -> type[ReplyFormat]:
-    """The format that `spec` names: a name, `package.module`, `file.py`, either with `:Class`.
+    """Return the format that `spec` names: a name, `package.module`, `file.py`, either with
+    `:Class`.
 
     Raises `ConfigError` that lists what there is, or says by file and line why it cannot be
     imported.
@@ -51,9 +52,9 @@ def load_format(spec: str) -> type[ReplyFormat]:
 
 
 def asked_formats(template: str) -> Iterator[tuple[str, type[ReplyFormat]]]:
-    """Names and formats in the order in which a chat template is asked for each: those of other
-    packages first, since they were installed for a reason. Of those that ship, the ones of which
-    the template has a sign.
+    """Yield names and formats in the order in which a chat template is asked for each: those of
+    other packages first, since they were installed for a reason. Of those that ship, the ones of
+    which the template has a sign.
     """
     for entry_point in sorted(installed_entry_points(GROUP), key=lambda e: e.name):
         name = entry_point.name
@@ -80,8 +81,9 @@ class Choice(NamedTuple):
 
 
 def choose(tool_call_parser: str, reasoning_parser: str, template: str) -> Choice:
-    """The format for a model with this chat template. Both names may be `auto`, as the template
-    shows it, or `none`. Raises `ConfigError` for a name that is none, or two that contradict.
+    """Return the format for a model with this chat template. Both names may be `auto`, as the
+    template shows it, or `none`. Raises `ConfigError` for a name that is none, or two that
+    contradict.
     """
     name, chosen, by = _choose_format(tool_call_parser, template)
     takes_tools = tool_call_parser != NONE and chosen is not None
@@ -123,7 +125,7 @@ def _choose_format(name: str, template: str) -> tuple[str | None, type[ReplyForm
 def _whole_format(
     reasoning_parser: str, template: str
 ) -> tuple[str | None, type[ReplyFormat] | None, str] | None:
-    """The format that tells reasoning from content by itself, though tools are refused."""
+    """Return the format that tells reasoning from content by itself, though tools are refused."""
     if reasoning_parser == AUTO:
         found = _choose_format(AUTO, template)
     elif reasoning_parser in (NONE, *MARKS):
@@ -145,7 +147,7 @@ def _check_whole(name: str | None, reasoning_parser: str) -> None:
 def _choose_marks(
     name: str, chosen: type[ReplyFormat] | None, format_name: str | None, template: str
 ) -> tuple[str, Marks | None, str]:
-    """The name of the marks, the marks, and by what, in words."""
+    """Return the name of the marks, the marks, and by what, in words."""
     if name == NONE:
         return name, None, " (server.reasoning_parser is none)"
     if name in MARKS:
@@ -168,7 +170,7 @@ def _choose_marks(
 
 
 def _load_reasoning(name: str) -> type[ReplyFormat]:
-    """The format of that name, which must tell reasoning or have marks of it."""
+    """Return the format of that name, which must tell reasoning or have marks of it."""
     if "." not in name and name not in (formats := available_formats()):
         known = [AUTO, NONE, *MARKS, *formats]
         raise ConfigError(

@@ -33,7 +33,9 @@ _SHOW_IMAGES = ("user", "tool")
 
 
 def template_messages(messages: Sequence[ChatMessage], images: ImageParts) -> list[dict[str, Any]]:
-    """What the chat template gets to see; of images, `images` takes note. Raises `RequestError`."""
+    """Return what the chat template gets to see; of images, `images` takes note. Raises
+    `RequestError`.
+    """
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     names: dict[str, str] = {}  # of the functions that were called, by the ids of the calls
@@ -78,8 +80,8 @@ def _template_message(
 
 
 def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as chat templates know it. Arguments that are no JSON object stay text: a model once
-    wrote them, and the conversation goes on.
+    """Return a call as chat templates know it. Arguments that are no JSON object stay text: a model
+    once wrote them, and the conversation goes on.
     """
     decoded: Any = {}
     if arguments.strip():
@@ -123,8 +125,8 @@ def _content(message: ChatMessage, path: str, images: ImageParts) -> Content | N
 
 
 def shown_part(part: Any, place: str, images: ImageParts) -> Part:
-    """A `ContentPart` of one of these types as chat templates know it; `images` takes note of what
-    it shows. Raises `RequestError`.
+    """Return a `ContentPart` of one of these types as chat templates know it; `images` takes note
+    of what it shows. Raises `RequestError`.
     """
     source = getattr(part, part.type)
     if source is None:

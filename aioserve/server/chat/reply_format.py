@@ -71,7 +71,7 @@ class Rules:
         self._room, self._num_names = MAX_RULES, 0
 
     def name(self, kind: str) -> str:
-        """A name that begins with `kind` and that no other rule has."""
+        """Return a name that begins with `kind` and that no other rule has."""
         self._num_names += 1
         return f"{kind}_{self._num_names}"
 
@@ -86,14 +86,16 @@ class Rules:
 
 
 def whole_pattern(pattern: str) -> str:
-    """A schema's pattern, which may match anywhere, as a grammar's pattern of the whole text."""
+    """Return a schema's pattern, which may match anywhere, as a grammar's pattern of the whole
+    text.
+    """
     begun, ended = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     inner = re.sub(r"(?<!\\)/", r"\\/", pattern[begun : len(pattern) - ended])
     return f"{'' if begun else ANY}({inner}){'' if ended else ANY}"
 
 
 def text_until(rule: str, end: str, literal: Literal) -> str:
-    """A rule of that name for any text up to the first `end`, which it takes as well."""
+    """Return a rule of that name for any text up to the first `end`, which it takes as well."""
     head, tail = split_literal(end, literal)
     if tail:  # it holds a special token, which is in no text
         return f"{rule}: /{ANY}{re.escape(head).replace('/', chr(92) + '/')}/ {tail}"
@@ -101,8 +103,8 @@ def text_until(rule: str, end: str, literal: Literal) -> str:
 
 
 def split_literal(text: str, literal: Literal) -> tuple[str, str]:
-    """What stands before the first special token in a text, and the rest as a grammar writes it,
-    which is empty if there is none.
+    """Return what stands before the first special token in a text, and the rest as a grammar writes
+    it, which is empty if there is none.
     """
     for i in range(len(text)):
         written = literal(text[i:])
@@ -116,7 +118,7 @@ MAX_FORCED_CALLS = 16
 
 
 def repeated(call: str, separator: str, is_parallel: bool) -> str:
-    """One, or several, in a grammar."""
+    """Return one, or several, in a grammar."""
     return f"{call} ({separator} {call}){{0,{MAX_FORCED_CALLS - 1}}}" if is_parallel else call
 
 
@@ -154,12 +156,12 @@ def leads(beginnings: Sequence[Beginning], rule: str, text: str) -> list[str]:
 
 
 def called(beginnings: Sequence[Beginning], rule: str) -> str:
-    """The right side of a rule: one of `leads`, with its call."""
+    """Return the right side of a rule: one of `leads`, with its call."""
     return " | ".join(f"{rule}_{i} {each.rest}" for i, each in enumerate(beginnings))
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """A schema inside of a grammar; JSON is written as templates write it."""
+    """Return a schema inside of a grammar; JSON is written as templates write it."""
     options = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
     text = msgspec.json.encode({**schema, "x-guidance": options}).decode()
     # What looks like the sign of another notation can only stand in a text.
@@ -172,7 +174,9 @@ SPACE = " \t\r\n"
 
 
 def overlap(text: str, markers: Sequence[str], start: int = 0) -> int:
-    """How many characters at the end of `text[start:]` begin a marker, but are not all of it."""
+    """Return how many characters at the end of `text[start:]` begin a marker, but are not all of
+    it.
+    """
     longest = 0
     for marker in markers:
         at = text.find(marker[0], max(start, len(text) - len(marker) + 1))
@@ -212,7 +216,7 @@ Event = Content | Reasoning | Call | Arguments
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """The same with neighbours of one kind as one, whatever pieces they came in."""
+    """Return the same with neighbours of one kind as one, whatever pieces they came in."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None
@@ -250,7 +254,7 @@ MARKS = {
 
 
 def choose_reasoning(template: str) -> str | None:
-    """The name of what a model with this chat template writes; None: no reasoning."""
+    """Return the name of what a model with this chat template writes; None: no reasoning."""
     for name, marks in MARKS.items():
         if not marks.is_implied and marks.start in template:
             return name
@@ -298,7 +302,7 @@ class ReasoningParser:
         return events
 
     def flush(self) -> list[Event]:
-        """What was held back, now that nothing more comes."""
+        """Return what was held back, now that nothing more comes."""
         rest, self._rest = "".join((*self._before, self._rest)), ""
         if not rest.strip(SPACE) and (self._is_begun or self._is_thinking):
             return []
@@ -371,7 +375,7 @@ def dumps(value: Any) -> str:
 
 
 def object_of(call: SaidCall, key: str = "arguments") -> str:
-    """A call as a JSON object with a name and arguments, which stand under `key`."""
+    """Return a call as a JSON object with a name and arguments, which stand under `key`."""
     return dumps({"name": call.name, key: call.arguments})
 
 
@@ -412,18 +416,18 @@ class ReplyFormat(ABC):
 
     @abstractmethod
     def flush(self) -> list[Event]:
-        """What was held back, now that nothing more comes. Called once."""
+        """Return what was held back, now that nothing more comes. Called once."""
 
     @staticmethod
     def make_id() -> str:
-        """An id for a call in whose text the model wrote none."""
+        """Return an id for a call in whose text the model wrote none."""
         return f"call_{secrets.token_hex(12)}"
 
     @classmethod
     @abstractmethod
     def evidence(cls, template: str) -> str | None:
-        """The part of a chat template that shows that its model writes replies in this format; None
-        if the template does not show it.
+        """Return the part of a chat template that shows that its model writes replies in this
+        format; None if the template does not show it.
         """
 
     @classmethod
@@ -437,15 +441,16 @@ class ReplyFormat(ABC):
     @classmethod
     @abstractmethod
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
-        """What calls of `functions` begin with, where that is no text, whatever follows: from there
-        on the grammar binds calls that the model makes by itself. Empty if nothing shows it.
+        """Return what calls of `functions` begin with, where that is no text, whatever follows:
+        from there on the grammar binds calls that the model makes by itself. Empty if nothing shows
+        it.
         """
 
     @classmethod
     @abstractmethod
     def write(cls, reply: Reply) -> str:
-        """The text in which a model of this family says `reply`, without the token that ends its
-        turn; the contract reads it back.
+        """Return the text in which a model of this family says `reply`, without the token that ends
+        its turn; the contract reads it back.
 
         Raises `ValueError` for what cannot be said in this format.
         """
@@ -488,7 +493,7 @@ class ReplyParser:
         return self._read_each(self._reasoning.append(text))
 
     def flush(self) -> list[Event]:
-        """What was held back, now that nothing more comes."""
+        """Return what was held back, now that nothing more comes."""
         events = [] if self._reasoning is None else self._read_each(self._reasoning.flush())
         return events if self._calls is None else events + self._told(self._calls.flush(), "flush")
 
@@ -504,7 +509,7 @@ class ReplyParser:
         return self._told(self._calls.append(text), "append")
 
     def _told(self, events: object, method: str) -> list[Event]:
-        """What the format returned. Raises `TypeError` where that is no list."""
+        """Return what the format returned. Raises `TypeError` where that is no list."""
         if not isinstance(events, list):
             kind = type(self._calls)
             raise TypeError(

@@ -83,8 +83,8 @@ class ReplyReader:
         includes_reasoning: bool = True,
         holds_calls: bool = False,
     ) -> "ReplyReader":
-        """What reads a reply to a prompt with these last tokens, and with these tools. `pieces`
-        are the bytes of tokens.
+        """Return what reads a reply to a prompt with these last tokens, and with these tools.
+        `pieces` are the bytes of tokens.
         """
         functions = None if use is None else use.functions
         return cls(
@@ -103,7 +103,7 @@ class ReplyReader:
         return None if self._counter is None else self._counter.count
 
     def read(self, output: RequestOutput) -> list[Event]:
-        """What its text completes; at the end, what was held back. Every call has an id.
+        """Return what its text completes; at the end, what was held back. Every call has an id.
 
         Raises what the format raises, and the same again if it is asked again: what the format had
         read by then is lost.
@@ -130,14 +130,14 @@ class ReplyReader:
         return [event for event in told if self._lets_through(event)]
 
     def _flush(self, *, is_cut: bool) -> list[Event]:
-        """What was held back. A call that was cut is not malformed."""
+        """Return what was held back. A call that was cut is not malformed."""
         num_malformed = self._parser.num_malformed
         events = self._parser.flush()
         self._malformed.add("call", num_malformed if is_cut else self._parser.num_malformed)
         return events
 
     def _follow(self, event: Event) -> Event:
-        """The event, with an id if it is a call."""
+        """Return the event, with an id if it is a call."""
         if isinstance(event, Arguments):
             self._arguments.append(event.text)
         elif isinstance(event, Call):
@@ -172,13 +172,15 @@ class ReplyReader:
         return self._max_calls is None or self._num_calls <= self._max_calls
 
     def finish_reason(self, output: RequestOutput) -> FinishReason | None:
-        """Why it ended: a reply that stops and has called something waits for the answers."""
+        """Return why it ended: a reply that stops and has called something waits for the
+        answers.
+        """
         if output.finish_reason is FinishReason.STOP and self._num_calls:
             return FinishReason.TOOL_CALLS
         return output.finish_reason
 
     def deltas(self, events: list[Event]) -> list[ChatDelta]:
-        """One for each event, as OpenAI streams them."""
+        """Return one for each event, as OpenAI streams them."""
         return [self._delta(event) for event in events]
 
     def _delta(self, event: Event) -> ChatDelta:
@@ -201,7 +203,7 @@ class ReplyReader:
         return ChatDelta(tool_calls=[call])
 
     def message(self, events: list[Event]) -> ChatReplyMessage:
-        """All events of a reply as one message."""
+        """Return all events of a reply as one message."""
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls: list[ToolCall] = []
@@ -243,7 +245,7 @@ class HeldCalls:
         self._head = ""  # the first characters of the arguments
 
     def read(self, events: Sequence[Event], *, has_ended: bool, is_cut: bool) -> list[Event]:
-        """The events that can be told now; all that are left, if the reply has ended."""
+        """Return the events that can be told now; all that are left, if the reply has ended."""
         told: list[Event] = []
         for i, event in enumerate(events):
             if isinstance(event, Arguments):
@@ -274,12 +276,12 @@ class HeldCalls:
         return [call, Arguments(text)] if text else [call]
 
     def _take(self) -> str:
-        """The arguments of the call, which is held no more."""
+        """Return the arguments of the call, which is held no more."""
         text, self._call, self._pieces, self._head = "".join(self._pieces), None, [], ""
         return text
 
     def _release(self, *, is_cut: bool = False) -> list[Event]:
-        """What is held of a call that has ended."""
+        """Return what is held of a call that has ended."""
         if self._call is None:
             return []
         text = "".join(self._pieces)
@@ -346,8 +348,8 @@ def with_budget(
 def reasoning_counter(
     chat_format: ChatFormat, pieces: TokenBytes, prompt_end: Sequence[int]
 ) -> ReasoningTokens | None:
-    """What counts the reasoning tokens of one reply to a prompt with these last tokens; None for a
-    model whose reasoning is not known.
+    """Return what counts the reasoning tokens of one reply to a prompt with these last tokens; None
+    for a model whose reasoning is not known.
     """
     marks = chat_format.thinking
     return None if marks is None else ReasoningTokens(marks, pieces, prompt_end)

@@ -50,7 +50,7 @@ _NAMES = {"prompt": "messages", "thinking_budget": "thinking_token_budget"}
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    """The handler. Raises what `add_request` raises, before anything is sent."""
+    """Return the handler. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, decoder)
     engine, chat_format = request.app[ENGINE], request.app[CHAT_FORMAT]
     pass_over_tools(request, body.tools)
@@ -190,7 +190,9 @@ class ChatReply(Reply):
         return self._opening(index) + event(self._last_chunk(index, delta, output))
 
     def _read_chunks(self, index: int, output: RequestOutput) -> bytes:
-        """A chunk for each thing that the text turns out to say; the last one says the rest."""
+        """Return a chunk for each thing that the text turns out to say; the last one says
+        the rest.
+        """
         reader = self._reader(index)
         deltas = reader.deltas(reader.read(output))
         says_more = output.logprobs or output.prompt_logprobs or self.return_token_ids
@@ -212,7 +214,7 @@ class ChatReply(Reply):
         output: RequestOutput,
         finish_reason: FinishReason | None = None,
     ) -> ChatCompletionChunk:
-        """A chunk with all that `output` says besides its text."""
+        """Return a chunk with all that `output` says besides its text."""
         choice = ChatChunkChoice(
             index=index,
             delta=delta,

@@ -41,10 +41,10 @@ class SchemaRules(Protocol):
         """Raises `ValueError` for a schema of which no value is finite."""
 
     def for_grammar(self, schema: Mapping[str, Any], *, closes_objects: bool) -> dict[str, Any]:
-        """The schema as a grammar keeps to it. Raises `ValueError` that names the place."""
+        """Return the schema as a grammar keeps to it. Raises `ValueError` that names the place."""
 
     def place_of(self, reason: str, schema: Any) -> str:
-        """Where in the schema is what a reason names; empty if it names no place."""
+        """Return where in the schema is what a reason names; empty if it names no place."""
 
 
 def schema_rules() -> SchemaRules:
@@ -82,8 +82,9 @@ def tool_use(
     is_parallel: bool = True,
     names: Names = OWN_NAMES,
 ) -> ToolUse | None:
-    """What is asked for, with calls of those named in `only`, if it is given; None if no tool may
-    be called. `offered` is by the path of each function in the body. Raises `RequestError`.
+    """Return what is asked for, with calls of those named in `only`, if it is given; None if no
+    tool may be called. `offered` is by the path of each function in the body. Raises
+    `RequestError`.
 
     Tools that may not be called (`none`) are not told to the model, either.
     """
@@ -121,7 +122,7 @@ def tool_use(
 
 
 def chat_tool_use(body: ChatCompletionRequest, *, ignore_unknown: bool = False) -> ToolUse | None:
-    """What a chat request asks for, without the tools of vendors."""
+    """Return what a chat request asks for, without the tools of vendors."""
     tools = {
         i: convert_part(entry, Tool, f"tools[{i}]", ignore_unknown=ignore_unknown)
         for i, entry in enumerate(body.tools or ())
@@ -358,13 +359,15 @@ def blame(error: RequestError, use: ToolUse | None, field: str | None) -> None:
 
 
 def leaves_room_for_reasoning(params: SamplingParams, use: ToolUse | None) -> bool:
-    """Whether a reply is free, or bound to what may follow reasoning, and not all of its text."""
+    """Return whether a reply is free, or bound to what may follow reasoning, and not all of its
+    text.
+    """
     wanted = params.structured_outputs
     return wanted is None or _schema(wanted) is not None or (use is not None and use.must_call)
 
 
 def _schema(wanted: StructuredOutputs) -> dict[str, Any] | None:
-    """The JSON schema that is asked for; None if it is something else."""
+    """Return the JSON schema that is asked for; None if it is something else."""
     if wanted.json_object:
         return {"type": "object"}
     if not isinstance(wanted.json, str):

@@ -69,7 +69,7 @@ def check_hash_order(subject: AutoscalerSubject) -> None:
 
 
 def answers_of(spec: str, options: dict[str, Any]) -> list[Any]:
-    """What the autoscaler that `spec` names answers, while replicas die and come."""
+    """Return what the autoscaler that `spec` names answers, while replicas die and come."""
     return _unruly(AutoscalerSubject(load_autoscaler(spec), options)).said()
 
 
@@ -209,7 +209,7 @@ class _Frozen:
         self.autoscaler = subject.kind(dict(subject.options), clock=lambda: self.now)
 
     def ask(self, most: int = MOST) -> int:
-        """One question, and what it leads to."""
+        """Return one question, and what it leads to."""
         view = self.view(most)
         said = self.autoscaler.decide(view)
         wanted = min(max(said, view.min_replicas), most)
@@ -226,7 +226,7 @@ class _Frozen:
             self.autoscaler.on_first_token(request, seconds + number / 1e6)
 
     def view(self, most: int) -> FleetView:
-        """The fleet, of which there may be `most` replicas."""
+        """Return the fleet, of which there may be `most` replicas."""
         replicas = tuple(
             ReplicaView(
                 f"r{number}",

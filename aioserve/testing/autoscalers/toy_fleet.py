@@ -64,7 +64,7 @@ class ScaledReplica:
         return started
 
     def report(self) -> ReplicaReport:
-        """What it says of itself."""
+        """Return what it says of itself."""
         held = sum(each.request.num_tokens for each in self.running)
         return ReplicaReport(
             num_running=len(self.running),
@@ -157,7 +157,7 @@ class ScaledToyFleet:
         return [request.arrival_time for request in [*self._parked, *queued]]
 
     def said(self) -> list[Any]:
-        """The numbers of replicas that the autoscaler answered, in order."""
+        """Return the numbers of replicas that the autoscaler answered, in order."""
         return [answer.said for answer in self.answers]
 
     def _taking(self) -> list[ScaledReplica]:
@@ -291,7 +291,7 @@ class AutoscalerSubject:
         return self.autoscaler.__name__
 
     def fleet(self, load: Callable[[float], float], plan: ToyPlan) -> ScaledToyFleet:
-        """A new fleet with a new autoscaler; `load` is how many replicas would be kept full at a
-        time in seconds.
+        """Return a new fleet with a new autoscaler; `load` is how many replicas would be kept full
+        at a time in seconds.
         """
         return ScaledToyFleet(self.autoscaler, self.options, load, plan)

@@ -25,8 +25,8 @@ from aioserve.scheduler.output import SchedulerOutput
 
 
 def planted(kind: str, where: str) -> BaseException:
-    """What is raised; its words say that it was planted, and where, so that a log can be searched
-    for them.
+    """Return what is raised; its words say that it was planted, and where, so that a log can be
+    searched for them.
     """
     what = f"planted in {where}"
     errors: dict[str, BaseException] = {
@@ -77,7 +77,7 @@ class Faults:
         self._armed.clear()
 
     def is_armed(self, part: str) -> bool:
-        """Whether one is to come in this part."""
+        """Return whether one is to come in this part."""
         return any(fault.part == part for _, fault in self._pairs())
 
     def comes(self, part: str) -> str | None:
@@ -166,7 +166,7 @@ def faulty(
 
 
 def open_descriptors() -> dict[int, str]:
-    """What this process has open, by number."""
+    """Return what this process has open, by number."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -257,7 +257,7 @@ class FaultyRunner:
 
 
 def spoilt(kind: str, result: ModelRunnerOutput) -> ModelRunnerOutput:
-    """A result that is wrong in one way of `RUNNER_KINDS`, in its first row."""
+    """Return a result that is wrong in one way of `RUNNER_KINDS`, in its first row."""
     tokens = [list(own) for own in result.sampled_token_ids]
     changed: dict[str, Any] = {"sampled_token_ids": tokens}
     if kind == "short":

@@ -48,7 +48,7 @@ class Point(msgspec.Struct, frozen=True):
 
 @cache
 def points(paths: tuple[str, ...] = WAY) -> tuple[Point, ...]:
-    """All points of the given files, in order."""
+    """Return all points of the given files, in order."""
     found: dict[tuple[str, int], Point] = {}
     for path in paths:
         file = ROOT / path
@@ -88,7 +88,7 @@ class _Points:
                     yield self._point(_first(callback), callback, "is called back")
 
     def _callback(self, argument: ast.expr) -> ast.FunctionDef | None:
-        """The method or function of this file that is handed over as such."""
+        """Return the method or function of this file that is handed over as such."""
         if name := _name_of_own(argument):
             return self._functions.get(name)
         return self._functions.get(argument.id) if isinstance(argument, ast.Name) else None
@@ -98,13 +98,13 @@ class _Points:
 
 
 def _name_of_own(node: ast.expr) -> str:
-    """The name `x` of `self.x`; empty for all other expressions."""
+    """Return the name `x` of `self.x`; empty for all other expressions."""
     is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     return node.attr if is_own and node.value.id == "self" else ""  # type: ignore[attr-defined]
 
 
 def _kept(function: ast.FunctionDef) -> Iterator[str]:
-    """What an object keeps, as it is, of what it was made with: `x` of `self.x = y`."""
+    """Yield what an object keeps, as it is, of what it was made with: `x` of `self.x = y`."""
     if function.name != "__init__":
         return
     given = {argument.arg for argument in [*function.args.args, *function.args.kwonlyargs]}
@@ -121,7 +121,7 @@ def _first(function: ast.FunctionDef) -> ast.stmt:
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """All below it, but for what functions in it are made of."""
+    """Yield all below it, but for what functions in it are made of."""
     for child in ast.iter_child_nodes(function):
         yield child
         if not isinstance(child, ast.AsyncFunctionDef | ast.FunctionDef | ast.Lambda):
@@ -174,5 +174,5 @@ class FaultyLines:
 
 
 def fault_at(point: Point, kind: str, after: int = 0) -> Fault:
-    """The fault that raises at a point."""
+    """Return the fault that raises at a point."""
     return Fault(point.part, kind, after)

@@ -36,7 +36,7 @@ MAX_BYTES = 3000  # of a text
 
 
 def draw_text(matcher: "LLMatcher", marks: Sequence[str], rng: random.Random) -> str | None:
-    """A text that the grammar allows; None if it has not ended in time."""
+    """Return a text that the grammar allows; None if it has not ended in time."""
     text = b""
     while len(text) < MAX_BYTES:
         if matcher.is_stopped() or (matcher.is_accepting() and rng.random() < 0.5):
@@ -122,7 +122,7 @@ class Bound:
         raise self._violation(what, lark, text)
 
     def matcher(self, lark: str) -> "LLMatcher":
-        """What follows a text by the grammar. Raises `FormatViolation` if it is none."""
+        """Return what follows a text by the grammar. Raises `FormatViolation` if it is none."""
         from llguidance import LLMatcher, LLTokenizer, grammar_from
 
         made = LLMatcher(LLTokenizer("byte"), grammar_from("grammar", lark), log_level=0)
@@ -151,7 +151,9 @@ class Bound:
 
 
 def bounds_of(kind: type[ReplyFormat]) -> Iterator[Bound]:
-    """The format with its marks as texts, and with some of those that look like tokens as such."""
+    """Yield the format with its marks as texts, and with some of those that look like tokens as
+    such.
+    """
     yield Bound(kind, {})
     marks = [mark for mark in kind.markers if mark[0] in "<[" and mark[-1] in ">]"]
     for start in range(0, len(marks), len(SPECIAL_IDS)):

@@ -253,7 +253,7 @@ def _check_same(kind: type[ReplyFormat], example: Example, found: Read, text: st
 
 
 def _plain(event: Event) -> tuple[str, str]:
-    """What counts of an event."""
+    """Return what counts of an event."""
     match event:
         case Call():
             return "call", event.name
@@ -298,7 +298,7 @@ def _check_cut(kind: type[ReplyFormat], cut: Read, whole: Read, text: str) -> No
 
 
 def _calls(events: Sequence[Event]) -> list[tuple[tuple[str, str | None], str]]:
-    """Names, ids and arguments."""
+    """Return names, ids and arguments."""
     calls: list[tuple[tuple[str, str | None], str]] = []
     for event in events:
         if isinstance(event, Call):

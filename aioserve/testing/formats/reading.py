@@ -62,7 +62,7 @@ class Read(NamedTuple):
 
 
 def parser_of(kind: type[ReplyFormat], functions: Sequence[Function]) -> ReplyParser:
-    """What reads one reply: the format, behind the marks of its reasoning if it has any."""
+    """Return what reads one reply: the format, behind the marks of its reasoning if it has any."""
     reasoning = None if kind.marks is None else ReasoningParser(kind.marks, "")
     return ReplyParser(reasoning, kind(functions))
 
@@ -123,7 +123,7 @@ def check_alike(
 
 
 def violation(kind: type[ReplyFormat], what: str, text: str) -> FormatViolation:
-    """An error about a text that was read as a whole."""
+    """Return an error about a text that was read as a whole."""
     return _violation(kind, what, [text])
 
 
@@ -133,13 +133,13 @@ def shown(events: Sequence[Event]) -> str:
 
 
 def pieces_of(text: str, cuts: Sequence[int]) -> list[str]:
-    """The text, cut at these positions."""
+    """Return the text, cut at these positions."""
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [text[start:end] for start, end in pairwise(places)]
 
 
 def words(text: str) -> str:
-    """The characters of a text that are no space."""
+    """Return the characters of a text that are no space."""
     return "".join(char for char in text if char not in SPACE)
 
 
@@ -175,7 +175,7 @@ def _cut(text: str) -> str:
 
 
 def _place(error: Exception) -> str:
-    """Where in the format's own code; an error of the kit is none of its."""
+    """Return where in the format's own code; an error of the kit is none of its."""
     own = traceback.extract_tb(error.__traceback__)[-1]
     return f" at {own.filename.rpartition('/')[2]}:{own.lineno}"
 
@@ -289,7 +289,7 @@ def _feed(parser: ReplyParser, pieces: Sequence[str]) -> None:
 
 
 def _texts(thing: Any, seen: set[int]) -> Iterator[str]:
-    """All texts that an object holds, itself or in what it holds."""
+    """Yield all texts that an object holds, itself or in what it holds."""
     if isinstance(thing, str):
         yield thing
         return

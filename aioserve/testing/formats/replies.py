@@ -35,7 +35,7 @@ def texts() -> st.SearchStrategy[str]:
 
 
 def values(kind: str) -> st.SearchStrategy[Any]:
-    """Values of a JSON type."""
+    """Return values of a JSON type."""
     numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
     simple = st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), numbers, texts())
     nested = st.recursive(
@@ -96,12 +96,12 @@ def sentences(kind: type[ReplyFormat]) -> st.SearchStrategy[str]:
 
 
 def all_marks(kind: type[ReplyFormat]) -> list[str]:
-    """All that a format says to begin or to end anything."""
+    """Return all that a format says to begin or to end anything."""
     return [*kind.markers, *(() if kind.marks is None else kind.marks[:2])]
 
 
 def written(kind: type[ReplyFormat], example: Example) -> str | None:
-    """The text of a reply; None if the format cannot say it."""
+    """Return the text of a reply; None if the format cannot say it."""
     reply = example.reply
     try:
         text = kind.write(reply)
@@ -113,7 +113,7 @@ def written(kind: type[ReplyFormat], example: Example) -> str | None:
 
 
 def fixed_examples(kind: type[ReplyFormat]) -> Sequence[tuple[list[Function], str]]:
-    """Some replies that are the same in every run, with their tools."""
+    """Return some replies that are the same in every run, with their tools."""
     schema = {
         "type": "object",
         "properties": {
@@ -188,7 +188,7 @@ def hostile_texts(kind: type[ReplyFormat]) -> st.SearchStrategy[str]:
 
 
 def _with_words(parts: list[str]) -> str:
-    """The parts in their order, with a word behind every second one."""
+    """Return the parts in their order, with a word behind every second one."""
     words = iter(WORDS)
     return "".join(part + (next(words, "") if i % 2 else "") for i, part in enumerate(parts))
 

@@ -70,7 +70,7 @@ def check_memory(subject: RouterSubject) -> None:
 
 
 def _count(subject: RouterSubject, num_replicas: int) -> Lines:
-    """The lines of the decision that runs most of them, after the first."""
+    """Return the lines of the decision that runs most of them, after the first."""
     dispatcher = Dispatcher(subject.kind, dict(subject.options), clock=lambda: 1.0)
     common = prompt("common")
     for number in range(num_replicas):
@@ -220,12 +220,12 @@ def check_hash_order(subject: RouterSubject) -> None:
 
 
 def answers_of(spec: str, options: dict[str, Any]) -> list[str]:
-    """What the router that `spec` names answers while replicas come and go."""
+    """Return what the router that `spec` names answers while replicas come and go."""
     return answers(RouterSubject(load_router(spec), options))
 
 
 def answers(subject: RouterSubject) -> list[str]:
-    """What the router answers while replicas come and go."""
+    """Return what the router answers while replicas come and go."""
     from aioserve.testing.routers.rules import churned
 
     return churned(subject, seed=7).answers()

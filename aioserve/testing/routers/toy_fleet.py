@@ -83,7 +83,7 @@ class ToyReplica:
             yield from self._hold(hashes)
 
     def report(self) -> ReplicaReport:
-        """What it says of itself."""
+        """Return what it says of itself."""
         num_tokens = sum(served.request.num_tokens for served in self.running)
         return ReplicaReport(
             num_running=len(self.running),
@@ -204,7 +204,7 @@ class ToyFleet:
             happens()
 
     def answers(self) -> list[str]:
-        """The answers in order, in words."""
+        """Return the answers in order, in words."""
         return [decision.answer for decision in self.decisions]
 
     def _send(self, request: RoutedRequest, avoid: frozenset[str], since: float | None) -> None:
@@ -327,12 +327,14 @@ FULL = 13.0
 
 
 def prompt(*names: int | str) -> tuple[bytes, ...]:
-    """A block of a prompt for each name; what follows another beginning is another block."""
+    """Return a block of a prompt for each name; what follows another beginning is another block."""
     return tuple(repr(names[: i + 1]).encode() for i in range(len(names)))
 
 
 def equal_requests(count: int, rate: float) -> Iterator[tuple[float, RoutedRequest]]:
-    """Requests with nothing in common and nothing that sets one apart, at `rate` per second."""
+    """Yield requests with nothing in common and nothing that sets one apart, at `rate` per
+    second.
+    """
     rng, now = random.Random("equal"), 1.0
     for number in range(count):
         now += rng.expovariate(rate)
@@ -340,7 +342,7 @@ def equal_requests(count: int, rate: float) -> Iterator[tuple[float, RoutedReque
 
 
 def one_beginning(count: int, rate: float) -> Iterator[tuple[float, RoutedRequest]]:
-    """Requests of which all prompts begin alike, for the greater part."""
+    """Yield requests of which all prompts begin alike, for the greater part."""
     rng, now = random.Random("hot"), 1.0
     for number in range(count):
         now += rng.expovariate(rate)
@@ -414,7 +416,7 @@ class RouterSubject:
         seed: int = 0,
         roles: Sequence[str] = (),
     ) -> ToyFleet:
-        """A new fleet behind a new router."""
+        """Return a new fleet behind a new router."""
         return ToyFleet(
             self.router,
             self.options,

@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True):
         return "direction only" if same_side else "not reproduced"
 
     def _has_direction(self, ratio: float) -> bool:
-        """Whether a ratio is on the side of 1 on which the published one is."""
+        """Return whether a ratio is on the side of 1 on which the published one is."""
         return ratio != 1 and (ratio < 1) == (self.published[1] < 1)
 
 
@@ -63,5 +63,5 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
-    """The worst of the verdicts of the findings."""
+    """Return the worst of the verdicts of the findings."""
     return min((finding.verdict for finding in findings), key=WORST_FIRST.index)

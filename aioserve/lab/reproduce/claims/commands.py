@@ -53,7 +53,7 @@ def run_claims(argv: Sequence[str]) -> int:
 
 
 def _plain(findings: list[Finding]) -> dict[str, object]:
-    """The findings with their means and verdicts, which are derived, as plain data."""
+    """Return the findings with their means and verdicts, which are derived, as plain data."""
     rows = [
         {**msgspec.to_builtins(finding), "ours": finding.ours, "verdict": finding.verdict}
         for finding in findings

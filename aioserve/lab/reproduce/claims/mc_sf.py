@@ -65,7 +65,7 @@ def small_case(rng: random.Random, *, at_once: bool) -> tuple[int, list[Job]]:
 
 
 def latency_of(policy: str, memory: int, jobs: list[Job]) -> float:
-    """The total latency in rounds that the engine gives under the policy.
+    """Return the total latency in rounds that the engine gives under the policy.
 
     Each request comes a moment before its round begins, the later ones a moment sooner, so that
     it is there even if the engine was idle and has begun its rounds anew with an earlier one. A

@@ -25,7 +25,7 @@ class Job(NamedTuple):
 
 
 def total_latency(jobs: list[Job], memory: int, at_most: float = math.inf) -> float:
-    """The least sum of rounds from arrival to last token; `at_most` if nothing is below it.
+    """Return the least sum of rounds from arrival to last token; `at_most` if nothing is below it.
 
     `memory` is in tokens. In its first round a request holds its prompt, in each one token more.
     """

@@ -34,7 +34,7 @@ def number(value: float) -> str:
 
 
 def published(finding: Finding) -> str:
-    """The published number, or its range."""
+    """Return the published number, or its range."""
     low, high = finding.published
     if low == high:
         return number(low)
@@ -44,14 +44,14 @@ def published(finding: Finding) -> str:
 
 
 def ours(finding: Finding) -> str:
-    """The mean over the seeds, and their range."""
+    """Return the mean over the seeds, and their range."""
     if len(finding.runs) == 1:
         return number(finding.ours)
     return f"{number(finding.ours)} ({number(min(finding.runs))} to {number(max(finding.runs))})"
 
 
 def render(claim: Claim, findings: list[Finding]) -> str:
-    """One claim for a terminal."""
+    """Return one claim for a terminal."""
     rows = [("", "published", "here", "")]
     rows += [(f.quantity, published(f), ours(f), str(f.verdict)) for f in findings]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -64,7 +64,7 @@ def render(claim: Claim, findings: list[Finding]) -> str:
 
 
 def make_page(results: Mapping[Claim, list[Finding]], machine: str, date: str, seeds: int) -> str:
-    """The page of the documentation."""
+    """Return the page of the documentation."""
     parts = [HEAD, f"Computed on {date} ({machine}), {seeds} seeds each.\n"]
     parts.append("| result | source | verdict |\n|---|---|---|")
     for claim, findings in results.items():

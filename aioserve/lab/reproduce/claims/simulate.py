@@ -32,8 +32,8 @@ STEP_TIMES = (
 
 
 def configure(policy: str, steps: Steps, **settings: Any) -> EngineConfig:
-    """A simulated engine under `policy`, whose steps take what `steps` says and nothing else. A
-    setting is named `section__field`.
+    """Return a simulated engine under `policy`, whose steps take what `steps` says and nothing
+    else. A setting is named `section__field`.
     """
     free = dict.fromkeys(STEP_TIMES, 0.0)
     overrides: list[tuple[str, Any]] = [(f"runner.{n}", v) for n, v in {**free, **steps}.items()]
@@ -52,7 +52,7 @@ def candidate(policy: str, steps: Steps, **settings: Any) -> Candidate:
 
 
 def make_workload(spec: Mapping[str, Any], seed: int, name: str) -> Workload:
-    """The requests of a description, as workload files have it."""
+    """Return the requests of a description, as workload files have it."""
     return generate(msgspec.convert(spec, WorkloadSpec), seed, name)
 
 

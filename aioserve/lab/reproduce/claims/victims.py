@@ -17,7 +17,7 @@ PUBLISHED = {1600: (0.322, 0.41), 800: (0.579, 0.60), 400: (0.788, 0.57)}
 
 
 def _wasted(rule: str, blocks: int, seed: int, progress: Progress) -> tuple[float, float]:
-    """Tokens computed in vain, and their share of all that were computed."""
+    """Return tokens computed in vain, and their share of all that were computed."""
     spec = {
         "arrivals": {"kind": "poisson", "rate": 1e9},  # all at once
         "num_requests": 300,
