@@ -67,6 +67,7 @@ EXTRAS = {
     "images": "models that see",
     "otel": "traces for OpenTelemetry",
     "ray": "replicas by Ray Serve",
+    "vllm": "vLLM's own scheduler in comparisons",
 }
 
 # Named with their versions, since reports of faults ask for them.

@@ -94,7 +94,7 @@ class Watchdog:
         # there are requests.
         self._on_dead_loop: Callable[[str], None] | None = None
         self._dead_loop_seconds = settings.dead_loop_seconds
-        self._guard: LockGuard | None = None  # of the watchdog's thread
+        self._guard: LockGuard | None = None  # renewed by the watchdog's thread
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._has_turned = True
         self._step: float | None = None
@@ -107,6 +107,8 @@ class Watchdog:
         loop counts as dead; and end the process, should no Python code run for that long.
         """
         self._on_dead_loop = end
+        if self._dead_loop_seconds is not None:  # before the first look: a request may come sooner
+            self._guard = LockGuard(self._dead_loop_seconds)
 
     def close(self) -> None:
         """End the thread that watches. Idempotent."""
@@ -121,7 +123,8 @@ class Watchdog:
         try:
             while not self._is_closed.wait(self._tick):
                 try:
-                    self._renew_guard()
+                    if self._guard is not None:
+                        self._guard.renew()
                     self._look()
                 except RuntimeError:  # the loop is closed: nothing is left to watch over
                     return
@@ -130,12 +133,6 @@ class Watchdog:
         finally:
             if self._guard is not None:
                 self._guard.close()
-
-    def _renew_guard(self) -> None:
-        if self._guard is not None:
-            self._guard.renew()
-        elif self._on_dead_loop is not None and self._dead_loop_seconds is not None:
-            self._guard = LockGuard(self._dead_loop_seconds)
 
     def _look(self) -> None:
         if self._has_turned:

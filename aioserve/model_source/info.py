@@ -198,12 +198,16 @@ def find_model(config: ModelConfig) -> ModelSource:
     from aioserve.model_source.directory import Directory
 
     directory = Directory(path, trust_remote_code=config.trust_remote_code)
-    if config.quantization is None and not directory.quantization_config:
+    try:
+        stated = directory.quantization_config
+    except ConfigError:  # told with what else is wrong, when the model is looked at
         return directory
-    if config.quantization is not None and directory.quantization_config:
+    if config.quantization is None and not stated:
+        return directory
+    if config.quantization is not None and stated:
         raise ConfigError(
             f"model.quantization is {config.quantization!r}, but the weights in {path} are of few "
-            f"bits already ({directory.quantization_config.get('quant_method')})"
+            f"bits already ({stated.get('quant_method')})"
         )
     return KINDS["quantized directory"](path, trust_remote_code=config.trust_remote_code)
 

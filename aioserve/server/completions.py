@@ -33,7 +33,7 @@ decoder = BodyDecoder(CompletionRequest, "completions")
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
-    """Return the handler. Raises what `add_request` raises, before anything is sent."""
+    """Answer the request. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, decoder)
     asked = body.prompt_logprobs
     if body.echo and (body.logprobs is not None or body.max_tokens == 0):

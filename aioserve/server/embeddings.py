@@ -112,7 +112,7 @@ _encoder = msgspec.json.Encoder()
 
 
 async def create_embedding(request: web.Request) -> web.Response:
-    """Return the handler. Leaving, by an error or because the client went away, aborts what is
+    """Answer the request. Leaving, by an error or because the client went away, aborts what is
     unfinished.
 
     At most as many inputs as there are seats are with the engine at a time, so that one body does

@@ -224,7 +224,7 @@ class EngineCalls(Bench):
 
     @kept
     def step(self) -> list[SchedulerOutput]:
-        """Return what the engine task does: fill the pipeline, then take one result.
+        """Do what the engine task does: fill the pipeline, then take one result.
 
         Returns the steps that it planned, in order: at pipeline depth 2 the first call plans two.
         """

@@ -97,9 +97,7 @@ class JITServeScheduler(BaseScheduler):
         self.last.pop(request, None)
 
     def next_due(self, request: Request, now: float) -> float:
-        """Return when the next token of a stream has to be there, or be computed to meet the
-        deadline.
-        """
+        """Return when the next token has to be there, or be computed to meet the deadline."""
         if request.deadline is not None:
             length = hinted_number(request, "predicted_output_tokens", self.options.usual)
             left = max(length - request.num_output_tokens, 1.0)
@@ -112,9 +110,7 @@ class JITServeScheduler(BaseScheduler):
         return due if request.deadline is None else min(due, request.deadline)
 
     def rank(self, request: Request, now: float) -> tuple[int, float]:
-        """Return those that waited long; those that can be in time, by work and slack; the late
-        ones.
-        """
+        """Return the key: waited long, then in time by work and slack, then late."""
         done = request.num_computed_tokens or self.kv_cache.estimate_cached_tokens(request)
         work = (request.num_tokens - done) * self.step_time.seconds_per_prompt_token
         left = self.first_due(request) - now

@@ -371,7 +371,7 @@ class Inner:
 
 
 async def _refuse_stream(request: web.Request) -> web.StreamResponse:
-    """Return the handler of a line that asks for a stream."""
+    """Refuse a line that asks for a stream."""
     raise RequestError(
         "stream must not be true in a line of a batch: its answer in a file is whole",
         param="stream",

@@ -50,7 +50,7 @@ _NAMES = {"prompt": "messages", "thinking_budget": "thinking_token_budget"}
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    """Return the handler. Raises what `add_request` raises, before anything is sent."""
+    """Answer the request. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, decoder)
     engine, chat_format = request.app[ENGINE], request.app[CHAT_FORMAT]
     pass_over_tools(request, body.tools)
