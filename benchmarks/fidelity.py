@@ -70,7 +70,7 @@ SHARED: dict[str, Any] = {
 
 
 def overrides_of(args: Args) -> list[tuple[str, Any]]:
-    """Settings of both sides."""
+    """Return the settings that the live and the simulated side share."""
     overrides: list[tuple[str, Any]] = [("cache.num_kv_blocks", NUM_KV_BLOCKS)]
     if args.model is not None:
         overrides.append(("model.model", args.model))

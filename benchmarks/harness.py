@@ -272,7 +272,7 @@ class Server(NamedTuple):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
+        """The host and the port of the server."""
         return "127.0.0.1", int(self.url.rpartition(":")[2])
 
     def get(self, path: str) -> str:

@@ -158,7 +158,7 @@ def turns(args: Args) -> tuple[dict[str, Any], int]:
 
 
 class Ask(NamedTuple):
-    """One request."""
+    """One request of the load."""
 
     arrival: float  # seconds
     prompt: list[int]

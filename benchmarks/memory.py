@@ -65,7 +65,7 @@ REPLY = 96  # tokens
 
 
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    """As it is now."""
+    """Return the statistics of the scheduler as they are now."""
     stats = engine.get_stats()
     assert stats is not None
     return stats

@@ -435,7 +435,7 @@ class StatesBench:
 
 
 def least(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of processor time."""
+    """Return the least processor time of several runs, in seconds."""
     return min(samples(run, repeats, clock=time.process_time))
 
 

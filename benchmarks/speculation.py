@@ -241,7 +241,7 @@ async def rewrite(args: Args) -> dict[str, Any]:
 
 @program.command("chat", **TASK)
 async def chat(args: Args) -> dict[str, Any]:
-    """Short questions, sampled."""
+    """Measure drafts on short questions with sampled replies."""
     return await compare_tasks("chat", args)
 
 

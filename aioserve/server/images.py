@@ -95,7 +95,7 @@ class ImageParts:
 
     @cached_property
     def media(self) -> MediaParts:
-        """What reads them."""
+        """What reads the images and videos of the body: loaded with the first of them."""
         media: MediaParts = load("media", "parts")(*self._given)
         self._has_any = True
         return media

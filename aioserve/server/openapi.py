@@ -76,7 +76,7 @@ class Route(NamedTuple):
 
     @property
     def documented_path(self) -> str:
-        """As OpenAPI has it."""
+        """The path as OpenAPI has it: without the patterns of parameters."""
         return documented(self.path)
 
 

@@ -47,7 +47,7 @@ class Observed:
         self.requests[name], self._places[name] = request, self._num_added
 
     def end(self, name: str, status: RequestStatus) -> Request:
-        """A request has ended."""
+        """Take a request out of those that run, with the status in which it has ended."""
         request = self.requests.pop(name)
         request.status = status
         self._ended[name] = request.request_id

@@ -40,7 +40,7 @@ NOT_YET = ("request_log",)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `read_settings` found."""
+    """The settings of a scheduler inside vLLM, checked against vLLM's own."""
 
     scheduler: SchedulerConfig  # aioserve's, with vLLM's limits in it
     max_model_len: int  # most tokens of prompt and output together

@@ -35,8 +35,9 @@ SLOW_SECONDS = 0.004  # of processor time: a mask, or a call that holds the GIL
 #: both, in all and for each token, they are read beside the step. JSON takes 2 us a token, right
 #: recursion 3 ms after 1,900: for 128 samples of it a step would stand for 0.4 s.
 READ_SECONDS, TOKEN_SECONDS = 0.01, 0.00005
-#: Beside the step as well, other threads wait for the GIL while a token is read. After one that
-#: takes so long, it is theirs for so many times as long, and for this long at most.
+#: Beside the step as well, other threads wait for the GIL while a token is read. A token that takes
+#: PAUSE_FROM seconds or more is followed by a pause, in which they have the GIL: PAUSES times as
+#: long as the token took, and MAX_PAUSE seconds at most.
 PAUSE_FROM, PAUSES, MAX_PAUSE = 0.0003, 6, 0.05
 PIECE = 16  # tokens that are read at once of a text that goes on
 MAX_ROW_SECONDS = 20.0  # of processor time for the slow masks of one row
