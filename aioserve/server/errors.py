@@ -4,6 +4,7 @@ Knows nothing about aiohttp. A message reaches the client as it is; a traceback 
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -143,16 +144,19 @@ class ApiStyle(NamedTuple):
 
 def styles() -> list[ApiStyle]:
     """Return the styles of all APIs that parts bring."""
-    return [load("styles", prefix) for prefix in brought("styles")]
+    return [_style(prefix) for prefix in brought("styles")]
 
 
 def style_of(path: str) -> ApiStyle | None:
     """Return the style of the API that a path belongs to; None where it is OpenAI's."""
-    for prefix in brought("styles"):
-        if path.startswith(prefix):
-            style: ApiStyle = load("styles", prefix)
-            return style
-    return None
+    prefix = next((prefix for prefix in brought("styles") if path.startswith(prefix)), None)
+    return None if prefix is None else _style(prefix)
+
+
+@cache
+def _style(prefix: str) -> ApiStyle:
+    style: ApiStyle = load("styles", prefix)
+    return style
 
 
 def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> AioserveError:
