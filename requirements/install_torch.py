@@ -6,6 +6,7 @@ On Linux the package index has the CUDA build, of which a machine without a card
 the CPU build comes from PyTorch's own index, if that can be reached.
 """
 
+import hashlib
 import os
 import re
 import subprocess
@@ -90,31 +91,43 @@ def answers(index: str, timeout: float) -> bool:
     return found.is_set()
 
 
-def hashed() -> str:
-    """The pin of torch with the hashes of all builds that are known."""
+def known_hashes() -> set[str]:
+    """Return the SHA-256 of every pinned build."""
     files = ("runtime.txt", "torch_cpu.txt")
     text = "".join(Path(__file__).with_name(name).read_text() for name in files)
     pins = re.findall(r"^torch==\S+ \\\n((?:    --hash=.*\n)+)", text, re.M)
-    hashes = re.findall(r"--hash=\S+", "".join(pins))
-    return f"torch=={PINNED} " + " ".join(hashes) + "\n"
+    return set(re.findall(r"--hash=sha256:(\S+)", "".join(pins)))
 
 
 def install(index: str | None) -> int:
     """Run pip, with its bar if somebody looks; returns its exit code."""
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    command.append("--no-compile")  # as in the Makefile
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    if not sys.stdout.isatty():
+        pip.append("-q")
+    command = [*pip, "install", "--no-compile"]  # as in the Makefile
     if index is not None:
         # Nothing but torch from there: all else is pinned in runtime.txt.
         command += ["--index-url", index, "--no-deps"]
-    if not sys.stdout.isatty():
-        command.append("-q")
     code = 0
     if index is None:  # by its hash; of builds from another index not all are known
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as pin:
-            pin.write(hashed())
-            pin.flush()
-            by_hash = ["--no-deps", "--require-hashes", "-r", pin.name]
-            code = subprocess.run([*command, *by_hash], check=False).returncode
+        # pip prefers a file whose hash an index states to the CPU build that lies in a folder of
+        # PIP_FIND_LINKS. So it chooses without hashes, and what it chose is compared with them.
+        with tempfile.TemporaryDirectory() as folder:
+            download = [*pip, "download", "--no-deps", "-d", folder, f"torch=={PINNED}"]
+            code = subprocess.run(download, check=False).returncode
+            if not code:
+                [wheel] = Path(folder).iterdir()
+                with wheel.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                if digest not in known_hashes():
+                    print(
+                        f"{wheel.name} has the SHA-256 {digest}, which is not one of those in "
+                        "requirements/runtime.txt and torch_cpu.txt: it was not installed",
+                        file=sys.stderr,
+                    )
+                    return 1
+                by_file = [*command, "--no-deps", str(wheel)]
+                code = subprocess.run(by_file, check=False).returncode
     # What torch asks for besides: of the CUDA build NVIDIA's libraries, pinned by torch.
     code = code or subprocess.run([*command, f"torch=={PINNED}"], check=False).returncode
     if code and index is None:

@@ -111,6 +111,32 @@ raise SystemExit(script["main"]())
     assert (tmp_path / "site/torch.py").exists()
 
 
+def test_a_build_that_lies_in_a_folder_of_pips_must_be_a_pinned_one(
+    index: str, tmp_path: Path
+) -> None:
+    """The CPU build is chosen from PIP_FIND_LINKS, and refused, since its hash is of no pin."""
+    code = f"""
+import runpy
+script = runpy.run_path({str(SCRIPT)!r})
+script["main"].__globals__["is_installed"] = lambda: False
+script["main"].__globals__["choose"] = lambda: (None, "the package index's build")
+raise SystemExit(script["main"]())
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP")}
+    environment |= {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_TARGET": str(tmp_path / "site"),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path / "index/torch"),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert f"{WHEEL} has the SHA-256" in result.stderr
+    assert not (tmp_path / "site").exists()
+
+
 def test_an_installed_torch_is_left_alone() -> None:
     result = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
     assert result.stdout + result.stderr == ""
