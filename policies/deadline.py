@@ -5,8 +5,8 @@ others, so that one late request does not make the next one late. Among the rest
 deadline goes first, with a bonus for short work (QoServe/Niyama, ASPLOS'26). A step may take as
 long as the stream closest to falling behind its pace allows: those ahead lend time to prompts
 (FairBatching, 2025). A request's own `deadline` counts if earlier, and lends nothing. More are in
-time under overload; the late get later still. Costs 3 us a compared request, and hardly
-anything for those that are surely late.
+time under overload; the late get later still. A step costs about 3 us per request that it compares,
+and almost nothing for requests that are certainly late.
 """
 
 from collections.abc import Iterator

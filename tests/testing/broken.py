@@ -677,7 +677,9 @@ class LetsNewcomersPass(SoundScheduler):
 
 @caught_by(r"ForgetsWhoRan raised KeyError\(.*\) in schedule\(\)")
 class ForgetsWhoRan(SoundScheduler):
-    """Counts service by user from the admission on, which those do not have whom it took over."""
+    """Counts a user's service from admission, so requests taken over from another policy are never
+    counted.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
