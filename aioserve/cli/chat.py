@@ -28,7 +28,7 @@ import yaml
 from aioserve.client import AsyncClient
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
 from aioserve.outputs import FinishReason
-from aioserve.params import NO_DEFAULTS, SamplingDefaults, SamplingParams
+from aioserve.params import NO_DEFAULTS, RANGES, SamplingDefaults, SamplingParams
 from aioserve.server.protocol import ModelCard
 from aioserve.support.arguments import Parser
 from aioserve.support.nearest import did_you_mean
@@ -289,10 +289,11 @@ class History:
         return None
 
 
-#: What can be set between two replies. The rest of `SamplingParams` is for programs.
+_OF_PROGRAMS = {"n", "truncate_prompt_tokens", "logprobs", "prompt_logprobs"}
+#: Parameters that can be set between two replies. The rest of `SamplingParams` is for programs.
 SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
+    *(name for name in RANGES if name not in _OF_PROGRAMS),
+    *("stop", "ignore_eos"),
 )
 
 

@@ -172,8 +172,9 @@ class KVConnectorBase(ABC):
 
     @abstractmethod
     def on_new_request(self, request: Request, num_computed_blocks: int) -> bool:
-        """Return a request came, whose `block_hashes` are known. Whether blocks behind the first
-        `num_computed_blocks` are being looked for: then it waits until `begin_step` returns it.
+        """Take note of a new request, whose `block_hashes` are known. Return whether blocks behind
+        the first `num_computed_blocks` are being looked for: then the request waits until
+        `begin_step` returns it.
         """
 
     @abstractmethod

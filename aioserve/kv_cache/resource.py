@@ -97,8 +97,8 @@ class Resource:
         return num_tokens
 
     def serve(self, request: Request, start: int, num_tokens: int) -> Iterable[Request]:
-        """Return these tokens, which `fit`, run in this step. Returns which other requests of the
-        step compute something for them.
+        """Take note that these tokens, which `fit`, run in this step. Return the other requests of
+        the step that compute something for them.
         """
         return ()
 

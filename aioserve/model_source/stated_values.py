@@ -24,7 +24,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return a finite number that a float can hold, and no flag."""
+    """Return whether the value is a finite number that a float can hold, and no flag."""
     return _is_whole(value) or (type(value) is float and math.isfinite(value))
 
 

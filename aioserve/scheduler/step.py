@@ -496,8 +496,8 @@ class Step(OpenStep):
         return find() if victims else place
 
     def _most(self) -> int:
-        """Return tokens that a request may still get for an image that runs whole, beyond the
-        budget.
+        """Return the number of tokens that a request may still get for an image that runs whole,
+        beyond the budget.
         """
         room = self._max_num_tokens - sum(self.tokens.values())
         return min(room, self._config.long_prefill_token_threshold or room)

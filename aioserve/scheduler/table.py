@@ -583,8 +583,8 @@ class RequestTable:
         return requests
 
     def abandon(self, output: SchedulerOutput) -> list[str]:
-        """Return the policy raised over the result of a step: it is back all the same. Returns the
-        ids of the requests that it carried and that live.
+        """Take back a step over whose result the policy raised. Return the ids of the requests that
+        the step carried and that live.
         """
         if any(step is output for step, _ in self.in_flight):
             self.land(output)

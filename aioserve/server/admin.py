@@ -14,6 +14,7 @@ from aioserve.engine import EngineClient
 from aioserve.engine.operations import HealthCheck, ShowMetrics
 from aioserve.engine.operations.command import Health, Readiness
 from aioserve.errors import UnknownKeyError, UnknownModelError
+from aioserve.params import RANGES
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
 from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.openapi import Route
@@ -179,11 +180,11 @@ PROBES = tuple(route for route in ROUTES if route.needs == "nothing")
 # which fields of chat depend on that. Knows nothing about HTTP.
 
 
-#: Fields of chat that each model serves, by OpenRouter's names.
+#: Fields of chat that each model serves, by OpenRouter's names: the ranged parameters that
+#: OpenRouter knows, and those that are no number or have another name there.
 _SAMPLING = (
-    *("frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens"),
-    *("min_p", "presence_penalty", "repetition_penalty", "seed", "stop", "temperature"),
-    *("top_k", "top_logprobs", "top_p"),
+    *(RANGES.keys() - {"n", "min_tokens", "truncate_prompt_tokens", "prompt_logprobs"}),
+    *("logit_bias", "max_completion_tokens", "stop", "top_logprobs"),
 )
 _STRUCTURED = ("response_format", "structured_outputs")
 _TOOLS = ("parallel_tool_calls", "tool_choice", "tools")

@@ -279,7 +279,7 @@ class EngineCalls(Bench):
 
     @kept
     def discard_step(self) -> list[str]:
-        """Return the policy plans a step that the engine cannot use; returns the ids that ended."""
+        """Let the policy plan a step that the engine cannot use; return the ids that ended."""
         self.now += self.step_seconds
         self.expire()
         last_step_id = self.steps[-1].step_id if self.steps else 0

@@ -278,6 +278,9 @@ class SwitchShadow(OperatorCommand[None, Done], frozen=True):
         return Done()
 
 
+# What a server asks an engine for its own routes: no operator gives these four commands.
+
+
 class HealthCheck(EngineCommand[Health], frozen=True):
     """How the engine is; one that is dead answers, too."""
 
@@ -312,8 +315,11 @@ class AbortElsewhere(EngineCommand[bool], frozen=True):
     reach: str = ""  # the owner that it must have; "" matches every owner
 
     async def run_on(self, engine: "AsyncEngine") -> bool:
-        """Return an engine that is asked directly has no other front end."""
+        """Return False: an engine that is asked directly has no other front end."""
         return False
+
+
+# Of operators again.
 
 
 class SetLogLevel(OperatorCommand[None, Done], frozen=True):
@@ -389,8 +395,8 @@ class OperatorMethods(ABC):
     async def switch_policy(
         self, policy: str, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Return another scheduler policy from the next step on. Returns the name and the options
-        of the one before. Raises `RequestError`, also for a server without admin routes.
+        """Switch to another scheduler policy from the next step on. Returns the name and the
+        options of the one before. Raises `RequestError`, also for a server without admin routes.
         """
         before = (await self.ask(SwitchPolicy(policy, dict(options or {})))).before
         return before.policy, before.options

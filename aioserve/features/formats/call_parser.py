@@ -345,7 +345,7 @@ class CallParser(ReplyFormat):
 
     @abstractmethod
     def begin(self) -> bool:
-        """Return the state before anything was read."""
+        """Read the start of a reply, before anything was read; return whether to go on at once."""
 
     def read_content(self, markers: re.Pattern[str], on_marker: Callable[[], bool]) -> bool:
         """Content up to a marker, after which `on_marker` goes on."""

@@ -148,7 +148,7 @@ class HarmonyParser(HarmonyGrammar):
             self._open(header)
 
     def begin(self) -> bool:
-        """Return what may be the rest of a header, or text without any."""
+        """Read what may be the rest of a header, or text without any."""
         self.hold()
         self.state = self._read_header if CHANNEL in self._header else self._first_word
         return True
@@ -308,7 +308,7 @@ class HarmonyParser(HarmonyGrammar):
         return is_end is not None
 
     def _read_other_arguments(self) -> bool:
-        """Return what is no JSON, or stands behind it: as it is."""
+        """Pass on arguments that are no JSON, or stand behind the JSON, as they are."""
         found = _ENDING.search(self.text, self.at)
         held = 0 if self.is_last else overlap(self.text, ENDS, self.at)
         text = self.take(found.start() if found else len(self.text) - held)

@@ -139,7 +139,7 @@ class MarkedJsonParser(CallParser):
         return True
 
     def _next(self) -> bool:
-        """Return another call of an array, or its end."""
+        """Read another call of an array, or its end."""
         self.take(match_end(_SEPARATORS, self.text, self.at))
         if self.at == len(self.text):
             return False

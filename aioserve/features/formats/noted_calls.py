@@ -102,7 +102,7 @@ class NotedCallParser(CallParser):
         return True
 
     def _next(self) -> bool:
-        """Return another call, or the end of them."""
+        """Read another call, or the end of the calls."""
         self.take(match_end(_SEPARATORS, self.text, self.at))
         if self.at == len(self.text):
             return False

@@ -161,7 +161,7 @@ class ArgumentParser(CallParser):
 
     @abstractmethod
     def next_argument(self) -> bool:
-        """Return the state behind an argument."""
+        """Read what stands behind an argument; return whether to go on at once."""
 
     @abstractmethod
     def end_call(self) -> None:
@@ -260,7 +260,7 @@ class ArgumentParser(CallParser):
         return is_ended
 
     def _read_json(self) -> bool:
-        """Return an object or an array, up to its own end: in its strings there may be any tag."""
+        """Read an object or an array up to its own end: in its strings there may be any tag."""
         self._value.append(self.take(self.value.feed(self.text, self.at)))
         if not (self.value.is_done or self.is_last):
             return False
@@ -534,7 +534,7 @@ class TaggedParser(ArgumentParser):
         return True
 
     def _between(self) -> bool:
-        """Return a call, or the end of what is around calls."""
+        """Read a call, or the end of what is around calls."""
         if not self.skip_space():
             return False
         if self._num_calls:
@@ -587,7 +587,7 @@ class TaggedParser(ArgumentParser):
         return self.skip(self.tags.name_end)
 
     def next_argument(self) -> bool:
-        """Return an argument, or the end of the call."""
+        """Read an argument, or the end of the call."""
         if not self.skip_space():
             return False
         if self.is_last and self.tags.parameter[0].startswith(self.text[self.at :]):

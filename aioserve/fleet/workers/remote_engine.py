@@ -350,7 +350,7 @@ class RemoteEngine(EngineClient):
             self._end.say(Ask(self._calls.number(), msgspec.Raw(encoder.encode(command))))
 
     async def turn(self) -> None:
-        """Return when we may take connections: we could now."""
+        """Return at once: this worker can take connections now."""
         self._end.say(Prepared())
         await self._may_listen.wait()
 

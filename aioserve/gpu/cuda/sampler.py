@@ -35,7 +35,7 @@ class DrawColumns(NamedTuple):
     top_k: Tensor  # int32, 0 = all
     top_p: Tensor  # float32
     min_p_floor: Tensor  # float32, log(min_p)
-    keys: Tensor  # int32 [2, S], contiguous, bits of `noise.row_keys`
+    keys: Tensor  # int32 [2, S], contiguous, bits of `sampling_columns.row_keys`
     is_limited: bool  # whether any row has top-k or top-p
 
 
@@ -69,7 +69,7 @@ def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, size: int) -> Tensor:
-    """`noise.uniform(noise.hash_tokens(keys, [0, size)))`, float32 [S, size]."""
+    """Return `uniform(hash_tokens(keys, [0, size)))` of `sampling_columns`, float32 [S, size]."""
     key0, key1 = (keys.long() & _WORD).unsqueeze(2)
     token_ids = torch.arange(size, device=keys.device)
     words = _mix(_mix((token_ids + key0) & _WORD) ^ key1)
@@ -77,7 +77,9 @@ def uniforms(keys: Tensor, size: int) -> Tensor:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """`noise.mix` on 32-bit words in int64, whose products only need their low bits."""
+    """Return what `sampling_columns.mix` does, on 32-bit words in int64, of whose products only
+    the low bits are needed.
+    """
     words = words ^ (words >> 16)
     words = (words * 0x7FEB352D) & _WORD
     words = words ^ (words >> 15)

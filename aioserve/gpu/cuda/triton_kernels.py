@@ -189,7 +189,7 @@ CHUNK = 4096  # logits of one program: 38 programs for a vocabulary of 152k, a g
 
 @triton.jit
 def mix(x):
-    """Hash uint32 words, bit for bit as `noise.mix` on the host does (lowbias32)."""
+    """Hash uint32 words, bit for bit as `sampling_columns.mix` on the host does (lowbias32)."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -200,7 +200,7 @@ def mix(x):
 
 @triton.jit
 def uniform(key0, key1, token_ids):
-    """`noise.uniform(noise.hash_tokens(...))` for uint32 keys and token ids."""
+    """Return `sampling_columns.uniform(hash_tokens(...))` for uint32 keys and token ids."""
     words = mix(mix(token_ids + key0) ^ key1)
     return ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
@@ -329,7 +329,7 @@ def limits(logits: Tensor, highest: Tensor, columns: DrawColumns) -> Tensor:
 
 
 def draw(logits: Tensor, columns: DrawColumns) -> Tensor:
-    """`draw.draw` in two kernels, three where a row has limits."""
+    """Draw as `sampler.draw` does, in two kernels, three where a row has limits."""
     logits = logits.contiguous()
     (num_rows, size), device = logits.shape, logits.device
     highest = logits.amax(dim=-1).float()

@@ -68,7 +68,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return to the system what was freed so far and kept; needs glibc."""
+    """Give back to the system what was freed so far and kept; needs glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
