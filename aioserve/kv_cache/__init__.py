@@ -1,43 +1,88 @@
 """Block ids, reference counts and prefix hashes. No tensors: those belong to the runner.
 
-The kinds of cache that few models need (states, sliding windows, encoder outputs) are loaded when a
-model or a request needs them.
+Names are imported when they are asked for: a policy's file needs none of them. The kinds of cache
+that few models need (states, sliding windows, encoder outputs) are loaded when a model or a request
+needs them.
 """
 
-from aioserve.kv_cache.block_pool import (
-    HASH_BYTES,
-    AllBlocksCleared,
-    BlockPool,
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
-)
-from aioserve.kv_cache.connector import (
-    BLOCKS,
-    BlockNotes,
-    Copies,
-    ExternalPrefix,
-    KeptPool,
-    KVConnectorBase,
-    KVConnectorMetadata,
-    KVConnectorStats,
-    OffloadPrice,
-    Outside,
-    reached_blocks,
-)
-from aioserve.kv_cache.manager import KVCacheManager, Vacancy, offload_price
-from aioserve.kv_cache.resource import (
-    Ahead,
-    EncoderLimits,
-    Resource,
-    StatePool,
-    StateSlots,
-    WindowBlocks,
-    WindowPool,
-    WindowSpec,
-    make_limits,
-    make_resources,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache.block_pool import (
+        HASH_BYTES,
+        AllBlocksCleared,
+        BlockNotes,
+        BlockPool,
+        BlockRemoved,
+        BlockStored,
+        ExternalPrefix,
+        KVEvent,
+        OffloadPrice,
+    )
+    from aioserve.kv_cache.connector import (
+        BLOCKS,
+        Copies,
+        KeptPool,
+        KVConnectorBase,
+        KVConnectorMetadata,
+        KVConnectorStats,
+        Outside,
+        reached_blocks,
+    )
+    from aioserve.kv_cache.manager import (
+        KVCacheManager,
+    )
+    from aioserve.kv_cache.resource import (
+        Ahead,
+        EncoderLimits,
+        Resource,
+        StatePool,
+        StateSlots,
+        WindowBlocks,
+        WindowPool,
+        WindowSpec,
+        make_limits,
+        make_resources,
+    )
+
+_MODULES = {
+    "block_pool": (
+        "HASH_BYTES",
+        "AllBlocksCleared",
+        "BlockNotes",
+        "BlockPool",
+        "BlockRemoved",
+        "BlockStored",
+        "ExternalPrefix",
+        "KVEvent",
+        "OffloadPrice",
+    ),
+    "connector": (
+        "BLOCKS",
+        "Copies",
+        "KeptPool",
+        "KVConnectorBase",
+        "KVConnectorMetadata",
+        "KVConnectorStats",
+        "Outside",
+        "reached_blocks",
+    ),
+    "manager": ("KVCacheManager",),
+    "resource": (
+        "Ahead",
+        "EncoderLimits",
+        "Resource",
+        "StatePool",
+        "StateSlots",
+        "WindowBlocks",
+        "WindowPool",
+        "WindowSpec",
+        "make_limits",
+        "make_resources",
+    ),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "BLOCKS",
@@ -62,12 +107,16 @@ __all__ = [
     "Resource",
     "StatePool",
     "StateSlots",
-    "Vacancy",
     "WindowBlocks",
     "WindowPool",
     "WindowSpec",
     "make_limits",
     "make_resources",
-    "offload_price",
     "reached_blocks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"aioserve.kv_cache.{_HOMES[name]}"), name)

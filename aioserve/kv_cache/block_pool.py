@@ -20,7 +20,6 @@ from typing import NamedTuple
 import msgspec
 
 from aioserve.errors import InvariantError, PolicyError
-from aioserve.kv_cache.connector import BlockNotes
 from aioserve.request import Request
 
 HASH_BYTES = 16
@@ -94,6 +93,42 @@ def tell_stored(
         if lookup(hashes[i]) is None:
             tokens = request.token_ids[i * block_size : (i + 1) * block_size]
             yield BlockStored(hashes[i], hashes[i - 1] if i else None, tokens)
+
+
+# What else the pool's side of a connector is: the connector itself is loaded where there is one.
+
+
+class ExternalPrefix(NamedTuple):
+    """What is held elsewhere of a request, behind what the prefix cache has, and its price."""
+
+    num_tokens: int
+    load_seconds: float  # to copy it into the paged cache
+    compute_seconds: float  # to compute it instead; 0: not known yet
+
+
+class OffloadPrice(NamedTuple):
+    """What of a request can be kept in host memory, and what that costs."""
+
+    num_tokens: int  # that would be kept, in whole blocks; 0: it cannot be offloaded now
+    save_seconds: float  # to copy what is not there yet
+    load_seconds: float  # to copy all of it back
+    compute_seconds: float  # to compute it again in place of that; 0: not known yet
+
+
+class BlockNotes:
+    """What the block pool notes for a connector: contents by hash, with their block. The connector
+    takes them. None: of no interest.
+    """
+
+    def __init__(self, *, stored: bool = False, evicted: bool = False) -> None:
+        self.stored: dict[bytes, int] | None = {} if stored else None  # became findable
+        self.evicted: dict[bytes, int] | None = {} if evicted else None  # intact until a step runs
+
+    def clear(self) -> None:
+        """Nothing that was noted counts."""
+        for notes in (self.stored, self.evicted):
+            if notes is not None:
+                notes.clear()
 
 
 # The last first. Made once for all pools: of a thousand simulated ones, they would be half.

@@ -6,10 +6,11 @@ the runner: block ids and slots. No tensors; nothing here waits for anything.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
+from aioserve.kv_cache.block_pool import BlockNotes, ExternalPrefix, OffloadPrice
 from aioserve.request import Request
 
 #: The name of the pool of KV blocks; other pools are called as their resource is.
@@ -51,39 +52,6 @@ class KVConnectorStats(msgspec.Struct):
     num_host_blocks: int = 0  # in host memory now
     num_host_slots: int = 0
     num_kept_blocks: int = 0  # of those in host memory, kept for requests that were offloaded
-
-
-class ExternalPrefix(NamedTuple):
-    """What is held elsewhere of a request, behind what the prefix cache has, and its price."""
-
-    num_tokens: int
-    load_seconds: float  # to copy it into the paged cache
-    compute_seconds: float  # to compute it instead; 0: not known yet
-
-
-class OffloadPrice(NamedTuple):
-    """What of a request can be kept in host memory, and what that costs."""
-
-    num_tokens: int  # that would be kept, in whole blocks; 0: it cannot be offloaded now
-    save_seconds: float  # to copy what is not there yet
-    load_seconds: float  # to copy all of it back
-    compute_seconds: float  # to compute it again in place of that; 0: not known yet
-
-
-class BlockNotes:
-    """What the block pool notes for a connector: contents by hash, with their block. The connector
-    takes them. None: of no interest.
-    """
-
-    def __init__(self, *, stored: bool = False, evicted: bool = False) -> None:
-        self.stored: dict[bytes, int] | None = {} if stored else None  # became findable
-        self.evicted: dict[bytes, int] | None = {} if evicted else None  # intact until a step runs
-
-    def clear(self) -> None:
-        """Nothing that was noted counts."""
-        for notes in (self.stored, self.evicted):
-            if notes is not None:
-                notes.clear()
 
 
 class KeptPool(Protocol):

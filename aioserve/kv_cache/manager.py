@@ -10,12 +10,20 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from aioserve.errors import InvariantError
-from aioserve.kv_cache.block_pool import BlockPool, KVEvent, Leases, hash_blocks, tell_stored
-from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase, OffloadPrice
+from aioserve.kv_cache.block_pool import (
+    BlockPool,
+    ExternalPrefix,
+    KVEvent,
+    Leases,
+    OffloadPrice,
+    hash_blocks,
+    tell_stored,
+)
 from aioserve.kv_cache.resource import LimitOf, Resource, StatePool, WindowPool
 from aioserve.request import Request, RequestStatus, WaitReason
 
 if TYPE_CHECKING:
+    from aioserve.kv_cache.connector import KVConnectorBase
     from aioserve.kv_cache.retention import Retention
 
 
@@ -30,7 +38,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         watermark: float = 0.01,
         record_events: bool = False,
-        connector: KVConnectorBase | None = None,
+        connector: "KVConnectorBase | None" = None,
         resources: Iterable[Resource] = (),
         max_draft_tokens: int = 0,
     ) -> None:
@@ -274,6 +282,27 @@ class KVCacheManager:
             return ExternalPrefix(0, 0.0, 0.0)
         return self.connector.get_external_prefix(request, num_cached)
 
+    def offload_price(self, request: Request, num_computed: int) -> OffloadPrice:
+        """Return the price of offloading a request of which steps before this one compute
+        `num_computed` tokens; 0 tokens of a request that holds no blocks.
+        """
+        is_possible = self.enable_prefix_caching and request.takes_cached_prefix
+        num_computed = num_computed if request.block_ids else 0
+        if self.connector is None or not is_possible:
+            return OffloadPrice(0, 0.0, 0.0, 0.0)
+        # One token is left to compute and sample from.
+        num_blocks = min(num_computed, request.num_tokens - 1) // self.block_size
+        hash_blocks(request, num_blocks, self.block_size)
+        return self.connector.get_offload_price(request, num_blocks)
+
+    def vacancy(
+        self, fresh_blocks: Mapping[int, Request], dependents: Mapping[Request, list[Request]]
+    ) -> "Vacancy":
+        """Return a `Vacancy` of a step in which `fresh_blocks` can be found that requests are still
+        to compute, and `dependents` of a request rely on its work.
+        """
+        return Vacancy(self.pool, fresh_blocks, dependents)
+
     def admit(
         self,
         request: Request,
@@ -491,18 +520,3 @@ class Vacancy:
                 num = leaving.get(block_id, 0)
                 leaving[block_id] = num + by
                 self._num_blocks += (num + by == held[block_id]) - (num == held[block_id])
-
-
-def offload_price(kv_cache: KVCacheManager, request: Request, num_computed: int) -> OffloadPrice:
-    """Return the price of offloading a request of which steps before this one compute
-    `num_computed` tokens; 0 tokens of a request that holds no blocks.
-    """
-    connector = kv_cache.connector
-    is_possible = kv_cache.enable_prefix_caching and request.takes_cached_prefix
-    num_computed = num_computed if request.block_ids else 0
-    if connector is None or not is_possible:
-        return OffloadPrice(0, 0.0, 0.0, 0.0)
-    # One token is left to compute and sample from.
-    num_blocks = min(num_computed, request.num_tokens - 1) // kv_cache.block_size
-    hash_blocks(request, num_blocks, kv_cache.block_size)
-    return connector.get_offload_price(request, num_blocks)

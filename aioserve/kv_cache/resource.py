@@ -8,13 +8,15 @@ policies that look at them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from aioserve.kv_cache.block_pool import BlockPool
-from aioserve.kv_cache.connector import KVConnectorBase
 from aioserve.request import EncoderInput, Request, WaitReason
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache.connector import KVConnectorBase
 
 
 class Resource:
@@ -52,7 +54,7 @@ class Resource:
     def let_go(self, request: Request) -> None:
         """The request that was ready is in line now."""
 
-    def join(self, connector: KVConnectorBase) -> None:
+    def join(self, connector: "KVConnectorBase") -> None:
         """Let a connector keep what this resource has in a pool. By default it has none."""
 
     def learn_prices(self, step_time: Any) -> None:

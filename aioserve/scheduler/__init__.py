@@ -1,10 +1,13 @@
-"""All that a policy author imports: the base class, its options, and what it hands around."""
+"""All that a policy author imports: the base class, its options, and what it hands around.
 
-from typing import Annotated
+What few policies ask for is imported when it is: estimates, parts, and how policies are found.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from aioserve.kv_cache import OffloadPrice
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import (
     Request,
@@ -15,23 +18,50 @@ from aioserve.request import (
     hinted_text,
 )
 from aioserve.scheduler.base import BaseScheduler, make_successor
-from aioserve.scheduler.estimates import OnlineStepTime, PeakMemory, RecomputePrice
-from aioserve.scheduler.fallback import FAILURES_UNTIL_FALLBACK, FALLBACK_POLICY
-from aioserve.scheduler.interface import POLICY_API, Rejection, SchedulerInterface
-from aioserve.scheduler.memory import Memory
-from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.scheduler.parts import (
-    AdmissionPart,
-    BudgetPart,
-    OrderPart,
-    Part,
-    Verdict,
-    VictimPart,
-    read_part,
+from aioserve.scheduler.interface import (
+    POLICY_API,
+    PolicyOptions,
+    Rejection,
+    SchedulerInterface,
 )
-from aioserve.scheduler.registry import PolicyOptions, available_policies, load_policy
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.table import RequestQueue
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache import OffloadPrice
+    from aioserve.scheduler.estimates import OnlineStepTime, PeakMemory, RecomputePrice
+    from aioserve.scheduler.fallback import FAILURES_UNTIL_FALLBACK, FALLBACK_POLICY
+    from aioserve.scheduler.memory import Memory
+    from aioserve.scheduler.parts import (
+        AdmissionPart,
+        BudgetPart,
+        OrderPart,
+        Part,
+        Verdict,
+        VictimPart,
+        read_part,
+    )
+    from aioserve.scheduler.registry import available_policies, load_policy
+
+_HOMES = {
+    "AdmissionPart": "aioserve.scheduler.parts",
+    "BudgetPart": "aioserve.scheduler.parts",
+    "FAILURES_UNTIL_FALLBACK": "aioserve.scheduler.fallback",
+    "FALLBACK_POLICY": "aioserve.scheduler.fallback",
+    "Memory": "aioserve.scheduler.memory",
+    "OffloadPrice": "aioserve.kv_cache",
+    "OnlineStepTime": "aioserve.scheduler.estimates",
+    "OrderPart": "aioserve.scheduler.parts",
+    "Part": "aioserve.scheduler.parts",
+    "PeakMemory": "aioserve.scheduler.estimates",
+    "RecomputePrice": "aioserve.scheduler.estimates",
+    "Verdict": "aioserve.scheduler.parts",
+    "VictimPart": "aioserve.scheduler.parts",
+    "available_policies": "aioserve.scheduler.registry",
+    "load_policy": "aioserve.scheduler.registry",
+    "read_part": "aioserve.scheduler.parts",
+}
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -77,3 +107,9 @@ __all__ = [
     "make_successor",
     "read_part",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

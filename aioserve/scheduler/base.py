@@ -21,14 +21,6 @@ from aioserve.errors import (
     PolicyError,
     RequestError,
 )
-from aioserve.kv_cache import (
-    EncoderLimits,
-    KVCacheManager,
-    KVConnectorBase,
-    OffloadPrice,
-    make_limits,
-    offload_price,
-)
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import (
     PREDICTED_OUTPUT_TOKENS,
@@ -41,19 +33,15 @@ from aioserve.request import (
     hinted_number,
     hinted_text,
 )
-from aioserve.scheduler.blame import asking, place
-from aioserve.scheduler.estimates import LengthHistory, OnlineStepTime
 from aioserve.scheduler.interface import (
     CANNOT_BE_SWITCHED,
     POLICY_API,
+    PolicyOptions,
     Rejection,
     SchedulerInterface,
 )
-from aioserve.scheduler.memory import Memory, Ranks
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.registry import PolicyOptions, load_policy, make_options
 from aioserve.scheduler.results import take_results
-from aioserve.scheduler.stats import GaugeReader, stats, wait_reasons
 from aioserve.scheduler.step import BoundedStep, Step
 from aioserve.scheduler.table import (
     RequestQueue,
@@ -66,6 +54,8 @@ from aioserve.scheduler.table import (
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
+    from aioserve.kv_cache import KVCacheManager, KVConnectorBase, OffloadPrice
+    from aioserve.scheduler.estimates import OnlineStepTime
 
 #: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
 #: ties broken by the policy's order. Under each but the last one some request is never the victim,
@@ -124,6 +114,12 @@ class BaseScheduler(SchedulerInterface):
         clock: Callable[[], float],
     ) -> None:
         """Raises `ConfigError` if options or limits cannot work. `clock` returns seconds."""
+        # Loaded with the first scheduler: to import a policy takes none of it.
+        from aioserve.kv_cache import EncoderLimits, make_limits
+        from aioserve.scheduler.blame import asking
+        from aioserve.scheduler.memory import Memory, Ranks
+        from aioserve.scheduler.stats import GaugeReader
+
         cls, name = type(self), type(self).__name__
         self.options: Any = self.parse_options(config.options)  # of the policy's class `Options`
         self.max_num_batched_tokens = self.check_limits(config, max_model_len)  # per step
@@ -137,6 +133,7 @@ class BaseScheduler(SchedulerInterface):
         self._config = config
         # What the policy is asked; of what it leaves as it is here, nothing is asked.
         self._ask_order = asking(self, "order")
+        self._ask_draft_length = asking(self, "draft_length")
         is_grouped = cls.group_by is not BaseScheduler.group_by
         self._ask_group = asking(self, "group_by", str) if is_grouped else by_user
         is_ranked = cls.retention is not BaseScheduler.retention
@@ -160,8 +157,11 @@ class BaseScheduler(SchedulerInterface):
         self._limits = make_limits(config.max_loras, encoder, kv_cache.pool)
         self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
         kv_cache.limit(self._limits, self._max_leased)
-        is_timed = self.uses_step_time or kv_cache.wants_prices
-        self._step_time = OnlineStepTime() if is_timed else None
+        self._step_time: OnlineStepTime | None = None
+        if self.uses_step_time or kv_cache.wants_prices:
+            from aioserve.scheduler.estimates import OnlineStepTime
+
+            self._step_time = OnlineStepTime()
         self._on_output = self._output_hooks()
 
     # What a policy reads.
@@ -358,7 +358,7 @@ class BaseScheduler(SchedulerInterface):
         their `save_seconds`, `load_seconds` and, in place of both, `compute_seconds`; 0 seconds:
         not known yet. Without a KV connector, or room in its host memory, there are 0 tokens.
         """
-        return offload_price(self.kv_cache, request, request.num_computed_tokens)
+        return self.kv_cache.offload_price(request, request.num_computed_tokens)
 
     def retain(self, request: Request, rank: float, num_tokens: int | None = None) -> int:
         """Give the request's cached prefix, or that of its first `num_tokens` tokens, another rank
@@ -407,6 +407,8 @@ class BaseScheduler(SchedulerInterface):
         self.kv_cache.follow(self._limits, self._max_leased)
 
     def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
+        from aioserve.scheduler.registry import load_policy
+
         return make_successor(self, load_policy(settings.policy), settings)
 
     # What is checked before anything is loaded.
@@ -416,6 +418,8 @@ class BaseScheduler(SchedulerInterface):
         """Return the policy's `Options` from plain data; raises `ConfigError` that names the
         option.
         """
+        from aioserve.scheduler.registry import make_options
+
         return make_options(options, cls.Options, f"policy {cls.__name__}")
 
     @classmethod
@@ -507,6 +511,8 @@ class BaseScheduler(SchedulerInterface):
         return len(self.book.requests)
 
     def get_wait_reasons(self) -> dict[str, WaitReason]:
+        from aioserve.scheduler.stats import wait_reasons
+
         return wait_reasons(self.book)
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -541,6 +547,8 @@ class BaseScheduler(SchedulerInterface):
         return {} if self._gauges is None else self._gauges.read()
 
     def make_stats(self) -> SchedulerStats:
+        from aioserve.scheduler.stats import stats
+
         return stats(self.book, self._config.policy, self.read_gauges())
 
     def choose_victim(self) -> Request | None:
@@ -571,7 +579,7 @@ class BaseScheduler(SchedulerInterface):
         """Add what the policy answers to a step that has not been sent yet."""
         if not output.num_scheduled_tokens:
             return
-        ask = asking(self, "draft_length")
+        ask = self._ask_draft_length
         lengths: dict[str, int] = {}
         for request in self.book.in_flight[-1][1]:
             if request.pooling_params is not None or (length := ask(request)) is None:
@@ -608,6 +616,8 @@ class BaseScheduler(SchedulerInterface):
         if reason not in ("stop", "length") or not request.num_output_tokens:
             return
         if self.book.reply_lengths is None:
+            from aioserve.scheduler.estimates import LengthHistory
+
             self.book.reply_lengths = LengthHistory()
         self.book.reply_lengths.note(_alike(request), request.num_output_tokens)
 
@@ -661,6 +671,8 @@ def make_successor(
     except FROM_OUTSIDE:
         raise
     except BaseException as error:
+        from aioserve.scheduler.blame import place
+
         raise PolicyError(
             f"policy {policy.__name__} raised {error!r} while it took over{place(error, policy)}"
         ) from error

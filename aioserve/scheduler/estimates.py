@@ -13,10 +13,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
 from itertools import islice
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request
 from aioserve.scheduler.output import SchedulerOutput, count_tokens
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache import KVCacheManager
 
 # A step, 1,000 prefill tokens, 100 decodes, 100,000 tokens of context: units in which the four
 # coefficients are of one size.
@@ -153,7 +156,7 @@ class RecomputePrice:
     """
 
     def __init__(
-        self, kv_cache: KVCacheManager, running: Iterable[Request], num_waiting_tokens: int
+        self, kv_cache: "KVCacheManager", running: Iterable[Request], num_waiting_tokens: int
     ) -> None:
         self._block_size = kv_cache.block_size
         self._ref_counts = kv_cache.pool.ref_counts

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioserve.errors import ConfigError, PolicyError
-from aioserve.kv_cache import KVConnectorBase
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
+    from aioserve.kv_cache import KVConnectorBase
 
 #: Version of the policy API, which docs/policy-api.md lists. It rises when a policy that keeps to
 #: that page may have to change.
@@ -29,6 +29,10 @@ POLICY_API = 1
 MAX_REASON = 200  # characters of a `Rejection`
 
 CANNOT_BE_SWITCHED = "only policies that derive from BaseScheduler can be switched"
+
+
+class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Base of a policy's nested `Options`: typed, validated, unknown names refused."""
 
 
 class SchedulerInterface(ABC):

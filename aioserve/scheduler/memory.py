@@ -4,17 +4,19 @@
 the policy's `retention` and checks the answers; which block is evicted first, the cache knows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aioserve.errors import PolicyError
-from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request
-from aioserve.scheduler.table import RequestTable
 
 if TYPE_CHECKING:
+    from aioserve.kv_cache import KVCacheManager
     from aioserve.kv_cache.retention import Retention
+    from aioserve.scheduler.table import RequestTable
 
 
 class _Owner(Protocol):
@@ -121,7 +123,7 @@ class Ranks:
         """Whether the policy has given ranks, or is asked for them."""
         return self._ranks is not None
 
-    def begin(self) -> "Retention":
+    def begin(self) -> Retention:
         """Let ranks decide what is evicted, if they do not yet."""
         if self._ranks is None:
             self._ranks = self._make(None)
@@ -136,7 +138,7 @@ class Ranks:
         self._check(rank, request)
         return self.begin().rank(request, rank, num_tokens)
 
-    def _make(self, ask: Callable[[Request], float] | None) -> "Retention":
+    def _make(self, ask: Callable[[Request], float] | None) -> Retention:
         from aioserve.kv_cache.retention import Retention
 
         return Retention(self._kv_cache.pool, self._kv_cache.block_size, ask)

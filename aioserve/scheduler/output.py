@@ -6,13 +6,15 @@ are the counts of tokens and rows by which models of step time say how long a st
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from aioserve.kv_cache import KVConnectorMetadata
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.request import EncoderInput, Request
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache import KVConnectorMetadata
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -101,10 +103,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         return self.parts.get("draft_lengths", _NOTHING)
 
     @property
-    def kv_connector_metadata(self) -> KVConnectorMetadata | None:
+    def kv_connector_metadata(self) -> "KVConnectorMetadata | None":
         """The blocks to copy before the step; None: there is nothing to copy."""
         if not (part := self.parts.get("loads")):  # of some rows of a step alone, it is empty
             return None
+        from aioserve.kv_cache import KVConnectorMetadata
+
         return KVConnectorMetadata(**part)
 
     @property

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 from aioserve.errors import ConfigError, UnknownPolicyError
 from aioserve.request import Request
 from aioserve.scheduler.base import BaseScheduler
+from aioserve.scheduler.interface import PolicyOptions
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.registry import PolicyOptions, available_policies, make_options
+from aioserve.scheduler.registry import available_policies, make_options
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.table import order_key
 from aioserve.support.nearest import did_you_mean

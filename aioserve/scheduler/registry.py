@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import ConfigError, UnknownPolicyError
-from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
+from aioserve.scheduler.interface import POLICY_API, PolicyOptions, SchedulerInterface
 from aioserve.support.plugins import (
     GROUP,
     Kind,
@@ -62,10 +62,6 @@ def load_policy(spec: str) -> type[SchedulerInterface]:
             f"aioserve has version {POLICY_API}: {remedy}"
         )
     return policy
-
-
-class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Base of a policy's nested `Options`: typed, validated, unknown names refused."""
 
 
 def make_options(options: dict[str, Any], kind: Any, owner: str) -> PolicyOptions:

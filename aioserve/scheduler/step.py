@@ -18,7 +18,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from aioserve.errors import PolicyError
-from aioserve.kv_cache import Vacancy, offload_price
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -26,6 +25,7 @@ from aioserve.scheduler.table import LineStop, OpenStep, Order, RequestTable, or
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
+    from aioserve.kv_cache.manager import Vacancy
 
 Place = WaitReason | tuple[list[int], int, int]  # why a request has to wait, or what it gets
 
@@ -321,7 +321,7 @@ class Step(OpenStep):
         if connector is None or request.status not in HOLDING or request in self._admitted:
             return 0
         num_computed = request.num_computed_tokens - self.tokens.get(request, 0)
-        num_tokens = offload_price(self._kv_cache, request, num_computed).num_tokens
+        num_tokens = self._kv_cache.offload_price(request, num_computed).num_tokens
         if num_tokens:
             connector.keep(request, num_tokens // self._kv_cache.block_size)
             self.preempt(request)
@@ -488,7 +488,7 @@ class Step(OpenStep):
             return place
         paused = [r for r in self._book.paused if r is not request]
         paused.sort(key=order_key, reverse=True)
-        gone = Vacancy(self._kv_cache.pool, self._fresh_blocks, self._dependents)
+        gone = self._kv_cache.vacancy(self._fresh_blocks, self._dependents)
         find = partial(self._find_place, request, max_tokens, whole)
         victims = gone.choose(chain(paused, displacing), lambda: find(gone))
         for victim in victims:

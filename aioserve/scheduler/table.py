@@ -22,14 +22,14 @@ from aioserve.errors import (
     PolicyError,
     RequestError,
 )
-from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler.estimates import LengthHistory
 from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
+    from aioserve.kv_cache import KVCacheManager
+    from aioserve.scheduler.estimates import LengthHistory
 
 order_key = attrgetter("order_key")
 by_user: Callable[[Request], str] = attrgetter("user")

@@ -9,7 +9,7 @@ import pytest
 from aioserve import SamplingParams
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.features.kv_connector import OffloadingConnector
-from aioserve.kv_cache import KVCacheManager, offload_price
+from aioserve.kv_cache import KVCacheManager
 from aioserve.lab.comparison.measures import RunMeasures
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
@@ -247,12 +247,12 @@ def test_the_price_is_what_the_copies_take_and_what_computing_would() -> None:
     kv_cache = KVCacheManager(16, 4, connector=connector)
     request = Request(RequestSpec("a", list(range(11)), SamplingParams(max_tokens=4)))
     request.bound_length(20)
-    assert offload_price(kv_cache, request, 11).num_tokens == 0  # it holds nothing
+    assert kv_cache.offload_price(request, 11).num_tokens == 0  # it holds nothing
     kv_cache.admit(request, [], 11)
-    assert offload_price(kv_cache, request, 11) == pytest.approx((8, 0.2, 0.2, 0.4))
+    assert kv_cache.offload_price(request, 11) == pytest.approx((8, 0.2, 0.2, 0.4))
     connector.keep(request, 2)
-    assert offload_price(kv_cache, request, 11) == pytest.approx((8, 0.0, 0.2, 0.4))
-    assert offload_price(kv_cache, request, 3).num_tokens == 0  # no whole block
+    assert kv_cache.offload_price(request, 11) == pytest.approx((8, 0.0, 0.2, 0.4))
+    assert kv_cache.offload_price(request, 3).num_tokens == 0  # no whole block
     producer = OffloadingConnector(worker, 4, store=ToyStore(worker), role="producer")
     assert producer.get_offload_price(request, 2).num_tokens == 0  # it loads nothing
 

@@ -8,13 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from aioserve.errors import InvariantError
-from aioserve.kv_cache.block_pool import hash_blocks
-from aioserve.kv_cache.connector import (
-    BlockNotes,
-    KVConnectorBase,
-    Outside,
-    reached_blocks,
-)
+from aioserve.kv_cache.block_pool import BlockNotes, hash_blocks
+from aioserve.kv_cache.connector import KVConnectorBase, Outside, reached_blocks
 from aioserve.kv_cache.resource import StatePool, StateSlots
 from aioserve.request import Request, WaitReason
 
