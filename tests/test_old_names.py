@@ -34,8 +34,8 @@ def test_names_and_modules_within_a_moved_package_are_the_same_ones() -> None:
         from aioserve.routing import RouterInterface as Old  # type: ignore[import-not-found]
     assert Old is RouterInterface
     with pytest.warns(DeprecationWarning, match="is now"):
-        module = importlib.import_module("aioserve.routers.round_robin")
-    assert module is importlib.import_module("aioserve.fleet.routers.round_robin")
+        module = importlib.import_module("aioserve.routers.llumnix")
+    assert module is importlib.import_module("aioserve.fleet.routers.llumnix")
 
 
 def test_a_name_that_never_was_is_missing_as_before() -> None:

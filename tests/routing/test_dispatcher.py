@@ -1,12 +1,16 @@
 """What a sender keeps of its replicas, what routers see of it, and which answers count."""
 
+import importlib
+import inspect
 import math
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioserve.errors import ConfigError
+from aioserve.fleet import routers
 from aioserve.fleet.routing import (
     REPORTED,
     BaseRouter,
@@ -246,11 +250,15 @@ def test_a_router_that_is_none_and_options_that_it_has_not_are_refused(tmp_path:
         make_dispatcher("least_work", {"weight": 2}, clock=Clock())
 
 
-def test_a_file_of_the_package_is_a_router_by_its_name() -> None:
+def test_every_router_of_the_package_has_a_name() -> None:
     known = available_routers()
     assert {"round_robin", "least_work", "two_choices", "prefix", "session"} <= set(known)
-    for name in known:
-        assert load_router(name).__module__ == f"aioserve.fleet.routers.{name}"
+    named = {load_router(name) for name in known}
+    for found in pkgutil.iter_modules(routers.__path__):
+        module = importlib.import_module(f"{routers.__name__}.{found.name}")
+        own = {cls for cls in vars(module).values() if inspect.isclass(cls)}
+        own = {cls for cls in own if cls.__module__ == module.__name__}
+        assert {cls for cls in own if issubclass(cls, BaseRouter)} <= named
 
 
 @pytest.mark.parametrize(

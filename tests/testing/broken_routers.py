@@ -7,7 +7,7 @@ import random
 import time
 from typing import Any
 
-from aioserve.fleet.routers.session import SessionSticky
+from aioserve.fleet.routers.simple import SessionSticky
 from aioserve.fleet.routing import (
     Answer,
     BaseRouter,

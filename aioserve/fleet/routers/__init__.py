@@ -1,1 +1,1 @@
-"""Routers that ship, one file each: the file `least_work.py` is the router `least_work`."""
+"""Routers that ship: each chooses a replica for a request; `BRINGS` of the fleet names them."""

@@ -3,6 +3,7 @@
 Knows no transport: it serves live and simulated senders.
 """
 
+from aioserve.fleet import available_autoscalers, available_routers
 from aioserve.fleet.routing.dispatcher import Assignment, Dispatcher, make_dispatcher
 from aioserve.fleet.routing.interface import (
     MAX_WAIT_SECONDS,
@@ -23,8 +24,6 @@ from aioserve.fleet.routing.interface import (
     RouterOptions,
     Split,
     Wait,
-    available_autoscalers,
-    available_routers,
     blamed,
     check_roles,
     load_autoscaler,

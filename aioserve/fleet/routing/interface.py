@@ -3,7 +3,7 @@
 The seam between senders of requests, live or simulated, and the choice of a replica. A router
 holds no connection and waits for nothing. It may answer a refusal, a wait, two replicas or a
 migration in place of a replica. A class is found by name, by `package.module:Class`, or by
-`file.py`; those that ship are the files of the folders routers and autoscalers beside this one.
+`file.py`; those that ship are lines of `BRINGS` in the package above.
 """
 
 import math
@@ -12,7 +12,6 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeAlias
 
@@ -20,8 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import FROM_OUTSIDE, AioserveError, ConfigError, PolicyError
+from aioserve.fleet import available_autoscalers, available_routers
 from aioserve.fleet.routing.views import ROLES, Prefixes, ReplicaView, RoutedRequest
-from aioserve.support.plugins import Kind, convert_options, installed, shipped
+from aioserve.support.plugins import Kind, convert_options
 
 
 class RouterError(PolicyError):
@@ -300,16 +300,6 @@ class AutoscalerInterface(ABC):
         return convert_options(options, cls.Options, AutoscalerOptions, owner)
 
 
-GROUP = "aioserve.routers"  # of entry points, by which other packages register routers
-PACKAGE = "aioserve.fleet.routers"
-AUTOSCALER_GROUP, AUTOSCALER_PACKAGE = "aioserve.autoscalers", "aioserve.fleet.autoscalers"
-
-
-def available_routers() -> dict[str, EntryPoint]:
-    """Routers by name; `ConfigError` if two packages claim one name."""
-    return installed(GROUP, "router", shipped(PACKAGE, GROUP))
-
-
 _ROUTER = Kind(
     word="router",
     words="routers",
@@ -327,12 +317,6 @@ def load_router(spec: str) -> type[BaseRouter]:
     imported.
     """
     return _ROUTER.load(spec)
-
-
-def available_autoscalers() -> dict[str, EntryPoint]:
-    """Autoscalers by name; `ConfigError` if two packages claim one name."""
-    found = shipped(AUTOSCALER_PACKAGE, AUTOSCALER_GROUP)
-    return installed(AUTOSCALER_GROUP, "autoscaler", found)
 
 
 _AUTOSCALER = Kind(

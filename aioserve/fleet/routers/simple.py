@@ -1,0 +1,195 @@
+"""Routers of a few lines: in turn, by load, by cached prefix, by session.
+
+Each class says its source, what is simplified, and the cost of a decision for n replicas. Work is
+in tokens, by the sender's own account: prompts until their first token, and half of what is held
+while a reply is made. Requests are the true queues of replicas: what was sent and is not reported
+yet counts, so that a crowd does not follow an old report.
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Callable
+from hashlib import blake2b
+from operator import attrgetter
+from typing import Any
+
+from aioserve.fleet.routing import BaseRouter, Replicas, ReplicaView, RoutedRequest
+
+work_of: Callable[[ReplicaView], float] = attrgetter("work")
+
+
+# In turn, and by load.
+
+
+class RoundRobin(BaseRouter):
+    """Chooses one replica after the other, whatever they have to do. O(1)."""
+
+    num_chosen = 0
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
+        self.num_chosen += 1
+        return replicas[(self.num_chosen - 1) % len(replicas)]
+
+
+class LeastRequests(BaseRouter):
+    """Chooses the replica with the fewest requests, running or waiting, those of other senders
+    included; of equals the one with the least work: what a load balancer calls least requests.
+    O(n).
+    """
+
+    uses_reports = True
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
+        return min(replicas, key=lambda replica: (replica.num_requests, replica.work))
+
+
+class LeastWork(BaseRouter):
+    """Chooses the replica with the least work; of equals the first. Needs nothing that replicas
+    report. O(n).
+    """
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
+        return min(replicas, key=work_of)
+
+
+class TwoChoices(BaseRouter):
+    """Draws two replicas and chooses the one with less work; of equals the first drawn. O(1).
+
+    Paper: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS, 2001.
+    Two draws come close to the least of all, and several senders do not all rush to one replica.
+    """
+
+    @staticmethod
+    def load_of(replica: ReplicaView) -> float:
+        """Return what is compared of the two replicas."""
+        return replica.work
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
+        if len(replicas) == 1:
+            return replicas[0]
+        first, second = self.rng.sample(range(len(replicas)), 2)
+        return min(replicas[first], replicas[second], key=self.load_of)
+
+
+class PowerOfTwo(TwoChoices):
+    """Draws two replicas and chooses the one with fewer requests: the default of Ray Serve. O(1).
+
+    Simplified: the two are not asked: their last reports are looked at, and what was sent since.
+    """
+
+    uses_reports = True
+
+    @staticmethod
+    def load_of(replica: ReplicaView) -> float:
+        return replica.num_requests
+
+
+# By cached prefix.
+
+
+class PrefixAware(BaseRouter):
+    """Chooses the least busy holder of the longest prefix, unless waiting there costs more tokens
+    than the prefix saves; then the least busy replica of all. O(blocks + n).
+    """
+
+    uses_prefixes = True
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
+        least = min(replicas, key=work_of)
+        longest, names = self.prefixes.longest(request)
+        named = set(names)
+        holders = [replica for replica in replicas if replica.name in named]
+        if not holders:
+            return least
+        holder = min(holders, key=work_of)
+        saved = longest - self.prefixes.cached_tokens(request, least.name)
+        return least if holder.work - least.work > saved else holder
+
+
+class LMetric(BaseRouter):
+    """Chooses the replica with the least (tokens to compute) x (batch size). O(blocks + n).
+
+    Paper: Zhang et al., "LMetric: Simple is Better: Multiplication May Be All You Need for LLM
+    Request Scheduling", OSDI'26, arXiv 2603.15202.
+
+    Aim: cached prefixes and an even load at once, without a weight between the two: a weight of
+    either factor would cancel out in the comparison.
+
+    Simplified: prompt tokens are those of the request that are not cached and those that were sent
+    and have no first token; the batch counts the request itself, so that no score is 0.
+    """
+
+    uses_prefixes = True
+    uses_reports = True
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
+        cached = self.prefixes.by_name(request)
+        chosen, least, whole = replicas[0], math.inf, max(request.num_tokens, 1)
+        for replica in replicas:  # without a call for each: a fleet may have thousands
+            batch = replica.num_running + replica.num_waiting
+            batch = max(batch, replica.num_sent) if replica.num_sent else batch
+            new = max(whole - cached[replica.name], 1) if replica.name in cached else whole
+            score = (replica.num_unstarted_tokens + new) * (batch + 1)
+            if score < least:
+                chosen, least = replica, score
+        return chosen
+
+
+# By session.
+
+
+# Points of a replica on the ring: the more, the more even are the shares. With 64 they differ by
+# an eighth (one over the root of it).
+POINTS = 64
+
+
+class SessionSticky(BaseRouter):
+    """Chooses the replica that owns the next point of the ring after the session's own, so that a
+    conversation stays at one replica. O(log n); O(n log n) after one came or went.
+
+    Paper: Karger et al., "Consistent Hashing and Random Trees", STOC'97. When a replica goes, only
+    its own conversations move, and when it is back, they come back. A request without a session
+    goes to the replica with the least work.
+    """
+
+    keeps_sessions = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.points: dict[str, list[int]] = {}  # by replica
+        self.ring: list[tuple[int, str]] = []  # sorted; empty: to be made
+        self.places: dict[str, int] = {}  # where each replica stood the last time
+
+    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
+        if not request.session:
+            return min(replicas, key=work_of)
+        if not self.ring:
+            self.ring = sorted((p, name) for name, own in self.points.items() for p in own)
+        place = bisect(self.ring, (_point(request.session), "\U0010ffff"))
+        for i in range(len(self.ring)):
+            replica = self.shown(self.ring[(place + i) % len(self.ring)][1], replicas)
+            if replica is not None:
+                return replica
+        raise AssertionError("no replica that is shown has joined")
+
+    def shown(self, name: str, replicas: Replicas) -> ReplicaView | None:
+        """Return the replica of this name, if it is among those that are shown. Where it stood the
+        last time it stands again, unless a replica came or went.
+        """
+        place = self.places.get(name, -1)
+        if not 0 <= place < len(replicas) or replicas[place].name != name:
+            self.places = {replica.name: place for place, replica in enumerate(replicas)}
+            place = self.places.get(name, -1)
+        return replicas[place] if place >= 0 else None
+
+    def on_join(self, name: str) -> None:
+        self.points[name] = [_point(f"{name} {number}") for number in range(POINTS)]
+        self.ring = []
+
+    def on_leave(self, name: str) -> None:
+        del self.points[name]
+        self.ring = []
+
+
+def _point(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
