@@ -31,7 +31,7 @@ from harness import ROOT, Args, Opt, Program, Table, percentile, ratio, turns
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from aioserve.engine.builder import make_runner
-from aioserve.lab.reproduce.claims.simulate import configure, make_workload, measure
+from aioserve.lab.reproduce.claims.claim import configure, make_workload, measure
 from aioserve.lab.simulation.outcome import DelegatingRunner
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats

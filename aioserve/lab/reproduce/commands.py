@@ -13,8 +13,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output
 from aioserve.lab.calibration import write_profile
 from aioserve.lab.comparison.document import encode
-from aioserve.lab.reproduce.claims.commands import ALL, run_claims
-from aioserve.lab.reproduce.claims.registry import CLAIMS
+from aioserve.lab.reproduce.claims.commands import ALL, CLAIMS, run_claims
 from aioserve.lab.reproduce.vtc import predict
 from aioserve.lab.reproduce.vtc_words import as_document, draw, render, summary, tabulate
 from aioserve.lab.terminal import paint, progress

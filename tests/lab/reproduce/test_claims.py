@@ -10,9 +10,8 @@ import pytest
 
 from aioserve.cli.main import main
 from aioserve.lab.reproduce.claims.claim import Finding, verdict_of
-from aioserve.lab.reproduce.claims.mc_sf import latency_of, small_case
-from aioserve.lab.reproduce.claims.optimum import Job, total_latency
-from aioserve.lab.reproduce.claims.registry import CLAIMS
+from aioserve.lab.reproduce.claims.commands import CLAIMS
+from aioserve.lab.reproduce.claims.optimum import Job, latency_of, small_case, total_latency
 from aioserve.scheduler import load_policy
 from aioserve.testing import SchedulerHarness
 
@@ -82,7 +81,7 @@ def test_the_engine_under_mc_sf_is_never_quicker_than_the_optimum() -> None:
     ("rule", "victim"), [("lifo", "c"), ("least_computed", "b"), ("most_computed", "a")]
 )
 def test_a_rule_names_the_victim(rule: str, victim: str) -> None:
-    policy = load_policy("aioserve.lab.reproduce.claims.policies:VictimScheduler")
+    policy = load_policy("aioserve.lab.reproduce.claims.scheduling:VictimScheduler")
     harness = SchedulerHarness(policy, num_blocks=16, options={"rule": rule}, watermark=0)
     for name, num_tokens in (("a", 30), ("b", 4), ("c", 16)):
         harness.add_request(name, [ord(name) % 50] * num_tokens, max_tokens=20)

@@ -1,1 +1,1 @@
-"""Published results that the lab runs again, one file each: `python -m aioserve reproduce NAME`."""
+"""Published results that the lab runs again: `python -m aioserve reproduce NAME`."""
