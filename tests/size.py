@@ -79,7 +79,7 @@ SCENARIOS = {
 LIMITS = {
     "an embedded engine, one text prompt": Loaded(106, 24_800),
     "the server, one streamed chat completion": Loaded(155, 35_950),
-    "compare fcfs chunked_prefill": Loaded(124, 30_950),
+    "compare fcfs chunked_prefill": Loaded(104, 24_850),
     "importing a policy": Loaded(17, 4_350),
 }
 

@@ -6,13 +6,12 @@ Knows files, policies and settings. Runs nothing.
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_source.info import ModelInfo
@@ -20,6 +19,9 @@ from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.scheduler.registry import FOREIGN
 from aioserve.support.files import config_names
 from aioserve.support.plugins import is_zoo_name
+
+if TYPE_CHECKING:
+    from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 
 # They change which clients are served and where, and what is noted, not how requests are scheduled.
 IGNORED_SECTIONS = ("server", "shadow")
@@ -33,7 +35,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     name: str
     config: EngineConfig
-    fleet: Fleet | None = None
+    fleet: "Fleet | None" = None
 
 
 def load_candidates(
@@ -65,7 +67,7 @@ def _stem(path: str) -> str:
     return path if is_zoo_name(path) else Path(path).stem
 
 
-def in_fleet(candidates: list[Candidate], spec: FleetSpec) -> list[Candidate]:
+def in_fleet(candidates: list[Candidate], spec: "FleetSpec") -> list[Candidate]:
     """Return each configuration behind each router, with each autoscaler, under the names of what
     differs.
     """

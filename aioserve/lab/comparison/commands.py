@@ -6,11 +6,11 @@ Tables go to stdout, progress to stderr if that is a terminal. Knows nothing abo
 import argparse
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.fleet.routing import available_routers
+from aioserve.fleet import available_routers
 from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
@@ -27,14 +27,15 @@ from aioserve.lab.comparison.arguments import (
 from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candidates
 from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.measures import Reader
-from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.words import render_sweep, render_table
-from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.support.arguments import Parser
 from aioserve.support.files import write
+
+if TYPE_CHECKING:
+    from aioserve.lab.simulation.fleet_plan import FleetSpec
 
 
 def run_compare(words: Sequence[str]) -> int:
@@ -94,7 +95,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _fleet(arguments: argparse.Namespace) -> FleetSpec | None:
+def _fleet(arguments: argparse.Namespace) -> "FleetSpec | None":
     price: float | None = arguments.price_per_hour
     if price is not None and not 0 <= price < math.inf:
         raise ConfigError(f"--price-per-hour must be a number of at least 0, got {price:g}")
@@ -105,6 +106,8 @@ def _fleet(arguments: argparse.Namespace) -> FleetSpec | None:
         return None
     if arguments.live:
         raise ConfigError("--fleet is simulated: give it without --live")
+    from aioserve.lab.simulation.fleet_plan import FleetSpec
+
     routers = None if arguments.routers is None else tuple(arguments.routers)
     return FleetSpec.load(arguments.fleet, routers, price)
 
@@ -201,4 +204,6 @@ def _replayed(
 def _write_reports(arguments: argparse.Namespace, document: Document) -> None:
     write(arguments.json, encode(document))
     if arguments.html:
+        from aioserve.lab.comparison.report import render_html
+
         write(arguments.html, render_html(document).encode())

@@ -6,7 +6,7 @@ data. Knows nothing about how it is shown.
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -48,8 +48,6 @@ from aioserve.lab.comparison.measures import (
     verdict,
 )
 from aioserve.lab.comparison.service import Floats, service_bound
-from aioserve.lab.logs.what_if import Traffic
-from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.parallel import simulate_all
 from aioserve.lab.simulation.run import Progress, run_live
@@ -57,6 +55,10 @@ from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
+
+if TYPE_CHECKING:
+    from aioserve.lab.logs.what_if import Traffic
+    from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 
 NUM_POINTS = 240  # of a curve over time
 NUM_STEPS = 160  # bars in the step timeline of the first configuration
@@ -158,7 +160,7 @@ def _steps(outcome: RunOutcome, window: list[float]) -> dict[str, Any]:
 # difference between the two is how far the simulation is off. Runs nothing.
 
 
-def measure_recorded(traffic: Traffic) -> dict[str, Any]:
+def measure_recorded(traffic: "Traffic") -> dict[str, Any]:
     """Return the durations of a log's requests, in the shape of a result of `compare`: in seconds,
     with the policies that decided, in words.
     """
@@ -229,8 +231,8 @@ def compare(
         run = RunMeasures(
             outcome, workload, levels, weights[i] if stated_by else None, reader, next(alone)
         )
-        if fleet is not None and isinstance(outcome, FleetOutcome):
-            run.totals |= fleet_totals(outcome, fleet, run.totals)
+        if fleet is not None:
+            run.totals |= fleet_totals(cast("FleetOutcome", outcome), fleet, run.totals)
         measures[i].append(run)
         if not curves[i]:
             window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all

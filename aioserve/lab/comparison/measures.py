@@ -9,7 +9,7 @@ Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Service
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,14 +17,16 @@ import numpy.typing as npt
 
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.service import Floats, service_by_client
-from aioserve.lab.simulation.fleet_plan import Fleet
-from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import DURATIONS
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest
 from aioserve.support.nearest import did_you_mean
+
+if TYPE_CHECKING:
+    from aioserve.lab.simulation.fleet_plan import Fleet
+    from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 
 DEFAULT_TTFT = 1.0  # seconds; what the paper takes for readers of chats
 
@@ -184,7 +186,9 @@ SECONDS_PER_HOUR = 3600.0
 MILLION = 1e6
 
 
-def fleet_totals(outcome: FleetOutcome, fleet: Fleet, totals: dict[str, float]) -> dict[str, float]:
+def fleet_totals(
+    outcome: "FleetOutcome", fleet: "Fleet", totals: dict[str, float]
+) -> dict[str, float]:
     """Return one number each, to stand beside `totals`. Prices are in the currency of the
     fleet's.
     """

@@ -12,15 +12,16 @@ from itertools import islice
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from threading import Thread, current_thread, main_thread
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from aioserve.config import EngineConfig
 from aioserve.errors import AioserveError
-from aioserve.lab.simulation.fleet import simulate_fleet
-from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import Progress, simulate
 from aioserve.lab.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from aioserve.lab.simulation.fleet_plan import Fleet
 
 # A process has to import everything anew, about two seconds: as long as this many requests take.
 REQUESTS_WORTH_A_PROCESS = 2000
@@ -35,7 +36,9 @@ def choose_num_jobs(workloads: Sequence[Workload], num_configs: int) -> int:
 
 
 def simulate_all(
-    runs: Sequence[tuple[EngineConfig, Workload, Fleet | None]], num_jobs: int, progress: Progress
+    runs: Sequence[tuple[EngineConfig, Workload, "Fleet | None"]],
+    num_jobs: int,
+    progress: Progress,
 ) -> Iterator[RunOutcome]:
     """Yield the outcomes in the order of `runs`, of one engine each, or of a fleet; the same, byte
     for byte, for any number of jobs.
@@ -71,11 +74,13 @@ def simulate_all(
 def _simulate(
     config: EngineConfig,
     workload: Workload,
-    fleet: Fleet | None,
+    fleet: "Fleet | None",
     progress: Progress = lambda count: None,
 ) -> RunOutcome:
     if fleet is None:
         return simulate(config, workload, progress)
+    from aioserve.lab.simulation.fleet import simulate_fleet
+
     return simulate_fleet(config, workload, fleet, progress)
 
 
@@ -89,7 +94,7 @@ class _Process:
             self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
             self.process.start()
 
-    def send(self, run: tuple[EngineConfig, Workload, Fleet | None]) -> None:
+    def send(self, run: tuple[EngineConfig, Workload, "Fleet | None"]) -> None:
         with self._its_end_told():
             self.line.send(run)
 

@@ -21,7 +21,6 @@ from aioserve.errors import ConfigError, RequestError
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.predictions import AnyPrediction, Prediction, with_predictions
-from aioserve.lab.workloads.traces import SUFFIXES, read_trace
 from aioserve.lab.workloads.workload import Piece, ReplyLimit, Workload, WorkloadRequest, text_name
 from aioserve.request import PREDICTED_OUTPUT_TOKENS, Hints, check_hints
 from aioserve.support.files import find_workload, read_struct
@@ -475,6 +474,9 @@ def _tokens(distribution: Distribution, rng: random.Random) -> int:
 # names and options of the command line; leaves formats to others.
 
 
+TRACE_SUFFIXES = (".csv", ".jsonl")
+
+
 class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     """A workload file and what to do with it. Times in seconds."""
 
@@ -492,12 +494,14 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_trace(self) -> bool:
         """Whether other seeds would only change token ids."""
-        return Path(self.path).suffix in SUFFIXES and self.rate is None
+        return Path(self.path).suffix in TRACE_SUFFIXES and self.rate is None
 
     def load(self, seed: int) -> Workload:
         """Return the requests for this seed. Raises `ConfigError` that says what is wrong where."""
         path = find_workload(self.path)
-        if path.suffix in SUFFIXES:
+        if path.suffix in TRACE_SUFFIXES:
+            from aioserve.lab.workloads.traces import read_trace
+
             workload = read_trace(self.path, seed, self.rate)
         elif self.rate is not None:
             raise ConfigError(f"workload {self.path}: --rate is for traces without arrivals")

@@ -384,9 +384,6 @@ def _pieces(
 # broken line is named by file and number. Knows formats; knows nothing about serving.
 
 
-SUFFIXES = (".csv", ".jsonl")
-
-
 def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Workload:
     """Return the workload in a `.csv` or `.jsonl` file; arrivals count from the first one.
 
