@@ -79,7 +79,8 @@ SCENARIOS = {
 LIMITS = {
     "an embedded engine, one text prompt": Loaded(106, 24_800),
     "the server, one streamed chat completion": Loaded(155, 35_950),
-    "compare fcfs chunked_prefill": Loaded(104, 24_850),
+    # One module more than before: the seam of step times, so that cards are no part of the formula.
+    "compare fcfs chunked_prefill": Loaded(105, 25_150),
     "importing a policy": Loaded(17, 4_350),
 }
 

@@ -18,6 +18,10 @@ from aioserve.support.nearest import explain, misfit
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+#: Settings that are mappings whose keys another's code knows.
+OPTIONS = ("scheduler.options", "shadow.shadow_options", "runner.profile_options")
+
+
 def read_sections(path: Path) -> dict[str, Any]:
     """Return the sections of a YAML file; raises `ConfigError` where it holds anything else."""
     tree = read_yaml(path, "config file")
@@ -30,8 +34,8 @@ def read_sections(path: Path) -> dict[str, Any]:
 
 def set_value(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set `a.b.c` in nested dicts."""
-    if isinstance(value, str) and dotted.startswith(("scheduler.options", "shadow.shadow_options")):
-        value = _parse_option(value)  # the policy's types are not known here
+    if isinstance(value, str) and dotted.startswith(OPTIONS):
+        value = _parse_option(value)  # the types are not known here
     *parents, leaf = dotted.split(".")
     for name in parents:
         child = tree.setdefault(name, {})
@@ -61,16 +65,18 @@ def convert(tree: dict[str, Any], cls: type[T], where: str | None, strict: bool 
         raise ConfigError(f"{where or 'settings'}: {explain(error, cls)}") from error
 
 
+WORDS = {"scheduler": "policy", "shadow": "policy", "runner": "step-time source"}
 _FILE = re.compile(r"(.+\.py)(:.*)?")
 
 
 def find_policies(tree: dict[str, Any], path: Path, overridden: Collection[str]) -> None:
-    """Have the policies that are files of Python found from the working directory, and what their
-    options name. Raises `ConfigError` for a policy whose file is in neither place.
+    """Have the policies and step times that are files of Python found from the working directory,
+    and what their options name. Raises `ConfigError` for one whose file is in neither place.
     """
     for section, name, options in (
         ("scheduler", "policy", "options"),
         ("shadow", "shadow_policy", "shadow_options"),
+        ("runner", "profile", "profile_options"),
     ):
         settings = tree.get(section, {})
         settings |= {options: _found(settings[options], path)} if options in settings else {}
@@ -80,7 +86,7 @@ def find_policies(tree: dict[str, Any], path: Path, overridden: Collection[str])
         settings[name] = _found(settings[name], path)
         if settings[name] == match[0] and not Path(match[1]).is_file():
             raise ConfigError(
-                f"{path}: no file {Path(match[1])} to take a policy from: looked in "
+                f"{path}: no file {Path(match[1])} to take a {WORDS[section]} from: looked in "
                 f"{path.parent.absolute()} and in {Path.cwd()}"
             )
 

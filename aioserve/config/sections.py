@@ -332,9 +332,16 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
 class SimulatorConfig(Section, frozen=True, kw_only=True):
     """The simulator: step times and made-up tokens. Part of the section `runner`."""
 
-    profile: Annotated[str, doc("simulator: step-time profile, by name or as a .yaml file")] = (
-        "example"
-    )
+    profile: Annotated[
+        str,
+        doc(
+            "simulator: step times: a profile, by name or as a .yaml file, or a source of them, by "
+            "name, package.module:Class or file.py:Class"
+        ),
+    ] = "example"
+    profile_options: Annotated[
+        dict[str, Any], doc("simulator: options of the step-time source, as a mapping")
+    ] = msgspec.field(default_factory=dict)
     step_base_ms: Annotated[
         NonNegativeFloat | None, doc("simulator: fixed ms per step (default: the profile's)")
     ] = None
@@ -355,6 +362,10 @@ class SimulatorConfig(Section, frozen=True, kw_only=True):
     step_prefill_us: Annotated[
         NonNegativeFloat | None,
         doc("simulator: us per request with a prompt to compute (default: the profile's)"),
+    ] = None
+    step_host_ms: Annotated[
+        NonNegativeFloat | None,
+        doc("simulator: ms of the engine's host, more for each step (default: the profile's)"),
     ] = None
     step_idle_ms: Annotated[
         NonNegativeFloat | None,

@@ -1,4 +1,4 @@
-"""How long a step takes, as a linear model of what is in it; and the ready-made profiles.
+"""How long a step takes, as a linear model of what is in it: one of the step-time sources.
 
 For the simulated runner and for the code that fits one. Knows nothing about models or machines: a
 profile says itself where its numbers come from.
@@ -7,18 +7,15 @@ profile says itself where its numbers come from.
 import math
 from bisect import bisect_right
 from itertools import pairwise
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
+from aioserve.runner.step_times import Prefills, SideRates, StepTimeSource, make_step_times
 from aioserve.scheduler.output import StepFeatures
-from aioserve.support.files import read_struct
-from aioserve.support.nearest import did_you_mean
-
-PROFILE_FOLDER = Path(__file__).parent / "profiles"
+from aioserve.support.nearest import explain
 
 Coefficient = Annotated[float, Meta(ge=0)]
 #: (x, ms) with rising x: a curve that is straight between its points. Before the first point it has
@@ -48,6 +45,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     jitter: Coefficient = 0.0  # standard deviation of a step's time, as a share of it
     source: str = ""  # where the numbers come from: measured how and on what, or computed from what
     error: str = ""  # how well they fit, if they were measured
+    host_ms: Coefficient = 0.0  # more for each step, whatever the speed of the host
 
     def __post_init__(self) -> None:
         for name in ("prefill_ms", "decode_ms"):
@@ -55,8 +53,8 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if any(a >= b for a, b in pairwise(places)):
                 raise ValueError(f"the points of {name} must have rising first numbers")
 
-    def seconds(self, features: StepFeatures, num_encoder_tokens: int = 0) -> float:
-        """Predicted duration of one step."""
+    def seconds(self, features: StepFeatures) -> float:
+        """Return the predicted duration of one step, without that of `SideRates`."""
         num_prefill_tokens, num_decodes, num_context, num_query_context, num_prefills = features
         fixed_ms = self._fixed_ms(num_decodes)
         if num_prefill_tokens and self.prefill_ms:
@@ -67,7 +65,6 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             + self.context_token_us * num_context
             + 1e-3 * self.query_context_ns * num_query_context
             + self.prefill_us * num_prefills
-            + self.encoder_token_us * num_encoder_tokens
         )
 
     def seconds_of_decodes(
@@ -106,22 +103,38 @@ def _on_curve(points: Points, x: float) -> float:
     return value + slope * (x - before)
 
 
-def available_profiles() -> list[str]:
-    """Return names of the profiles that come with the package."""
-    return sorted(path.stem for path in PROFILE_FOLDER.glob("*.yaml"))
+class LinearStepTimes(StepTimeSource):
+    """The linear model as a step-time source, under the name `linear`."""
+
+    def __init__(self, model: StepTimeModel) -> None:
+        self.model = model
+        self.source, self.error = model.source, model.error
+        self.rates = SideRates(**{f: getattr(model, f) for f in SideRates.__struct_fields__})
+
+    def seconds(self, features: StepFeatures, prefills: Prefills = ()) -> float:
+        """Return the seconds of one step; the rates know sums over rows alone."""
+        return self.model.seconds(features)
+
+    def seconds_of_decodes(
+        self, num_decodes: int, num_context_tokens: int, num_steps: int
+    ) -> list[float]:
+        """Return what `seconds` says of `num_steps` steps in a row, to the last bit."""
+        return self.model.seconds_of_decodes(num_decodes, num_context_tokens, num_steps)
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
+        """Return the source with these fields of `StepTimeModel`. Raises `ConfigError`."""
+        try:
+            return cls(msgspec.convert(options, StepTimeModel))
+        except msgspec.ValidationError as error:
+            raise ConfigError(explain(error, StepTimeModel)) from error
 
 
 def load_profile(name_or_path: str) -> StepTimeModel:
-    """Return a profile by name, or from a YAML file. Raises `ConfigError` that says what is
+    """Return a linear profile by name, or from a YAML file. Raises `ConfigError` that says what is
     wrong.
     """
-    path = Path(name_or_path)
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        path = PROFILE_FOLDER / f"{name_or_path}.yaml"
-        if not path.is_file():
-            raise ConfigError(
-                f"unknown step-time profile {name_or_path!r}"
-                f"{did_you_mean(name_or_path, available_profiles())}; available: "
-                f"{', '.join(available_profiles())}; or give a path to a .yaml file"
-            )
-    return read_struct(path, "step-time profile", StepTimeModel)
+    found = make_step_times(name_or_path, {})
+    if not isinstance(found, LinearStepTimes):
+        raise ConfigError(f"step-time profile {name_or_path} is not one of the linear formula")
+    return found.model

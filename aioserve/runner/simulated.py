@@ -13,7 +13,7 @@ from zlib import crc32
 
 import msgspec
 
-from aioserve.config import EngineConfig, SimulatorConfig
+from aioserve.config import EngineConfig
 from aioserve.kv_cache import Ahead, WindowSpec
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
@@ -22,12 +22,12 @@ from aioserve.request import ROW_VALUES, invented
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import KVConnectorWorker, RunnerInterface
 from aioserve.runner.kv_pool import window_spec
-from aioserve.runner.profile import StepTimeModel, load_profile
+from aioserve.runner.step_times import StepTimeSource, step_times
 from aioserve.scheduler.output import (
     CachedRequestData,
     NewRequestData,
     SchedulerOutput,
-    step_features,
+    step_content,
 )
 from aioserve.support.parts import load
 
@@ -153,7 +153,7 @@ IDLE_SECONDS = 0.001
 
 
 class SimulatedRunner(RunnerInterface):
-    """Steps take the time that a `StepTimeModel` says."""
+    """Steps take the time that a `StepTimeSource` says."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class SimulatedRunner(RunnerInterface):
         model_info: ModelInfo,
         *,
         jump_to: Jump = lambda when: False,
-        step_time: StepTimeModel | None = None,
+        step_time: StepTimeSource | None = None,
     ) -> None:
         """`jump_to` moves a virtual clock ahead if nothing would happen on the way, and says
         whether it did. `step_time` is that of the settings, if it has been read.
@@ -180,7 +180,9 @@ class SimulatedRunner(RunnerInterface):
             self._draft_length = load("drafters", "length")(config.runner.simulated_draft_tokens)
         self._jump_to = jump_to
         self._config = config.runner
-        self._step_time = step_time or step_time_model(config.runner)
+        self._step_time = step_time or step_times(config.runner)
+        self._rates = rates = self._step_time.rates
+        self._host_seconds = 1e-3 * rates.host_ms
         self._noise = Random(f"{config.runner.seed} step times")
         self._is_cold = True  # no step has run yet
         self._model_info = model_info
@@ -199,6 +201,9 @@ class SimulatedRunner(RunnerInterface):
         scheduler, cache = config.scheduler, config.cache
         slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
         slots = max(slots, model_info.max_model_len)
+        step_budget = scheduler.step_budget(model_info.max_model_len)
+        known = self._step_time.num_kv_tokens(step_budget, scheduler.max_num_seqs)
+        num_blocks = -(-slots // cache.block_size) if known is None else known // cache.block_size
         windows: WindowSpec | None = None
         if config.runner.simulated_window is not None:
             windows = window_spec(
@@ -209,7 +214,7 @@ class SimulatedRunner(RunnerInterface):
             )
         #: What `load` answers; known before, as nothing is loaded.
         self.info = RunnerInfo(
-            num_kv_blocks=cache.num_kv_blocks or -(-slots // cache.block_size),
+            num_kv_blocks=cache.num_kv_blocks or num_blocks,
             num_state_slots=cache.num_state_slots,
             windows=windows,
             supports_prompt_logprobs=True,
@@ -246,20 +251,20 @@ class SimulatedRunner(RunnerInterface):
         started = self._busy_until
         if now > started:
             is_idle = now - started > IDLE_SECONDS
-            started = now + 1e-3 * self._step_time.idle_ms if is_idle else now
+            started = now + 1e-3 * self._rates.idle_ms if is_idle else now
         seconds, output = self._compute(scheduler_output)
         if self._is_cold and seconds:
             self._is_cold = False
-            seconds += 1e-3 * self._step_time.cold_ms
-        if self._step_time.jitter:
-            seconds *= max(self._noise.gauss(1.0, self._step_time.jitter), 0.0)
+            seconds += 1e-3 * self._rates.cold_ms
+        if self._rates.jitter:
+            seconds *= max(self._noise.gauss(1.0, self._rates.jitter), 0.0)
         self._busy_until = started + self.slowdown * seconds
         if self.on_step is not None:
             self.on_step(scheduler_output, output, now, self._busy_until)
         return output, self._busy_until
 
     def make_kv_worker(self, num_bytes: int) -> KVConnectorWorker:
-        seconds = 1e-6 * self._step_time.kv_load_token_us * self._block_size
+        seconds = 1e-6 * self._rates.kv_load_token_us * self._block_size
         made: KVConnectorWorker = load("kv copies", "simulated")(
             num_bytes, self._block_bytes, seconds
         )
@@ -272,7 +277,7 @@ class SimulatedRunner(RunnerInterface):
         """
         if self.kv_directory is not None:
             return self.kv_directory.shared()
-        seconds = 1e-6 * self._step_time.kv_read_token_us * self._block_size
+        seconds = 1e-6 * self._rates.kv_read_token_us * self._block_size
         return load("kv copies", "simulated directory")(max_bytes, self._block_bytes, seconds)
 
     @property
@@ -299,6 +304,8 @@ class SimulatedRunner(RunnerInterface):
         and when each of `num_steps` more steps of the same rows after it.
         """
         seconds = self._step_time.seconds_of_decodes(num_rows, num_context + num_rows, num_steps)
+        if host := self._host_seconds:
+            seconds = [of_one + host for of_one in seconds]
         if self.slowdown != 1:
             seconds = [self.slowdown * of_one for of_one in seconds]
         return list(accumulate(seconds, initial=self._busy_until))
@@ -306,7 +313,7 @@ class SimulatedRunner(RunnerInterface):
     @property
     def has_jitter(self) -> bool:
         """Whether the times of steps vary by chance: then none is known in advance."""
-        return self._step_time.jitter > 0
+        return self._rates.jitter > 0
 
     def num_steps_before_ends(self, request_ids: list[str]) -> int:
         """Decode steps after the one in flight in which none of these rows samples its end token;
@@ -355,7 +362,11 @@ class SimulatedRunner(RunnerInterface):
         """Return seconds that the step takes; 0 for a step that runs no request."""
         if not scheduler_output.num_scheduled_tokens:
             return 0.0
-        return self._step_time.seconds(step_features(scheduler_output), num_encoder)
+        features, prefills = step_content(scheduler_output)
+        seconds = self._step_time.seconds(features, prefills)
+        if num_encoder:
+            seconds += 1e-6 * self._rates.encoder_token_us * num_encoder
+        return seconds + self._host_seconds
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
         """Forget requests that left, add new ones; returns how many tokens of each are computed."""
@@ -505,16 +516,3 @@ class SimulatedRunner(RunnerInterface):
         while token_id in self._special_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id
-
-
-def step_time_model(config: SimulatorConfig) -> StepTimeModel:
-    """Return the profile that the settings name, with those of its numbers replaced that
-    they give.
-    """
-    prefix = "step_"
-    given = {
-        field.removeprefix(prefix): value
-        for field in config.__struct_fields__
-        if field.startswith(prefix) and (value := getattr(config, field)) is not None
-    }
-    return msgspec.structs.replace(load_profile(config.profile), **given)

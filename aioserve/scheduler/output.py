@@ -162,11 +162,15 @@ def count_tokens(output: SchedulerOutput) -> tuple[int, int, int]:
     return total - num_decodes, num_decodes, num_context
 
 
-def step_features(output: SchedulerOutput) -> StepFeatures:
-    """Return the features of a planned step."""
+def step_content(
+    output: SchedulerOutput,
+) -> tuple[StepFeatures, Sequence[tuple[int, int]]]:
+    """Return the features of a planned step, and of each row that prefills, how many tokens it gets
+    and its length with them.
+    """
     num_prefill_tokens, num_decodes, num_context = count_tokens(output)
     if not num_prefill_tokens:
-        return StepFeatures(0, num_decodes, num_context, 0)
+        return StepFeatures(0, num_decodes, num_context, 0), ()
     cached = output.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     for data in output.scheduled_new_reqs:
@@ -178,4 +182,9 @@ def step_features(output: SchedulerOutput) -> StepFeatures:
         if n > 1 and r not in drafts
     ]
     found = StepFeatures.of(num_decodes, num_context, prefills)
-    return found.with_drafts(len(drafts), sum(map(len, drafts.values())))
+    return found.with_drafts(len(drafts), sum(map(len, drafts.values()))), prefills
+
+
+def step_features(output: SchedulerOutput) -> StepFeatures:
+    """Return the features of a planned step."""
+    return step_content(output)[0]

@@ -2,9 +2,10 @@
 
 Loaded in every pytest run where aioserve is installed, so it imports nothing before it is asked.
 `--aioserve-format` does the same for formats of replies, `--aioserve-router` for routers of fleets,
-`--aioserve-autoscaler` for autoscalers. The tests are those of the modules `contract` in
-`aioserve.testing` and its packages `formats`, `routers` and `autoscalers`; the first broken rule is
-told on a screen, wherever the contract runs.
+`--aioserve-autoscaler` for autoscalers, `--aioserve-step-times` for step-time sources. The tests
+are those of the modules `contract` in `aioserve.testing` and its packages `formats`, `routers` and
+`autoscalers`, and of `step_times`; the first broken rule is told on a screen, wherever the contract
+runs.
 """
 
 import importlib.util
@@ -25,7 +26,8 @@ class Contract(NamedTuple):
     option: str
     module: str
     load: Callable[[pytest.Config, str], type]  # a class by what it was called; `ConfigError`
-    subject: Callable[[pytest.Config, type], Any]  # what the tests get
+    #: What the tests get, made of the class and what it was called.
+    subject: Callable[[pytest.Config, type, str], Any]
     given: pytest.StashKey[dict[str, type]]  # the classes, by what they were called
 
     def kind_of(self, subject: Any) -> type:
@@ -49,7 +51,7 @@ def _load_policy(config: pytest.Config, spec: str) -> type:
     return policy
 
 
-def _policy_subject(config: pytest.Config, policy: type) -> Any:
+def _policy_subject(config: pytest.Config, policy: type, spec: str) -> Any:
     from aioserve.testing.contract import Subject
     from aioserve.testing.state_machine import DEFAULT_EXAMPLES
 
@@ -63,7 +65,7 @@ def _load_format(config: pytest.Config, spec: str) -> type:
     return load_format(spec)
 
 
-def _format_subject(config: pytest.Config, kind: type) -> Any:
+def _format_subject(config: pytest.Config, kind: type, spec: str) -> Any:
     from aioserve.testing.formats.contract import DEFAULT_EXAMPLES, FormatSubject
 
     return FormatSubject(kind, config.getoption("--aioserve-examples") or DEFAULT_EXAMPLES)
@@ -77,7 +79,7 @@ def _load_router(config: pytest.Config, spec: str) -> type:
     return router
 
 
-def _router_subject(config: pytest.Config, kind: type) -> Any:
+def _router_subject(config: pytest.Config, kind: type, spec: str) -> Any:
     from aioserve.testing.routers.contract import RouterSubject
 
     return RouterSubject(kind, config.getoption("--aioserve-router-options"))
@@ -91,10 +93,22 @@ def _load_autoscaler(config: pytest.Config, spec: str) -> type:
     return autoscaler
 
 
-def _autoscaler_subject(config: pytest.Config, kind: type) -> Any:
+def _autoscaler_subject(config: pytest.Config, kind: type, spec: str) -> Any:
     from aioserve.testing.autoscalers.contract import AutoscalerSubject
 
     return AutoscalerSubject(kind, config.getoption("--aioserve-autoscaler-options"))
+
+
+def _load_step_times(config: pytest.Config, spec: str) -> type:
+    from aioserve.runner.step_times import make_step_times
+
+    return type(make_step_times(spec, config.getoption("--aioserve-step-times-options")))
+
+
+def _step_times_subject(config: pytest.Config, kind: type, spec: str) -> Any:
+    from aioserve.testing.step_times import StepTimesSubject
+
+    return StepTimesSubject.named(spec, config.getoption("--aioserve-step-times-options"))
 
 
 POLICY = Contract(
@@ -113,7 +127,11 @@ AUTOSCALER = Contract(
     "--aioserve-autoscaler", "aioserve.testing.autoscalers.contract", _load_autoscaler,
     _autoscaler_subject, pytest.StashKey[dict[str, type]](),
 )  # fmt: skip
-CONTRACTS = (POLICY, FORMAT, ROUTER, AUTOSCALER)
+STEP_TIMES = Contract(
+    "--aioserve-step-times", "aioserve.testing.step_times", _load_step_times, _step_times_subject,
+    pytest.StashKey[dict[str, type]](),
+)  # fmt: skip
+CONTRACTS = (POLICY, FORMAT, ROUTER, AUTOSCALER, STEP_TIMES)
 
 
 WIDTH = 98
@@ -121,7 +139,7 @@ BROKEN = pytest.StashKey[set[type]]()  # classes that have broken a rule
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("aioserve", "contracts: policies, formats, routers, autoscalers")
+    group = parser.getgroup("aioserve", "contracts: policies, formats, routers, step times")
     group.addoption(
         "--aioserve-policy",
         action="append",
@@ -184,6 +202,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="JSON",
         help="options of the autoscalers that --aioserve-autoscaler names, as a JSON object",
     )
+    group.addoption(
+        "--aioserve-step-times",
+        action="append",
+        default=[],
+        metavar="SOURCE",
+        help="run the contract on this step-time source, as --aioserve-policy does for a policy: a "
+        "profile by name or as a .yaml file, a source by name, package.module:Class or "
+        "path/to/file.py:Class; repeatable",
+    )
+    group.addoption(
+        "--aioserve-step-times-options",
+        type=_mapping,
+        default={},
+        metavar="JSON",
+        help="options of the sources that --aioserve-step-times names, as a JSON object",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -209,7 +243,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for each in CONTRACTS:
         if metafunc.module.__file__ == each.path:
             given = metafunc.config.stash.get(each.given, {})
-            subjects = [each.subject(metafunc.config, kind) for kind in given.values()]
+            subjects = [each.subject(metafunc.config, kind, spec) for spec, kind in given.items()]
             metafunc.parametrize("subject", subjects, ids=list(given))
 
 

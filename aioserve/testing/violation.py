@@ -28,6 +28,10 @@ class RouterViolation(AssertionError):
     """A router broke a rule; the message names the rule, and a replica or request."""
 
 
+class StepTimesViolation(AssertionError):
+    """A step-time source broke a rule; the message names the rule and two steps."""
+
+
 class Starvation(ContractViolation):
     """A request is never served, or never to its end."""
 

@@ -31,9 +31,10 @@ from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import ROW_VALUES, Request, RequestStatus, invented
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.profile import StepTimeModel
+from aioserve.runner.profile import LinearStepTimes, StepTimeModel
+from aioserve.runner.step_times import StepTimeSource
 from aioserve.scheduler import BaseScheduler, load_policy
-from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_features
+from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_content
 from aioserve.scheduler.registry import FOREIGN
 
 BLOCK = 16  # tokens: what prompts share is found in multiples of this
@@ -201,7 +202,7 @@ class RepliesRunner(RunnerInterface):
     """Replies as the log has them, after the time that the model says."""
 
     def __init__(
-        self, replies: dict[str, "array[int]"], step_time: StepTimeModel, info: RunnerInfo
+        self, replies: dict[str, "array[int]"], step_time: StepTimeSource, info: RunnerInfo
     ) -> None:
         self._replies, self._info = replies, info
         self._step_time = step_time
@@ -224,7 +225,7 @@ class RepliesRunner(RunnerInterface):
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
         self._busy_until = max(loop.time(), self._busy_until)
         if scheduler_output.total_num_scheduled_tokens:
-            self._busy_until += self._step_time.seconds(step_features(scheduler_output))
+            self._busy_until += self._step_time.seconds(*step_content(scheduler_output))
         loop.call_at(self._busy_until, future.set_result, self._compute(scheduler_output))
         return future
 
@@ -460,7 +461,7 @@ class _Rerun:
             clock=clock,
             stall_timeout=scheduler.stall_timeout,
         )
-        runner = RepliesRunner(self._replies, self._traffic.step_time, info)
+        runner = RepliesRunner(self._replies, LinearStepTimes(self._traffic.step_time), info)
         return EngineCore(loop, runner, self, clock=clock)
 
     def _add(self, number: int, life: Life) -> None:

@@ -20,7 +20,8 @@ from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.runner.simulated import SimulatedRunner, step_time_model
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.step_times import step_times
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed
 
@@ -131,7 +132,7 @@ class Blueprint:
         """Raises `ConfigError` for what cannot work."""
         self.config = config
         self.model_info = ModelInfo(config.model)
-        self._step_time = step_time_model(config.runner)
+        self._step_time = step_times(config.runner)
         self.policy = load_policy(config.scheduler.policy)
         self.runner_info = self.make_runner().info
         num_slots = self.runner_info.num_kv_blocks * config.cache.block_size

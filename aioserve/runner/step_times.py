@@ -1,0 +1,194 @@
+"""What a step takes on a machine: the seam between the simulator and what knows the machine.
+
+A step-time source says seconds for the content of a step. It is found by name, by file, or as a
+YAML file that names it with its options; the linear formula of `profile.py` is one of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import msgspec
+from msgspec import Meta
+
+from aioserve.config import SimulatorConfig
+from aioserve.errors import ConfigError
+from aioserve.scheduler.output import StepFeatures
+from aioserve.support.files import read_yaml
+from aioserve.support.nearest import did_you_mean
+from aioserve.support.parts import brought
+from aioserve.support.plugins import Kind, convert_options, installed
+
+#: Of each row with more than one token, how many, and its length with them.
+Prefills = Sequence[tuple[int, int]]
+Rate = Annotated[float, Meta(ge=0)]
+
+
+class SideRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated machine takes beside its steps, whatever they compute."""
+
+    host_ms: Rate = 0.0  # of the engine's host, more for each step
+    idle_ms: Rate = 0.0  # more for a step that finds the engine idle: it has to wake up
+    cold_ms: Rate = 0.0  # more for the first step of a run
+    jitter: Rate = 0.0  # standard deviation of a step's time, as a share of it
+    encoder_token_us: Rate = 0.0  # per token of images that a step encodes
+    kv_load_token_us: Rate = 0.0  # per token copied between the KV cache and host memory
+    kv_read_token_us: Rate = 0.0  # per token read from a directory, beside steps
+
+
+class StepTimeOptions(SideRates, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of a source's nested `Options`: typed, validated, unknown names refused."""
+
+
+class StepTimeSource(ABC):
+    """What authors of step-time sources derive from: seconds for the content of a step."""
+
+    Options: type[StepTimeOptions] = StepTimeOptions
+    options: Any
+
+    #: Where the numbers come from, and how well they fit what was measured: for heads of reports.
+    source: str = ""
+    error: str = ""
+    #: What is simulated, as a card and a model: for heads of reports.
+    machine: str = ""
+    #: The share by which a step may be shorter than one with less work, as measured times are that
+    #: go up and down; the contract allows as much, and no more than 0.1.
+    unevenness: float = 0.0
+
+    def __init__(self, options: Any) -> None:
+        """`options` are an instance of `Options`."""
+        self.options = options
+        self.rates: SideRates = options
+
+    @abstractmethod
+    def seconds(self, features: StepFeatures, prefills: Prefills) -> float:
+        """Return the seconds of one step, without those of `rates`. `prefills` are the rows that
+        `features` counts as prefills; rows that verify drafts are decodes there, and their draft
+        tokens are prompt tokens.
+        """
+
+    def seconds_of_decodes(
+        self, num_decodes: int, num_context_tokens: int, num_steps: int
+    ) -> list[float]:
+        """Return what `seconds` says of `num_steps` steps in a row, to the last bit, each with one
+        token of the same `num_decodes` rows, the first of which reads `num_context_tokens`.
+        """
+        end = num_context_tokens + num_steps * num_decodes
+        return [
+            self.seconds(StepFeatures(0, num_decodes, context, 0), ())
+            for context in range(num_context_tokens, end, num_decodes)
+        ]
+
+    def num_kv_tokens(self, max_step_tokens: int, max_rows: int) -> int | None:
+        """Return how many tokens the KV cache of the machine holds, beside what steps of so many
+        tokens and rows take; None if the source does not know.
+        """
+        return None
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
+        """Return the source with these options. Raises `ConfigError` that names what is wrong."""
+        owner = f"step-time source {cls.__name__}"
+        return cls(convert_options(options, cls.Options, StepTimeOptions, owner))
+
+
+# Finds sources: those of the core, of the parts and of other packages by name, those of users by
+# file or module, and YAML files that say a source and its options.
+
+
+GROUP = "aioserve.step_times"  # of entry points, by which other packages register sources
+PROFILE_FOLDER = Path(__file__).parent / "profiles"
+LINEAR = "linear"
+LINEAR_FORMULA = "aioserve.runner.profile:LinearStepTimes"
+#: In a YAML file, the source that the other keys are options of; left out: the linear formula.
+SOURCE_KEY = "step_times"
+
+
+def available_step_times() -> dict[str, EntryPoint]:
+    """Step-time sources by name; `ConfigError` if two packages claim one name."""
+    own = {LINEAR: LINEAR_FORMULA, **brought("step times")}
+    found = [EntryPoint(name, path, GROUP) for name, path in own.items()]
+    return installed(GROUP, "step-time source", found)
+
+
+_SOURCE = Kind(
+    word="step-time source",
+    words="step-time sources",
+    interface=StepTimeSource,  # type: ignore[type-abstract]
+    base="StepTimeSource",
+    available=available_step_times,
+)
+
+
+def load_step_times(spec: str) -> type[StepTimeSource]:
+    """Return the class of step-time sources that `spec` names; a file is read anew each time.
+
+    Raises `ConfigError` that lists what there is, or says by file and line why it cannot be
+    imported.
+    """
+    # For the linear one, which most profiles are of, neither parts nor other packages are read.
+    return _SOURCE.load(LINEAR_FORMULA if spec == LINEAR else spec)
+
+
+def available_profiles() -> list[str]:
+    """Return names of the profiles that come with the package."""
+    return sorted(path.stem for path in PROFILE_FOLDER.glob("*.yaml"))
+
+
+def find_profile(name_or_path: str) -> Path | None:
+    """Return the YAML file of a profile, by name or path; None if `name_or_path` is neither."""
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        path = PROFILE_FOLDER / f"{name_or_path}.yaml"
+        return path if path.is_file() else None
+    return path
+
+
+def make_step_times(profile: str, given: dict[str, Any]) -> StepTimeSource:
+    """Return the source that `profile` names: a shipped profile, a YAML file of one, or a source by
+    name, by file or by module; the options `given` are laid over those of the file. Raises
+    `ConfigError` that says what is wrong.
+    """
+    path = find_profile(profile)
+    if path is None:
+        is_name = not {*".:"} & {*profile}
+        if is_name and profile not in available_step_times():
+            known = [*available_profiles(), *available_step_times()]
+            raise ConfigError(
+                f"unknown step-time profile {profile!r}{did_you_mean(profile, known)}; "
+                f"available: {', '.join(available_profiles())}; sources with options of their "
+                f"own: {', '.join(available_step_times())}; or give a path to a .yaml file, "
+                "file.py:Class or package.module:Class"
+            )
+        return load_step_times(profile).from_options(given)
+    stated = read_yaml(path, "step-time profile")
+    if not isinstance(stated, dict):
+        raise ConfigError(
+            f"step-time profile {path} must hold a mapping, got {type(stated).__name__}"
+        )
+    spec = stated.pop(SOURCE_KEY, LINEAR)
+    if not isinstance(spec, str):
+        raise ConfigError(f"step-time profile {path}: {SOURCE_KEY} must be a name, got {spec!r}")
+    file, colon, name = spec.partition(":")
+    if file.endswith(".py") and (beside := path.parent / file).is_file():
+        spec = f"{beside}{colon}{name}"
+    kind = load_step_times(spec)
+    try:
+        return kind.from_options({**stated, **given})
+    except ConfigError as error:
+        raise ConfigError(f"step-time profile {path}: {error}") from error
+
+
+def step_times(config: SimulatorConfig) -> StepTimeSource:
+    """Return the source that the settings name, with those of its numbers replaced that they
+    give.
+    """
+    prefix = "step_"
+    given = {
+        field.removeprefix(prefix): value
+        for field in config.__struct_fields__
+        if field.startswith(prefix) and (value := getattr(config, field)) is not None
+    }
+    return make_step_times(config.profile, {**config.profile_options, **given})
