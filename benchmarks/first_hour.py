@@ -3,10 +3,10 @@
     python benchmarks/first_hour.py [--folder DIR] [--only serve chat ...] [--port 8000]
 
 Clones this repository as it is committed into a new folder, and there follows the README: set up,
-serve the embedded model, ask it, serve SmolLM2 and put ten questions to it, draw the page while
-sixty requests run (in light, dark and at 390 px, where a chromium is installed), try another policy
-until there is a verdict, compare two, install the wheel in an empty environment, run the FastAPI
-program. What is not installed here is skipped, and said. The last line is JSON.
+serve the embedded model, ask it, serve SmolLM2 and put ten questions to it twenty times, draw the
+page while sixty requests run (in light, dark and at 390 px, where a chromium is installed), try
+another policy until there is a verdict, compare two, install the wheel in an empty environment, run
+the FastAPI program. What is not installed here is skipped, and said. The last line is JSON.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 ROOT = Path(__file__).parents[1]
+TIMES = 20  # that each question is asked
 PATIENCE = 900.0  # seconds for a step
 KEY = "sk-first-hour-operator-0123456789"
 # What the model's test asks, too: tests/server/test_real_model.py.
@@ -157,18 +158,26 @@ def serve(hour: Hour) -> str:
 
 
 def chat(hour: Hour) -> str:
-    """Ten questions to SmolLM2, sampled as a client that states nothing is."""
-    seconds, right = [], 0
+    """Put ten questions to SmolLM2, each twenty times, sampled as a client that states nothing."""
+    seconds, right, cut = [], 0, 0
     for turn in range(2):
         words = ("make", "serve", "MODEL=smollm2", f"ARGS=--port {hour.port}")
         with hour.serving(*words) as ready:
             seconds.append(ready)
-            for question, answer in QUESTIONS.items() if not turn else ():
-                message = {"role": "user", "content": question}
+            asked = [*QUESTIONS.items()] * TIMES if not turn else []
+
+            def ask(pair: tuple[str, str]) -> tuple[bool, bool]:
+                message = {"role": "user", "content": pair[0]}
                 said = hour.post("/v1/chat/completions", model="smollm2", messages=[message])
-                right += answer in said["choices"][0]["message"]["content"]
+                choice = said["choices"][0]
+                return pair[1] in choice["message"]["content"], choice["finish_reason"] == "length"
+
+            with ThreadPoolExecutor(16) as pool:
+                for is_right, is_cut in pool.map(ask, asked):
+                    right, cut = right + is_right, cut + is_cut
     told = f"ready after {seconds[0]:.1f} s with its download, then {seconds[1]:.1f} s"
-    return f"{told}; {right} of {len(QUESTIONS)} answers right"
+    number = TIMES * len(QUESTIONS)
+    return f"{told}; {right} of {number} answers right, {cut} cut by their limit"
 
 
 def page(hour: Hour) -> str:

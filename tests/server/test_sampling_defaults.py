@@ -68,8 +68,9 @@ async def test_a_recommendation_that_makes_no_sense_is_refused_at_the_start(
         await AsyncEngine(config_of(path)).start()
 
 
-def test_a_model_that_is_fetched_by_name_has_the_recommendation_of_its_authors() -> None:
-    assert DOWNLOADS["smollm2"].sampling == SamplingDefaults(temperature=0.2, top_p=0.9)
+def test_a_model_that_is_fetched_by_name_has_a_recommendation() -> None:
+    recommended = SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
+    assert DOWNLOADS["smollm2"].sampling == recommended
 
 
 async def test_requests_that_state_nothing_are_sampled_as_the_model_recommends(
