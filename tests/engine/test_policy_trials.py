@@ -153,11 +153,14 @@ async def test_of_few_requests_it_is_said_how_many_are_missing() -> None:
 async def test_what_was_measured_stands_beside_the_simulation_of_the_live_policy() -> None:
     async with busy() as engine:
         report = await engine.ask(TryPolicy("fcfs", {}, 200, 20))
-    head, *rows = [line for line in report.words.splitlines() if line][2:]
+    lines = [line for line in report.words.splitlines() if line]
+    assert lines[2].startswith(f"On these {report.num_requests} requests, fcfs against chunked_")
+    assert lines[3] == "That is exact in the simulation; an interval is about other requests."
+    head, *rows = lines[4:]
     assert head.split()[:3] == ["recorded", "chunked_prefill", "fcfs"]
     ttft = next(row for row in rows if row.startswith("TTFT p50"))
     assert float(ttft.split()[3]) > 0
-    assert "Simulated, chunked_prefill is off by: TTFT p50" in report.words
+    assert "Simulated, chunked_prefill is off by: TTFT mean" in report.words
 
 
 def test_enough_requests_are_the_blocks_that_intervals_are_drawn_from() -> None:

@@ -329,7 +329,7 @@ async def test_a_policy_is_tried_on_live_requests_and_the_report_is_shown(browse
         await tab.until("!document.getElementById('report').hidden")
         loading.cancel()
         assert "fcfs" in await tab.run(WORDS)
-        missing = "/needs [0-9]+ requests more/"
+        missing = "/need [0-9]+ requests more/"
         await tab.until(f"{missing}.test({text_of('switch-status')})")
         assert "Recorded is what the server measured under chunked_prefill" in await tab.run(WORDS)
         report = await tab.run("document.getElementById('report-link').href")

@@ -127,9 +127,9 @@ export class WhatIf {
       const value = { policy, options: this.options(), seconds, requests };
       this.say(`Recording until ${plural(requests, "request")} came, for ${duration(1e3 * seconds)} at most. “Send sixty requests” makes some.`);
       const trial = await post("admin/try_policy", value, this.trying.signal);
-      this.say(`${plural(trial.requests, "request")}, under both policies: the comparison is below. ${trial.missing
-        ? `It has no verdict: that needs ${plural(trial.missing, "request")} more.`
-        : "Better and worse are said where the interval of a difference leaves out zero."}`, trial.missing > 0);
+      this.say(`${plural(trial.requests, "request")}, under both policies: the comparison is below. What it says of these very requests is exact in the simulation. ${trial.missing
+        ? `Whether it holds for other traffic is open: intervals need ${plural(trial.missing, "request")} more.`
+        : "Whether it holds for other traffic is in the intervals: better and worse are said where one leaves out zero."}`);
       byId("report-link").href = byId("report-frame").src = trial.report;
       byId("report-words").textContent = trial.table;
       byId("report").hidden = false;

@@ -16,12 +16,13 @@ from aioserve.lab.arguments import add_json, add_output, add_settings, wants_jso
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import Divergence, replay
 from aioserve.lab.logs.perfetto import write_trace
-from aioserve.lab.logs.what_if import WhatIf, what_if
+from aioserve.lab.logs.what_if import Measures, WhatIf, what_if
 from aioserve.lab.terminal import legend
 from aioserve.support.arguments import Parser
 
 # Of these the relative difference between reality and simulation says how far to trust the rest.
-CHECKED = ("TTFT p50 ms", "gap p50 ms", "e2e p50 ms", "tokens/s")
+# What a policy is chosen by: of these the error of the simulation is said.
+CHECKED = (*("TTFT mean ms", "TTFT p99 ms", "gap p99 ms", "e2e mean ms", "e2e p99 ms", "tokens/s"),)
 TRUSTED_ERROR = 0.15
 
 
@@ -143,9 +144,11 @@ def _compare(
             f"{result.policies} is the scheduler of another engine, which is not installed here: "
             "it is not simulated, and how far the simulation is from reality is not known"
         )
-    listed = ", ".join(f"{_label(measure)} {error:+.1%}" for measure, error in errors.items())
+    if result.same is not None:
+        print(f"On these requests, {name} against {result.policies}, both simulated: ", end="")
+        print(f"{_listed(_ratios(result.other, result.same))}.")
     if errors:
-        print(f"simulation against reality: {listed}")
+        print(f"simulation against reality: {_listed(errors)}")
     if any(abs(error) > TRUSTED_ERROR for error in errors.values()):
         print(
             "The simulation is off by more than 15%: compare the simulated columns with each other "
@@ -164,13 +167,16 @@ def _label(measure: str) -> str:
 
 def _errors(result: WhatIf) -> dict[str, float]:
     """Return the errors of the simulation of what was recorded, relative to what was recorded."""
-    if result.same is None:
-        return {}
-    return {
-        name: result.same[name] / result.recorded[name] - 1
-        for name in CHECKED
-        if result.recorded[name]
-    }
+    return {} if result.same is None else _ratios(result.same, result.recorded)
+
+
+def _ratios(values: Measures, others: Measures) -> dict[str, float]:
+    """Return the changes of what is checked from `others` to `values`, as shares of `others`."""
+    return {name: values[name] / others[name] - 1 for name in CHECKED if others[name]}
+
+
+def _listed(changes: dict[str, float]) -> str:
+    return ", ".join(f"{_label(measure)} {change:+.1%}" for measure, change in changes.items())
 
 
 def _as_json(result: WhatIf, name: str) -> dict[str, Any]:

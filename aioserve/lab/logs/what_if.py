@@ -540,6 +540,7 @@ def measure(chronicle: Chronicle, reference: list[Life]) -> Measures:
         "gap p50 ms": percentile(gaps, 0.5),
         "gap p99 ms": percentile(gaps, 0.99),
         "gap max ms": max(gaps, default=0.0),
+        "e2e mean ms": sum(whole) / max(len(whole), 1),
         "e2e p50 ms": percentile(whole, 0.5),
         "e2e p99 ms": percentile(whole, 0.99),
         "tokens/s": num_tokens / seconds if seconds > 0 else 0.0,
