@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.config.load import convert, find_policies, read_sections, set_value
 from aioserve.config.sections import (
     AdapterConfig,
     CacheConfig,
@@ -22,7 +21,6 @@ from aioserve.config.sections import (
 )
 from aioserve.config.server import AccessConfig, BatchConfig, ScoringConfig, ServerConfig
 from aioserve.errors import ConfigError
-from aioserve.support.files import find_config
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -53,6 +51,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
         may be strings, as they come from a command line: they are converted to the type of the
         field. Raises `ConfigError` that names the file or the setting.
         """
+        from aioserve.config.load import convert, find_policies, read_sections, set_value
+        from aioserve.support.files import find_config
+
         tree: dict[str, Any] = {}
         if path is not None:
             path = find_config(path)

@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.adapters import Adapters
-from aioserve.engine.brought import PolicyTrials, make_trials
 from aioserve.engine.builder import EngineBuilder, EngineParts, check_row_values
 from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import is_real
@@ -33,6 +32,7 @@ from aioserve.engine.operations.command import (
     Counted,
     EngineCommand,
     Health,
+    Report,
     Running,
     Seen,
     State,
@@ -48,6 +48,7 @@ from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface, load_runner
 from aioserve.scheduler import FALLBACK_POLICY, load_policy
+from aioserve.support.parts import load
 
 if TYPE_CHECKING:
     from aioserve.engine.control import Control
@@ -558,6 +559,18 @@ def _watch(engine: AsyncEngine, core: EngineCore) -> Watchdog:
     )
 
 
+class PolicyTrials(Protocol):
+    """Comparisons of policies on the requests that come."""
+
+    async def try_policy(
+        self, settings: SchedulerConfig, seconds: float | None, num_requests: int | None
+    ) -> Report:
+        """Record what comes, and compare what there is with `settings` on it."""
+
+    def find(self, report_id: str) -> bytes | None:
+        """Return a report, in HTML; None if it was never made, or is forgotten."""
+
+
 class EngineInternals:
     """What the other packages of aioserve ask of an engine of this process, and programs need not:
     servers, commands, and front ends in other processes.
@@ -614,7 +627,9 @@ class EngineInternals:
         parts = self._engine._alive()
         if self._trials is None:
             engine = self._engine
-            self._trials = make_trials(
+            make = load("engine", "policy trials")
+            # The settings are asked for each time: the policy may have changed.
+            self._trials = make(
                 parts.core.loop, parts.clock, lambda: engine.config, engine.max_model_len
             )
         return self._trials

@@ -8,23 +8,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.admission import Admission, ImageMemory, QueueShares
-from aioserve.engine.brought import (
-    Shadows,
-    ShadowTurns,
-    check_connector,
-    held_back,
-    make_connector,
-    make_shadows,
-    recorded,
-    shadow_settings,
-)
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
@@ -34,21 +24,45 @@ from aioserve.engine.output_processor import OutputProcessor, OutputRouter
 from aioserve.engine.step_loop import StepLoop
 from aioserve.engine.stream import Claims
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
+from aioserve.kv_cache import KVCacheManager, KVEvent, WindowSpec
 from aioserve.model_source.info import ModelInfo
 from aioserve.request import ENTROPY, check_names, find_function
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RUNNERS, RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.support.files import check_writable
+from aioserve.support.parts import load
 
 if TYPE_CHECKING:
     from aioserve.engine.kv_events import KVEventRelay
     from aioserve.engine.request_log import RequestLog
     from aioserve.engine.tracing import Tracing
+    from aioserve.kv_cache import KVConnectorBase
 
 logger = logging.getLogger(__name__)
+
+
+class ShadowTurns(Protocol):
+    """What gives a shadow its turns beside live steps."""
+
+    def close(self) -> None:
+        """Give it no more turns."""
+
+
+class Shadows(Protocol):
+    """Makes the shadow that settings ask for, and has it follow the live step loop."""
+
+    def follow(
+        self,
+        loop: StepLoop[Any],
+        config: EngineConfig,
+        info: RunnerInfo,
+        max_model_len: int,
+        before: ShadowTurns | None = None,
+    ) -> ShadowTurns | None:
+        """Have the shadow of `config`, or none, observe `loop` in the place of `before`. Raises
+        `ConfigError` or `PolicyError` before anything has changed.
+        """
 
 
 class EngineParts(NamedTuple):
@@ -109,9 +123,9 @@ class EngineBuilder:
             self._policy.check_limits(config.scheduler, model_info.max_model_len)
         if config.shadow.shadow_policy is not None:
             self.shadows  # noqa: B018 - which refuses one that cannot work
-        check_writable(config.scheduler.decision_log, "decision log")
-        check_writable(config.scheduler.request_log, "request log")
-        check_connector(config, self._policy)
+        _check_logs(config.scheduler)
+        if config.cache.kv_connector != "none":
+            load("engine", "KV connector check")(config, self._policy)
         _check_chat_template(model_info)
         if config.server.otlp_traces_endpoint is not None:
             from aioserve.engine.tracing import check_installed
@@ -134,7 +148,9 @@ class EngineBuilder:
         """Makes shadows; loaded when the first one is wanted. Raises `ConfigError` for a shadow
         policy that cannot work.
         """
-        return make_shadows(self.config, self._model_info, self._clock, self._metrics.shadow)
+        make = load("engine", "shadows")
+        made: Shadows = make(self.config, self._model_info, self._clock, self._metrics.shadow)
+        return made
 
     async def close(self) -> None:
         """Nothing will be built, or that has failed: give back what there is."""
@@ -152,9 +168,11 @@ class EngineBuilder:
         check_row_values(self._policy, info)
         self.config = config = _with_runner(self.config, info)
         clock, metrics = self._clock, self._metrics
-        self._connector = make_connector(
-            config, self._model_info, self.runner, lambda: metrics.kv_connector
-        )
+        if config.cache.kv_connector != "none":
+            make_connector = load("engine", "KV connector")
+            self._connector = make_connector(
+                config, self._model_info, self.runner, metrics.kv_connector
+            )
         kv_cache = make_kv_cache(
             config.cache, info, record_events=on_kv_event is not None, connector=self._connector
         )
@@ -207,7 +225,9 @@ class EngineBuilder:
         delivery = OutputRouter(output_processor, clock)
         sink: OutputSink = delivery
         if kv_cache.connector is not None and config.cache.kv_connector == "disk":
-            sink = held_back(delivery, kv_cache.connector, output_processor.reader_of, config.cache)
+            # The ends of requests are told when other engines can find their blocks.
+            hold_back = load("engine", "held ends")
+            sink = hold_back(delivery, kv_cache.connector, output_processor.reader_of, config.cache)
         core = EngineCore(loop, self.runner, sink, clock=clock)
         return EngineParts(
             info,
@@ -242,6 +262,7 @@ class EngineBuilder:
         with blamed(self._policy, "__init__()"):
             if settings.decision_log is None:
                 return make_policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
+            recorded: Callable[..., SchedulerInterface] = load("engine", "decision log")
             return recorded(
                 make_policy,
                 settings,
@@ -264,6 +285,16 @@ class EngineBuilder:
                 wanted,
             )
         return fitting
+
+
+def _check_logs(settings: SchedulerConfig) -> None:
+    """Raises `ConfigError` for a log that cannot be written."""
+    if settings.decision_log is None and settings.request_log is None:
+        return
+    from aioserve.support.files import check_writable
+
+    check_writable(settings.decision_log, "decision log")
+    check_writable(settings.request_log, "request log")
 
 
 def _with_runner(config: EngineConfig, info: RunnerInfo) -> EngineConfig:
@@ -297,7 +328,9 @@ def check_policies(config: EngineConfig) -> None:
     what can be said of them without a model.
     """
     wanted = [config.scheduler]
-    for each in filter(None, [*wanted, shadow_settings(config)]):
+    if config.shadow.shadow_policy is not None:
+        wanted.append(load("engine", "shadow settings")(config))
+    for each in wanted:
         policy = load_policy(each.policy)
         if issubclass(policy, BaseScheduler):
             policy.parse_options(each.options)

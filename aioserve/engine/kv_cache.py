@@ -3,10 +3,15 @@
 The engine, the simulator and what-if on a decision log make theirs here. Knows no request.
 """
 
+from typing import TYPE_CHECKING
+
 from aioserve.config import CacheConfig, ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import KVCacheManager, KVConnectorBase, make_resources
+from aioserve.kv_cache import KVCacheManager, make_resources
 from aioserve.runner.info import RunnerInfo
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache import KVConnectorBase
 
 
 def make_kv_cache(
@@ -14,7 +19,7 @@ def make_kv_cache(
     info: RunnerInfo,
     *,
     record_events: bool = False,
-    connector: KVConnectorBase | None = None,
+    connector: "KVConnectorBase | None" = None,
 ) -> KVCacheManager:
     """Return the manager of the blocks, state slots and window blocks that a runner has told of."""
     return KVCacheManager(

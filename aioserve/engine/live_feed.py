@@ -18,10 +18,9 @@ from typing import Any
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.engine.brought import ShadowMetrics
 from aioserve.engine.clock import Clock, LoopLag
 from aioserve.engine.core import EngineLoop
-from aioserve.engine.metrics import EngineMetrics, Latencies
+from aioserve.engine.metrics import EngineMetrics, Latencies, ShadowMetrics
 from aioserve.engine.operations.command import Seen
 from aioserve.engine.step_loop import StepObserver
 from aioserve.errors import EngineDeadError, RequestError

@@ -7,19 +7,13 @@ increments. Knows nothing about HTTP.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from aioserve.engine.adapters import AdapterMetrics
-from aioserve.engine.brought import (
-    KVConnectorMetrics,
-    ShadowMetrics,
-    kv_connector_metrics,
-    shadow_metrics,
-)
 from aioserve.engine.metric_families import (
     LENGTH_BUCKETS,
     Histogram,
@@ -31,6 +25,10 @@ from aioserve.engine.operations.command import Counted, State, count_dropped_lin
 from aioserve.engine.stream import SampleState
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
+from aioserve.support.parts import load
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache import KVConnectorBase
 
 
 class Latencies:
@@ -65,6 +63,21 @@ class RequestCounts(Protocol):
         self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
     ) -> None:
         """Count the end of a request, and its latencies."""
+
+
+class ShadowMetrics(Protocol):
+    """What another policy would have done with the requests that come."""
+
+    shadow: Any  # None: there is none
+    time_to_first_token: "Histogram"
+    inter_token_latency: "Histogram"
+    request_latency: "Histogram"
+
+
+class KVConnectorMetrics(Protocol):
+    """What a KV connector does, for metrics."""
+
+    connector: "KVConnectorBase | None"  # set once it is made
 
 
 class EngineMetrics(Collector):
@@ -123,12 +136,14 @@ class EngineMetrics(Collector):
     @cached_property
     def shadow(self) -> ShadowMetrics:
         """What the shadow policy would have done; registered when it is asked for."""
-        return shadow_metrics(self._registry)
+        made: ShadowMetrics = load("engine", "shadow metrics")(self._registry)
+        return made
 
     @cached_property
     def kv_connector(self) -> KVConnectorMetrics:
         """What the KV connector does; registered when it is asked for."""
-        return kv_connector_metrics(self._registry)
+        made: KVConnectorMetrics = load("engine", "KV connector metrics")(self._registry)
+        return made
 
     def on_accepted(self, spec: RequestSpec) -> None:
         """A request is in the queue, with all its samples."""

@@ -26,7 +26,6 @@ from aioserve.engine.metric_families import RecentWorst
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.outputs import SchedulerStats
 from aioserve.scheduler.blame import find_running_line
-from aioserve.support.logs import wait_streams_written
 
 logger = logging.getLogger(__name__)
 
@@ -321,6 +320,8 @@ def log_within(seconds: float, log: Callable[..., None], *arguments: object) -> 
     """Write a line of the log on a thread of its own, and wait at most `seconds` for it."""
 
     def write() -> None:
+        from aioserve.support.logs import wait_streams_written
+
         with contextlib.suppress(Exception):  # the stream is closed at the end of a process
             log(*arguments)
             for handler in logging.getLogger().handlers:

@@ -22,7 +22,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     },
     # What compiles structured outputs: `runner.interface`.
     "output compilers": {"llguidance": "aioserve.features.grammars.compiler:GrammarCompiler"},
-    # What engines load for their settings: `engine.brought` says what each is to them.
+    # What engines load for their settings: `engine.builder`, `.async_engine` and `.metrics`.
     "engine": {
         "KV connector": "aioserve.features.kv_connector.engine_side:make_connector",
         "KV connector check": "aioserve.features.kv_connector.engine_side:check_connector",

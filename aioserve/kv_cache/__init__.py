@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioserve.kv_cache.block_pool import (
+        BLOCKS,
         HASH_BYTES,
         AllBlocksCleared,
         BlockNotes,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         OffloadPrice,
     )
     from aioserve.kv_cache.connector import (
-        BLOCKS,
         Copies,
         KeptPool,
         KVConnectorBase,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "block_pool": (
+        "BLOCKS",
         "HASH_BYTES",
         "AllBlocksCleared",
         "BlockNotes",
@@ -59,7 +60,6 @@ _MODULES = {
         "OffloadPrice",
     ),
     "connector": (
-        "BLOCKS",
         "Copies",
         "KeptPool",
         "KVConnectorBase",

@@ -23,6 +23,8 @@ from aioserve.errors import InvariantError, PolicyError
 from aioserve.request import Request
 
 HASH_BYTES = 16
+#: The name of the pool of KV blocks; other pools are called as their resource is.
+BLOCKS = "blocks"
 _end = attrgetter("end")
 
 

@@ -10,11 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from aioserve.kv_cache.block_pool import BlockNotes, ExternalPrefix, OffloadPrice
+from aioserve.kv_cache.block_pool import BLOCKS, BlockNotes, ExternalPrefix, OffloadPrice
 from aioserve.request import Request
-
-#: The name of the pool of KV blocks; other pools are called as their resource is.
-BLOCKS = "blocks"
 
 #: (block id, slot) of what leaves a pool, (slot, block id) of what comes.
 Copies = tuple[list[tuple[int, int]], list[tuple[int, int]]]

@@ -8,8 +8,8 @@ so; the connector knows where the blocks are.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from aioserve.kv_cache.block_pool import BlockPool
-from aioserve.kv_cache.connector import BLOCKS, KVConnectorBase
+from aioserve.kv_cache.block_pool import BLOCKS, BlockPool
+from aioserve.kv_cache.connector import KVConnectorBase
 from aioserve.kv_cache.resource import Resource
 from aioserve.request import Request
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 __all__ = ["VirtualClockEventLoop"]
 
 BRINGS: Mapping[str, Mapping[Any, str]] = {
-    # What engines load for their settings: `engine.brought` says what each is to them.
+    # What engines load for their settings: `engine.builder`, `.async_engine` and `.metrics`.
     "engine": {
         "decision log": "aioserve.lab.decision_log.recorder:recorded",
         "policy trials": "aioserve.lab.policy_trials:PolicyTrials",

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import AioserveError, EngineDeadError, RequestError
-from aioserve.support.logs import dropped_lines
 
 Answer = TypeVar("Answer")
 Told = TypeVar("Told")
@@ -148,6 +147,8 @@ class Counted(msgspec.Struct, array_like=True):
 
 def count_dropped_lines() -> Counted:
     """Return what this process has dropped of its logs."""
+    from aioserve.support.logs import dropped_lines
+
     told = "Lines of logs, and frames of decision logs, dropped since their reader stood still"
     counts: list[tuple[tuple[str, ...], int]] = [
         ((n,), count) for n, count in dropped_lines.items()
