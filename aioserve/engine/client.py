@@ -189,6 +189,7 @@ class EngineClient(ABC):
             adapter = "" if adapter == model else adapter
             stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples))
             room = parts.input_processor.room(pooling or sampling)
+            await parts.input_processor.load_for(prompt)
             least = parts.input_processor.least_tokens(prompt, room)
             with self._arriving(least):
                 encoded = await parts.input_processor.tokenize(prompt, room)
@@ -304,6 +305,7 @@ class EngineClient(ABC):
         """
         processor = self._alive().input_processor
         room = processor.room(NOTHING_SAMPLED)
+        await processor.load_for(prompt)
         processor.least_tokens(prompt, room)
         return await processor.encode(prompt, room, add_special_tokens)
 

@@ -148,8 +148,8 @@ class InputProcessor:
 
     @cached_property
     def _illustrations(self) -> MediaProcessor:
-        """What reads images and videos: loaded on the event loop for the first prompt that might
-        have some, where a model of text alone is served.
+        """What reads images and videos: loaded by `load_for`, where a model of text alone is
+        served.
         """
         processor: MediaProcessor = load("media", "prompts")(
             self._model_info, self._tokenizer, self._runner_info
@@ -177,6 +177,14 @@ class InputProcessor:
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
         """Return what `params` leave to a prompt."""
         return PromptLimit.of(params, self._max_model_len)
+
+    async def load_for(self, prompt: Prompt) -> None:
+        """Load, in a thread, what reads images and videos, for the first prompt that might have
+        some. To be awaited before `least_tokens`.
+        """
+        if isinstance(prompt, MultimodalPrompt) and self._has_tokenizer:
+            if "_illustrations" not in self.__dict__:
+                await asyncio.to_thread(lambda: self._illustrations)
 
     def least_tokens(self, prompt: Prompt, room: PromptLimit) -> int:
         """Return how many tokens of a prompt there are at least to keep, as far as its length alone

@@ -15,9 +15,9 @@ from aioserve.engine.operations import HealthCheck, ShowMetrics
 from aioserve.engine.operations.command import Health, Readiness
 from aioserve.errors import UnknownKeyError, UnknownModelError
 from aioserve.params import RANGES
+from aioserve.server.body import Route
 from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
 from aioserve.server.middleware import HTTP_COUNTS
-from aioserve.server.openapi import Route
 from aioserve.server.protocol import Architecture, Capability, ModelCard, ModelList
 from aioserve.server.running import ENGINE
 from aioserve.support.version import __version__

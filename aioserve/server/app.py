@@ -5,13 +5,14 @@ Knows nothing about what handlers do, nor which there are.
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from socket import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -43,10 +44,10 @@ from aioserve.server.middleware import (
     log_requests,
     say_when_to_come_again,
 )
-from aioserve.server.openapi import DOCUMENT, OpenAPIDocument
 from aioserve.server.process import Signals, notify, tell_that_the_loop_turns
 from aioserve.server.routes import Routes, open_apis
 from aioserve.server.running import (
+    DOCUMENT,
     ENGINE,
     NEEDS,
     RESPONSES,
@@ -57,6 +58,9 @@ from aioserve.server.running import (
 )
 from aioserve.server.sockets import ListenSockets, cannot_listen, open_doors, url_of
 from aioserve.support.arguments import EXIT_ENGINE_DEAD
+
+if TYPE_CHECKING:
+    from aioserve.server.openapi import OpenAPIDocument
 
 logger = logging.getLogger(__name__)
 
@@ -131,13 +135,27 @@ def build_app(
             if needed in ("admin_key", "looker"):
                 needs[path] = "admin_key_if_any"
     app[NEEDS] = needs
-    app[DOCUMENT] = OpenAPIDocument(
-        routes.all,
-        lambda: (*engine.config.model.served_names, *engine.adapters.paths),
-        ignores_unknown=server.ignore_unknown_fields,
-        needs=needs if app[ACCESS].keyring else {},
-    )
+    app[DOCUMENT] = _document(engine, routes, needs if access.keyring else {})
     return app
+
+
+def _document(
+    engine: EngineClient, routes: Routes, needs: Mapping[str, str]
+) -> Callable[[], bytes]:
+    """Return what gives the OpenAPI document, which is made when it is first asked for."""
+
+    @functools.cache
+    def document() -> "OpenAPIDocument":
+        from aioserve.server.openapi import OpenAPIDocument
+
+        return OpenAPIDocument(
+            routes.all,
+            lambda: (*engine.config.model.served_names, *engine.adapters.paths),
+            ignores_unknown=engine.config.server.ignore_unknown_fields,
+            needs=needs,
+        )
+
+    return lambda: document().encoded()
 
 
 def open_access(engine: EngineClient) -> MainAccess:

@@ -1,22 +1,31 @@
 """From an HTTP request to a decoded body: read, decoded strictly, refused with the field's path.
 
 What every route with a body shares. Decodes in one pass, and refuses what nothing here honours by
-`RequestError`. Knows nothing about what the body asks for.
+`RequestError`. Knows nothing about what the body asks for. Last, what a `Route` says of itself.
 """
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 import msgspec.inspect
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
 
-from aioserve.errors import RequestError
+from aioserve.errors import (
+    AioserveError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    RequestIdInUseError,
+    RequestTimeoutError,
+)
 from aioserve.server.access.access import ACCESS
 from aioserve.server.errors import BodiesFullError, BodyTimeoutError, UnknownFieldError
 from aioserve.server.fields import FIELDS, Hint, Skipped, Unserved, pass_over, rules_of
@@ -277,3 +286,42 @@ async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
         if body.model is not None and body.model not in engine.config.model.served_names:
             engine.adapters.check_name(body.model)
     return body
+
+
+# What is known about a route, whose module says it in `ROUTES`.
+
+
+#: What is raised where the engine is asked, and where it generates.
+NOT_NOW_ERRORS = (EngineOverloadedError, EngineDeadError)
+GENERATION_ERRORS = (*NOT_NOW_ERRORS, RequestIdInUseError, RequestTimeoutError)
+
+
+class Route(NamedTuple):
+    """What is known about one route."""
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str  # as aiohttp has it
+    handler: Handler
+    summary: str
+    answer: Any  # its type: JSON, or text if it is `str`
+    body: BodyDecoder[Any] | None = None
+    form: type[RequestPart] | None = None  # its body, where that is multipart/form-data
+    query: type[RequestPart] | None = None  # what its URL's query may hold; None: not looked at
+    events: Sequence[Any] = ()  # types of what its stream may tell; text if a Literal
+    raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
+    statuses: Sequence[int] = (200,)  # of the answer
+    # Where the server has keys. "looker": an operator's; without keys, to be on this machine.
+    needs: Literal["nothing", "key", "admin_key", "looker"] = "key"
+    may_lack_body: bool = False  # then it is as if it were {}
+    media_types: Sequence[str] = ()  # of the answer; none: JSON, or plain text if it is `str`
+    example: Mapping[str, Any] = MappingProxyType({})  # a good body: for readers, and to be varied
+
+    @property
+    def documented_path(self) -> str:
+        """The path as OpenAPI has it: without the patterns of parameters."""
+        return documented(self.path)
+
+
+def documented(path: str) -> str:
+    """Return a path of aiohttp as OpenAPI has it: without the patterns of parameters."""
+    return re.sub(r"{(\w+):[^}]*}", r"{\1}", path)

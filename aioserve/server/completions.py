@@ -12,11 +12,14 @@ from aiohttp import web
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import MAX_N
-from aioserve.server.body import BodyDecoder
+from aioserve.server.body import (
+    GENERATION_ERRORS,
+    BodyDecoder,
+    Route,
+)
 from aioserve.server.chat.tools import blame
 from aioserve.server.generation import Reply, event, read_body, respond
 from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
-from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import (
     Completion,
     CompletionChoice,

@@ -103,20 +103,6 @@ class ImageParts:
     def __bool__(self) -> bool:
         return self._has_any and bool(self.media.sources)
 
-    def add(self, path: str, url: str) -> Part:
-        """Return the image that is at `url`, or in it. Raises `RequestError` that names `path`."""
-        return self.media.add(path, url)
-
-    def add_base64(self, path: str, media_type: str, data: str) -> Part:
-        """As `add`, for what is in the fields `media_type` and `data` of `path`."""
-        return self.media.add_base64(path, media_type, data)
-
-    def add_video(self, path: str, url: str, fps: float | None, fps_path: str) -> Part:
-        """Return the video whose frames are in `url`, `fps` of them in a second. Raises
-        `RequestError` that names `path` or `fps_path`.
-        """
-        return self.media.add_video(path, url, fps, fps_path)
-
     @contextmanager
     def named(self) -> Iterator[None]:
         """What the engine says of an image inside the block, the part's own name says."""

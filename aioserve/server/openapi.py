@@ -10,18 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from inspect import cleandoc
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from aioserve.errors import (
-    AioserveError,
-    EngineDeadError,
     EngineOverloadedError,
     KeyLimitError,
-    RequestIdInUseError,
     RequestTimeoutError,
     UnknownKeyError,
     UnknownModelError,
@@ -36,10 +32,11 @@ from aioserve.params import (
     Range,
     StructuredOutputs,
 )
-from aioserve.server.body import BodyDecoder
+from aioserve.server.body import Route
 from aioserve.server.errors import TIMEOUT_HEADER, status_of, style_of, styles
 from aioserve.server.fields import FIELDS, Unserved
-from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
+from aioserve.server.protocol import ErrorResponse, ModelRequest
+from aioserve.server.running import DOCUMENT
 from aioserve.support.version import __version__
 
 Schema = dict[str, Any]
@@ -47,42 +44,6 @@ Schema = dict[str, Any]
 _REFS = "#/components/schemas/"
 _ANY_ROUTE = (403, 415, 500)  # a foreign name or origin, a body of another type, our mistake
 _ANY_BODY = (400, 408, 413)  # not what was asked for, too slow, too long
-
-
-#: What is raised where the engine is asked, and where it generates.
-NOT_NOW_ERRORS = (EngineOverloadedError, EngineDeadError)
-GENERATION_ERRORS = (*NOT_NOW_ERRORS, RequestIdInUseError, RequestTimeoutError)
-
-
-class Route(NamedTuple):
-    """What is known about one route."""
-
-    method: Literal["GET", "POST", "DELETE"]
-    path: str  # as aiohttp has it
-    handler: Handler
-    summary: str
-    answer: Any  # its type: JSON, or text if it is `str`
-    body: BodyDecoder[Any] | None = None
-    form: type[RequestPart] | None = None  # its body, where that is multipart/form-data
-    query: type[RequestPart] | None = None  # what its URL's query may hold; None: not looked at
-    events: Sequence[Any] = ()  # types of what its stream may tell; text if a Literal
-    raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
-    statuses: Sequence[int] = (200,)  # of the answer
-    # Where the server has keys. "looker": an operator's; without keys, to be on this machine.
-    needs: Literal["nothing", "key", "admin_key", "looker"] = "key"
-    may_lack_body: bool = False  # then it is as if it were {}
-    media_types: Sequence[str] = ()  # of the answer; none: JSON, or plain text if it is `str`
-    example: Mapping[str, Any] = MappingProxyType({})  # a good body: for readers, and to be varied
-
-    @property
-    def documented_path(self) -> str:
-        """The path as OpenAPI has it: without the patterns of parameters."""
-        return documented(self.path)
-
-
-def documented(path: str) -> str:
-    """Return a path of aiohttp as OpenAPI has it: without the patterns of parameters."""
-    return re.sub(r"{(\w+):[^}]*}", r"{\1}", path)
 
 
 class OpenAPIDocument:
@@ -179,12 +140,9 @@ class OpenAPIDocument:
                 properties[name] = {} if ignored else _refusal(field)
 
 
-DOCUMENT = web.AppKey("DOCUMENT", OpenAPIDocument)
-
-
 async def serve_document(request: web.Request) -> web.Response:
     """GET /openapi.json. Made in a thread, as it takes as long as some steps."""
-    body = await asyncio.to_thread(request.app[DOCUMENT].encoded)
+    body = await asyncio.to_thread(request.app[DOCUMENT])
     return web.Response(body=body, content_type="application/json")
 
 

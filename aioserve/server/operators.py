@@ -13,9 +13,13 @@ from aioserve.engine.operations import AbortElsewhere, OperatorCommand
 from aioserve.engine.operations.command import FilePath
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.server.access.gate import reach_of
-from aioserve.server.body import BodyDecoder, check_path, decode_body
+from aioserve.server.body import (
+    BodyDecoder,
+    Route,
+    check_path,
+    decode_body,
+)
 from aioserve.server.errors import UnknownRequestError
-from aioserve.server.openapi import Route
 from aioserve.server.protocol import RequestPart
 from aioserve.server.running import ENGINE, RUNNING
 

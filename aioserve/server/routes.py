@@ -1,36 +1,60 @@
 """Which routes an application has: the core's own, and those that parts bring.
 
-The core's modules declare theirs, once: the handler, and what the OpenAPI document says of it.
-Those of operators follow from `aioserve.engine.operations`. Those of a part are known by method and
-path; their module is loaded when one of them is first asked for, or when the document is.
+Modules declare theirs, once: the handler, and what the OpenAPI document says of it. Those of
+operators follow from `aioserve.engine.operations`. What few servers are asked is known by method
+and path, and so is all that parts bring: the module is loaded when one of its routes is first asked
+for, or when the document is.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aioserve.config import EngineConfig
-from aioserve.engine.operations import OPERATOR_COMMANDS
-from aioserve.server import admin, completions, embeddings, openapi, operators, tokenization
+from aioserve.server import admin, completions
+from aioserve.server.body import Route, documented
 from aioserve.server.chat import routes as chat
-from aioserve.server.openapi import Route
-from aioserve.server.operators import route_of
 from aioserve.server.running import ENGINE
 from aioserve.support.parts import brought, load
 
-_APIS = (completions, chat, embeddings, tokenization, operators, admin, openapi)
-_OWN = tuple(route for module in _APIS for route in module.ROUTES)
+_EMBEDDINGS, _TOKENS = "aioserve.server.embeddings", "aioserve.server.tokenization"
+_OPERATORS, _DOCUMENT = "aioserve.server.operators", "aioserve.server.openapi"
+
+#: The core's modules that are loaded when they are asked: by method, path and what the path needs.
+LATER = {
+    ("POST", "/v1/embeddings", "key"): _EMBEDDINGS,
+    ("POST", "/tokenize", "key"): _TOKENS,
+    ("POST", "/detokenize", "key"): _TOKENS,
+    ("POST", "/v1/abort", "key"): _OPERATORS,
+    ("GET", "/openapi.json", "key"): _DOCUMENT,
+}
+_AT_ONCE = (completions, chat, admin)
 _OF_PARTS, _OF_THE_PAGE = "routes", "page routes"
 
-#: Only where the settings enable them.
-ADMIN_ROUTES = tuple(map(route_of, OPERATOR_COMMANDS))
 
-#: Where they have a port of their own: with what tells how the server is.
-OPERATORS_ROUTES = (*admin.PROBES, *ADMIN_ROUTES)
+@cache
+def own_routes() -> tuple[Route, ...]:
+    """Return the core's own routes, loaded, but for those of operators."""
+    embeddings, tokens, operators, document = map(
+        import_module, (_EMBEDDINGS, _TOKENS, _OPERATORS, _DOCUMENT)
+    )
+    modules = (completions, chat, embeddings, tokens, operators, admin, document)
+    return tuple(route for module in modules for route in module.ROUTES)
+
+
+@cache
+def admin_routes() -> tuple[Route, ...]:
+    """Return the routes of operators, loaded, which only settings enable."""
+    from aioserve.engine.operations import OPERATOR_COMMANDS
+    from aioserve.server.operators import route_of
+
+    return tuple(map(route_of, OPERATOR_COMMANDS))
 
 
 class _Place(NamedTuple):
@@ -45,39 +69,53 @@ class _Place(NamedTuple):
 class Routes(NamedTuple):
     """The routes of one application."""
 
-    own: Sequence[Route]
+    has_own: bool  # those of the core; else probes alone
+    has_admin: bool
     kinds: Sequence[str] = ()  # of what parts bring
 
     @classmethod
     def of(cls, config: EngineConfig, *, is_for_operators: bool) -> "Routes":
         """Return those that the settings enable; `is_for_operators`: of the application on their
-        port.
+        port, which also tells how the server is.
         """
         is_one_for_all = config.access.admin_port is None
         has_page = config.server.page and (is_one_for_all or is_for_operators)
         page = (_OF_THE_PAGE,) if has_page else ()
         if is_for_operators:
-            return cls(OPERATORS_ROUTES, page)
+            return cls(False, True, page)
         has_admin = config.server.enable_admin and is_one_for_all
-        return cls((*_OWN, *(ADMIN_ROUTES if has_admin else ())), (_OF_PARTS, *page))
+        return cls(True, has_admin, (_OF_PARTS, *page))
 
     def add_to(self, app: web.Application) -> dict[str, str]:
         """Let the application answer them. Returns which key each documented path needs."""
-        places = [_Place(r.method, r.path, r.needs, r.handler) for r in self.own]
-        for kind in self.kinds:
-            for name in brought(kind):
-                method, path, needs = name
-                places.append(_Place(method, path, needs, _handler(kind, name)))
+        places = [*self._places()]
         for place in places:
             if place.method == "GET":
                 app.router.add_get(place.path, place.handler)  # and HEAD
             else:
                 app.router.add_route(place.method, place.path, place.handler)
-        return {openapi.documented(place.path): place.needs for place in places}
+        return {documented(place.path): place.needs for place in places}
+
+    def _places(self) -> Iterator[_Place]:
+        loaded = admin.PROBES
+        if self.has_own:
+            loaded = tuple(route for module in _AT_ONCE for route in module.ROUTES)
+            for name, module in LATER.items():
+                yield _Place(*name, _handler(name, partial(import_module, module)))
+        for route in (*loaded, *(admin_routes() if self.has_admin else ())):
+            yield _Place(route.method, route.path, route.needs, route.handler)
+        for kind in self.kinds:
+            for name in brought(kind):
+                method, path, needs = name
+                yield _Place(method, path, needs, _handler(name, partial(load, kind, name)))
 
     def all(self) -> tuple[Route, ...]:
         """Return all of them with what is said about them: loads the modules of all parts."""
-        return (*self.own, *(route for kind in self.kinds for route in routes_of_parts(kind)))
+        return (
+            *(own_routes() if self.has_own else admin.PROBES),
+            *(admin_routes() if self.has_admin else ()),
+            *(route for kind in self.kinds for route in routes_of_parts(kind)),
+        )
 
 
 @cache
@@ -90,7 +128,7 @@ def routes_of_parts(kind: str) -> tuple[Route, ...]:
 
 def all_routes() -> tuple[Route, ...]:
     """Return every route but those of operators and of the page, loaded."""
-    return (*_OWN, *routes_of_parts(_OF_PARTS))
+    return (*own_routes(), *routes_of_parts(_OF_PARTS))
 
 
 def page_routes() -> tuple[Route, ...]:
@@ -98,14 +136,16 @@ def page_routes() -> tuple[Route, ...]:
     return routes_of_parts(_OF_THE_PAGE)
 
 
-def _handler(kind: str, name: tuple[str, str, str]) -> Handler:
-    """Loads what answers when it is first asked, in a thread: others' streams go on meanwhile."""
+def _handler(name: tuple[str, str, str], load_module: Callable[[], ModuleType]) -> Handler:
+    """Return what loads the module of a route when it is first asked, in a thread: others' streams
+    go on meanwhile.
+    """
     found: Handler | None = None
 
     async def answer(request: web.Request) -> web.StreamResponse:
         nonlocal found
         if found is None:
-            module = await asyncio.to_thread(load, kind, name)
+            module = await asyncio.to_thread(load_module)
             by_place: Mapping[tuple[str, str], Handler] = {
                 (route.method, route.path): route.handler for route in module.ROUTES
             }

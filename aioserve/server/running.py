@@ -7,7 +7,7 @@ import contextlib
 import uuid
 from asyncio import Event
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from aiohttp import web
@@ -128,6 +128,8 @@ class Responses(Protocol):
 
 
 RESPONSES = web.AppKey("RESPONSES", Responses)
+#: Makes the OpenAPI document of the application, as JSON.
+DOCUMENT: web.AppKey[Callable[[], bytes]] = web.AppKey("DOCUMENT")
 
 
 class ResponseStore:

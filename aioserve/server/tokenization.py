@@ -13,12 +13,16 @@ from aiohttp import web
 from aioserve.engine import Conversation, Prompt
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.server.access.gate import entered
-from aioserve.server.body import BodyDecoder, decode_body
+from aioserve.server.body import (
+    NOT_NOW_ERRORS,
+    BodyDecoder,
+    Route,
+    decode_body,
+)
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, ToolEntry
-from aioserve.server.chat.tools import chat_tool_use
+from aioserve.server.chat.tools import before_tools, chat_tool_use
 from aioserve.server.images import IMAGES, ImageParts
-from aioserve.server.openapi import NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import Int, ModelRequest
 from aioserve.server.running import ENGINE
 
@@ -82,6 +86,7 @@ async def tokenize(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     special = body.add_special_tokens is not False
     images = ImageParts.of(engine)
+    await before_tools(body.tools)
     prompt = _prompt(body, images, engine.config.server.ignore_unknown_fields)
     try:
         with images.named():

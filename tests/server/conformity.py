@@ -8,13 +8,13 @@ from typing import Any
 import jsonschema_rs
 
 from aioserve.server.openapi import OpenAPIDocument
-from aioserve.server.routes import ADMIN_ROUTES, all_routes, page_routes
+from aioserve.server.routes import admin_routes, all_routes, page_routes
 
 
 @functools.cache
 def document() -> dict[str, Any]:
     """Its objects are closed: nothing is sent that it does not tell of."""
-    routes = (*all_routes(), *page_routes(), *ADMIN_ROUTES)
+    routes = (*all_routes(), *page_routes(), *admin_routes())
     made = OpenAPIDocument(lambda: routes, lambda: ["embedded"], ignores_unknown=False).build()
     for component in made["components"]["schemas"].values():
         if "properties" in component:

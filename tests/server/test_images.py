@@ -211,7 +211,7 @@ def make_loader():
         images, loader = ImageParts(config, ""), Images(config)
         try:
             for i, url in enumerate(urls):
-                assert images.add(f"part {i}", url) == {"type": "image"}
+                assert images.media.add(f"part {i}", url) == {"type": "image"}
             return await loader.show(TALK, images)
         finally:
             await loader.close()
@@ -275,7 +275,7 @@ async def test_images_that_wait_are_bounded_in_memory_until_nobody_has_them():
 
     async def show():
         images = ImageParts(config, "")
-        images.add("part", data_url())
+        images.media.add("part", data_url())
         return await loader.show(TALK, images)
 
     try:
@@ -320,7 +320,7 @@ async def test_slow_urls_of_one_request_leave_room_for_another(monkeypatch):
     def parts(*paths):
         images = ImageParts(config, "")
         for i, path in enumerate(paths):
-            images.add(f"part {i}", host + path)
+            images.media.add(f"part {i}", host + path)
         return images
 
     slow = asyncio.create_task(loader.show(TALK, parts(*(f"/slow/{i}" for i in range(16)))))
@@ -339,7 +339,7 @@ async def test_slow_urls_of_one_request_leave_room_for_another(monkeypatch):
 def test_what_the_engine_says_of_an_image_names_its_part():
     images = ImageParts(ImageConfig(), "")
     for i in range(2):
-        images.add(f"messages[{i}].image_url.url", data_url())
+        images.media.add(f"messages[{i}].image_url.url", data_url())
     for error in (
         RequestError("too wide", "images[1]"),
         RequestError("no images[1]", "images[1]"),

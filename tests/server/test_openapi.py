@@ -3,6 +3,8 @@
 That what is sent is what it says, every test of this folder shows: `Server.request` looks.
 """
 
+from importlib import import_module
+
 import jsonschema_rs
 import schemathesis
 
@@ -10,7 +12,7 @@ import aioserve
 from aioserve.server.app import build_app
 from aioserve.server.fields import FIELDS
 from aioserve.server.protocol import CompletionRequest
-from aioserve.server.routes import all_routes
+from aioserve.server.routes import LATER, all_routes
 
 FOREIGN = [name for name, field in FIELDS.items() if field.is_foreign]
 
@@ -40,6 +42,15 @@ async def test_every_route_is_in_the_document(start_server):
             assert ("/admin/policy" in document["paths"]) == is_enabled
     assert document["info"]["version"] == aioserve.__version__
     schemathesis.openapi.from_dict(document).validate()
+
+
+def test_routes_whose_modules_are_loaded_later_are_those_that_they_declare():
+    declared = {
+        (route.method, route.path, route.needs): module
+        for module in LATER.values()
+        for route in import_module(module).ROUTES
+    }
+    assert declared == LATER
 
 
 BODIES = {route.path: dict(route.example) for route in all_routes() if route.example}

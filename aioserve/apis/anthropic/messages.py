@@ -42,16 +42,21 @@ from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.features.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.server.body import BodyDecoder, decode_body
+from aioserve.server.body import (
+    GENERATION_ERRORS,
+    NOT_NOW_ERRORS,
+    BodyDecoder,
+    Route,
+    decode_body,
+)
 from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.reply_reader import ReplyReader, with_budget
-from aioserve.server.chat.tools import ToolUse, bind_off_loop, blame
+from aioserve.server.chat.tools import ToolUse, before_tools, bind_off_loop, blame
 from aioserve.server.errors import to_wire
 from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import Answer, respond, typed_event
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.logprobs import TOKEN_TEXTS
-from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import Usage
 from aioserve.server.running import ENGINE
 from aioserve.server.tokenization import preparing
@@ -72,6 +77,7 @@ _NAMES = {
 async def create_message(request: web.Request) -> web.StreamResponse:
     """Answer /v1/messages. Raises what `add_request` raises, before anything is sent."""
     body = await decode_body(request, create_decoder)
+    await before_tools(body.tools)
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body, _ignores_unknown(request)), images.named():
         conversation, use = _conversation(request, body, images)
@@ -94,6 +100,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     """Answer /v1/messages/count_tokens. There may be more than the model takes."""
     body = await decode_body(request, count_decoder)
+    await before_tools(body.tools)
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body, _ignores_unknown(request)), images.named():
         body.sampling_params(request.app[ENGINE].sampling_defaults)  # refuses what no reply takes

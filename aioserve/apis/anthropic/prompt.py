@@ -246,8 +246,8 @@ def parts_of(block: Block, path: str, images: ImageParts) -> list[Part]:
     source, path = block.source, f"{path}.source"
     _check_source(source, _OF_IMAGES, path)
     if source.type == "url":
-        return [images.add(f"{path}.url", source.url or "")]
-    return [images.add_base64(path, source.media_type or "", source.data or "")]
+        return [images.media.add(f"{path}.url", source.url or "")]
+    return [images.media.add_base64(path, source.media_type or "", source.data or "")]
 
 
 def _document(block: Block, source: Source, path: str, images: ImageParts) -> list[Part]:

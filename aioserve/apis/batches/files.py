@@ -28,14 +28,16 @@ from aioserve.apis.batches.disk import (
 from aioserve.apis.batches.protocol import FileDeleted, FileForm, FileList, FileObject, FilesPage
 from aioserve.errors import RequestError, one_line
 from aioserve.server.access.gate import owner_of, reach_of
-from aioserve.server.body import decode_query
+from aioserve.server.body import (
+    Route,
+    decode_query,
+)
 from aioserve.server.errors import (
     BodyTimeoutError,
     UnknownBatchError,
     UnknownFieldError,
     UnknownFileError,
 )
-from aioserve.server.openapi import Route
 from aioserve.server.protocol import RequestPart
 from aioserve.server.running import ENGINE
 

@@ -13,9 +13,13 @@ from aioserve.apis.batches.files import page_of
 from aioserve.apis.batches.protocol import Batch, BatchesPage, BatchList, BatchRequest
 from aioserve.errors import RequestError
 from aioserve.server.access.gate import owner_of, reach_of
-from aioserve.server.body import BodyDecoder, decode_body, decode_query
+from aioserve.server.body import (
+    BodyDecoder,
+    Route,
+    decode_body,
+    decode_query,
+)
 from aioserve.server.errors import UnknownBatchError
-from aioserve.server.openapi import Route
 from aioserve.server.protocol import RequestPart
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

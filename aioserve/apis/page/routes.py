@@ -14,9 +14,9 @@ from aiohttp import hdrs, web
 from aioserve.engine.live_feed import Frame, Snapshot
 from aioserve.engine.operations import FindReport, ShowSteps
 from aioserve.errors import AioserveError, EngineDeadError, RequestError
+from aioserve.server.body import Route
 from aioserve.server.errors import UnknownFileError, to_wire
 from aioserve.server.generation import EventStream, event
-from aioserve.server.openapi import Route
 from aioserve.server.protocol import ErrorResponse
 from aioserve.server.running import ENGINE
 

@@ -223,7 +223,7 @@ def _parts(
         if value is None:
             raise RequestError(f"{place}.{name} is missing", param=f"{place}.{name}")
         if is_image and images is not None:
-            parts.append(images.add(f"{place}.{name}", value))
+            parts.append(images.media.add(f"{place}.{name}", value))
         else:
             parts.append(text_part(value))
     return parts

@@ -32,15 +32,21 @@ from aioserve.apis.responses.protocol import (
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError, RequestIdInUseError
 from aioserve.server.access.gate import reach_of
-from aioserve.server.body import BodyDecoder, decode_body, decode_query
+from aioserve.server.body import (
+    GENERATION_ERRORS,
+    NOT_NOW_ERRORS,
+    BodyDecoder,
+    Route,
+    decode_body,
+    decode_query,
+)
 from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.reply_reader import with_budget
-from aioserve.server.chat.tools import ToolUse, bind_off_loop, blame
+from aioserve.server.chat.tools import ToolUse, before_tools, bind_off_loop, blame
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import respond
 from aioserve.server.images import IMAGES, ImageParts
-from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import RequestPart
 from aioserve.server.running import CHAIN, ENGINE, RESPONSES, Kept
 from aioserve.server.tokenization import preparing
@@ -72,7 +78,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     body, chat_format = await decode_body(request, decoder), request.app[CHAT_FORMAT]
     engine = request.app[ENGINE]
     images = ImageParts.of(engine)
-    offered = _offered(request, body)
+    offered = await _offered(request, body)
     with _own_names(offered.use, body), images.named():
         await _check_id(request, body)
         params = msgspec.structs.replace(
@@ -94,7 +100,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     """Answer POST /v1/responses/input_tokens. There may be more than the model takes."""
     body = await decode_body(request, decoder)
     images = ImageParts.of(request.app[ENGINE])
-    use = _offered(request, body).use
+    use = (await _offered(request, body)).use
     with _own_names(use, body), images.named():
         engine = request.app[ENGINE]
         body.sampling_params(engine.sampling_defaults, None)  # refuses what no reply takes
@@ -106,8 +112,9 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     return web.Response(body=told, content_type="application/json")
 
 
-def _offered(request: web.Request, body: ResponsesRequest) -> Offered:
+async def _offered(request: web.Request, body: ResponsesRequest) -> Offered:
     pass_over_tools(request, body.tools)
+    await before_tools(body.tools)
     ignore_unknown = request.app[ENGINE].config.server.ignore_unknown_fields
     offered = tools_of(body, ignore_unknown=ignore_unknown)
     if offered.use is not None:

@@ -47,9 +47,13 @@ from aioserve.server.access.gate import (
     owner_of,
 )
 from aioserve.server.access.keys import Claim
-from aioserve.server.body import BodyDecoder, decode_body
+from aioserve.server.body import (
+    GENERATION_ERRORS,
+    BodyDecoder,
+    Route,
+    decode_body,
+)
 from aioserve.server.generation import run_all
-from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import PromptTokensDetails
 from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id
 

@@ -133,5 +133,5 @@ def shown_part(part: Any, place: str, images: ImageParts) -> Part:
         raise RequestError(f"{place}.{part.type} is missing", param=f"{place}.{part.type}")
     path = f"{place}.{part.type}.url"
     if part.type == "image_url":
-        return images.add(path, source.url)
-    return images.add_video(path, source.url, part.fps, f"{place}.fps")
+        return images.media.add(path, source.url)
+    return images.media.add_video(path, source.url, part.fps, f"{place}.fps")

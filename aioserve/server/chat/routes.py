@@ -16,7 +16,11 @@ from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import MAX_LOGPROBS, NO_DEFAULTS, SamplingDefaults, SamplingParams
-from aioserve.server.body import BodyDecoder
+from aioserve.server.body import (
+    GENERATION_ERRORS,
+    BodyDecoder,
+    Route,
+)
 from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import (
@@ -31,6 +35,7 @@ from aioserve.server.chat.protocol import (
 from aioserve.server.chat.reply_reader import ReplyReader, tell_reasoning, with_budget
 from aioserve.server.chat.tools import (
     ToolUse,
+    before_tools,
     bind_off_loop,
     blame,
     chat_tool_use,
@@ -40,7 +45,6 @@ from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import Reply, event, read_body, respond
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
-from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import ChatLogprobs, ErrorResponse, PromptLogprobs, Usage
 from aioserve.server.running import ENGINE
 
@@ -54,6 +58,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, decoder)
     engine, chat_format = request.app[ENGINE], request.app[CHAT_FORMAT]
     pass_over_tools(request, body.tools)
+    await before_tools(body.tools)
     use = chat_tool_use(body, ignore_unknown=engine.config.server.ignore_unknown_fields)
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call

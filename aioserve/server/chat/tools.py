@@ -7,7 +7,7 @@ protocol wraps its tools.
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -47,10 +47,17 @@ class SchemaRules(Protocol):
         """Return where in the schema is what a reason names; empty if it names no place."""
 
 
+@cache
 def schema_rules() -> SchemaRules:
-    """Loaded with the first schema."""
+    """Return what is known of schemas, loaded with the first of them."""
     rules: SchemaRules = load("grammars", "schemas")
     return rules
+
+
+async def before_tools(tools: Sequence[Any] | None) -> None:
+    """Load what checks the schemas of tools, in a thread, before the first of them are read."""
+    if tools and not schema_rules.cache_info().currsize:
+        await asyncio.to_thread(schema_rules)
 
 
 class Names(NamedTuple):
