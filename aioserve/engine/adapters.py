@@ -7,18 +7,12 @@ names, paths and counts; knows nothing about weights, tokens or HTTP.
 import asyncio
 import itertools
 import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
 from aioserve.config import EngineConfig
+from aioserve.engine.metrics import AdapterMetrics, Places
 from aioserve.engine.stream import Samples
 from aioserve.errors import (
     ConfigError,
@@ -30,60 +24,6 @@ from aioserve.errors import (
 )
 from aioserve.runner.interface import RunnerInterface
 from aioserve.support.parts import load
-
-#: Names of adapters in memory, names of those that requests wait for, and places for adapters.
-Places = tuple[list[str], list[str], int]
-
-
-class AdapterMetrics(Collector):
-    """Since the start. Nothing is counted until there was an adapter; which there are, pickers of
-    gateways look for from the start on.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests: Counter[str] = Counter()  # by name
-        self.num_loads = 0
-        self.num_evictions = 0
-        self.num_resident = 0
-        self.get_places: Callable[[], Places] | None = None  # set by what loads adapters
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry for every scrape."""
-        if self.get_places is not None:
-            yield _lora_info(*self.get_places())
-        if not self.num_loads:
-            return
-        requests = CounterMetricFamily(
-            "aioserve_requests_by_adapter", "Requests that had an adapter", labels=["adapter"]
-        )
-        for name, count in self.requests.items():
-            requests.add_metric([name], count)
-        yield requests
-        yield GaugeMetricFamily(
-            "aioserve_adapters_resident", "Adapters in memory", self.num_resident
-        )
-        yield CounterMetricFamily(
-            "aioserve_adapter_loads", "Times an adapter was read into memory", self.num_loads
-        )
-        yield CounterMetricFamily(
-            "aioserve_adapter_evictions", "Times one gave its place to another", self.num_evictions
-        )
-
-
-def _lora_info(loaded: list[str], awaited: list[str], most: int) -> Metric:
-    """As the model-server protocol of the inference gateway has it, under vLLM's name: all is in
-    labels, and the value is the time, by which the newest is found.
-    """
-    labels = {
-        "max_lora": str(most),
-        "running_lora_adapters": ",".join(loaded),
-        "waiting_lora_adapters": ",".join(awaited),
-    }
-    found = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters", labels=[*labels])
-    found.add_metric([*labels.values()], time.time())
-    return found
-
 
 logger = logging.getLogger(__name__)
 
@@ -230,13 +170,15 @@ class Adapters:
         self._freed.set()  # requests that wait for a place for it need not
         logger.info("unloaded %r; %d requests go on with it", adapter, num_users)
 
-    async def close(self) -> None:
-        """End all waits with `EngineDeadError` and read nothing more. Returns
-        when the files being read are done.
-        """
+    def refuse(self) -> None:
+        """End all waits with `EngineDeadError`, and read nothing more."""
         self._is_closed = True
         self._freed.set()
         self.go_on()
+
+    async def close(self) -> None:
+        """`refuse`, and return when the files being read are done."""
+        self.refuse()
         if readings := [adapter.reading for adapter in self._resident if adapter.reading]:
             await asyncio.wait(readings)
 

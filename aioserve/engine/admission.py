@@ -8,11 +8,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.adapters import Adapters
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineCore
 from aioserve.engine.input_processor import InputProcessor
@@ -20,6 +20,9 @@ from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.stream import Samples
 from aioserve.errors import EngineOverloadedError, KeyLimitError
 from aioserve.request import Request, RequestSpec, RequestStatus
+
+if TYPE_CHECKING:
+    from aioserve.engine.adapters import Adapters
 
 
 class ImageMemory:
@@ -109,13 +112,14 @@ class Admission:
     def __init__(
         self,
         input_processor: InputProcessor,
-        adapters: Adapters,
+        adapters: "Callable[[], Adapters]",
         core: EngineCore,
         metrics: EngineMetrics,
         clock: Clock,
         image_memory: ImageMemory,
         shares: QueueShares,
     ) -> None:
+        """`adapters` is asked with the first request that has one."""
         self._input_processor = input_processor
         self._adapters = adapters
         self._core = core
@@ -155,7 +159,7 @@ class Admission:
             self._image_memory.hold(spec)
         await self._input_processor.check_grammar(spec.sampling_params)
         if adapter:
-            await self._adapters.hold(samples, adapter, seconds)
+            await self._adapters().hold(samples, adapter, seconds)
         if samples.adapter_id:
             return msgspec.structs.replace(spec, adapter_id=samples.adapter_id)
         return spec

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts, check_row_values
 from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import is_real
@@ -51,6 +50,7 @@ from aioserve.scheduler import FALLBACK_POLICY, load_policy
 from aioserve.support.parts import load
 
 if TYPE_CHECKING:
+    from aioserve.engine.adapters import Adapters
     from aioserve.engine.control import Control
     from aioserve.engine.live_feed import LiveFeed
     from aioserve.engine.snapshot import EngineSnapshot
@@ -99,8 +99,7 @@ class AsyncEngine(EngineClient):
         self._runner = runner
         self._on_kv_event = on_kv_event
         self._parts: EngineParts | None = None  # between start and shutdown
-        self._builder: EngineBuilder | None = None  # it, `_adapters` and `_task`: from the start on
-        self._adapters: Adapters | None = None
+        self._builder: EngineBuilder | None = None  # it and `_task`: from the start on
         self._task: asyncio.Task[None] | None = None
         self._control: Control | None = None  # from its first use on
         self._controlling: set[asyncio.Task[None]] = set()  # commands that are not done
@@ -131,7 +130,7 @@ class AsyncEngine(EngineClient):
     async def _start(self) -> None:
         builder = EngineBuilder(self.config, self.model_info, self._runner, self.metrics)
         self._runner = builder.runner
-        self._adapters, self._builder = builder.adapters, builder
+        self._builder = builder
         try:
             if told := str(self.sampling_defaults):  # which also refuses values that make no sense
                 logger.info(
@@ -142,7 +141,8 @@ class AsyncEngine(EngineClient):
             runner_info = await load_runner(self._runner)
             if self._is_closing:
                 raise EngineStartError("shutdown() was called meanwhile")
-            await self._adapters.load_configured()
+            if self.config.adapters.lora:
+                await builder.adapters.load_configured()
             parts = builder.build(runner_info, self._on_kv_event)
         except BaseException:
             await builder.close()
@@ -165,8 +165,8 @@ class AsyncEngine(EngineClient):
         if self._start_is_over is not None:
             await self._start_is_over.wait()
         self.internals.close()
-        if self._adapters is not None:
-            await self._adapters.close()
+        if self._builder is not None:
+            await self._builder.close_adapters()
         if self._parts is not None and self._task is not None:
             await self._drain(self._parts, drain_timeout)
             self._task.cancel()
@@ -287,13 +287,13 @@ class AsyncEngine(EngineClient):
         return take_snapshot(parts, policy, self.state, is_fallback=is_fallback)
 
     @property
-    def adapters(self) -> Adapters:
+    def adapters(self) -> "Adapters":
         """The LoRA adapters: ask for them, load and unload them. There are none before a start:
         raises `EngineDeadError`.
         """
-        if self._adapters is None:
+        if self._builder is None:
             raise EngineDeadError("the engine has not been started")
-        return self._adapters
+        return self._builder.adapters
 
     async def ask(self, command: EngineCommand[Answer]) -> Answer:
         return await command.run_on(self)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.engine.adapters import Adapters
 from aioserve.engine.admission import Admission, ImageMemory, QueueShares
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
@@ -34,6 +33,7 @@ from aioserve.scheduler.blame import blamed
 from aioserve.support.parts import load
 
 if TYPE_CHECKING:
+    from aioserve.engine.adapters import Adapters
     from aioserve.engine.kv_events import KVEventRelay
     from aioserve.engine.request_log import RequestLog
     from aioserve.engine.tracing import Tracing
@@ -135,7 +135,9 @@ class EngineBuilder:
             config.check_effects()
             runner = make_runner(config, model_info)
         self.runner = runner
-        self.adapters = Adapters(config, runner, metrics.adapters)
+        most = config.adapters.max_cpu_loras
+        metrics.adapters.get_places = lambda: ([], [], most)  # until there are `adapters`
+        self._refuses_adapters = False
         self._connector: KVConnectorBase | None = None
         self._request_log: RequestLog | None = None
         if config.scheduler.request_log is not None:
@@ -152,13 +154,29 @@ class EngineBuilder:
         made: Shadows = make(self.config, self._model_info, self._clock, self._metrics.shadow)
         return made
 
+    @cached_property
+    def adapters(self) -> "Adapters":
+        """The LoRA adapters of the engine; loaded when the first one is asked for."""
+        from aioserve.engine.adapters import Adapters
+
+        adapters = Adapters(self.config, self.runner, self._metrics.adapters)
+        if self._refuses_adapters:
+            adapters.refuse()
+        return adapters
+
+    async def close_adapters(self) -> None:
+        """End all waits for adapters; returns when no file is being read."""
+        self._refuses_adapters = True
+        if "adapters" in self.__dict__:
+            await self.adapters.close()
+
     async def close(self) -> None:
         """Nothing will be built, or that has failed: give back what there is."""
         if self._request_log is not None:
             self._request_log.close()
         if self._connector is not None:
             await self._connector.shutdown()
-        await self.adapters.close()
+        await self.close_adapters()
         await self.runner.close()
 
     def build(self, info: RunnerInfo, on_kv_event: Callable[[KVEvent], None] | None) -> EngineParts:
@@ -242,7 +260,7 @@ class EngineBuilder:
             self._request_log,
             Admission(
                 input_processor,
-                self.adapters,
+                lambda: self.adapters,
                 core,
                 metrics,
                 clock,
