@@ -27,8 +27,9 @@ def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
     stopped, if it stands behind that one; the policy has passed over those before it for a reason
     of its own.
     """
-    in_flight, stop = book.in_flight.requests(), book.line_stop
-    lacking = stop.reason if stop.step_id == book.num_steps else None
+    in_flight = book.in_flight.requests()
+    step_id, last_asked, lacking = book.line_stop
+    lacking = lacking if step_id == book.num_steps else None
     reasons = {
         request.request_id: (
             WaitReason.IN_FLIGHT
@@ -38,7 +39,7 @@ def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
             else WaitReason.PAUSED
             if request in book.paused
             else WaitReason.POLICY
-            if lacking is None or (stop.key is not None and request.order_key < stop.key)
+            if lacking is None or (last_asked is not None and request.order_key < last_asked)
             else lacking
         )
         for request in book.waiting

@@ -21,7 +21,7 @@ from aioserve.errors import PolicyError
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.scheduler.table import LineStop, OpenStep, Order, RequestTable, order_key
+from aioserve.scheduler.table import OpenStep, Order, RequestTable, order_key
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
@@ -388,7 +388,7 @@ class Step(OpenStep):
             num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
             num_scheduled = {r.request_id: n for r, n in tokens.items()}
         if book.waiting:
-            book.line_stop = LineStop(self.step_id, *self._stop())
+            book.line_stop = (self.step_id, *self._stop())
         # A step that says nothing else is not handed to the runner.
         is_sent = bool(tokens or finished_req_ids or self.preempted_req_ids)
         output = SchedulerOutput(

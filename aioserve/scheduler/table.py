@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioserve.errors import (
     FROM_OUTSIDE,
@@ -246,15 +246,11 @@ class Decodes:
         self.num_scheduled = dict.fromkeys(self.req_ids, 1)
 
 
-class LineStop(NamedTuple):
-    """Where a step stopped admitting: requests behind it in line wait for what it lacked."""
-
-    step_id: int
-    key: Any  # `order_key` of the last request that the policy asked for; None: it asked for none
-    reason: WaitReason | None  # what that request lacked, or any other would; None: nothing
-
-
-NO_STOP = LineStop(0, None, None)
+#: Where a step stopped admitting: its id; the `order_key` of the last request that the policy asked
+#: for, None if it asked for none; and what that request lacked, or any other would, None if it is
+#: nothing. Requests behind that one in line wait for the same. A plain tuple: most steps make one.
+LineStop: TypeAlias = tuple[int, Any, WaitReason | None]
+NO_STOP: LineStop = (0, None, None)
 
 
 class OpenStep:
