@@ -4,6 +4,7 @@
         --additional-config '{"aioserve": {"decision_log": "traffic.log"}}'
 
 What vLLM decides, and what it serves, stays as it is: each call is passed on, and noted afterwards.
+With `shadow` in place of the log, or beside it, a policy of aioserve's follows the same traffic.
 Whatever goes wrong with a note ends the log, with one line that says why, and never a request.
 `replay`, `compare --replay`, `trace` and `calibrate` read such a log on any machine.
 """
@@ -12,8 +13,9 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput as TheirPlan
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,20 +25,29 @@ from vllm.v1.request import RequestStatus as TheirStatus
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError
+from aioserve.kv_cache import KVCacheManager
 from aioserve.lab.decision_log.recorder import LogWriter, RecordSink, plain_settings
 from aioserve.lab.decision_log.records import (
     Added,
     Closed,
     Finished,
     Header,
+    Record,
     Reset,
     Shorthand,
     Updated,
 )
+from aioserve.outputs import FinishReason
+from aioserve.outputs import ModelRunnerOutput as OurResult
+from aioserve.request import RequestStatus
+from aioserve.scheduler import SchedulerOutput
 from aioserve.support.version import __version__
 from aioserve.vllm.observed import Observed
-from aioserve.vllm.requests import STATUSES, to_ours
-from aioserve.vllm.settings import KEY
+from aioserve.vllm.requests import STATUSES, Arrivals, to_ours
+from aioserve.vllm.settings import KEY, read_shadow
+
+if TYPE_CHECKING:
+    from aioserve.vllm.shadow import ShadowBeside, ShadowSettings
 
 SETTING = "decision_log"
 
@@ -54,8 +65,11 @@ class Recorder:
         block_size: int,
         **others: Any,
     ) -> None:
-        """Raises `ConfigError` without a file to write to, or one that cannot be written."""
-        sink = LogWriter(_path(vllm_config))
+        """Raises `ConfigError` without a file to write to, or one that cannot be written, and for a
+        shadow that cannot work.
+        """
+        path, shadow = _stated(vllm_config)
+        sink = _NoLog() if path is None else LogWriter(path)
         config = copy.copy(vllm_config.scheduler_config)
         config.scheduler_cls = None  # then it is the one for these settings
         self.live: Any = config.get_scheduler_cls()(
@@ -67,6 +81,8 @@ class Recorder:
         )
         header = make_header(vllm_config, kv_cache_config, block_size)
         self._notes = Notes(self.live, header, sink)
+        if shadow is not None:
+            self._notes.shadow = _make_shadow(shadow, header)
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else vLLM asks its scheduler."""
@@ -123,8 +139,11 @@ class Notes:
     def __init__(self, theirs: Any, header: Header, sink: RecordSink) -> None:
         self._theirs, self._sink = theirs, sink
         self._observed, self._short = Observed(), Shorthand()
+        self._arrivals = Arrivals(time.monotonic)
         self._step_ids: dict[int, int] = {}  # of plans without a result, by the plan's identity
         self._has_failed = False
+        self.shadow: ShadowBeside | None = None
+        self._in_flight: dict[int, SchedulerOutput] = {}  # by step id, of which a shadow learns
         sink.write(header)
         sink.flush()
 
@@ -141,10 +160,12 @@ class Notes:
 
     def added(self, theirs: TheirRequest) -> None:
         now = time.monotonic()
-        request = to_ours(theirs, lambda: now).ours
+        request = to_ours(theirs, self._arrivals).ours
         self._observed.add(theirs.request_id, request)
         self._short.add(request.request_id)
         self._sink.write(Added(now, request.spec, None))
+        if self.shadow is not None:
+            self.shadow.on_added(request, now)
 
     def planned(self, plan: TheirPlan, began: float) -> None:
         if not (plan.num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids):
@@ -154,6 +175,9 @@ class Notes:
         if output.num_scheduled_tokens:
             self._step_ids[id(plan)] = output.step_id
         self._sink.write(self._short.planned(began, output, self._counts(), (took, 0.0)))
+        if self.shadow is not None and output.num_scheduled_tokens:
+            self._in_flight[output.step_id] = output
+            self.shadow.on_planned(output, began)
 
     def updated(
         self, plan: TheirPlan, result: TheirResult, outputs: Mapping[int, Any], began: float
@@ -167,16 +191,25 @@ class Notes:
         reasons: list[tuple[int | str, str]] = []
         for batch in outputs.values():
             for output in batch.outputs:  # tokens alone are in the result
-                if output.finish_reason is None or output.request_id not in known:
+                if output.request_id not in known:
+                    continue
+                if output.finish_reason is None and self.shadow is None:
                     continue
                 request, _ = self._observed.took(output)
                 reason = request.status.finish_reason
-                assert reason is not None
+                if reason is None:
+                    continue
                 ended.append(request.request_id)
                 reasons.append((self._short.name(request.request_id), reason.value))
         sampled, rows = result.sampled_token_ids, result.req_id_to_index
         tokens = [sampled[rows[name]] if sampled else [] for name in plan.num_scheduled_tokens]
         self._sink.write(Updated(began, None, step_id, tokens, [], reasons, took))
+        if self.shadow is not None:
+            output = self._in_flight.pop(step_id)
+            names = list(output.num_scheduled_tokens)
+            self.shadow.on_back(output, OurResult(names, tokens), began)
+            for name, (_, said) in zip(ended, reasons, strict=True):
+                self.shadow.on_ended([name], FinishReason(said), began)
         self._forget(ended)
 
     def finished(self, ended: Iterable[TheirRequest], theirs: TheirStatus) -> None:
@@ -187,7 +220,13 @@ class Notes:
         if names:
             numbers = self._short.names(names)
             self._sink.write(Finished(now, numbers, int(status), numbers, None))
+            self._tell_ended(names, status, now)
             self._forget(names)
+
+    def _tell_ended(self, names: list[str], status: RequestStatus, now: float) -> None:
+        reason = status.finish_reason
+        if self.shadow is not None and reason is not None:
+            self.shadow.on_ended(names, reason, now)
 
     def reset(self, is_reset: bool) -> None:
         if is_reset:
@@ -197,6 +236,8 @@ class Notes:
         """No more will be noted."""
         self.try_to(self._sink.write, Closed(time.monotonic()))
         self._sink.close()
+        if self.shadow is not None:
+            self.shadow.close()
 
     def _forget(self, names: list[str]) -> None:
         self._short.forget(names)
@@ -210,27 +251,57 @@ class Notes:
         return num_running, len(self._observed.requests) - num_running, num_used
 
 
-def _path(vllm_config: VllmConfig) -> Path:
-    """Return the file to write to; of several engines of one server, each has its own."""
+class _NoLog(RecordSink):
+    """No log is asked for, but a shadow."""
+
+    def write(self, record: Record) -> None:
+        """Keep nothing."""
+
+
+def _stated(vllm_config: VllmConfig) -> tuple[Path | None, "ShadowSettings | None"]:
+    """Return the file to write to and the settings of a shadow, of which one may be missing; of
+    several engines of one server, each has its own files.
+    """
     stated = vllm_config.additional_config
     tree = stated.get(KEY) if isinstance(stated, Mapping) else None
-    path = tree.get(SETTING) if isinstance(tree, Mapping) else None
+    given = dict(tree) if isinstance(tree, Mapping) else {}
+    path, shadow = given.get(SETTING), read_shadow(given)
     example = f'--additional-config \'{{"{KEY}": {{"{SETTING}": "traffic.log"}}}}\''
-    if not isinstance(path, str) or not path:
+    if (path is None and shadow is None) or not (path is None or (isinstance(path, str) and path)):
         raise ConfigError(
             f"aioserve.vllm.Recorder needs the file that it is to write, as {example}; got "
             f"{tree!r:.80}"
         )
-    assert isinstance(tree, Mapping)
-    if others := sorted(set(tree) - {SETTING}):
+    if others := sorted(set(given) - {SETTING, "shadow"}):
         raise ConfigError(
             f"aioserve.vllm.Recorder leaves every decision to vLLM: of {KEY} it takes "
-            f"{SETTING!r} alone, and not {', '.join(others)} (aioserve.vllm.Scheduler does)"
+            f"{SETTING!r} and 'shadow' alone, and not {', '.join(others)} (aioserve.vllm.Scheduler "
+            "does)"
         )
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:
-        path = f"{path}.{parallel.data_parallel_rank}"
-    return Path(path)
+    own = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+    if shadow is not None:
+        shadow = msgspec.structs.replace(shadow, file=shadow.file + own)
+    return (None if path is None else Path(path + own)), shadow
+
+
+def _make_shadow(settings: "ShadowSettings", header: Header) -> "ShadowBeside":
+    """Return a shadow with the limits and as many KV blocks as vLLM's scheduler has. Raises
+    `ConfigError` if its policy cannot work.
+    """
+    from aioserve.vllm.shadow import ShadowBeside
+
+    def make_kv_cache() -> KVCacheManager:
+        return KVCacheManager(
+            header.num_kv_blocks,
+            header.block_size,
+            enable_prefix_caching=header.enable_prefix_caching,
+            max_draft_tokens=header.max_draft_tokens,
+        )
+
+    return ShadowBeside(
+        settings, header.config, make_kv_cache, header.max_model_len, time.monotonic
+    )
 
 
 def make_header(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> Header:

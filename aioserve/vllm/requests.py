@@ -96,9 +96,32 @@ class Tracked:
         self.is_plain = not (asks or self.theirs.trace_headers or self.follows_tokens)
 
 
-def to_ours(theirs: TheirRequest, clock: Callable[[], float]) -> Tracked:
-    """Return the request as aioserve sees it; `clock` is aioserve's. Raises `RequestError` for what
-    is not translated.
+class Arrivals:
+    """Times of the day, as vLLM notes them, as times of aioserve's clock. All are shifted by the
+    same distance, so that requests keep the order in which they came: two clocks that are read for
+    each would be read with a pause between them now and then.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._shift = clock() - time.time()  # seconds
+
+    def __call__(self, arrival_time: float) -> float:
+        """Return the time of the clock; never a time to come."""
+        now = self._clock()
+        if abs(now - time.time() - self._shift) > MAX_DRIFT:
+            self._shift = now - time.time()
+        return min(arrival_time + self._shift, now)
+
+
+#: Seconds by which the time of the day may be off before the distance is measured anew: somebody
+#: has set it.
+MAX_DRIFT = 0.5
+
+
+def to_ours(theirs: TheirRequest, arrivals: Callable[[float], float]) -> Tracked:
+    """Return the request as aioserve sees it; `arrivals` returns times of aioserve's clock. Raises
+    `RequestError` for what is not translated.
     """
     if theirs.resumable:
         raise RequestError("aioserve.vllm.Scheduler takes no streaming input (resumable requests)")
@@ -109,8 +132,7 @@ def to_ours(theirs: TheirRequest, clock: Callable[[], float]) -> Tracked:
     # vLLM says so where prompt logprobs are asked for, for means of all states, and where a client
     # wants no cache.
     needs_all = theirs.skip_reading_prefix_cache
-    age = max(time.time() - theirs.arrival_time, 0.0)
-    arrival_time = clock() - age
+    arrival_time = arrivals(theirs.arrival_time)
     deadline = _number(extra, DEADLINE)
     eos = None if params is None else params.eos_token_id
     adapter = "" if theirs.lora_request is None else theirs.lora_request.lora_name

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
@@ -26,6 +26,7 @@ from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from aioserve.config import SchedulerConfig
 from aioserve.engine.step_loop import PolicyFailures, StepInFlight, StepLoop, StepObserver
 from aioserve.errors import (
     AioserveError,
@@ -51,7 +52,7 @@ from aioserve.scheduler.blame import blamed, place
 from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.results import take_drafts
 from aioserve.testing.violation import begin_call, end_call
-from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Tracked, to_ours
+from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Arrivals, Tracked, to_ours
 from aioserve.vllm.settings import read_settings
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from vllm.v1.structured_output import StructuredOutputManager
 
     from aioserve.vllm.checks import Checks
+    from aioserve.vllm.shadow import ShadowBeside
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,16 @@ class _Ends(StepObserver):
 
     def on_ended(self, request_ids: list[str], reason: OurReason, now: float) -> None:
         self.ended += [(request_id, reason) for request_id in request_ids]
+
+
+class _Seats(StepObserver):
+    """What a pause says of new requests, said to every policy that takes over as well."""
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self._say = say
+
+    def on_switched(self, settings: SchedulerConfig, now: float) -> None:
+        self._say()
 
 
 class Scheduler(TheirInterface):
@@ -110,14 +122,8 @@ class Scheduler(TheirInterface):
         """
         self.settings = settings = read_settings(vllm_config, kv_cache_config, block_size)
         self._clock = time.monotonic
-        self._kv_cache = KVCacheManager(
-            settings.num_blocks,
-            settings.block_size,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            watermark=settings.watermark,
-            record_events=settings.check,
-            max_draft_tokens=settings.max_draft_tokens,
-        )
+        self._arrivals = Arrivals(self._clock)
+        self._kv_cache = self._make_kv_cache(record_events=settings.check)
         config = settings.scheduler
         self._loop: StepLoop[None] = StepLoop(
             self._make_policy(),
@@ -139,6 +145,15 @@ class Scheduler(TheirInterface):
         self._loop.wake = self._wake
         self._ends = _Ends()
         self._loop.observers.subscribe(self._ends)
+        self._loop.observers.subscribe(_Seats(self._limit_seats))
+        self._shadow: ShadowBeside | None = None
+        if settings.shadow is not None:
+            from aioserve.vllm import shadow
+
+            self._shadow = shadow.ShadowBeside(
+                settings.shadow, config, self._make_kv_cache, settings.max_model_len, self._clock
+            )
+            self._loop.observers.subscribe(self._shadow)
         self._grammars = structured_output_manager
         self._log_stats = log_stats
         self._sends_all_tokens = bool(vllm_config.scheduler_config.async_scheduling)
@@ -171,6 +186,18 @@ class Scheduler(TheirInterface):
         policy = innermost(self._loop.scheduler)
         assert isinstance(policy, BaseScheduler)
         return policy
+
+    def _make_kv_cache(self, *, record_events: bool = False) -> KVCacheManager:
+        """Return an empty one, of as many KV blocks as vLLM has."""
+        settings = self.settings
+        return KVCacheManager(
+            settings.num_blocks,
+            settings.block_size,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            watermark=settings.watermark,
+            record_events=record_events,
+            max_draft_tokens=settings.max_draft_tokens,
+        )
 
     def _make_policy(self) -> SchedulerInterface:
         """Return the policy of the settings, with a recorder around it if a log is to be
@@ -205,11 +232,10 @@ class Scheduler(TheirInterface):
         """
         if self._log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
-        structured = request.structured_output_request
-        if structured is not None and not structured.is_grammar_ready:
-            self._compiling[request.request_id] = request
-        else:
+        if _is_ready(request):
             self._enter(request)
+        else:
+            self._compiling[request.request_id] = request
 
     def _enter(self, request: TheirRequest) -> None:
         """Give a request to the policy, unless it cannot be served."""
@@ -220,7 +246,7 @@ class Scheduler(TheirInterface):
                     request, FinishReason.ERROR, f"its grammar does not compile: {grammar}"
                 )
                 return
-            tracked = to_ours(request, self._clock)
+            tracked = to_ours(request, self._arrivals)
             self._loop.add_request(tracked.ours)
         except AioserveError as error:
             self._refuse(request, FinishReason.ABORT, str(error))
@@ -609,7 +635,7 @@ class Scheduler(TheirInterface):
             trace_headers=theirs.trace_headers,
             prefill_stats=prefill_stats,
             num_nans_in_logits=theirs.num_nans_in_logits,
-            pooling_output=None if (pooled := result.pooler_output) is None else pooled[index],
+            pooling_output=pooled[index] if (pooled := result.pooler_output) else None,
         )
 
     def _follow(
@@ -745,9 +771,24 @@ class Scheduler(TheirInterface):
         self._loop.pause()  # also between two states: what stood still before does not count
         if pause_state is not PauseState.PAUSED_ALL:
             self._loop.resume()
-        # None is admitted where there is no seat.
-        is_open = pause_state is PauseState.UNPAUSED
+        self._limit_seats()
+
+    def _limit_seats(self) -> None:
+        """No request is admitted where there is no seat."""
+        is_open = self._pause_state is PauseState.UNPAUSED
         self.policy.max_num_seqs = self.settings.scheduler.max_num_seqs if is_open else 0
+
+    def switch(self, policy: str, options: Mapping[str, Any] | None = None) -> None:
+        """Let another policy plan from the next step on; the requests, their KV blocks and their
+        cached prefixes stay. For programs that have the engine core in their process: vLLM has no
+        call that leads here. Raises `ConfigError` for a policy or options that cannot work, or
+        `PolicyError`; nothing has changed then.
+        """
+        config = msgspec.structs.replace(
+            self.settings.scheduler, policy=policy, options=dict(options or {})
+        )
+        self._loop.switch(config)
+        self.settings = msgspec.structs.replace(self.settings, scheduler=config)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -786,6 +827,8 @@ class Scheduler(TheirInterface):
 
     def shutdown(self) -> None:
         """Give back what the scheduler holds outside itself."""
+        if self._shadow is not None:
+            self._shadow.close()
         self._loop.scheduler.shutdown()
 
 
@@ -798,7 +841,7 @@ class _Plans(NamedTuple):
 
 def _is_ready(request: TheirRequest) -> bool:
     structured = request.structured_output_request
-    return structured is None or structured.is_grammar_ready
+    return structured is None or structured.grammar is not None
 
 
 def _is_masked(row: Tracked) -> bool:
@@ -823,7 +866,7 @@ def _our_result(plan: SchedulerOutput, result: "TheirResult") -> ModelRunnerOutp
     """Return what the runner brought of a plan, with its rows in the order of the plan."""
     names, index = list(plan.num_scheduled_tokens), result.req_id_to_index
     pooled = {}
-    if (vectors := result.pooler_output) is not None:
+    if vectors := result.pooler_output:
         pooled = {name: v for name in names if (v := vectors[index[name]]) is not None}
     sampled: Sequence[list[int]] = result.sampled_token_ids
     if not sampled:

@@ -51,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     enable_kv_events: bool
     check: bool  # whether every step is checked by the rules of the contract
+    shadow: Any  # `ShadowSettings` of a second policy that is tried beside; None: there is none
 
 
 def read_settings(
@@ -66,7 +67,7 @@ def read_settings(
             + ". Leave these out, or leave out --scheduler-cls"
         )
     theirs, cache = vllm_config.scheduler_config, vllm_config.cache_config
-    given, check = _given(vllm_config.additional_config)
+    given, check, shadow = _given(vllm_config.additional_config)
     if "policy" not in given and theirs.policy == "priority":
         given["policy"] = "priority"
     if theirs.policy == "priority" and given.get("policy") != "priority":
@@ -92,15 +93,19 @@ def read_settings(
         enable_prefix_caching=bool(cache.enable_prefix_caching),
         enable_kv_events=_has_kv_events(vllm_config),
         check=check,
+        shadow=shadow,
     )
 
 
-def _given(additional_config: Any) -> tuple[dict[str, Any], bool]:
-    """Return what the user states of `SchedulerConfig`, and whether steps are to be checked."""
+def _given(additional_config: Any) -> tuple[dict[str, Any], bool, Any]:
+    """Return what the user states of `SchedulerConfig`, whether steps are to be checked, and the
+    settings of a shadow.
+    """
     tree = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(tree, Mapping):
         raise ConfigError(f"--additional-config {KEY} must be a mapping, got {tree!r:.80}")
-    stated = dict(tree)
+    stated, shadow = dict(tree), read_shadow(tree)
+    stated.pop("shadow", None)
     check, path = stated.pop("check", False), stated.pop("config", None)
     if not isinstance(check, bool):
         raise ConfigError(f"--additional-config {KEY}.check must be true or false, got {check!r}")
@@ -113,7 +118,18 @@ def _given(additional_config: Any) -> tuple[dict[str, Any], bool]:
     for name in NOT_YET:
         if given.get(name) is not None:
             raise ConfigError(f"{KEY}.{name} is not written inside vLLM yet: leave it out")
-    return given, check
+    return given, check, shadow
+
+
+def read_shadow(stated: Mapping[str, Any]) -> Any:
+    """Return the `ShadowSettings` that are stated, whose module is loaded then; None if none are.
+    Raises `ConfigError` for what is wrong with them.
+    """
+    if stated.get("shadow") is None:
+        return None
+    from aioserve.vllm import shadow
+
+    return shadow.read_shadow(stated)
 
 
 def _limits(vllm_config: VllmConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ differs is the scheduler. Prompts share prefixes, some clients leave, and the KV
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,8 +169,17 @@ def a_load(count: int, seed: int = 0, *, samples: bool = True, longest: int = 60
     return load
 
 
-def serve(llm: LLM, load: list[Asked], *, aborts: bool = True, **fields: Any) -> Served:
-    """A few requests come in each step; in some steps a client leaves."""
+def serve(
+    llm: LLM,
+    load: list[Asked],
+    *,
+    aborts: bool = True,
+    each_step: Callable[[int], None] = lambda num_steps: None,
+    **fields: Any,
+) -> Served:
+    """A few requests come in each step; in some steps a client leaves. `each_step` is told the
+    number of steps so far.
+    """
     engine, dice = llm.llm_engine, random.Random(1)
     replies: dict[str, list[Any]] = {}
     num_sent = num_steps = num_cached = 0
@@ -190,6 +199,7 @@ def serve(llm: LLM, load: list[Asked], *, aborts: bool = True, **fields: Any) ->
                 replies[output.request_id] = _told(output)
                 num_cached += output.num_cached_tokens or 0
         num_steps += 1
+        each_step(num_steps)
         assert num_steps < 200 * len(load), f"{len(replies)} of {len(load)} have ended"
     return Served(replies, num_steps, num_cached)
 

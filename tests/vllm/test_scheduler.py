@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from aioserve.scheduler import (
     load_policy,
 )
 from aioserve.vllm import Scheduler
+from aioserve.vllm.requests import Arrivals
 from aioserve.vllm.settings import read_settings
 from tests.vllm.inside import (
     BLOCK_SIZE,
@@ -246,6 +248,41 @@ def test_a_pause_for_new_requests_lets_running_ones_end(engine: Engine) -> None:
         ended += [output.request_id for output in llm_engine.step() if output.finished]
     assert ended == ["a", "b"]
     check_over(scheduler)
+
+
+@of("plain", "asynchronous")
+def test_a_policy_that_takes_over_changes_no_reply(engine: Engine) -> None:
+    """In the middle of a load, and twice; a pause for new requests holds under the next one."""
+    scheduler = exchange(engine.llm, policy="chunked_prefill", check=True)
+    states = type(scheduler.pause_state)
+
+    def change(num_steps: int) -> None:
+        if num_steps == 10:
+            scheduler.switch("priority")
+        elif num_steps == 20:
+            scheduler.set_pause_state(states.PAUSED_NEW)
+            scheduler.switch("fair", {"quantum": 64})
+            assert scheduler.policy.max_num_seqs == 0
+        elif num_steps == 22:
+            scheduler.set_pause_state(states.UNPAUSED)
+
+    ours = serve(engine.llm, load_of(engine.kind), each_step=change)
+    check_equal(ours, engine.theirs)
+    check_over(scheduler)
+    assert type(scheduler.policy).__name__ == "FairScheduler"
+    with pytest.raises(ConfigError, match="no_such"):
+        scheduler.switch("fair", {"no_such": 1})
+    assert type(scheduler.policy).__name__ == "FairScheduler"
+
+
+def test_arrival_times_keep_their_order_however_late_they_are_read() -> None:
+    """vLLM's requests have times of the day; two clocks are never read for each."""
+    times = iter([100.0, *[200.0 + 0.001 * i for i in range(50)]])
+    arrivals = Arrivals(lambda: next(times))
+    began = time.time()
+    found = [arrivals(began + 1e-6 * i) for i in range(40)]
+    assert found == sorted(found)
+    assert len(set(found)) == 40
 
 
 # What policies see, and what becomes of those that fail.
