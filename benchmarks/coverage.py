@@ -10,15 +10,15 @@ were used, and its intervals either cover the truth or not. The table has, for e
 that got an interval at all ("-": none did). Then the verdicts: how many say better or worse with
 the wrong sign, and how many of those where the truth is above 5% of the first policy's value.
 Last, how many rows are called better or worse where the two configurations differ in the seed of
-their step times' jitter alone.
+their step times' jitter alone. The last line is JSON.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from harness import Args, Opt, Program
 
 from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
 from aioserve.lab.comparison.document import differences, sampling_of, summarize
@@ -32,6 +32,9 @@ from aioserve.support.files import find_workload
 SLO = ServiceLevels(Slo(ttft=0.5, tpot=0.05))
 SURELY_WRONG = 0.05  # of the first configuration's value
 NOT_OF_TIME = ("prefix_hit_share", "draft_tokens")
+
+
+program = Program(__doc__)
 
 
 class Case(NamedTuple):
@@ -148,17 +151,18 @@ def with_settings(candidate: Candidate, jitter: float, seed: int) -> Candidate:
     return msgspec.structs.replace(candidate, config=config)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How often 95% intervals cover the truth.")
-    parser.add_argument("configs", nargs="*", default=["fcfs", "chunked_prefill"])
-    parser.add_argument("--workload", default="mixed")
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.9, 1.1])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--pool", type=int, default=100, help="seeds that the truth is from")
-    parser.add_argument("--replicates", type=int, default=40)
-    parser.add_argument("--jitter", type=float, default=0.1, help="of step times, for equal ones")
-    args = parser.parse_args()
+@program.command(
+    words={"configs": ["fcfs", "chunked_prefill"]},
+    workload="mixed",
+    requests=400,
+    loads=Opt([0.5, 0.9, 1.1], "shares of the capacity"),
+    seeds=Opt([1, 5], "of a replicate"),
+    pool=Opt(100, "seeds that the truth is from"),
+    replicates=40,
+    jitter=Opt(0.1, "of step times, for equal ones"),
+)
+def main(args: Args) -> dict[str, Any]:
+    """Runs of both at each load, and comparisons of a few seeds of them."""
     candidates = load_candidates(args.configs)
     spec = msgspec.structs.replace(
         read_spec(find_workload(args.workload)), num_requests=args.requests
@@ -182,7 +186,8 @@ def main() -> None:
     print_table(tallies)
     cells = [f"{t.told_apart} of {t.num_rows}" for t in equals.values()]
     print(f"{'equal ones told apart':30}" + "".join(f"{cell:>14}" for cell in cells))
+    return {"capacity": rate, "cases": tallies, "equal": equals}
 
 
 if __name__ == "__main__":
-    main()
+    program.main()

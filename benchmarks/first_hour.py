@@ -9,7 +9,6 @@ another policy until there is a verdict, compare two, install the wheel in an em
 the FastAPI program. What is not installed here is skipped, and said. The last line is JSON.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,9 +25,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import harness
+from harness import ROOT, Args, Opt, Program
 
-ROOT = Path(__file__).parents[1]
 TIMES = 20  # that each question is asked
 PATIENCE = 900.0  # seconds for a step
 KEY = "sk-first-hour-operator-0123456789"
@@ -45,6 +44,9 @@ QUESTIONS = {
     "What star is at the center of our solar system?": "Sun",
     "What is the opposite of hot?": "cold",
 }
+
+
+program = Program(__doc__)
 
 
 class SkippedError(Exception):
@@ -78,34 +80,13 @@ class Hour:
         """A command that serves inside the block; yields the seconds until it does. It ends by
         Ctrl-C, without an error.
         """
-        begin = time.perf_counter()
-        with (self.folder / "server.log").open("a") as log:
-            process = subprocess.Popen(
-                words,
-                cwd=self.clone,
-                env=self.environ,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for all of a terminal's group
-            )
-        try:
-            while not self._answers(ready):
-                if process.poll() is not None or time.perf_counter() - begin > PATIENCE:
-                    raise RuntimeError(f"{' '.join(words)} does not serve: see {log.name}")
-                time.sleep(0.02)
-            yield time.perf_counter() - begin
-        finally:
-            os.killpg(process.pid, signal.SIGINT)
-            code = process.wait(60)
-        if code and words[0] != "make":  # which ends by the signal itself
+        options: dict[str, Any] = {"cwd": self.clone, "env": self.environ, "patience": PATIENCE}
+        options |= {"port": self.port, "log": self.folder / "server.log", "end": signal.SIGINT}
+        with harness.serving(program=words, ready=ready, **options) as server:
+            yield server.start_seconds
+        if server.process.returncode and words[0] != "make":  # which ends by the signal itself
+            code = server.process.returncode
             raise RuntimeError(f"{' '.join(words)} ended with {code} after Ctrl-C")
-
-    def _answers(self, path: str) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}{path}", timeout=5):
-                return True
-        except OSError:
-            return False
 
     def post(self, path: str, **fields: Any) -> Any:
         """The answer to a body, asked as an operator."""
@@ -263,19 +244,19 @@ STEPS: Sequence[Callable[[Hour], str]] = (
 )
 
 
-def main() -> int:
-    """Walk, and print a line of each step. Returns 1 if one has failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="default: a new one, which is left there")
-    parser.add_argument("--only", nargs="+", choices=[step.__name__ for step in STEPS])
-    parser.add_argument("--port", type=int, default=8000)
-    given = parser.parse_args()
+@program.command(
+    folder=Opt(Path, "default: a new one, which is left there"),
+    only=Opt([step.__name__ for step in STEPS], choices=[step.__name__ for step in STEPS]),
+    port=8000,
+)
+def main(given: Args) -> tuple[dict[str, Any], int]:
+    """Walk, and print a line of each step. The exit code is 1 if one has failed."""
     folder = given.folder or Path(tempfile.mkdtemp(prefix="first-hour-"))
     folder.mkdir(exist_ok=True)
     hour, found, has_failed = Hour(folder.absolute(), given.port), {}, False
     print(f"in {folder}")
     for step in STEPS:
-        if given.only and step.__name__ not in given.only:
+        if step.__name__ not in given.only:
             continue
         begin = time.perf_counter()
         try:
@@ -287,9 +268,8 @@ def main() -> int:
         seconds = time.perf_counter() - begin
         found[step.__name__] = {"seconds": round(seconds, 1), "told": told}
         print(f"{step.__name__:12} {seconds:6.1f} s  {told}", flush=True)
-    print(msgspec.json.encode(found).decode())
-    return 1 if has_failed else 0
+    return {"steps": found}, int(has_failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.main()

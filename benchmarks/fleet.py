@@ -9,19 +9,15 @@ trace, an hour of invented chats: 5.5 requests a second, prompts of about 1,150 
 of about 220, as in the Azure conversation trace of 2023. `--repeat 2` plays a trace twice, one
 after the other. CPU seconds, steps, and microseconds per step and per token.
 
-`run` prints CPU seconds and microseconds per request of one run; with `--profile-calls` where they
-went. `decisions` asks each router about prompts of 26 blocks, the first of which every replica
-holds. All take CPU time: other processes make it longer, by sharing caches and cores. The last line
-is JSON.
+`run` prints CPU seconds and microseconds per request of one run. `decisions` asks each router about
+prompts of 26 blocks, the first of which every replica holds. All take CPU time: other processes
+make it longer, by sharing caches and cores. The last line is JSON.
 """
 
-import cProfile
 import gc
 import os
-import pstats
 import random
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -114,7 +110,6 @@ def hour(args: Args) -> dict[str, Any]:
     copies=1,
     time_scale=1.0,
     set=Opt([], "settings, NAME=VALUE"),
-    profile_calls=False,
 )
 def run(args: Args) -> dict[str, Any]:
     """One simulation."""
@@ -124,10 +119,8 @@ def run(args: Args) -> dict[str, Any]:
     candidates = load_candidates(["chunked_prefill"], [*H200, *map(assignment, args.set)])
     (one,), (workload,), _ = prepare(candidates, [source.load(0)], is_live=False, clip=True)
     gc.set_threshold(100_000, 20, 20)  # as the lab's commands do
-    calls = cProfile.Profile() if args.profile_calls else None
     began = time.process_time()
-    with calls or nullcontext():
-        outcome = simulate_fleet(one.config, workload, Fleet(args.replicas, args.router))
+    outcome = simulate_fleet(one.config, workload, Fleet(args.replicas, args.router))
     seconds, num_requests = time.process_time() - began, len(workload.requests)
     busy = sum(outcome.busy_seconds) / args.replicas / outcome.end
     print(
@@ -135,8 +128,6 @@ def run(args: Args) -> dict[str, Any]:
         f"{args.replicas} replicas, {100 * busy:.0f}% busy: {seconds:.1f} s of CPU, "
         f"{1e6 * seconds / num_requests:.0f} us a request"
     )
-    if calls is not None:
-        pstats.Stats(calls).sort_stats("tottime").print_stats(30)
     return {"requests": num_requests, "cpu_seconds": seconds}
 
 

@@ -9,7 +9,6 @@ rate measured here, or its arithmetic at the rate of a large product, whichever 
 last line is JSON. docs/gpu.md says what the columns mean.
 """
 
-import argparse
 import asyncio
 import json
 import platform
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from harness import Args, Opt, Program
 from make_model import SHAPES, _write_tokenizer
 from steps import Shapes
 
@@ -59,6 +59,9 @@ GPU_SHAPES: dict[str, dict[str, Any]] = {
 }
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+
+program = Program(__doc__)
 
 
 class Size(NamedTuple):
@@ -416,12 +419,13 @@ def make_device(is_rehearsal: bool) -> Device:
     return CudaDevice()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--shapes", nargs="+", choices=GPU_SHAPES, default=["0.6b", "8b"])
-    parser.add_argument("--no-peer", action="store_true", help="without transformers' own batching")
-    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")
-    args = parser.parse_args()
+@program.command(
+    shapes=Opt(["0.6b", "8b"], choices=GPU_SHAPES),
+    no_peer=Opt(False, "without transformers' own batching"),
+    rehearse=Opt(False, "tiny, on the CPU"),
+)
+def main(args: Args) -> dict[str, Any]:
+    """All measurements of each shape."""
     size = REHEARSAL if args.rehearse else Size()
     shapes = ["2m"] if args.rehearse else args.shapes
     device = make_device(args.rehearse)
@@ -448,8 +452,8 @@ def main() -> None:
             served = found["server"]["totals"]["output_tokens_per_second"]
             print(f"{shape:5} server, {size.clients} clients: {served:.0f} output tokens/s")
             print(f"{shape:5} transformers: {found['peer']}", flush=True)
-    print(json.dumps(report))
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    program.main()

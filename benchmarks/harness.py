@@ -23,7 +23,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -248,6 +248,16 @@ class Table:
         return f"{'<' if spec.startswith('<') else '>'}{width}"
 
 
+def told_of(limits: Mapping[str, tuple[bool, str]]) -> tuple[dict[str, Any], int]:
+    """Print each limit, whether it was held, and what was seen. Return them for the JSON, and the
+    exit code, which is 1 if one was missed.
+    """
+    for limit, (is_held, what) in limits.items():
+        print(f"{'held  ' if is_held else 'MISSED'}  {limit}: {what}")
+    told = {limit: {"held": is_held, "seen": what} for limit, (is_held, what) in limits.items()}
+    return told, int(not all(is_held for is_held, _ in limits.values()))
+
+
 # Processes and servers.
 
 
@@ -394,6 +404,56 @@ def resident_mib(pids: set[int]) -> float:
             if line.startswith("Pss:"):
                 total += int(line.split()[1])
     return total / 1024
+
+
+# Loads.
+
+
+class Stream(asyncio.Protocol):
+    """One request on a connection of its own: only counts what comes until the last of it."""
+
+    last = b"data: [DONE]"  # of the answer
+
+    def __init__(self, body: Mapping[str, Any], host: str) -> None:
+        data = msgspec.json.encode(body)
+        self._request = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n"
+            "Content-Type: application/json\r\n\r\n"
+        ).encode() + data
+        self._tail = b""
+        self.num_bytes = 0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def sent(cls, url: str, body: Mapping[str, Any]) -> Self:
+        """Connect and send the request; `done` is set when its answer has come."""
+        host, port = url.removeprefix("http://").split(":")
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_connection(lambda: cls(body, host), host, int(port))
+        return stream
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self._tail = (self._tail + data)[-1024:]
+        if self.last in self._tail and not self.done.done():
+            self.done.set_result(None)
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(f"a stream broke off: {self._tail!r}"))
+
+
+async def send_streams(url: str, num_streams: int, num_tokens: int) -> None:
+    """Stream so many completions at once, to their ends."""
+    body = {"prompt": "Hello", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    streams = [await Stream.sent(url, body) for _ in range(num_streams)]
+    await asyncio.gather(*(stream.done for stream in streams))
 
 
 # The machine, and whether others use it.

@@ -1,7 +1,7 @@
 """What fits into memory: requests with sliding windows, and which request is preempted.
 
     python benchmarks/memory.py windows gpt_oss|gemma3_text [--gib 0.5] [--tokens 2048]
-    python benchmarks/memory.py victims [--seeds 5] [--slots 96] [--live]
+    python benchmarks/memory.py victims [--seeds 5] [--slots 96]
 
 `windows`: how many requests run at once in the same memory, with and without blocks for sliding
 windows. Random weights with the layers and the K and V of gpt-oss-20b and of Gemma 3 1B, and small
@@ -10,9 +10,8 @@ products. Without: a KV connector, with which all layers keep all blocks.
 `victims`: tokens computed again and p99 by which request is preempted, where layers have states.
 Requests come faster than KV blocks last, so that running ones are preempted; what such a request
 computes again is what lies behind its newest snapshot, if its blocks are still there. Each value of
-`--victim` serves the same requests: on the virtual clock, and with `--live` by the engine with a
-tiny Qwen3.5 of random weights, all at once. Printed are medians of the seeds and, in brackets, of
-the ratios to the policy's own victim, the last in its order. The last line is JSON.
+`--victim` serves the same requests on the virtual clock. Printed are medians of the seeds and, in
+brackets, of the ratios to the policy's own victim, the last in its order. The last line is JSON.
 """
 
 import asyncio
@@ -21,21 +20,16 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import ROOT, Args, Opt, Program, Table, percentile, ratio, turns
+from harness import ROOT, Args, Opt, Program, Table, ratio
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig
-from aioserve.engine.builder import make_runner
 from aioserve.lab.reproduce.claims.claim import configure, make_workload, measure
-from aioserve.lab.simulation.outcome import DelegatingRunner
-from aioserve.model_source.info import ModelInfo
-from aioserve.outputs import ModelRunnerOutput, SchedulerStats
-from aioserve.scheduler import SchedulerOutput
+from aioserve.outputs import SchedulerStats
 
 sys.path.append(str(ROOT))
 from tests.models import make_model
@@ -144,7 +138,6 @@ SPEC = {
         }
     ],
 }
-LIVE_REQUESTS = 48
 Found = dict[str, float]
 
 
@@ -169,67 +162,6 @@ def simulated(victim: str, seed: int, args: Args) -> Found:
     }
 
 
-class TokenCounter(DelegatingRunner):
-    """Counts the tokens of all steps, and the preemptions."""
-
-    num_tokens = num_preemptions = 0
-
-    def execute_model(
-        self, scheduler_output: SchedulerOutput
-    ) -> "asyncio.Future[ModelRunnerOutput]":
-        self.num_tokens += scheduler_output.total_num_scheduled_tokens
-        self.num_preemptions += len(scheduler_output.preempted_req_ids)
-        return super().execute_model(scheduler_output)
-
-
-async def live(victim: str, seed: int, model: Path, args: Args) -> Found:
-    """One run of the engine with the model, all requests at once."""
-    config = EngineConfig.load(
-        None,
-        [
-            ("model.model", str(model)),
-            ("model.dtype", "float32"),
-            ("model.skip_tokenizer_init", True),
-            ("scheduler.policy", "chunked_prefill"),
-            ("scheduler.victim", victim),
-            ("scheduler.max_num_seqs", 16),
-            ("cache.num_kv_blocks", args.live_blocks),
-            ("cache.num_state_slots", args.slots // 2),
-        ],
-    )
-    rng = random.Random(seed)
-    sizes = [(rng.randrange(16, 192), rng.randrange(16, 192)) for _ in range(LIVE_REQUESTS)]
-    prompts = [[rng.randrange(3, 90) for _ in range(size)] for size, _ in sizes]
-    runner = TokenCounter(make_runner(config, ModelInfo(config.model)))
-    firsts: list[float] = []
-    ends: list[float] = []
-
-    async with AsyncEngine(config, runner=runner) as engine:
-        began = time.perf_counter()
-
-        async def one(prompt: list[int], reply: int) -> None:
-            params = SamplingParams(max_tokens=reply, ignore_eos=True, detokenize=False)
-            is_first = True
-            async for _ in engine.generate(prompt, params):
-                if is_first:
-                    firsts.append(time.perf_counter() - began)
-                    is_first = False
-            ends.append(time.perf_counter() - began)
-
-        await asyncio.gather(
-            *(one(prompt, reply) for prompt, (_, reply) in zip(prompts, sizes, strict=True))
-        )
-        seconds = time.perf_counter() - began
-    needed = sum(prompt + reply - 1 for prompt, reply in sizes)
-    return {
-        "preemptions": runner.num_preemptions,
-        "tokens again": runner.num_tokens - needed,
-        "ttft p99 ms": 1e3 * percentile(firsts, 99),
-        "e2e p99 ms": 1e3 * percentile(ends, 99),
-        "seconds": seconds,
-    }
-
-
 def show(title: str, runs: dict[str, list[Found]]) -> None:
     """Medians, and in brackets the median ratio to the policy's own victim."""
     names = list(runs["policy"][0])
@@ -247,25 +179,14 @@ def show(title: str, runs: dict[str, list[Found]]) -> None:
 @program.command(
     "victims",
     seeds=5,
-    slots=Opt(96, "for states; live, half of them"),
-    blocks=Opt(500, "of 16 tokens; simulated"),
-    live_blocks=100,
-    live=False,
+    slots=Opt(96, "for states"),
+    blocks=Opt(500, "of 16 tokens"),
 )
 def victims(args: Args) -> dict[str, Any]:
-    """Which request is preempted: on the virtual clock, then live."""
+    """Which request is preempted, on the virtual clock."""
     found = {v: [simulated(v, seed, args) for seed in range(args.seeds)] for v in VICTIMS}
     show(f"virtual clock, {args.blocks} blocks, {args.slots} slots", found)
-    result: dict[str, Any] = {"virtual": found}
-    if args.live:
-        with tempfile.TemporaryDirectory() as folder:
-            model = make_model("qwen3_5_text", Path(folder))
-            runs: dict[str, list[Found]] = {victim: [] for victim in VICTIMS}
-            for seed, victim in turns(VICTIMS, args.seeds):
-                runs[victim].append(asyncio.run(live(victim, seed, model, args)))
-        show(f"\nlive, {args.live_blocks} blocks, {args.slots // 2} slots", runs)
-        result["live"] = runs
-    return result
+    return {"virtual": found}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/model_steps.py quantized 135m [--activations int8]    # or 0.6b, 2m, ...
     python benchmarks/model_steps.py adapters [--rows 16] [--adapters 4] [--rank 16] [--threads 1]
     python benchmarks/model_steps.py states [--models lfm2 mamba] [--against ../other-checkout]
-    python benchmarks/model_steps.py quantized-states [--memory]
+    python benchmarks/model_steps.py quantized-states
 
 `experts`: steps on fused weights beside those of the modules; the best step of each counts. The
 floor of a decode step is reading, once, what it multiplies with: all but the experts, and those
@@ -22,21 +22,15 @@ attention, Mamba 1 alone. Decodes of some rows at once, and prompts; least proce
 decode's floor is its bytes over the rate of a plain read, by one thread; a prompt's the products of
 its weights over the rate of a large one in torch. `--against` measures another checkout, whose
 kernels are built, by turns. `quantized-states`: the same models with `--quantization` beside the
-same without, in bfloat16 on one thread; `--memory` instead says what a process has more of its own
-after the load (RssAnon of /proc/self/status), each in a process of its own.
+same without, in bfloat16 on one thread.
 
 All ways are loaded at once and take turns, as others may use the machine. The last line is JSON.
 """
 
-import argparse
-import cProfile
-import gc
 import json
 import math
 import os
-import pstats
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -454,11 +448,6 @@ def measure(model: str, args: Args) -> list[dict[str, Any]]:
         bytes_moved = bench.num_weights * size + 2 * decodes * bench.bytes_per_state
         floor = 1e3 * bytes_moved / bandwidth
         rows.append({"model": model, "step": f"decode {decodes}", "ms": taken, "floor": floor})
-        if args.profile and decodes == 4:
-            profile = cProfile.Profile()
-            for _ in range(10):
-                profile.runcall(bench.decode)
-            pstats.Stats(profile).sort_stats("tottime").print_stats(30)
     for num_tokens in PROMPTS:
         repeats = max(args.repeats * PROMPTS[0] // num_tokens // 10, 1)
         taken = 1e3 * least(lambda n=num_tokens: bench.prompt(n), repeats)  # type: ignore[misc]
@@ -496,7 +485,6 @@ def measure_by_turns(args: Args) -> list[dict[str, Any]]:
     dtype=Opt("bfloat16", choices=("bfloat16", "float32")),
     threads=1,
     repeats=Opt(40, "of a decode; a tenth of a prompt"),
-    profile=Opt(False, "of the Python of 4 decodes"),
     against=Opt(str, "another checkout, measured by turns"),
     turns=Opt(3, "of each checkout"),
 )
@@ -514,46 +502,14 @@ def states(args: Args) -> dict[str, Any]:
     return {"rows": table.rows}
 
 
-def own_bytes() -> int:
-    """Bytes of memory that this process shares with no file."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, "Linux"
-    return int(found[1]) * 1024
-
-
-def megabytes(model: str, way: Way) -> int:
-    """What a process that serves a model has, once it has read it."""
-    command = [sys.executable, __file__, "quantized-states", "--models", model, "--load", str(way)]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return int(json.loads(told.splitlines()[-1])["megabytes"])
-
-
 @program.command(
     "quantized-states",
     models=Opt(list(STATES), choices=STATES),
     activations=Opt(str, choices=["int8"]),
     repeats=Opt(30, "of a decode; a fifth of a prompt"),
-    memory=False,
-    load=Opt(str, argparse.SUPPRESS),
 )
 def quantized_states(args: Args) -> dict[str, Any]:
     """Models with states and quantized weights, beside the same without."""
-    if args.load is not None:
-        import aioserve.runner.cpu.models  # noqa: F401 - what the imports take is not the model's
-
-        before = own_bytes()
-        way = next(way for way in WAYS if str(way) == args.load)
-        bench = StatesBench(args.models[0], "bfloat16", 1, way)
-        gc.collect()
-        taken = (own_bytes() - before) // 10**6
-        bench.close()
-        return {"megabytes": taken}
-    if args.memory:
-        table = Table({"model": "<18", "as it is, MB": "14", "int8": "8", "int4": "8"})
-        for model in args.models:
-            plain, int8, int4 = (megabytes(model, way) for way in WAYS)
-            table.add({"model": model, "as it is, MB": plain, "int8": int8, "int4": int4})
-        return {"rows": table.rows}
     table = Table({"model": "<18", "step": "<12", "int8": "8.2f", "int4": "8.2f"})
     for model in args.models:
         benches = {

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import harness
 import psutil
-from harness import Args, Opt, Program, Table, serving
+from harness import Args, Opt, Program, Table, serving, told_of
 from hostile import HEAD
 from lines import Panel, draw
 
@@ -359,13 +359,10 @@ async def main(given: Args) -> dict[str, Any]:
     table = Table({"phase": "<10", **dict.fromkeys(names, "17,.1f")})
     for phase in phases:
         table.add({"phase": phase.name, **phase.row(given.slo, seen)})
-    limits = judge(found, server, given.slo)
-    for limit, (is_held, what) in limits.items():
-        print(f"{'held  ' if is_held else 'MISSED'}  {limit}: {what}")
+    limits, _ = told_of(judge(found, server, given.slo))
     if given.plot:
         plot(given.plot, phases, seen, server)
-    told = {limit: {"held": is_held, "seen": what} for limit, (is_held, what) in limits.items()}
-    return {"phases": table.rows, "limits": told}
+    return {"phases": table.rows, "limits": limits}
 
 
 if __name__ == "__main__":

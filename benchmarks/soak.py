@@ -13,7 +13,6 @@ loop, KV blocks in use; descriptors and threads, with those of the processes tha
 such as API workers. The first quarter is warm-up. The last line is JSON.
 """
 
-import argparse
 import asyncio
 import contextlib
 import ctypes
@@ -38,7 +37,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 import psutil
-from harness import process
+from harness import Args, Opt, Program, process, told_of
 from lines import Panel, draw
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -586,7 +585,7 @@ def make_adapter(path: Path, seed: int, rank: int = 8) -> Path:
     return path
 
 
-async def run(server: Server, given: argparse.Namespace) -> tuple[list[Look], list[str]]:
+async def run(server: Server, given: Args) -> tuple[list[Look], list[str]]:
     """Rounds with a look after each, and which lines hold more memory than after the warm-up."""
     clients = [Client(server, seed) for seed in range(given.clients)]
     async with aiohttp.ClientSession() as clients[0].session:
@@ -690,8 +689,20 @@ def url_in(log: Path, started: "subprocess.Popen[str]") -> str:
     raise RuntimeError(f"the server does not start: {log.read_text()}")
 
 
-async def main(given: argparse.Namespace) -> int:
-    """Start the server, run, print. Returns 1 if a limit was missed."""
+program = Program(__doc__)
+
+
+@program.command(
+    words={"flags": Opt([], "more flags of the server, after --")},
+    seconds=1200.0,
+    round=Opt(15.0, "seconds between two looks"),
+    clients=12,
+    plot=Opt(Path, "an SVG file to write"),
+    log=Opt(Path, "a file for the log of the server"),
+    where=Opt(False, "say which lines hold more after the warm-up"),
+)
+async def main(given: Args) -> tuple[dict[str, Any], int]:
+    """Start the server, run, print. The exit code is 1 if a limit was missed."""
     with tempfile.TemporaryDirectory() as folder:
         names = ("one", "two")
         for number, name in enumerate(names):
@@ -714,35 +725,21 @@ async def main(given: argparse.Namespace) -> int:
     return report(looks, grown, server, given)
 
 
-def report(looks: list[Look], grown: list[str], server: Server, given: argparse.Namespace) -> int:
+def report(
+    looks: list[Look], grown: list[str], server: Server, given: Args
+) -> tuple[dict[str, Any], int]:
     """Print the whole report."""
     print("asked:", ", ".join(f"{name} {n:,}" for name, n in server.asked.most_common()))
     print("answered:", ", ".join(f"{n:,} times {s}" for s, n in server.statuses.most_common()))
     for line in grown:
         print("more than after the warm-up:", line)
-    limits = judge(looks, server, given.seconds)
-    for limit, (is_held, what) in limits.items():
-        print(f"{'held  ' if is_held else 'MISSED'}  {limit}: {what}")
+    limits, code = told_of(judge(looks, server, given.seconds))
     if given.plot:
         plot(given.plot, looks, given.seconds)
-    told = {limit: {"held": is_held, "seen": what} for limit, (is_held, what) in limits.items()}
-    print(json.dumps({"limits": told, "looks": looks, "asked": server.asked}))
-    return int(not all(is_held for is_held, _ in limits.values()))
+    return {"limits": limits, "looks": looks, "asked": server.asked}, code
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=1200.0)
-    parser.add_argument("--round", type=float, default=15.0, help="seconds between two looks")
-    parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--plot", type=Path, help="an SVG file to write")
-    parser.add_argument("--log", type=Path, help="a file for the log of the server")
-    parser.add_argument(
-        "--where", action="store_true", help="say which lines hold more after the warm-up"
-    )
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
-    told = parser.parse_args()
-    if told.serve:
-        sys.exit(serve(told.flags))
-    sys.exit(asyncio.run(main(told)))
+    if sys.argv[1:2] == ["--serve"]:  # the server's own process
+        sys.exit(serve(sys.argv[3:]))
+    program.main()

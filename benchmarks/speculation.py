@@ -2,7 +2,6 @@
 
     python benchmarks/speculation.py rewrite [--streams 1 4 16] [--rounds 3]
     python benchmarks/speculation.py chat [--draft-model SMALL]   # else by n-grams
-    python benchmarks/speculation.py lookup    # no model: microseconds and bytes per token
     python benchmarks/speculation.py wrong     # simulated, all guesses wrong
     python benchmarks/speculation.py mtp [--models llama qwen3_5_text glm4_moe] [--streams 1 4]
 
@@ -21,12 +20,9 @@ How often a published layer is right is not shown. The last line is JSON.
 
 import asyncio
 import itertools
-import random
 import statistics
 import tempfile
 import time
-import timeit
-import tracemalloc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +39,6 @@ from aioserve.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from aioserve.features.spec_decode.ngram import NgramText
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.synthetic import (
     ClientClass,
@@ -79,40 +74,6 @@ def excerpts() -> list[str]:
         pieces = [lines[at : at + LINES] for at in range(0, len(lines) - LINES, LINES)]
         found += ["\n".join(piece) for piece in pieces]
     return found
-
-
-@program.command("lookup", tokens=4096)
-def time_lookups(args: Args) -> None:
-    """What `NgramText` takes for tokens without repeats, the best of many times."""
-    rng, num_tokens = random.Random(1), args.tokens
-    token_ids = [rng.randrange(49152) for _ in range(num_tokens)]
-
-    def known() -> NgramText:
-        text = NgramText(3)
-        text.extend(token_ids)
-        text.find(())
-        return text
-
-    def one_by_one() -> None:
-        text = NgramText(3)
-        for token_id in token_ids:
-            text.extend((token_id,))
-            text.find(())
-
-    text = known()
-    missing, found = text.token_ids[-16:], text.token_ids[1000:1016]
-    for name, call, times in (
-        ("entered together", known, num_tokens),
-        ("entered one by one", one_by_one, num_tokens),
-        ("looked up, not found", lambda: text.find(missing), 1),
-        ("looked up, 16 agree", lambda: text.find(found), 1),
-    ):
-        number = 5 * num_tokens // times // 10 + 1
-        best = min(timeit.repeat(call, time.thread_time, number=number, repeat=25))
-        print(f"{name:22} {best / number / times * 1e6:6.2f} us")
-    tracemalloc.start()
-    text = known()
-    print(f"{'memory':22} {tracemalloc.get_traced_memory()[0] / num_tokens:6.0f} bytes a token")
 
 
 @program.command("wrong")

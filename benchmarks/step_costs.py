@@ -1,9 +1,10 @@
-"""What stands around a step costs in CPU time: the runner's part, the KV blocks, the decision log.
+"""What stands around a step costs: the runner's part, the KV blocks, the decision log, handover.
 
     python benchmarks/step_costs.py runner [--running 1 16 64] [--case model batch]
     python benchmarks/step_costs.py blocks           # by age, and by ranks that a policy states
     python benchmarks/step_costs.py blocks --against main     # or a directory: ratios, in turns
     python benchmarks/step_costs.py log [--running 64 256] [--steps 2000]
+    python benchmarks/step_costs.py between 135m     # or 0.6b, 2m, or a model directory
 
 `runner`: decodes of one to many rows, on one thread. `model`: whole steps of the embedded model.
 `batch`: the same steps with logits that are ready, so that the batch, its parts and the sampler are
@@ -20,15 +21,25 @@ not the hashing of tokens. By ranks, each request has one of eight.
 turns. Steady decode, and a batch in which in every step a request leaves and one comes with a
 prompt of 200 tokens. No model, no event loop; the file is written by its thread meanwhile. Medians
 and 99th percentiles of `schedule()` and `update_from_output()` together. Token ids are random out
-of 150,000, which no compression can do anything about. The last line is JSON.
+of 150,000, which no compression can do anything about.
+
+`between`: what of a decoding step is not the model, as shares of the step. As many streams as asked
+for decode through `AsyncEngine`, without HTTP. Counted are steps that hold one token of each
+stream, from the beginning of one to that of the next: *model* is the forward pass, *packing* the
+batch and the block tables, *sampling* the choice of tokens, *entering* the rest of the runner's
+thread; *handover* is what passes from the end of a step on that thread to the beginning of the next
+one: both changes of threads, the scheduler's update and its next plan. Values are lower quartiles,
+as others may use the machine; the share is of all but the model. The last line is JSON.
 """
 
+import asyncio
 import gc
 import random
 import statistics
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -367,6 +378,117 @@ def log(args: Args) -> dict[str, Any]:
             for has_churn in (False, True):
                 table.add(measure_log(num_running, args.steps, has_churn, Path(folder)))
     return {"rows": table.rows}
+
+
+# Between two steps.
+
+
+PARTS = MODEL, PACKING, SAMPLING, ENTERING, HANDOVER = (
+    *("model", "packing", "sampling", "entering", "handover"),
+)
+INPUT_TOKENS = 64
+GOAL = 0.03  # share of a step
+
+
+class StepClock:
+    """Seconds of the parts of steady steps, on the thread of the runner."""
+
+    def __init__(self, executor: Any, streams: int) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._streams, self._ended = streams, 0.0
+        self._spent: dict[str, float] = defaultdict(float)
+        self._execute = executor.execute_model
+        vars(executor)["execute_model"] = self._step
+        vars(executor)["choose"] = self._timed(SAMPLING, executor.choose)
+        for part, owner, name in (
+            (MODEL, executor._model, "forward"),
+            (PACKING, executor._batch, "apply"),
+            (PACKING, executor._batch, "prepare"),
+            (PACKING, executor._backend, "prepare"),
+        ):
+            vars(owner)[name] = self._timed(part, getattr(owner, name))
+
+    def _step(self, output: Any) -> ModelRunnerOutput:
+        began = time.perf_counter()
+        self._spent.clear()
+        result: ModelRunnerOutput = self._execute(output)
+        now = time.perf_counter()
+        counts = output.num_scheduled_tokens
+        is_steady = len(counts) == self._streams == output.total_num_scheduled_tokens
+        if is_steady and self._ended:
+            inside = now - began
+            rest = inside - sum(self._spent.values())
+            handover = {ENTERING: rest, HANDOVER: began - self._ended}
+            self.steps.append({**self._spent, **handover})
+        self._ended = now if is_steady else 0.0
+        return result
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self._spent[part] += time.perf_counter() - began
+
+        return call
+
+
+async def measure_parts(path: Path, streams: int, args: Args) -> dict[str, Any]:
+    """Milliseconds of each part, and the share of all but the model."""
+    from aioserve import AsyncEngine
+    from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
+    from aioserve.engine.builder import make_runner
+    from aioserve.model_source.info import ModelInfo
+
+    blocks = streams * -(-(INPUT_TOKENS + args.steps + 1) // BLOCK_SIZE)
+    config = EngineConfig(
+        model=ModelConfig(model=str(path)),
+        cache=CacheConfig(num_kv_blocks=2 * blocks),
+        runner=RunnerConfig(threads=args.threads),
+        scheduler=SchedulerConfig(pipeline_depth=args.pipeline_depth),
+    )
+    runner: Any = make_runner(config, ModelInfo(config.model))
+    params = SamplingParams(max_tokens=args.steps, temperature=0, ignore_eos=True)
+
+    async def one(number: int) -> None:
+        prompt = [16 + (number * 7919 + i) % 1900 for i in range(INPUT_TOKENS)]
+        async for _ in engine.generate(prompt, params):
+            pass
+
+    async with AsyncEngine(config, runner=runner) as engine:
+        clock = StepClock(runner._executor, streams)
+        await asyncio.gather(*(one(number) for number in range(streams)))
+    found: dict[str, Any] = {
+        part: 1e3 * statistics.quantiles((step.get(part, 0.0) for step in clock.steps), n=4)[0]
+        for part in PARTS
+    }
+    return {
+        "streams": streams,
+        **found,
+        "share": 1 - found[MODEL] / sum(found.values()),
+        "steps": len(clock.steps),
+    }
+
+
+@program.command(
+    "between",
+    words={"model": Opt(str, "a directory or file, or the name of a shape: 2m, 135m, 0.6b")},
+    streams=[1, 16, 64],
+    steps=Opt(200, "tokens of each stream"),
+    threads=Opt(int, "default: one per physical core"),
+    pipeline_depth=Opt(int, "default: as of python -m aioserve"),
+)
+def between(args: Args) -> dict[str, Any]:
+    """What of a decoding step is not the model, in milliseconds."""
+    from make_model import model_path
+
+    path = model_path(args.model)
+    table = Table({"streams": ">8d", **dict.fromkeys(PARTS, ">11.3f"), "share": ">9.1%"})
+    for streams in args.streams:
+        table.add(asyncio.run(measure_parts(path, streams, args)))
+    met = all(row["share"] < GOAL for row in table.rows)
+    return {"rows": table.rows, "goal": GOAL, "met": met}
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ the policies alone: not the client, not the start, no library, nothing compiled.
 each file with its lines. The last line is JSON.
 """
 
-import argparse
 import asyncio
-import json
 import sys
 import threading
 from collections import defaultdict
@@ -19,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import aiohttp
+from harness import Args, Opt, Program
 
 import aioserve
 from aioserve import AsyncEngine, EngineConfig
@@ -27,6 +26,9 @@ from aioserve.server.sockets import open_doors
 
 PACKAGE = Path(aioserve.__file__).parent
 FOLDERS = (str(PACKAGE) + "/", str(PACKAGE.parent / "policies") + "/")
+
+
+program = Program(__doc__)
 
 
 class Watch:
@@ -67,12 +69,13 @@ async def walk(config: EngineConfig, watch: Watch) -> None:
         watch.is_on = False
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The files and lines that one request runs.")
-    parser.add_argument("--runner", choices=("simulated", "model"), default="simulated")
-    parser.add_argument("--policy", default="chunked_prefill")
-    parser.add_argument("--files", action="store_true", help="list them")
-    args = parser.parse_args()
+@program.command(
+    runner=Opt("simulated", choices=("simulated", "model")),
+    policy="chunked_prefill",
+    files=Opt(False, "list them"),
+)
+def main(args: Args) -> dict[str, int]:
+    """Walk once, and count."""
     settings = [
         ("runner.runner", args.runner),
         ("scheduler.policy", args.policy),
@@ -105,8 +108,8 @@ def main() -> None:
         f"{found['files']} files, of {found['lines_of_these_files']:,} lines, of which "
         f"{found['lines']:,} run, in {found['functions']} functions"
     )
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    program.main()
