@@ -1,8 +1,8 @@
 """Shortest prompt first, with ageing: short prompts overtake long ones, but not for ever.
 
-A prompt of n tokens stands in line as if it had come n / `tokens_per_second` seconds later than it
-did. Whoever comes after that cannot overtake it any more, so nobody starves. The larger the
-number, the closer to first come, first served.
+A prompt of n tokens is ordered as if it had arrived n / `tokens_per_second` seconds later than it
+did. A request that arrives after that time cannot overtake it, so no request starves. The larger
+the number, the closer the order is to first come, first served.
 """
 
 from aioserve.scheduler import (
