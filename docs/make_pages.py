@@ -238,7 +238,7 @@ TABLE = re.compile(
 
 def with_operators_routes(page: str) -> str:
     """The page `operations.md`, with the table of today."""
-    rows = ["| `POST` | of `AsyncClient` | |", "|---|---|---|"]
+    rows = ["| `POST` | method of `AsyncClient` | effect |", "|---|---|---|"]
     for command in sorted(OPERATOR_COMMANDS, key=lambda command: command.http.path[:3]):
         name = command.operation()
         rows.append(f"| `{command.http.path}` | `{name}` | {_prose(command.__doc__)} |")

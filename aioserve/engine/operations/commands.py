@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 class LoadAdapter(OperatorCommand[None, str], frozen=True):
-    """The adapter in the directory `"lora_path"` is served under the name `"lora_name"` from now
-    on; other requests run on meanwhile. See [adapters](adapters.md).
+    """Loads the adapter in the directory `"lora_path"` and serves it under the name `"lora_name"`.
+    Other requests run on meanwhile. See [adapters](adapters.md).
     """
 
     name: Text = field(name="lora_name")
@@ -71,13 +71,13 @@ class LoadAdapter(OperatorCommand[None, str], frozen=True):
 
 
 class UnloadAdapter(OperatorCommand[None, str], frozen=True):
-    """The adapter `"lora_name"` is served no more; requests that have it finish."""
+    """Stops serving the adapter `"lora_name"`; running requests that use it finish."""
 
     name: Text = field(name="lora_name")
 
     http = Http(
         "/v1/unload_lora_adapter",
-        "Serve it no more: requests that have it finish.",
+        "Stop serving an adapter: running requests that use it finish.",
         raises=(EngineDeadError, UnknownModelError),
         schema="UnloadRequest",
     )
@@ -96,10 +96,10 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 class Pause(OperatorCommand[EngineState, EngineState], frozen=True):
-    """No step is computed until `/admin/resume`. `"running"`: `"keep"` (the default) has requests
-    go on where they were, `"abort"` ends them with what they have. `"arrivals"`: those that come
-    meanwhile `"wait"` (the default) in the queue and its limits, or are refused (`"refuse"`): 503
-    with code `engine_paused` and `Retry-After`.
+    """Computes no step until `/admin/resume`. `"running"`: `"keep"` (the default) keeps requests,
+    which go on after the pause; `"abort"` ends them with the tokens that they have. `"arrivals"`:
+    new requests `"wait"` (the default) in the queue, within its limits, or are refused
+    (`"refuse"`) with 503, code `engine_paused` and `Retry-After`.
     """
 
     running: Running = "keep"
@@ -113,7 +113,7 @@ class Pause(OperatorCommand[EngineState, EngineState], frozen=True):
 
 
 class Resume(OperatorCommand[EngineState, EngineState], frozen=True):
-    """Steps are computed again after a pause."""
+    """Ends a pause: steps are computed again."""
 
     http = Http("/admin/resume", "Go on after a pause.", raises=(EngineDeadError, RequestError))
 
@@ -123,8 +123,8 @@ class Resume(OperatorCommand[EngineState, EngineState], frozen=True):
 
 
 class Sleep(OperatorCommand[EngineState, EngineState], frozen=True):
-    """As `/admin/pause`, and the memory of the KV cache is given back, with `"weights": true` that
-    of the model as well: kept requests are computed again after `/admin/wake`.
+    """Pauses as `/admin/pause` does, and frees the memory of the KV cache; with `"weights": true`
+    also that of the model. After `/admin/wake`, kept requests are computed again.
     """
 
     weights: bool = False
@@ -142,9 +142,13 @@ class Sleep(OperatorCommand[EngineState, EngineState], frozen=True):
 
 
 class Wake(OperatorCommand[EngineState, EngineState], frozen=True):
-    """The engine takes the memory again, reads the weights if they went, and goes on."""
+    """Allocates the memory again, loads the weights if they were freed, and goes on."""
 
-    http = Http("/admin/wake", "Take it again, and go on.", raises=(EngineDeadError, RequestError))
+    http = Http(
+        "/admin/wake",
+        "Allocate the freed memory again, and go on.",
+        raises=(EngineDeadError, RequestError),
+    )
 
     async def run_on(self, engine: "AsyncEngine") -> EngineState:
         await engine.wake()
@@ -152,10 +156,10 @@ class Wake(OperatorCommand[EngineState, EngineState], frozen=True):
 
 
 class Reload(OperatorCommand[EngineState, EngineState], frozen=True):
-    """The weights of the model directory `"path"` are served, which must be the same model but for
-    them; cached prefixes are forgotten. Kept requests go on after the tokens that they have. There
-    has to be memory for both; if anything is wrong, the old ones go on. An engine that sleeps wakes
-    up, and a pause stays.
+    """Loads the weights of the model directory `"path"`, which must hold the same model with other
+    weights, and drops cached prefixes. Kept requests go on after the tokens that they have. Memory
+    for both sets of weights is needed; on any error the old weights stay. A sleeping engine wakes
+    up; a paused one stays paused.
     """
 
     path: FilePath
@@ -182,8 +186,8 @@ class PolicyChange(PolicyName):
 
 
 class SwitchPolicy(OperatorCommand[PolicyName, PolicyChange], frozen=True):
-    """The scheduler policy `"policy"` with its `"options"` plans from the next step on; a bad one
-    changes nothing. See [live policies](live-policies.md).
+    """Switches to the scheduler policy `"policy"` with its `"options"` from the next step on; an
+    invalid one changes nothing. See [live policies](live-policies.md).
     """
 
     policy: str
@@ -216,8 +220,8 @@ class Trial(msgspec.Struct):
 
 
 class TryPolicy(OperatorCommand[Report, Trial], frozen=True):
-    """Requests are recorded for that number of `"seconds"`, or until that number of `"requests"`
-    came, and `"policy"` with its `"options"` is compared with the policy that plans, on them. See
+    """Records requests for `"seconds"`, or until `"requests"` have arrived, and compares the policy
+    `"policy"` with its `"options"` to the current one on these requests. See
     [live policies](live-policies.md).
     """
 
@@ -256,8 +260,8 @@ class FindReport(EngineCommand[bytes | None], frozen=True):
 
 
 class SwitchShadow(OperatorCommand[None, Done], frozen=True):
-    """The policy `"policy"` with its `"options"` is evaluated on the traffic from now on;
-    `"policy": null` has no shadow. A bad one changes nothing. See
+    """Evaluates the policy `"policy"` with its `"options"` on the traffic from now on, as a shadow;
+    `"policy": null` ends that. An invalid one changes nothing. See
     [live policies](live-policies.md).
     """
 
@@ -323,7 +327,7 @@ class AbortElsewhere(EngineCommand[bool], frozen=True):
 
 
 class SetLogLevel(OperatorCommand[None, Done], frozen=True):
-    """All processes of the server log what is of that `"level"` or above."""
+    """Makes all processes of the server log lines of this `"level"` or above."""
 
     level: LogLevel
 
@@ -344,8 +348,8 @@ class CacheReset(msgspec.Struct):
 
 
 class ResetPrefixCache(OperatorCommand[bool, CacheReset], frozen=True):
-    """Cached prefixes are forgotten; running requests go on. `"empty"` of the answer says whether
-    nothing is in the KV cache now.
+    """Drops all cached prefixes; running requests go on. `"empty"` in the response says whether the
+    KV cache is now empty.
     """
 
     http = Http("/admin/reset_prefix_cache", "Forget cached prefixes.")
