@@ -5,16 +5,21 @@ start that it runs on plain torch. The packages are listed here too: two are not
 places, since `configs/` and `policies/` stand at the top. All else is in pyproject.toml.
 """
 
+import base64
 import copy
+import csv
 import hashlib
+import io
 import os
 import platform
 import sys
+import zipfile
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 
 SOURCES = Path("aioserve/kernels/src")
 # What a variant may use; the CPU flags it needs are in aioserve/kernels/library.py: keep in step.
@@ -59,8 +64,35 @@ class BuildWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+class EditableWheel(editable_wheel):
+    """Adds a .pth file that names this folder. Without it Python finds the package through a hook
+    that runs at import, and type checkers, which run nothing, do not find it at all.
+    """
+
+    def run(self):
+        super().run()
+        [wheel] = Path(self.dist_dir).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            files = {name: archive.read(name) for name in archive.namelist()}
+        files["aioserve_checkout.pth"] = f"{Path(__file__).parent.resolve()}\n".encode()
+        [record] = [name for name in files if name.endswith(".dist-info/RECORD")]
+        rows = io.StringIO()
+        for name, content in files.items():
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+            row = (name, f"sha256={digest}", len(content)) if name != record else (name, "", "")
+            csv.writer(rows, lineterminator="\n").writerow(row)
+        files[record] = rows.getvalue().encode()
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+
+
 setup(
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": BuildWheel},
+    cmdclass={
+        "bdist_wheel": BuildWheel,
+        "build_ext": BuildKernels,
+        "editable_wheel": EditableWheel,
+    },
     packages=[
         *find_packages(include=["aioserve*"]),
         *("aioserve.configs", "aioserve.policies"),

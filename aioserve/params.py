@@ -6,10 +6,11 @@ leaves open.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from aioserve.errors import ConfigError, RequestError
 
@@ -57,6 +58,13 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 WAYS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
+def _keep_tuples(params: msgspec.Struct, names: Iterable[str]) -> None:
+    """Replace lists in the fields of these names by tuples, which no caller can change later."""
+    for name in names:
+        if isinstance(value := getattr(params, name), list):
+            force_setattr(params, name, tuple(value))
+
+
 class StructuredOutputs(
     msgspec.Struct,
     frozen=True,
@@ -73,13 +81,14 @@ class StructuredOutputs(
     json: dict[str, Any] | str | None = None  # a JSON schema
     json_object: bool | None = None  # any JSON object
     regex: str | None = None  # all of the text, in the syntax of Rust's `regex`
-    choice: tuple[str, ...] | None = None  # one of these texts
+    choice: Sequence[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark as llguidance has it, or the GBNF (EBNF) of llama.cpp
     #: Free text; what follows a trigger is bound by a schema: {"structures": [...], "triggers": []}
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool | None = None  # in JSON: between its parts
 
     def __post_init__(self) -> None:
+        _keep_tuples(self, ("choice",))
         given = [name for name in WAYS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
@@ -178,16 +187,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0  # relative to the most likely token
     seed: int | None = None  # same seed, same logits: same tokens, whatever the batch
-    stop: str | tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     presence_penalty: float = 0.0  # over output tokens, as OpenAI defines it
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output tokens, as in transformers
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] = ()  # no others; empty: all
-    bad_words: tuple[str, ...] = ()  # not said, at the beginning of a word or within one
+    allowed_token_ids: Sequence[int] = ()  # no others; empty: all
+    bad_words: Sequence[str] = ()  # not said, at the beginning of a word or within one
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids; of Python callers only
     structured_outputs: StructuredOutputs | None = None  # what the text must look like
     thinking_budget: ThinkingBudget | None = None  # after how many tokens reasoning is ended
@@ -199,6 +208,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     output_kind: Literal["delta", "final_only"] = "delta"  # final_only: one output, at the end
 
     def __post_init__(self) -> None:
+        _keep_tuples(self, ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"))
         for name, numbers in RANGES.items():
             value = getattr(self, name)
             if value is None or numbers.holds(value):
@@ -275,7 +285,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """`stop` as a tuple, whichever way it was given."""
         if isinstance(self.stop, str):
             return (self.stop,) if self.stop else ()
-        return self.stop
+        return tuple(self.stop)
 
     @property
     def is_greedy(self) -> bool:

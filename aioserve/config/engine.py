@@ -1,8 +1,8 @@
 """All settings of an engine, and which of them have an effect beside the others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,26 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     batches: BatchConfig = BatchConfig()
     scoring: ScoringConfig = ScoringConfig()
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
+
+    if TYPE_CHECKING:  # that a mapping will do for a section, which `Section` turns into one
+
+        def __init__(
+            self,
+            *,
+            model: ModelConfig | Mapping[str, Any] = ...,
+            cache: CacheConfig | Mapping[str, Any] = ...,
+            scheduler: SchedulerConfig | Mapping[str, Any] = ...,
+            shadow: ShadowConfig | Mapping[str, Any] = ...,
+            speculation: SpeculationConfig | Mapping[str, Any] = ...,
+            adapters: AdapterConfig | Mapping[str, Any] = ...,
+            runner: RunnerConfig | Mapping[str, Any] = ...,
+            images: ImageConfig | Mapping[str, Any] = ...,
+            server: ServerConfig | Mapping[str, Any] = ...,
+            access: AccessConfig | Mapping[str, Any] = ...,
+            batches: BatchConfig | Mapping[str, Any] = ...,
+            scoring: ScoringConfig | Mapping[str, Any] = ...,
+            structured_outputs: StructuredOutputsConfig | Mapping[str, Any] = ...,
+        ) -> None: ...
 
     @classmethod
     def load(

@@ -4,7 +4,7 @@ From a prompt to a stream of its outputs. Knows no scheduler and no steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -219,7 +219,7 @@ class EngineClient(ABC):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         **fields: Unpack[RequestFields],
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
         stream = await self.add_request(prompt, sampling_params, **fields)
         async with stream:
