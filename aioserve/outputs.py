@@ -82,7 +82,7 @@ EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step changed for one request."""
+    """The changes that one step made for one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -142,8 +142,8 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True, gc=False):
-    """When one sample of a request came, began and ended: seconds of one clock, which is
-    `time.monotonic` unless the engine runs in virtual time. Their differences mean something.
+    """The times at which one sample of a request came, began and ended: seconds of one clock, which
+    is `time.monotonic` unless the engine runs in virtual time. Their differences mean something.
 
     Of an engine in this process these are the engine's own. `AsyncClient` measures what it sees:
     when the request was sent, and when the first tokens and the last output had been read.

@@ -170,7 +170,8 @@ MAX_ENTRIES = {
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one request is sampled and when it stops. Raises `RequestError` that names the field.
+    """The way in which one request is sampled, and when it stops. Raises `RequestError` that names
+    the field.
 
     The order of operations on a row of logits: repetition, presence and frequency penalties;
     `logit_bias`; stop tokens masked until `min_tokens`; `bad_words`, which are only said where
@@ -308,7 +309,7 @@ POOLING_RANGES: dict[str, Range] = {
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one prompt becomes a vector. Raises `RequestError` that names the field.
+    """The way in which one prompt becomes a vector. Raises `RequestError` that names the field.
 
     States are those after the model's last norm. The vector is cut to `dimensions` first, then
     normalized.

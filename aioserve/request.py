@@ -77,7 +77,7 @@ def check_hints(hints: Mapping[str, object]) -> None:
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. Everything that begins with FINISHED is final."""
+    """The status of a request. Everything that begins with FINISHED is final."""
 
     WAITING = enum.auto()  # never ran
     PREEMPTED = enum.auto()  # ran, lost its blocks, waits to be computed again
@@ -113,9 +113,9 @@ _FINISH_REASONS = {
 
 
 class WaitReason(enum.StrEnum):
-    """Why a waiting request was not served in the last step: what it lacks itself, or what the
-    request before it lacked at which the policy stopped. Requests that the policy went past, it has
-    left out for a reason of its own.
+    """The reason why a waiting request was not served in the last step: what it lacks itself, or
+    what the request before it lacked at which the policy stopped. Requests that the policy went
+    past, it has left out for a reason of its own.
     """
 
     BUDGET = "budget"  # no tokens left in the step, or too few for a whole prompt; max_requests

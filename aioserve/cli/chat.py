@@ -240,7 +240,9 @@ def history_file() -> Path:
 
 
 class History:
-    """Of one session: recall it before the first line is read, and keep it after the last one."""
+    """The lines typed in one session: recall them before the first line is read, and keep them
+    after the last one.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -298,7 +300,7 @@ SAMPLING = (
 
 
 class Reply(msgspec.Struct):
-    """What one reply took; its tokens as the server counts them."""
+    """The cost of one reply; its tokens as the server counts them."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -318,7 +320,7 @@ class Reply(msgspec.Struct):
 
 
 class Conversation:
-    """With one model. Its messages stay when a reply is stopped or fails half-way."""
+    """A chat with one model. Its messages stay when a reply is stopped or fails half-way."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was found of `name`, and what to do about it.
+    """The result of looking for `name`, and what to do about it.
 
     `missing`: aioserve does not run without it, or makes less of this machine than it could.
     `note`: it can be added for what it says.

@@ -98,7 +98,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
 
 class _Rule(NamedTuple):
-    """When some settings of a section have an effect."""
+    """A condition under which some settings of a section have an effect."""
 
     section: str
     names: Sequence[str]

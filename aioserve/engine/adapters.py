@@ -45,7 +45,8 @@ class _Adapter:
 
 
 class Adapters:
-    """Used from one event loop; reads and lays out on other threads while steps go on.
+    """The adapters of one engine, used from one event loop. They are read and laid out on other
+    threads while steps go on.
 
     A slot is taken before files are read. A request that waits for a slot keeps no other from the
     adapters in memory, except the one that is to be evicted.

@@ -59,8 +59,8 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 class QueueShares:
-    """How much of the waiting queue each API key has, and may have: no key fills it alone. Counts
-    sequences until a step has them for the first time; requests without a key have no share.
+    """The shares of the waiting queue that API keys have, and may have: no key fills it alone. A
+    sequence counts until a step has them for the first time; requests without a key have no share.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -107,7 +107,7 @@ class QueueShares:
 
 
 class Admission:
-    """Admits the requests of one engine: counts arriving ones and prepares their inputs."""
+    """The way into one engine: arriving requests are counted, and their inputs prepared."""
 
     def __init__(
         self,

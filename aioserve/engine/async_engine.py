@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncEngine(EngineClient):
-    """Serves requests from any number of tasks of one event loop.
+    """An engine that serves requests from any number of tasks of one event loop.
 
     async with AsyncEngine(EngineConfig()) as engine:
         async for output in engine.generate("Who's there?", SamplingParams(max_tokens=32)):
@@ -572,8 +572,8 @@ class PolicyTrials(Protocol):
 
 
 class EngineInternals:
-    """What the other packages of aioserve ask of an engine of this process, and programs need not:
-    servers, commands, and front ends in other processes.
+    """The methods of an engine of this process that programs do not need: those for servers,
+    commands, and front ends in other processes.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:

@@ -43,14 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 class ShadowTurns(Protocol):
-    """What gives a shadow its turns beside live steps."""
+    """The turns that a shadow gets beside live steps."""
 
     def close(self) -> None:
         """Give it no more turns."""
 
 
 class Shadows(Protocol):
-    """Makes the shadow that settings ask for, and has it follow the live step loop."""
+    """A maker of shadows: makes the one that settings ask for, and has it follow the live step
+    loop.
+    """
 
     def follow(
         self,
@@ -66,7 +68,7 @@ class Shadows(Protocol):
 
 
 class EngineParts(NamedTuple):
-    """What an engine that serves is made of, besides its runner."""
+    """The parts of an engine that serves, besides its runner."""
 
     runner_info: RunnerInfo
     core: EngineCore
@@ -99,7 +101,8 @@ class EngineParts(NamedTuple):
 
 
 class EngineBuilder:
-    """Says what cannot work before weights are loaded. Then load `runner`, and `build` the rest.
+    """A builder that refuses what cannot work before weights are loaded. Then load `runner`, and
+    `build` the rest.
 
     Of what is built, `config` is what the settings amount to with that runner.
     """

@@ -26,7 +26,7 @@ _REASONING = ("reasoning_content", "thinking")
 
 
 class CallForm(NamedTuple):
-    """How a template wants a message with calls.
+    """The form in which a template wants a message with calls.
 
     Most make JSON of the arguments, or go through them; others join them to their text as they are.
     Some refuse a content of None or write the word, others leave the calls out unless it is None,

@@ -92,7 +92,7 @@ class RequestFields(TypedDict, total=False):
 
 
 class EngineClient(ABC):
-    """Serves requests from any number of tasks of one event loop.
+    """A client of an engine, which serves requests from any number of tasks of one event loop.
 
     Checks requests and tokenizes their prompts in this process; where steps are computed, in this
     one, another one or many, is known to the class that derives from it.

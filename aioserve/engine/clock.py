@@ -31,7 +31,8 @@ def is_real(clock: Clock) -> bool:
 
 
 class LoopLag:
-    """By how much the event loop was late, by a timer that is set anew whenever it is asked.
+    """The time by which the event loop was late, measured by a timer that is set anew at each
+    question.
 
     No timer runs without a reader: an idle engine costs nothing.
     """

@@ -25,7 +25,7 @@ RETRY_SECONDS = 5.0
 
 
 class Control:
-    """Of one engine. One thing at a time: a second one waits."""
+    """The commands that pause, wake or reload one engine: one at a time, and a second one waits."""
 
     def __init__(
         self,

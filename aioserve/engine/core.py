@@ -24,7 +24,7 @@ EngineLoop = StepLoop[asyncio.Future[ModelRunnerOutput]]
 
 
 class OutputSink(Protocol):
-    """Where the engine task delivers what comes of its steps."""
+    """The place to which the engine task delivers the results of its steps."""
 
     def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
         """Hand a step's outputs to a client; returns the ids that a stop string has ended."""

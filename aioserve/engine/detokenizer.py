@@ -285,7 +285,9 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
 
 
 class TokenPieces(dict[int, str | bytes]):
-    """By token id: its text, or its bytes if they are not whole characters. Filled as asked."""
+    """A mapping from a token id to its text, or to its bytes if they are not whole characters. It
+    is filled as it is asked.
+    """
 
     def __init__(
         self, id_to_token: Callable[[int], str | None], skipped: Collection[int] = ()
@@ -342,7 +344,7 @@ def prove_token_pieces(tokenizer: Any) -> TokenPieces | None:
 
 
 class ByteLevelDetokenizer:
-    """As `Detokenizer`, for the tokens of a table."""
+    """A `Detokenizer` that looks the text of tokens up in a table."""
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int]) -> None:
         self._pieces = pieces

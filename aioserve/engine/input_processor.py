@@ -67,7 +67,7 @@ SHORT_TOOLS = 4
 
 
 class MediaProcessor(Protocol):
-    """What reads prompts with images and videos, for one model and its tokenizer."""
+    """A reader of prompts with images and videos, for one model and its tokenizer."""
 
     media: ReadMedia
     placeholders: Mapping[str, str]  # by kind, how a text mentions one

@@ -66,7 +66,7 @@ class RequestCounts(Protocol):
 
 
 class ShadowMetrics(Protocol):
-    """What another policy would have done with the requests that come."""
+    """The latencies that another policy would have given the requests that come."""
 
     shadow: Any  # None: there is none
     time_to_first_token: "Histogram"
@@ -75,13 +75,13 @@ class ShadowMetrics(Protocol):
 
 
 class KVConnectorMetrics(Protocol):
-    """What a KV connector does, for metrics."""
+    """The metrics of a KV connector."""
 
     connector: "KVConnectorBase | None"  # set once it is made
 
 
 class EngineMetrics(Collector):
-    """What happened to requests and tokens since the start."""
+    """The counts of requests and tokens since the start, and their latencies."""
 
     def __init__(
         self,
@@ -386,8 +386,8 @@ Places = tuple[list[str], list[str], int]
 
 
 class AdapterMetrics(Collector):
-    """Since the start. Nothing is counted until there was an adapter; which there are, pickers of
-    gateways look for from the start on.
+    """The metrics of LoRA adapters since the start. Nothing is counted until there was an adapter;
+    the list of adapters is there from the start on, since pickers of gateways look for it.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -372,7 +372,9 @@ def _log_if_read_here(
 
 
 class OutputRouter:
-    """Called by the engine task while the next step computes."""
+    """The router of outputs to their readers, called by the engine task while the next step
+    computes.
+    """
 
     def __init__(
         self,

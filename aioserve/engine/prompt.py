@@ -159,7 +159,7 @@ class Encoded(NamedTuple):
 
 
 class ReadMedia(msgspec.Struct, frozen=True):
-    """What prompts of a model may hold besides text, and how a text mentions it."""
+    """The media that prompts of a model may hold besides text, and how a text mentions them."""
 
     refuses_images: str  # why; empty: images are read
     refuses_videos: str
@@ -173,7 +173,7 @@ class ReadMedia(msgspec.Struct, frozen=True):
 
 
 class PromptLimit(NamedTuple):
-    """What the model has for one prompt."""
+    """The room that the model has for one prompt."""
 
     limit: int  # the most tokens that it may have
     in_words: str

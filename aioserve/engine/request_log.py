@@ -56,8 +56,9 @@ class _LostLines(Gaps):
 
 
 class RequestLog:
-    """Begins a new file; an older one of that name is kept beside it. A thread writes it: a disk or
-    a reader that stands still holds up no request, and lines that find no room are counted.
+    """The log of requests, in a new file; an older one of that name is kept beside it. A thread
+    writes it: a disk or a reader that stands still holds up no request, and lines that find no room
+    are counted.
     """
 
     def __init__(self, path: str, now: float) -> None:
@@ -101,7 +102,7 @@ MAX_PROMPT_CHARACTERS = 10_000  # of a prompt in the log
 
 
 class RequestLine(msgspec.Struct, frozen=True):
-    """What the log says of a request; `--log-format json` has these as fields."""
+    """The line of the log about a request; `--log-format json` has these as fields."""
 
     request_id: str
     client: str  # its address; "-": none is known

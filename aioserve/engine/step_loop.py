@@ -38,7 +38,7 @@ LOG_SECONDS = 1.0  # between two lines about the same culprit
 
 
 class FailureLog:
-    """Of one engine. `clock` is in seconds."""
+    """The log of what fails in one engine. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -119,7 +119,7 @@ class RequestStream:
 
 
 class Origin(msgspec.Struct, array_like=True, frozen=True):
-    """Where a request comes from, for logs and traces; policies do not see it."""
+    """The origin of a request, for logs and traces; policies do not see it."""
 
     client: str = ""  # address
     model: str = ""  # or adapter, as it was asked for
@@ -178,7 +178,7 @@ class Samples:
 
 
 class Claims:
-    """Which ids are taken, and by which requests."""
+    """The ids that are taken, and the requests that have them."""
 
     def __init__(self) -> None:
         self._claims: dict[str, Samples] = {}  # by every id that is taken
@@ -231,7 +231,7 @@ def wants_only_end(params: SamplingParams) -> bool:
 
 
 class SampleState(ABC):
-    """What delivery needs to know of one sample between two of its outputs, wherever read."""
+    """The state of one sample between two of its outputs, wherever they are read."""
 
     is_read_here = True  # else in another process, which knows where it comes from
     hands_over = False  # another engine goes on with it, from its KV blocks

@@ -135,7 +135,7 @@ def _make_environment() -> Any:
         raise TemplateError(message)
 
     class PlainNamespace(Namespace):
-        """Of names that do not lead into Python's own."""
+        """A namespace without names that lead into Python's own."""
 
         def __init__(*args: Any, **attrs: Any) -> None:  # as Jinja's: `self` may be a name
             self, *given = args

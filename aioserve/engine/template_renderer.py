@@ -44,7 +44,9 @@ class TemplateTooSlowError(RequestError):
 
 
 class TemplateRenderer:
-    """For any templates, from any thread but an event loop's: it blocks the caller."""
+    """A renderer of templates, to be called from any thread but an event loop's: it blocks the
+    caller.
+    """
 
     def __init__(self, seconds: float | None = None) -> None:
         """`seconds` of CPU time are for one text; None: as many as there are by default."""

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 
 class Timeline:
-    """What happened to one request, step by step, for its trace."""
+    """The life of one request, step by step, for its trace."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

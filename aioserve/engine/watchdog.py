@@ -34,7 +34,7 @@ TICKS_PER_BOUND = 4  # looks within the shortest bound
 
 
 class _Hang:
-    """For how long one thing has stood still."""
+    """The time for which one thing has stood still."""
 
     def __init__(self, tick: float, said_after: float, dead_after: float | None) -> None:
         """All in seconds; `dead_after` None: it never counts as dead."""
@@ -65,7 +65,7 @@ class _Hang:
 
 
 class Watchdog:
-    """Of one engine on one loop; for real time only."""
+    """A watchdog of one engine on one loop; for real time only."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ STATE_SECONDS = 10.0  # between two lines
 
 
 class LoopMonitor:
-    """Of one process, on its loop; for real time only."""
+    """A monitor of how late the loop of one process is; for real time only."""
 
     def __init__(
         self,
@@ -347,8 +347,8 @@ STACKS_SECONDS = GRACE_SECONDS + 1  # for the stacks to be written
 
 
 class LockGuard:
-    """Writes all stacks to stderr and ends the process by SIGALRM, once it has not been renewed for
-    some time. One in a process; it takes SIGALRM for itself.
+    """A guard that writes all stacks to stderr and ends the process by SIGALRM, once it has not
+    been renewed for some time. A process has one, which takes SIGALRM for itself.
 
     It counts time twice, so that a process that was stopped (SIGSTOP, a frozen container) and goes
     on is not ended: first `seconds`, then `GRACE_SECONDS` that begin when the process runs. Where
@@ -426,7 +426,9 @@ class _Times(ctypes.Structure):
 
 
 class _Timer:
-    """Calls a function of the C library with one argument, on a thread unknown to Python."""
+    """A timer that calls a function of the C library with one argument, on a thread unknown to
+    Python.
+    """
 
     def __init__(self, function: str, argument: int) -> None:
         self._library = ctypes.CDLL(None, use_errno=True)

@@ -16,7 +16,7 @@ AddUp = ctypes.CFUNCTYPE(None, _P, _I)
 
 
 class PanelShape(NamedTuple):
-    """How weights lie for one variant and type: [out / outputs, in / depth, outputs, depth]."""
+    """Layout of weights for one variant and type: [out / outputs, in / depth, outputs, depth]."""
 
     outputs: int
     depth: int

@@ -101,7 +101,9 @@ def tell_stored(
 
 
 class ExternalPrefix(NamedTuple):
-    """What is held elsewhere of a request, behind what the prefix cache has, and its price."""
+    """The tokens of a request that are held elsewhere, behind what the prefix cache has, and their
+    price.
+    """
 
     num_tokens: int
     load_seconds: float  # to copy it into the paged cache
@@ -109,7 +111,7 @@ class ExternalPrefix(NamedTuple):
 
 
 class OffloadPrice(NamedTuple):
-    """What of a request can be kept in host memory, and what that costs."""
+    """The tokens of a request that can be kept in host memory, and what that costs."""
 
     num_tokens: int  # that would be kept, in whole blocks; 0: it cannot be offloaded now
     save_seconds: float  # to copy what is not there yet
@@ -118,8 +120,8 @@ class OffloadPrice(NamedTuple):
 
 
 class BlockNotes:
-    """What the block pool notes for a connector: contents by hash, with their block. The connector
-    takes them. None: of no interest.
+    """The notes of the block pool for a connector: contents by hash, with their block. The
+    connector takes them. None: the connector wants none of that kind.
     """
 
     def __init__(self, *, stored: bool = False, evicted: bool = False) -> None:

@@ -18,7 +18,9 @@ Copies = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 
 
 class KVConnectorMetadata(msgspec.Struct, frozen=True, gc=False):
-    """What the runner copies before the forward pass of a step: all saves, then all loads."""
+    """The blocks that the runner copies before the forward pass of a step: all saves, then all
+    loads.
+    """
 
     saves: list[tuple[int, int]]  # (block id, slot): out of the pool of KV blocks
     loads: list[tuple[int, int]]  # (slot, block id): into it
@@ -31,7 +33,7 @@ class KVConnectorMetadata(msgspec.Struct, frozen=True, gc=False):
 
 
 class KVConnectorStats(msgspec.Struct):
-    """What a connector did since the start. Tokens are those of whole blocks."""
+    """The counts of a connector since the start. Tokens are those of whole blocks."""
 
     num_queried_tokens: int = 0  # that the prefix cache lacked at admissions
     num_hit_tokens: int = 0  # queried tokens that were loaded
@@ -78,7 +80,7 @@ class KeptPool(Protocol):
 
 
 class Outside(ABC):
-    """What a connector has of one pool in host memory."""
+    """The contents of one pool that a connector has in host memory."""
 
     notes: BlockNotes
 
@@ -109,7 +111,7 @@ def reached_blocks(
 
 
 class StepTime(Protocol):
-    """What a connector asks to know the price of computing."""
+    """The step times from which a connector knows the price of computing."""
 
     @property
     def is_fitted(self) -> bool:

@@ -30,7 +30,9 @@ class _KVBlocks:
 
 
 class ConnectorLoads(Resource):
-    """What the scheduler and the manager tell a connector, and what it holds back."""
+    """The loads of a connector, as the scheduler and the manager tell it of them, and the requests
+    that it holds back.
+    """
 
     name = "loads"
 

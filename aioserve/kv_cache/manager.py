@@ -438,8 +438,8 @@ _HOLDING = (RequestStatus.RUNNING, RequestStatus.PAUSED)
 
 
 class Vacancy:
-    """What becomes free if some requests lose their places, and with them those that rely on what
-    they were to compute in this step.
+    """The room that becomes free if some requests lose their places, and with them those that rely
+    on what they were to compute in this step.
     """
 
     def __init__(

@@ -280,7 +280,7 @@ class StatePool(Resource, ABC):
 
 
 class StateSlots(msgspec.Struct, frozen=True, gc=False):
-    """Where a request's state is read and written in a step."""
+    """The slots in which a request's state is read and written in a step."""
 
     slot: int  # its own, in this step and all later ones
     source: int  # what the step begins with: a slot, or -1 for nothing
@@ -295,8 +295,8 @@ class WindowBlocks(msgspec.Struct, frozen=True, gc=False):
 
 
 class Ahead(msgspec.Struct, frozen=True, gc=False):
-    """What the runner is told in a step: encode so much of an input. A request whose tokens are not
-    in the step, nor the request in the batch perhaps, needs it.
+    """An order to the runner to encode so much of an input in a step. A request whose tokens are
+    not in the step, nor the request in the batch perhaps, needs it.
     """
 
     item: EncoderInput

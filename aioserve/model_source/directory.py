@@ -27,7 +27,7 @@ TEXT_PARTS = ("decoder", "generator", "text_config")
 
 
 class GenerationConfig(msgspec.Struct):
-    """What is read of generation_config.json."""
+    """The fields of generation_config.json that are read."""
 
     eos_token_id: int | list[int] | None = None
     temperature: Any = None
@@ -277,7 +277,7 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 class _Module(msgspec.Struct):
-    """What is read of an entry of modules.json."""
+    """The fields of an entry of modules.json that are read."""
 
     type: str
 
@@ -319,7 +319,7 @@ _EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab"
 
 
 class _Stated(msgspec.Struct):
-    """What is read of a tokenizer.json."""
+    """The fields of a tokenizer.json that are read."""
 
     normalizer: dict[str, Any] | None = None
     decoder: dict[str, Any] | None = None

@@ -51,7 +51,7 @@ def _times(numbers: Tensor, supers: Tensor | None) -> Tensor:
 
 
 class Format(NamedTuple):
-    """How a type of weights lies in blocks of some inputs of an output."""
+    """The layout of a type of weights, in blocks of some inputs of an output."""
 
     inputs: int
     num_bytes: int

@@ -175,7 +175,9 @@ def not_loaded(path: Path, error: Exception, attn_implementation: str | None) ->
 
 
 class OpenSource(Protocol):
-    """Opens a model of one kind on disk. Raises `ConfigError` if no model can come of it."""
+    """A function that opens a model of one kind on disk. Raises `ConfigError` if no model can come
+    of it.
+    """
 
     def __call__(self, path: Path, *, trust_remote_code: bool = False) -> ModelSource: ...
 

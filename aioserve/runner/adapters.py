@@ -24,7 +24,7 @@ Place: TypeAlias = Hashable  # a product of a model, by whatever it calls it
 
 
 class TokenAdapters(ABC):
-    """Which of T tokens have adapters, where these are computed."""
+    """The adapters of T tokens, where these are computed."""
 
     @abstractmethod
     def add(self, place: Place, x: Tensor, out: Tensor) -> None:
@@ -36,7 +36,7 @@ class TokenAdapters(ABC):
 
 
 class AdapterOwners(ABC):
-    """Which adapter each of T tokens has, as the host knows it."""
+    """The adapter that each of T tokens has, as the host knows it."""
 
     @abstractmethod
     def take(self, rows: npt.NDArray[np.integer]) -> "AdapterOwners":

@@ -10,7 +10,7 @@ from aioserve.kv_cache import WindowSpec
 
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Known when a runner has loaded; it stays true for the runner's life."""
+    """The facts that are known when a runner has loaded; they stay true for the runner's life."""
 
     #: Size of the KV pool, in blocks of `block_size` tokens.
     num_kv_blocks: int

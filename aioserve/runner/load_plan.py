@@ -20,7 +20,7 @@ from aioserve.runner.served_model import ServedModel
 
 if TYPE_CHECKING:
     from aioserve.kv_cache import WindowSpec
-    from aioserve.runner.batch.drafter import Draft, Drafter
+    from aioserve.runner.batch.drafter import Drafter, LoadedDraft
     from aioserve.runner.interface import OutputCompiler
     from aioserve.runner.ranks import Ranks
 
@@ -67,14 +67,15 @@ class SideTypes:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What a model gets that has its weights; of one rank, if there are several. `plan_load` makes
-    it, and a side replaces what follows from its own memory: the fields that have a default.
+    """A plan of what a model gets once it has its weights; of one rank, if there are several.
+    `plan_load` makes it, and a side replaces what follows from its own memory: the fields that have
+    a default.
     """
 
     config: EngineConfig
     info: ModelInfo
     model: ServedModel
-    draft: "Draft | None"
+    draft: "LoadedDraft | None"
     ranks: "Ranks | None"
     specs: Sequence[KVCacheSpec]  # of model and draft, in the type in which K and V are kept
     bytes_per_token: int  # of the KV pool
@@ -133,7 +134,7 @@ def plan_load(
     config: EngineConfig,
     info: ModelInfo,
     model: ServedModel,
-    draft: "Draft | None",
+    draft: "LoadedDraft | None",
     ranks: "Ranks | None",
 ) -> LoadPlan:
     """Return the plan before memory is shared out. Raises `ConfigError` if K and V cannot be kept

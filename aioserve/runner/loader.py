@@ -137,7 +137,7 @@ def check_kernels(config: ModelConfig, *, keeps_blocks: bool) -> None:
 
 
 class QuantizedLoad(NamedTuple):
-    """What is quantized of a module that was loaded, before it is made a model that is served."""
+    """The quantization of a module that was loaded, before it is made a model that is served."""
 
     kinds: str  # of formats, in words
     num_bytes: int

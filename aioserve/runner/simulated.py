@@ -38,8 +38,8 @@ Jump = Callable[[float], bool]
 
 
 class StepFuture(asyncio.Future[ModelRunnerOutput]):
-    """Done at a time of the loop's clock. A task that waits for it alone on a virtual clock does
-    not go through the loop: the clock jumps.
+    """A future that is done at a time of the loop's clock. A task that waits for it alone on a
+    virtual clock does not go through the loop: the clock jumps.
     """
 
     def __init__(

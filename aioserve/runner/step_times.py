@@ -27,7 +27,7 @@ Rate = Annotated[float, Meta(ge=0)]
 
 
 class SideRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated machine takes beside its steps, whatever they compute."""
+    """The times that a simulated machine takes beside its steps, whatever they compute."""
 
     host_ms: Rate = 0.0  # of the engine's host, more for each step
     idle_ms: Rate = 0.0  # more for a step that finds the engine idle: it has to wake up
@@ -43,7 +43,7 @@ class StepTimeOptions(SideRates, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StepTimeSource(ABC):
-    """What authors of step-time sources derive from: seconds for the content of a step."""
+    """The base class of step-time sources: seconds for the content of a step."""
 
     Options: type[StepTimeOptions] = StepTimeOptions
     options: Any

@@ -103,8 +103,8 @@ def as_policy_error(error: BaseException, policy: type, method: str) -> Exceptio
 
 
 class blamed:  # as `contextlib.suppress` is: cheap enough to stand around every step
-    """What the policy raises in the block is a `PolicyError` with its line; errors of ours pass.
-    May be entered any number of times.
+    """A block in which what the policy raises is a `PolicyError` with its line; errors of ours
+    pass. It may be entered any number of times.
     """
 
     __slots__ = ("_method", "_policy")

@@ -146,10 +146,10 @@ def _dot(a: list[float], b: list[float] | Vector) -> float:
 
 
 class RecomputePrice:
-    """How many tokens preempted requests would compute again: prices of one moment, for policies
-    that displace. A preempted request finds its blocks again only if no other request has taken
-    them: it is assumed that all that wait come in before the preempted request does, and that those
-    that run grow to twice their length. What there is to be gained, the policy knows.
+    """The number of tokens that preempted requests would compute again: prices of one moment, for
+    policies that displace. A preempted request finds its blocks again only if no other request has
+    taken them: it is assumed that all that wait come in before the preempted request does, and that
+    those that run grow to twice their length. What there is to be gained, the policy knows.
 
     Blocks that other requests hold as well cost nothing, and no block costs anything if there is
     room for all of that beside it.

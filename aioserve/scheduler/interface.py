@@ -36,7 +36,8 @@ class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SchedulerInterface(ABC):
-    """Decides what each step computes and keeps the state of all requests.
+    """The interface of a scheduler, which decides what each step computes and keeps the state of
+    all requests.
 
     Called from one event loop, never from a thread. No method waits.
     """
@@ -198,7 +199,7 @@ class SchedulerInterface(ABC):
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """What the client is told whose waiting request a policy ends, before any work on it."""
+    """The message to a client whose waiting request a policy ends before any work on it."""
 
     reason: str
     retry_after: float  # seconds until it is worth to ask again

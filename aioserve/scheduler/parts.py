@@ -49,7 +49,7 @@ class Part:
 
 
 class OrderPart(Part):
-    """Which prompt goes first. By itself: order of arrival."""
+    """The order in which prompts go. By itself: order of arrival."""
 
     kind = "order"
     #: The promise that a policy with this order can make, if every request may be admitted.
@@ -85,7 +85,7 @@ class OrderPart(Part):
 
 
 class BudgetPart(Part):
-    """How much a step may carry. By itself: as much as the settings allow."""
+    """The budget of a step. By itself: as much as the settings allow."""
 
     kind = "budget"
 
@@ -108,7 +108,7 @@ class BudgetPart(Part):
 
 
 class AdmissionPart(Part):
-    """Which waiting requests may be admitted. By itself: all of them."""
+    """The choice of waiting requests that may be admitted. By itself: all of them."""
 
     kind = "admission"
 
@@ -126,7 +126,7 @@ class AdmissionPart(Part):
 
 
 class VictimPart(Part):
-    """Which running request gives way. By itself: the last in the policy's order."""
+    """The choice of the request that gives way. By itself: the last in the policy's order."""
 
     kind = "victim"
 

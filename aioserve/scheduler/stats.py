@@ -83,7 +83,7 @@ class Gauging(Protocol):
 
 
 class GaugeReader:
-    """Reads the gauges of a policy; what is wrong with them is logged once."""
+    """A reader of the gauges of a policy; what is wrong with them is logged once."""
 
     def __init__(self, policy: Gauging) -> None:
         self._policy = policy

@@ -40,7 +40,7 @@ HOLDING = (RequestStatus.RUNNING, RequestStatus.PAUSED)
 
 
 class Step(OpenStep):
-    """Made by `BaseScheduler.new_step`, filled by the verbs, frozen by `output`.
+    """A step, made by `BaseScheduler.new_step`, filled by the verbs, frozen by `output`.
 
     `token_budget` is what remains of this step, in tokens.
     """

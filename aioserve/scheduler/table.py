@@ -254,7 +254,7 @@ NO_STOP: LineStop = (0, None, None)
 
 
 class OpenStep:
-    """What of a step under construction is needed if it is never sent."""
+    """The part of a step under construction that is needed if it is never sent."""
 
     __slots__ = ("preempted_req_ids", "step_id", "tokens")
 

@@ -297,7 +297,7 @@ GENERATION_ERRORS = (*NOT_NOW_ERRORS, RequestIdInUseError, RequestTimeoutError)
 
 
 class Route(NamedTuple):
-    """What is known about one route."""
+    """A route: all that is known about it."""
 
     method: Literal["GET", "POST", "DELETE"]
     path: str  # as aiohttp has it

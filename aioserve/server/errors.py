@@ -133,7 +133,9 @@ def status_of(error: type[AioserveError], path: str) -> int:
 
 
 class ApiStyle(NamedTuple):
-    """What the clients of an API that is not OpenAI's expect on its paths: errors and headers."""
+    """The style of an API that is not OpenAI's: the errors and headers that its clients expect on
+    its paths.
+    """
 
     error: type[msgspec.Struct]  # the body of an error
     status: Callable[[int, str | None], int]  # from OpenAI's status and code

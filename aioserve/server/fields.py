@@ -47,7 +47,7 @@ GENERATING = ("completions", "chat", "responses", "messages")
 
 
 class Field(NamedTuple):
-    """What becomes of one field where the route does not serve it."""
+    """The fate of one field where the route does not serve it."""
 
     rule: Rule | None  # on the routes that generate; None: unknown there
     on: Mapping[str, Rule] = MappingProxyType({})  # by route, where it is another

@@ -197,7 +197,7 @@ T = TypeVar("T", bound=GenerationRequest)
 
 
 class Asked(Protocol):
-    """What a body says about how its requests run and are answered."""
+    """The wishes of a body about how its requests run and are answered."""
 
     stream: bool | None
 
@@ -206,7 +206,9 @@ class Asked(Protocol):
 
 
 class Answer(ABC):
-    """How one request's outputs become bytes: what its route calls a delta, an end and an error."""
+    """The form in which one request's outputs become bytes: what its route calls a delta, an end
+    and an error.
+    """
 
     id_prefix: str
     text_field: str  # of a delta's event: what its text is called

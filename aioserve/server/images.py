@@ -66,7 +66,7 @@ class MediaParts(Protocol):
 
 
 class MediaLoader(Protocol):
-    """Brings the images and videos of bodies."""
+    """A loader of the images and videos of bodies."""
 
     async def show(self, conversation: Conversation, media: Any) -> Prompt:
         """Return the conversation with its images, whose headers are known to be good and within
@@ -130,7 +130,7 @@ class Shown(NamedTuple):
 
 
 class Images:
-    """Brings the images of requests. Of one application, to be closed at its end."""
+    """The loader of the images of one application's requests, to be closed at its end."""
 
     def __init__(self, config: ImageConfig) -> None:
         self._config = config

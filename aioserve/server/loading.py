@@ -67,7 +67,7 @@ async def answering_while_loading(
 
 
 class Loading:
-    """What answers meanwhile, on its way out."""
+    """The application that answers while the model is loaded, on its way out."""
 
     def __init__(self, acceptors: Sequence[Acceptor], server: web.Server) -> None:
         self._acceptors, self._server = acceptors, server

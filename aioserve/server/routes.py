@@ -58,7 +58,7 @@ def admin_routes() -> tuple[Route, ...]:
 
 
 class _Place(NamedTuple):
-    """Where the application answers what, before it is known what is to be said about it."""
+    """A place at which the application answers, before it is known what is to be said about it."""
 
     method: str
     path: str  # as aiohttp has it

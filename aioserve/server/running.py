@@ -115,7 +115,7 @@ class Kept(NamedTuple):
 
 
 class Responses(Protocol):
-    """Where they are kept, wherever that is."""
+    """A store of responses, wherever it is."""
 
     async def get(self, response_id: str) -> Kept | None:
         """None if it was never stored, or is forgotten."""

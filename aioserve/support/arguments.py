@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Says every default that the help of an argument does not say itself."""
+    """A formatter that says every default which the help of an argument does not say itself."""
 
     def add_argument(self, action: argparse.Action) -> None:
         default, text = action.default, action.help or ""

@@ -188,7 +188,7 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 class _Stream(io.RawIOBase):
-    """What takes the place of the file below stdout or stderr."""
+    """A stream in the place of the file below stdout or stderr."""
 
     def __init__(self, writer: BackgroundWriter, file: int) -> None:
         self._writer, self._file = writer, file

@@ -72,7 +72,7 @@ class MovedModules:
 
 
 class _Moved(Loader):
-    """Gives the module itself, not a second one of the same file."""
+    """A loader that gives the module itself, not a second one of the same file."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

@@ -43,8 +43,8 @@ def load(kind: str, name: Any) -> Any:
 
 
 class Brought(Generic[T]):
-    """What parts bring of one kind, by name, for the place in the core that asks for it, which says
-    by `T` what it asks of each.
+    """The things that parts bring of one kind, by name, for the place in the core that asks for it,
+    which says by `T` what it asks of each.
     """
 
     def __init__(self, kind: str) -> None:

@@ -90,7 +90,7 @@ class StandsStillError(Exception):
 
 
 class ProcessWatch:
-    """Whether a process that is waited for goes on."""
+    """A watch on whether a process that is waited for goes on."""
 
     def __init__(self, pid: int, seconds: float, max_looks_idle: int | None = None) -> None:
         """It is waited for `seconds` at most. After `max_looks_idle` looks in a row that find it

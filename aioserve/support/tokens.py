@@ -41,7 +41,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes(dict[int, bytes]):
-    """By token id: its bytes, special tokens with their text. Filled as asked."""
+    """A mapping from a token id to its bytes, special tokens with their text. It is filled as it is
+    asked.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is one of `transformers`."""
@@ -99,7 +101,7 @@ class Marks(Protocol):
 
 
 class TokensState(NamedTuple):
-    """Where a reply stands: what `save` gives and `restore` takes."""
+    """The state of a reply's count: what `save` gives and `restore` takes."""
 
     is_begun: bool
     is_over: bool
@@ -108,7 +110,7 @@ class TokensState(NamedTuple):
 
 
 class ReasoningTokens:
-    """Counts the reasoning tokens of one reply.
+    """A counter of the reasoning tokens of one reply.
 
     A token counts if a byte of it stands behind the start mark and before the end mark: tokens that
     hold nothing but a mark, or a part of it, do not.

@@ -50,7 +50,7 @@ class EngineCommand(Command[Answer], frozen=True):
 
 
 class Http(NamedTuple):
-    """How a command is given over HTTP, and what the OpenAPI document says of that."""
+    """The way in which a command is given over HTTP, and what the OpenAPI document says of it."""
 
     path: str
     summary: str
@@ -121,7 +121,7 @@ Readiness = Literal[
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Whether a new request would be served now, and if not, why.
+    """The answer to whether a new request would be served now, and if not, why.
 
     `dead`: the engine has ended, for `reason`. `silent`: it does not answer its front end.
     `loading`, `draining`: not yet, no longer. `paused`, `asleep`: an operator wants it so.
@@ -136,7 +136,7 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Counted(msgspec.Struct, array_like=True):
-    """What a process counts, by values of labels: since it began, or now if it is a gauge."""
+    """The counts of one process, by values of labels: since it began, or now if it is a gauge."""
 
     name: str  # of the metric, without prefix and `_total`
     documentation: str
@@ -157,14 +157,14 @@ def count_dropped_lines() -> Counted:
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a watcher of the scheduler gets, as `engine.live_feed` has it, in JSON."""
+    """The frames that a watcher of the scheduler gets from `engine.live_feed`, in JSON."""
 
     number: int  # of the last frame: to be asked for what comes after it
     frames: list[bytes]
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What came of a trial of another policy."""
+    """The result of a trial of another policy."""
 
     report_id: str  # to be asked for with `FindReport`
     num_requests: int  # that both policies were given

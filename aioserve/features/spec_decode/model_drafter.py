@@ -304,7 +304,7 @@ class Draft(NamedTuple):
 
 
 class DraftSource(ABC):
-    """What will make drafts, found on disk before weights are read."""
+    """The source of a draft model, found on disk before weights are read."""
 
     has_files = True  # whether its weights lie apart from those of the served model
     num_states = 0  # numbers of the served model's states that are kept for each of its tokens

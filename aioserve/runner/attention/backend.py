@@ -25,8 +25,8 @@ ADAPTERS, PROMPT_LOGPROBS, POOLED = "adapters", "prompt_logprobs", "pooling"
 
 
 class ImageEnds(NamedTuple):
-    """How many positions of its row each of the T tokens of a step sees, from the first one or, in
-    layers with a sliding window, from the first one in the window of the token itself.
+    """The number of positions of its row that each of the T tokens of a step sees, from the first
+    one or, in layers with a sliding window, from the first one in the window of the token itself.
     """
 
     ends: IntArray  # T: to the token itself or, in an image, to the last token of the image
@@ -179,7 +179,7 @@ class WindowLayers(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """How a layer weighs what its tokens see."""
+    """The weights that a layer gives to what its tokens see."""
 
     scaling: float  # of scores
     sliding_window: int | None = None  # w: a token sees itself and the w - 1 before it
@@ -190,7 +190,7 @@ class AttentionOptions(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """How one layer calls for attention."""
+    """The form in which one layer calls for attention."""
 
     num_heads: int
     options: AttentionOptions

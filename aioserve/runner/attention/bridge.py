@@ -83,7 +83,7 @@ class AttentionSite(NamedTuple):
 
 
 class PagedAttentionHandler:
-    """Hands every attention call to the backend, under the number of its layer."""
+    """A handler that passes every attention call to the backend, under the number of its layer."""
 
     def __init__(self, sites: Mapping[nn.Module, AttentionSite], backend: LayerAttention) -> None:
         self._sites = sites
@@ -153,7 +153,9 @@ def _chunk(module: nn.Module) -> int | None:
 
 
 class AttentionProbe:
-    """Records which modules call for attention and how; refuses what we cannot compute."""
+    """A probe that records which modules call for attention and how, and refuses what we cannot
+    compute.
+    """
 
     def __init__(self) -> None:
         self.sites: dict[nn.Module, AttentionSite] = {}

@@ -38,7 +38,9 @@ class Texts(NamedTuple):
 
 
 class DraftLengths(Protocol):
-    """How many draft tokens pay: told what each step cost, and of each draft that was verified."""
+    """The number of draft tokens that pay, learned from what each step cost and from each draft
+    that was verified.
+    """
 
     max_tokens: int
     #: By request, what the policy asks for after this step, whether it pays or not.
@@ -61,7 +63,9 @@ class DraftLengths(Protocol):
 
 
 class Drafter(ABC):
-    """Told of each row what it says, and asked for `guesses`; `length` says how many pay."""
+    """A drafter, which is told what each row says and asked for `guesses`; `length` says how many
+    pay.
+    """
 
     length: DraftLengths
     #: What it knows of each KV block, [num_blocks, ...]: goes where the block goes.
@@ -108,8 +112,8 @@ class DraftPlace(NamedTuple):
     device: torch.device
 
 
-class DraftSource(Protocol):
-    """What will make drafts, found on disk before weights are read."""
+class FoundDraft(Protocol):
+    """A draft model that was found on disk, before weights are read."""
 
     has_files: bool  # whether its weights lie apart from those of the served model
     num_states: int  # numbers of the served model's states that are kept for each of its tokens
@@ -121,7 +125,7 @@ class DraftSource(Protocol):
         """The configuration of the layers that draft."""
 
 
-class Draft(Protocol):
+class LoadedDraft(Protocol):
     """A drafter that is loaded; its KV cache is not made yet."""
 
     @property
@@ -144,7 +148,8 @@ class Draft(Protocol):
 
 
 #: What parts bring to guess tokens: `length` makes `DraftLengths`, `ngram` a drafter of settings,
-#: `find` a `DraftSource` of settings, `load` a `Draft` of that, `cpu passes` runs one on a CPU.
+#: `find` a `FoundDraft` of settings, `load` a `LoadedDraft` of that; `cpu passes` runs one on a
+#: CPU.
 DRAFTERS = Brought[Any]("drafters")
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class BatchPart(ABC, Generic[T]):
-    """What one feature keeps of the rows whose requests ask for it.
+    """A part of the batch: the values that one feature keeps of the rows whose requests ask for it.
 
     A method that raises in `set` fails the request alone; one that raises in `prepare` fails the
     step, which may be prepared again. `append` does not raise: a row that cannot go on is noted in
@@ -179,7 +179,7 @@ NOT_ASKED = (None, "", ())
 
 
 class InputBatch:
-    """Up to `max_num_seqs` requests of up to `max_model_len` tokens."""
+    """A batch of up to `max_num_seqs` requests of up to `max_model_len` tokens."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens M of the S rows of a step may take."""
+    """The tokens that M of the S rows of a step may take."""
 
     places: IntArray  # M, among the S
     words: Words  # [M, ceil(V / 32)], a bit per token, the lowest first

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """What the forward pass and the sampler have made of the rows of a step, until the batch has
+    """The results of the forward pass and the sampler for the rows of a step, until the batch has
     the tokens: entering them is the part that is never done twice.
     """
 
@@ -113,7 +113,9 @@ def _without_late(
 
 
 class HostCopies(Protocol):
-    """What a KV connector keeps of a model, and its copies in host memory: of a part."""
+    """The side of a KV connector that a part brings: what it keeps of a model, and its copies in
+    host memory.
+    """
 
     def make(self, num_bytes: int, shared: Any = None) -> KVConnectorWorker:
         """Make room for blocks of at most `num_bytes`; `shared` with the other ranks."""
@@ -290,7 +292,7 @@ Make = Callable[[EngineConfig, ModelInfo], StepExecutor]
 
 
 class ResidentModel:
-    """Without weights it has no `executor`. No step is handed over then."""
+    """A model and its memory. Without weights it has no `executor`, and no step is handed over."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo, make: Make) -> None:
         """Loads it by `make`, which raises `ConfigError`."""

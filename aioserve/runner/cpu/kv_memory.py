@@ -167,7 +167,9 @@ def _populate(pages: npt.NDArray[np.uint8]) -> None:
 
 
 class AttentionBackend(LayerAttention):
-    """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
+    """An attention backend, which owns the KV cache and is used from one thread: `prepare`, then
+    `forward` once per layer.
+    """
 
     description = ""  # for the log: what computes, and why nothing faster does
 

@@ -27,7 +27,7 @@ from aioserve.runner.load_plan import LoadPlan, plan_load
 from aioserve.runner.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from aioserve.runner.batch.drafter import Draft
+    from aioserve.runner.batch.drafter import LoadedDraft
     from aioserve.runner.interface import OutputCompiler
     from aioserve.runner.ranks import Ranks
 
@@ -126,7 +126,7 @@ def _with_blocks(plan: LoadPlan) -> LoadPlan:
 
 def _models(
     config: EngineConfig, info: ModelInfo, ranks: "Ranks | None"
-) -> "tuple[ServedModel, Draft | None, int]":
+) -> "tuple[ServedModel, LoadedDraft | None, int]":
     """Return the model as an earlier start has prepared it, or as its files have it; what makes
     guesses for it; and the bytes that outputs of its image encoder may take. Raises `ConfigError`.
     """

@@ -17,7 +17,7 @@ from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
 from aioserve.runner.attention.backend import SCALE_BYTES
-from aioserve.runner.batch.drafter import DRAFTERS, Draft, DraftPlace, DraftSource
+from aioserve.runner.batch.drafter import DRAFTERS, DraftPlace, FoundDraft, LoadedDraft
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
 from aioserve.runner.cpu.fused import CpuPlace, WholeDecoder
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def load_models(
     config: EngineConfig, info: ModelInfo, ranks: Ranks | None
-) -> tuple[ServedModel, Draft | None, int]:
+) -> tuple[ServedModel, LoadedDraft | None, int]:
     """Load the weights of `info`, and those of a draft model if there is to be one; with `ranks`
     the share of one of them. Beside both returns the bytes that outputs of an image encoder may
     take. Raises `ConfigError`.
@@ -45,7 +45,7 @@ def load_models(
     with together(ranks):
         check_activations(info)
         check_architecture(info)
-        source: DraftSource | None = None
+        source: FoundDraft | None = None
         if config.speculation.drafts_by_model:
             source = DRAFTERS["find"](config, info)
         sees = _sees(info)
@@ -55,7 +55,7 @@ def load_models(
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
     quantize_activations(model, config.model)
 
-    draft: Draft | None = None
+    draft: LoadedDraft | None = None
     if source is not None:
         place = DraftPlace(
             lambda info: load_model_on_cpu(info.config, info),
@@ -98,7 +98,7 @@ def load_model_on_cpu(
 
 
 def _check_memory(
-    config: EngineConfig, info: ModelInfo, draft: DraftSource | None, ranks: Ranks | None
+    config: EngineConfig, info: ModelInfo, draft: FoundDraft | None, ranks: Ranks | None
 ) -> None:
     """Raises `ConfigError` if the weights of all ranks do not fit: they are on this machine."""
     weights, per_token = num_weight_bytes(CPU_TYPES.resolve(info.config), info, CpuPlace()), []

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ThreadedRunner(RunnerInterface):
-    """Runs a `StepExecutor` on one thread; steps queue up there in the order of the calls."""
+    """A runner with a `StepExecutor` on one thread; steps queue up in the order of the calls."""
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
         """Raises `ConfigError` if the model cannot be as long as the settings ask."""
@@ -130,7 +130,9 @@ class ThreadedRunner(RunnerInterface):
 
 
 class SleepingRunner(ThreadedRunner):
-    """Without weights it has no executor. No step is handed over then."""
+    """A runner that can give its weights back. Without them it has no executor, and no step is
+    handed over.
+    """
 
     _resident: "ResidentModel | None" = None
 

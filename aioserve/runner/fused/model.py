@@ -42,7 +42,7 @@ _SEES = re.compile(r"(?:^|\.)(?:vision|visual)")  # of a model's parts, those th
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What a fused model says of itself, as `ServedModel` has it."""
+    """The facts that a fused model tells of itself, as `ServedModel` has them."""
 
     name: str
     num_parameters: int

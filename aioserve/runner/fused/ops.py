@@ -102,7 +102,7 @@ class ExpertActivation(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Which experts tokens take: their numbers, int32 [T, k], and their shares, float32 [T, k]."""
+    """Experts that tokens take: their numbers, int32 [T, k], and their shares, float32 [T, k]."""
 
     chosen: Tensor
     shares: Tensor

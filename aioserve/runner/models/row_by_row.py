@@ -178,7 +178,7 @@ class RowByRowModel(ServedModel):
 
 
 class _NotedLayer(DynamicLayer):
-    """Notes what it is given."""
+    """A layer of a cache that notes what it is given."""
 
     def __init__(self) -> None:
         super().__init__()

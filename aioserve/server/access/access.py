@@ -84,7 +84,7 @@ Refusals = Counter[tuple[str, str]]  # by reason, and the name of a key or ""
 
 
 class Access:
-    """In front of an engine, here or elsewhere."""
+    """The access to an engine, here or elsewhere: its keys, and what they may take."""
 
     def __init__(self, settings: AccessConfig, keys: Sequence[Key], entrance: Entrance) -> None:
         self.settings = settings
@@ -126,7 +126,7 @@ ACCESS = web.AppKey("ACCESS", Access)
 
 
 class MainAccess(Access):
-    """Of the engine's process: reads the keys, and counts for all workers."""
+    """The access in the engine's process, which reads the keys and counts for all workers."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises `ConfigError` for keys or certificates that cannot be read, or if no key could
@@ -169,7 +169,7 @@ class MainAccess(Access):
 
 
 class AccessMetrics(Collector):
-    """What keys had, and what was refused, of the whole server."""
+    """The metrics of keys, and of what was refused, of the whole server."""
 
     def __init__(self, access: MainAccess) -> None:
         self.access = access

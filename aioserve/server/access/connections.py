@@ -30,7 +30,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Refusal(NamedTuple):
-    """What a client is told that no handler hears of."""
+    """The answer to a client of which no handler hears."""
 
     status: HTTPStatus
     message: str
@@ -65,7 +65,7 @@ FULL_SECONDS = 1.0  # until connections are taken again, after there were too ma
 
 
 class Acceptor:
-    """Of one socket, until it is stopped."""
+    """An acceptor of the connections of one socket, until it is stopped."""
 
     def __init__(
         self,
@@ -507,7 +507,7 @@ HANDSHAKE_SECONDS = 10.0  # of TLS
 
 
 class Site:
-    """On a socket that stays its owner's."""
+    """A site on a socket that stays its owner's."""
 
     def __init__(
         self,

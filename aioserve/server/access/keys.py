@@ -38,7 +38,7 @@ Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a key is good for; None: as much as there is."""
+    """The rights of a key; None: as much as there is."""
 
     admin: bool = False  # whether it may use the admin routes as well
     max_requests: PositiveInt | None = None  # at once
@@ -186,7 +186,7 @@ Leave = Callable[[], Awaitable[None]]
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """What one HTTP request may take of its key's limits, at most, as its body says."""
+    """The most that one HTTP request may take of its key's limits, as its body says."""
 
     num_sequences: int = 1  # that run at once: prompts, times samples of each
     num_tokens: int = 0  # of its prompts and of outputs as long as they may get
@@ -199,7 +199,7 @@ ONE = Claim()
 
 
 class Entrance(Protocol):
-    """Where a request of a key is let in, wherever that is counted."""
+    """The entrance at which requests of keys are let in, wherever they are counted."""
 
     def entered(self, name: str, claim: Claim) -> AbstractAsyncContextManager[Leave]:
         """Inside the block one more request of that key runs. Raises `KeyLimitError` for one that
@@ -208,7 +208,7 @@ class Entrance(Protocol):
 
 
 class _Lease:
-    """What a request that has entered holds of its key's limits."""
+    """The part of its key's limits that a request holds once it has entered."""
 
     __slots__ = ("num_sequences", "num_tokens", "request_id")
 
@@ -276,7 +276,7 @@ class _Account:
 
 
 class Accounts:
-    """What each key has used of its limits, by the name of the key."""
+    """The accounts of keys: what each has used of its limits, by the name of the key."""
 
     def __init__(
         self, rights_of: Callable[[str], Rights], clock: Callable[[], float] = time.monotonic

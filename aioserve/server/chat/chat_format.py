@@ -77,7 +77,7 @@ def untold_tools(tokenizer: Any, tool_call_parser: str) -> str | None:
 
 
 class ChatFormat:
-    """How one model writes replies."""
+    """The format in which one model writes replies."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ AUTO, NONE = "auto", "none"
 
 
 class Choice(NamedTuple):
-    """What reads replies, and why."""
+    """The choice of what reads replies, and the reason for it."""
 
     name: str | None  # of the format; None: there is none
     format: type[ReplyFormat] | None

@@ -20,7 +20,7 @@ from aioserve.errors import place_of
 
 
 class Function(msgspec.Struct, frozen=True):
-    """What may be called: a name, and the JSON schema of its arguments."""
+    """A function that may be called: a name, and the JSON schema of its arguments."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class Beginning(NamedTuple):
-    """How the text of a reply shows that a call begins, and what comes then; both in a grammar."""
+    """The beginning of a call in the text of a reply, and what comes then; both in a grammar."""
 
     sign: str  # what the model writes, or a pattern
     rest: str  # in terms of the rules of `ReplyFormat.grammar`
@@ -236,7 +236,7 @@ def joined(events: list[Event]) -> list[Event]:
 
 
 class Marks(NamedTuple):
-    """How reasoning begins and ends."""
+    """The marks with which reasoning begins and ends."""
 
     start: str
     end: str
@@ -264,7 +264,9 @@ def choose_reasoning(template: str) -> str | None:
 
 
 class ReasoningParser:
-    """Reads one reply. Space around the marks is neither reasoning nor content."""
+    """A parser of the reasoning of one reply. Space around the marks is neither reasoning nor
+    content.
+    """
 
     def __init__(self, marks: Marks, prompt_end: str) -> None:
         """`prompt_end`: the last characters of the prompt, in which reasoning may be open."""
@@ -362,7 +364,7 @@ class SaidCall(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a whole reply says: reasoning, then content, then calls."""
+    """A whole reply: reasoning, then content, then calls."""
 
     content: str = ""
     calls: Sequence[SaidCall] = ()
@@ -380,8 +382,8 @@ def object_of(call: SaidCall, key: str = "arguments") -> str:
 
 
 class ReplyFormat(ABC):
-    """How a family of models writes replies. An instance reads one reply: text goes into `append`
-    in any pieces, and `flush` ends it; both return events.
+    """The format in which a family of models writes replies. An instance reads one reply: text goes
+    into `append` in any pieces, and `flush` ends it; both return events.
 
     The joined events are the same however the text was cut. No text raises: what is no call is
     content. Each character is looked at a bounded number of times.

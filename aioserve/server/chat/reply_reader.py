@@ -40,7 +40,7 @@ from aioserve.support.tokens import ReasoningTokens, TokenBytes
 
 
 class ReplyReader:
-    """Reads the outputs of one choice, in their order."""
+    """A reader of the outputs of one choice, in their order."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ Choice = Literal["none", "auto", "required"]
 
 
 class SchemaRules(Protocol):
-    """What is known of schemas by what compiles them to grammars."""
+    """The rules for schemas of what compiles them to grammars."""
 
     def check_finite(self, schema: Mapping[str, Any]) -> None:
         """Raises `ValueError` for a schema of which no value is finite."""
@@ -61,7 +61,7 @@ async def before_tools(tools: Sequence[Any] | None) -> None:
 
 
 class Names(NamedTuple):
-    """What a protocol calls its parts, for error messages to its clients."""
+    """The names that a protocol gives its parts, for error messages to its clients."""
 
     parameters: str = "parameters"
     chosen: str = "tool_choice.name"  # one that must be called
@@ -252,7 +252,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class NamedFault(RequestError):
-    """What no grammar can keep to, with the field that the client sent as `param`."""
+    """A request that no grammar can keep to, with the field that the client sent as `param`."""
 
 
 async def bind_off_loop(
