@@ -32,7 +32,7 @@ from aioserve.scheduler import (
 
 
 class Due(PolicyOptions):
-    """When a first token is due."""
+    """The time at which a first token is due."""
 
     ttft: PositiveFloat = 1.0  # seconds from arrival to the first token
 
@@ -118,7 +118,7 @@ class DeadlineOrder(OrderPart):
 
 
 class PaceBudget(BudgetPart):
-    """As long a step as the stream closest to falling behind its pace allows."""
+    """A step as long as the stream closest to falling behind its pace allows."""
 
     uses_step_time = True
 

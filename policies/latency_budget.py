@@ -29,7 +29,9 @@ INCREASE = 32  # prompt tokens by which the budget grows after a step in time, b
 
 
 class LatencyBudget(BudgetPart):
-    """As many prompt tokens as keep a step with decodes within a time, predicted by `step_time`."""
+    """A budget of as many prompt tokens as keep a step with decodes within a time, predicted by
+    `step_time`.
+    """
 
     uses_step_time = True
 

@@ -1,4 +1,4 @@
-"""The docstring of a function that returns something says so with a verb, or is a sentence."""
+"""Docstrings of functions that return something begin with a verb, those of classes with a noun."""
 
 import ast
 import re
@@ -75,5 +75,69 @@ def test_docstrings_of_functions_that_return_something_begin_with_a_verb() -> No
                 continue
             word = docstring.split()[0].strip(".,:;`")
             if word in QUESTIONS or (word in NOUNS and not is_sentence(docstring)):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert found == []
+
+
+#: First words of a class's docstring that are no noun and no article: the docstring of a class says
+#: what it is. A word that ends in s before an article or a pronoun is a verb.
+NO_NOUNS = QUESTIONS | frozenset(
+    [
+        *(
+            "As",
+            "At",
+            "Around",
+            "Behind",
+            "Beside",
+            "Between",
+            "By",
+            "For",
+            "From",
+            "In",
+            "Of",
+            "On",
+        ),
+        *("Since", "To", "Up", "With", "Without", "Nor", "There", "Those", "These", "It"),
+        *("Answered", "Called", "Decided", "Done", "Known", "Made", "Moved", "Told", "Used"),
+    ]
+)
+OBJECTS = frozenset(
+    [
+        *("a", "all", "an", "another", "any", "both", "each", "every", "how", "it", "its", "no"),
+        *("one", "requests", "some", "the", "their", "them", "these", "this", "two", "what"),
+        *("which",),
+    ]
+)
+#: Classes whose docstrings are descriptions in the OpenAPI document, which keeps its words.
+IN_THE_DOCUMENT = frozenset(
+    [
+        *("About", "BatchError", "BatchErrors", "CompletionTokensDetails", "EngineState"),
+        *("ErrorInfo", "Events", "ExpiresAfter", "FinishReason", "Frame", "FunctionCall"),
+        *("ImageURL", "InputDetails", "InputItem", "MessageDelta", "OutputConfig"),
+        *("OutputDetails", "PromptTokensDetails", "Ready", "ReasoningConfig", "RequestCounts"),
+        *("Snapshot", "Source", "Stands", "Stop", "Thinking", "ToolChoice"),
+    ]
+)
+
+
+def is_no_noun(docstring: str) -> bool:
+    """Whether it begins with a question, a preposition, a participle or a verb."""
+    word, _, rest = docstring.partition(" ")
+    is_verb = word.endswith("s") and word not in ("This", "Its") and word[:1].isupper()
+    return word.strip(".,:;`") in NO_NOUNS or (is_verb and rest.split(" ")[0].lower() in OBJECTS)
+
+
+def test_docstrings_of_classes_begin_with_an_article_or_a_noun() -> None:
+    """Errors may be told by a sentence, commands by what they have done."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef) or node.name in IN_THE_DOCUMENT:
+                continue
+            bases = " ".join(map(ast.unparse, node.bases))
+            if node.name.endswith("Error") or "Command" in bases:
+                continue
+            docstring = " ".join((ast.get_docstring(node) or "-").split())
+            if is_no_noun(docstring):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert found == []

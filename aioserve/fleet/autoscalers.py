@@ -18,7 +18,8 @@ from aioserve.fleet.routing import (
 
 
 class QueueTokens(AutoscalerInterface):
-    """As many replicas as have no more tokens queued, nor more KV cache in use, than their targets.
+    """An autoscaler that wants as many replicas as have no more tokens queued, nor more KV cache in
+    use, than their targets.
 
     Source: the autoscaling policy of `aioserve.fleet.ray`, which Ray Serve asks; its delays are
     here as `stable_seconds`. A queue in tokens tells a long document from a short question.
@@ -53,8 +54,8 @@ MOST_GROWTH = 2.0  # times those that serve, while a queue says nothing of how m
 
 
 class SloAttainment(AutoscalerInterface):
-    """As many replicas as are predicted to keep a share of requests within their time to first
-    token.
+    """An autoscaler that wants as many replicas as are predicted to keep a share of requests within
+    their time to first token.
 
     Source: service levels as the objective of scaling, as in llm-d's autoscaler and PolyServe
     (2025).
@@ -111,7 +112,8 @@ class SloAttainment(AutoscalerInterface):
 
 
 class TargetUtilization(AutoscalerInterface):
-    """As many replicas as keep the share of taken seats at a target (Kubernetes' HPA).
+    """An autoscaler that wants as many replicas as keep the share of taken seats at a target
+    (Kubernetes' HPA).
 
     Source: Kubernetes, "Horizontal Pod Autoscaling": replicas x metric / target, rounded up, and no
     change while the ratio is within a tolerance. Fewer only when that was enough for a while.

@@ -235,7 +235,7 @@ COLD_SECONDS = 0.1  # a first token that is later than predicted by more found a
 
 
 class Session(NamedTuple):
-    """How one log differs from the others of the same machine."""
+    """The difference of one log from the others of the same machine."""
 
     host_factor: float  # of the profile's `base_ms` and `decode_ms`
     cold_ms: float  # more for its first step

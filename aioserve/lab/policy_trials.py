@@ -45,7 +45,7 @@ RUN = (
 
 
 class PolicyTrials:
-    """Of one engine; one at a time."""
+    """The trials of policies on one engine, one at a time."""
 
     def __init__(
         self,

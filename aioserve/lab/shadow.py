@@ -55,7 +55,7 @@ class ShadowObserver(Protocol):
 
 
 class ShadowStats(msgspec.Struct, kw_only=True):
-    """How the shadow itself fares; totals since the start."""
+    """The state of the shadow itself; totals since the start."""
 
     cost_seconds: float = 0.0  # of the event loop
     num_resets: int = 0  # how often it was too far behind
@@ -64,7 +64,7 @@ class ShadowStats(msgspec.Struct, kw_only=True):
 
 
 class Shadow:
-    """Follows the live requests through another scheduler, up to `LAG_SECONDS` ago."""
+    """A shadow of the live requests in another scheduler, up to `LAG_SECONDS` ago."""
 
     def __init__(
         self,
@@ -245,7 +245,9 @@ class Shadow:
 
 
 class ShadowFeed(StepObserver):
-    """Tells a shadow of the live requests: when they came, and when their clients left."""
+    """A feed of the live requests to a shadow: when they came, and when their clients
+    left.
+    """
 
     def __init__(self, shadow: Shadow) -> None:
         self._shadow = shadow
@@ -274,8 +276,9 @@ class ShadowFeed(StepObserver):
 
 
 class ShadowMetrics(Collector):
-    """What the shadow policy would have done. Compare with the metrics of the same names without
-    `shadow`; those count from the arrival to the delivery, these to the end of the step.
+    """The metrics of what the shadow policy would have done. Compare with the metrics of the same
+    names without `shadow`; those count from the arrival to the delivery, these to the end of the
+    step.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -330,8 +333,8 @@ TICK_SECONDS = 0.02
 
 
 class ShadowTurns(ShadowFeed):
-    """Feeds a shadow, and lets it advance: at the end of each turn of the live engine, and from a
-    timer while it has work left.
+    """The turns in which a shadow is fed and advances: at the end of each turn of the live engine,
+    and from a timer while it has work left.
     """
 
     def __init__(self, shadow: Shadow, clock: Callable[[], float]) -> None:
@@ -360,7 +363,7 @@ class ShadowTurns(ShadowFeed):
 
 
 class ShadowBuilder:
-    """Makes the shadow that settings ask for, and has it follow the live step loop."""
+    """A builder of the shadow that settings ask for, which follows the live step loop."""
 
     def __init__(
         self, config: EngineConfig, model_info: ModelInfo, clock: Clock, metrics: ShadowMetrics

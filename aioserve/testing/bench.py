@@ -167,7 +167,7 @@ class Waste:
 
 
 class Ends(StepObserver):
-    """Which requests the step loop has ended by itself, and why."""
+    """The requests that the step loop has ended by itself, and why."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[str, FinishReason]] = []

@@ -35,7 +35,7 @@ class Call:
 
 
 class Harness(Protocol):
-    """What this module needs of a harness."""
+    """The part of a harness that this module needs."""
 
     policy: type[Any]
     setup: dict[str, Any]  # what it was made with, besides the policy

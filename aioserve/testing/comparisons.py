@@ -75,7 +75,7 @@ MAX_STEPS = 3000  # many times what all of them need, one after the other
 
 
 class _Plan(NamedTuple):
-    """What is compared of a step."""
+    """The part of a step that is compared."""
 
     num_tokens: list[tuple[str, int]]  # in the order of the rows
     admitted: list[tuple[str, int]]  # with the tokens that were cached

@@ -645,4 +645,4 @@ class PolicyContract(ClientRules, PolicyRules):
 
 
 class TestGivenPolicies(PolicyContract):
-    """What `--aioserve-policy` adds to a pytest run: the plugin fills in `subject`."""
+    """The tests that `--aioserve-policy` adds to a pytest run: the plugin fills in `subject`."""

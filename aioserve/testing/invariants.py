@@ -26,7 +26,7 @@ MAX_KINDS = 4  # of requests that come again: the newest of each, which takes so
 
 
 class Harness(Protocol):
-    """What this module needs of a harness."""
+    """The part of a harness that this module needs."""
 
     turned_away: list[tuple[Request, float]]  # and after how many seconds each may ask again
 

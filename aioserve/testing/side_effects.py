@@ -35,7 +35,7 @@ FIXED = (
 
 
 class Writes:
-    """What the policy has written since the last look that is not its own."""
+    """The writes of the policy since the last look, to what is not its own."""
 
     def __init__(self) -> None:
         self.request_type = _watched(Request, self._note_request)  # a `Request` that tells

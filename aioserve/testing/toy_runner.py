@@ -410,7 +410,7 @@ class ToyRunner:
 
 @dataclass(slots=True)
 class Row:
-    """As the steps have told it so far."""
+    """A row, as the steps have told it so far."""
 
     token_ids: list[int]
     block_ids: list[int]

@@ -170,7 +170,7 @@ def _interrupt(thread_id: int) -> None:
 
 
 class Guard:
-    """Turns what a call of the policy raises into a `ContractViolation`."""
+    """A guard that turns what a call of the policy raises into a `ContractViolation`."""
 
     def __init__(self, call_seconds: float, where: Callable[[], str]) -> None:
         """A call may take `call_seconds` of real time; `where` is the step that is named."""

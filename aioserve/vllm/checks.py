@@ -31,7 +31,7 @@ MAX_REMEMBERED = 4096
 
 
 class Checks:
-    """Of one scheduler. Its attributes are those of a `Bench` that the rules read."""
+    """The checks of one scheduler. Its attributes are those of a `Bench` that the rules read."""
 
     reads_gauges = True
 

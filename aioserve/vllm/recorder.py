@@ -53,8 +53,8 @@ SETTING = "decision_log"
 
 
 class Recorder:
-    """For `--scheduler-cls`: the scheduler that vLLM would take, watched. What is not watched here
-    is passed on as it is asked.
+    """A recorder for `--scheduler-cls`: the scheduler that vLLM would take, watched. What is not
+    watched here is passed on as it is asked.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class _Ends(StepObserver):
 
 
 class _Seats(StepObserver):
-    """What a pause says of new requests, said to every policy that takes over as well."""
+    """The word of a pause on new requests, said to every policy that takes over as well."""
 
     def __init__(self, say: Callable[[], None]) -> None:
         self._say = say
@@ -100,7 +100,9 @@ class _Seats(StepObserver):
 
 
 class Scheduler(TheirInterface):
-    """What `--scheduler-cls aioserve.vllm.Scheduler` names. Called from one thread of vLLM's."""
+    """The class that `--scheduler-cls aioserve.vllm.Scheduler` names. It is called from one thread
+    of vLLM's.
+    """
 
     # Of which vLLM's engine core asks, though its interface does not name them: there is neither.
     connector = None

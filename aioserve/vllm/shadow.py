@@ -38,7 +38,7 @@ WRITE_SECONDS = 1.0  # between two versions of the file
 
 
 class ShadowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is stated under `shadow`."""
+    """The settings stated under `shadow`."""
 
     policy: str
     file: str  # of metrics, written anew once a second
@@ -47,8 +47,9 @@ class ShadowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShadowBeside(StepObserver):
-    """Feeds a shadow with what happens in vLLM, measures the same of what decides there, and writes
-    both down. May be told from one thread; its own thread works between the calls.
+    """A shadow beside vLLM: it is fed with what happens there, the same is measured of what decides
+    there, and both are written down. It may be told from one thread; its own thread works between
+    the calls.
     """
 
     def __init__(

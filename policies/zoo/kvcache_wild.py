@@ -34,7 +34,7 @@ from aioserve.scheduler import (
 
 @dataclass
 class Kind:
-    """What was seen of requests of one type and turn."""
+    """The statistics of requests of one type and turn."""
 
     ends: int = 0
     returns: int = 0

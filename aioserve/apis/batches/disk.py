@@ -42,7 +42,7 @@ encoder = msgspec.json.Encoder()
 
 
 class StoredFile(msgspec.Struct, kw_only=True):
-    """What is stored of a file: what clients are told, and its owner."""
+    """A stored file: what clients are told of it, and its owner."""
 
     owner: str  # the name of the key that it was made with; "": there are no keys
     file: FileObject
@@ -53,7 +53,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
 
 
 class StoredBatch(msgspec.Struct, kw_only=True):
-    """What is stored of a batch: what clients are told, its owner and the files to come."""
+    """A stored batch: what clients are told of it, its owner and the files to come."""
 
     owner: str
     batch: Batch

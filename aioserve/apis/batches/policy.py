@@ -29,7 +29,7 @@ LEAST = 16  # tokens of one offline prompt in a step without online requests, or
 
 @dataclass
 class Load:
-    """What a step holds so far, as `step_time` counts it."""
+    """The load of a step so far, as `step_time` counts it."""
 
     num_prefill_tokens: int = 0
     num_decodes: int = 0

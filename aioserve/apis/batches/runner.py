@@ -339,7 +339,7 @@ class InnerRequest(web.Request):
 
 
 class Inner:
-    """Asks the handlers of an application."""
+    """The inner side of an application: asks its handlers."""
 
     def __init__(self, app: web.Application, max_bytes: int) -> None:
         """`max_bytes` is the limit of a body, as over HTTP."""
@@ -414,7 +414,7 @@ class _Incomplete(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """What of an answer tells how it ended."""
+    """The part of an answer that tells how it ended."""
 
     choices: list[_Choice] = []
     error: _Error | None = None

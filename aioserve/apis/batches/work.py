@@ -181,7 +181,7 @@ class Answered(NamedTuple):
 
 
 class _OneFile:
-    """What was written whole, and what comes after."""
+    """The lines of one file: those that were written whole, and those that come after."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -341,7 +341,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class RunLine(Protocol):
-    """Runs a line of a batch of that owner until it has an answer."""
+    """A function that runs a line of a batch of that owner until it has an answer."""
 
     async def __call__(
         self, stored: StoredBatch, number: int, custom_id: str, body: bytes

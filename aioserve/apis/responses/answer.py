@@ -352,7 +352,7 @@ class Parts(NamedTuple):
 
 
 class ItemText(NamedTuple):
-    """What tells the text of an item."""
+    """The events that tell the text of an item."""
 
     events: str  # the name of events with the text, or with pieces of it
     parts: Parts | None  # None: calls have no parts

@@ -53,7 +53,7 @@ from aioserve.server.tokenization import preparing
 
 
 class _Said(msgspec.Struct):
-    """Of a response that is kept: what a next one goes on with."""
+    """The messages of a response that is kept, with which a next one goes on."""
 
     output: list[InputItem]
 

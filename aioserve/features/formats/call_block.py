@@ -192,7 +192,9 @@ _LINE = re.compile(r"[^\n]*")
 
 
 class DeepSeekV31Parser(CallBlockParser):
-    """Reads both forms: `name<sep>{...}` as V3.1 writes it, and V3's, with the name in a line."""
+    """A parser of both forms: `name<sep>{...}` as V3.1 writes it, and V3's, with the name in a
+    line.
+    """
 
     block, block_end = _marker("tool▁calls▁begin"), _marker("tool▁calls▁end")
     call, sep, call_end = map(_marker, ("tool▁call▁begin", "tool▁sep", "tool▁call▁end"))

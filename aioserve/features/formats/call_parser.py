@@ -192,7 +192,7 @@ def bare_beginnings(functions: Sequence[Function]) -> list[Beginning]:
 
 
 class BareCalls:
-    """Reads a reply for as long as it can be calls and nothing else."""
+    """A reader of a reply for as long as it can be calls and nothing else."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.is_broken = False  # it is something else

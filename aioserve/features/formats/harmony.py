@@ -37,7 +37,7 @@ ASSISTANT, FUNCTIONS = "assistant", "functions."
 
 
 class HarmonyGrammar(CallParser):
-    """How replies are bound and written in harmony."""
+    """The grammar by which replies are bound and written in harmony."""
 
     markers = (START, CHANNEL, TYPE, MESSAGE, *ENDS)
     reads_reasoning = True
@@ -127,7 +127,7 @@ _PARTS = re.compile(f"{re.escape(CHANNEL)}|{re.escape(TYPE)}|[^\\s<]+")
 
 
 class _Header(NamedTuple):
-    """What stands before a message, beside the role of an assistant."""
+    """The header before a message, beside the role of an assistant."""
 
     channel: str = ""
     recipient: str = ""

@@ -25,8 +25,8 @@ _OPENING = any_of([_OPEN])
 
 
 class HermesParser(CallParser):
-    """What is between the markers and no call is content, markers and all. Qwen2.5-Coder leaves the
-    markers out: a reply that is calls and nothing else needs none.
+    """A parser to which what is between the markers and no call is content, markers and all.
+    Qwen2.5-Coder leaves the markers out: a reply that is calls and nothing else needs none.
     """
 
     markers = (_OPEN, _CLOSE)
@@ -85,7 +85,7 @@ _SEPARATORS = re.compile(r"[\s,]*")
 
 
 class MarkedJsonParser(CallParser):
-    """What is behind the mark and no call is content, mark and all."""
+    """A parser to which what is behind the mark and no call is content, mark and all."""
 
     #: What begins calls and what ends them, which may be nothing; the first is written.
     marked: ClassVar[tuple[tuple[str, str], ...]]

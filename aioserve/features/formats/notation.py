@@ -10,7 +10,9 @@ from aioserve.features.formats.text import argument_types, match_end, skip_space
 
 
 class Notation(NamedTuple):
-    """How a family of models writes the arguments of a call, and the values in them."""
+    """The notation in which a family of models writes the arguments of a call, and the values in
+    them.
+    """
 
     arguments: tuple[str, str, str]  # what opens them, stands behind a name, and closes them
     quotes: tuple[str, ...]  # that may stand around texts, the longest first

@@ -35,7 +35,7 @@ _SEPARATORS = re.compile(r"[\s,]*")
 
 
 class NotedCallParser(CallParser):
-    """Between the marks, objects with a name and arguments are calls, too."""
+    """A parser of calls between marks, where objects with a name and arguments are calls, too."""
 
     notation: ClassVar[Notation] = PYTHON
     #: What begins and ends calls.
@@ -255,7 +255,7 @@ _EXAMPLE = re.compile(r"\[func_name1\(\w+=\w+")  # how templates tell the model
 
 
 class Llama4PythonicParser(NotedCallParser):
-    """Of Llama 3.2 and others, too, whose templates ask for such calls."""
+    """A parser for Llama 4, and for Llama 3.2 and others, whose templates ask for such calls."""
 
     notation = PYTHON._replace(quote='"')
     marked = (_START, _END)

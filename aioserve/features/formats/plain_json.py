@@ -28,7 +28,9 @@ _BEGINNING = r'/[ \t\r\n,;\[\]]*\{_("type"_:_"function"_,_)?"name"_:_"NAME"_,_"(
 
 
 class PlainJsonParser(CallParser):
-    """Decided by the first character that is no space; for the next call, by what follows one."""
+    """A parser of calls without marks: the first character that is no space decides whether there
+    are any; for the next call, what follows one.
+    """
 
     has_text_before = False
 
@@ -135,7 +137,7 @@ _OTHERS = ("<function=", ">>>", "functools")
 
 
 class Llama3Parser(PlainJsonParser):
-    """As plain JSON, and the tag makes any name a call."""
+    """A parser of plain JSON to which the tag makes any name a call."""
 
     markers = (_TAG,)
     has_text_before = True

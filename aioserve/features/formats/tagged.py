@@ -138,9 +138,9 @@ _JSON_BEGINS = frozenset('{["-0123456789tfnTFN')
 
 
 class ArgumentParser(CallParser):
-    """Streams a text as it comes, and any other value when it has ended: at the first end of its
-    tag; an object or an array at the first one behind its own end. Of a value that is cut, only
-    what is known to be of its text is told.
+    """A parser that streams a text as it comes, and any other value when it has ended: at the first
+    end of its tag; an object or an array at the first one behind its own end. Of a value that is
+    cut, only what is known to be of its text is told.
     """
 
     tags: ClassVar[Tags]

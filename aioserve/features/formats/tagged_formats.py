@@ -61,8 +61,8 @@ _VALUE = "<arg_value>"
 
 
 class GlmParser(TaggedParser):
-    """Reads both forms: that of GLM 4.5 and 4.6, with line breaks between tags, and that of 4.7,
-    without. Writes the first where a call is forced.
+    """A parser of both forms: that of GLM 4.5 and 4.6, with line breaks between tags, and that of
+    4.7, without. It writes the first where a call is forced.
     """
 
     tags: ClassVar[Tags] = Tags(
@@ -91,7 +91,7 @@ class GlmParser(TaggedParser):
 
 
 class Glm47Parser(GlmParser):
-    """Writes the form of GLM 4.7 where a call is forced."""
+    """A parser that writes the form of GLM 4.7 where a call is forced."""
 
     tags: ClassVar[Tags] = Tags(
         wrapper=("<tool_call>", "</tool_call>"),

@@ -137,7 +137,7 @@ _KINDS = ("none", "linear", "yarn", "longrope")
 
 
 class RopeTensors(NamedTuple):
-    """What a file has in the tensors of its rotary embedding."""
+    """The tensors of a file's rotary embedding."""
 
     divisors: Sequence[float] | None = None  # of the frequencies, at all lengths
     long: Sequence[float] | None = None  # of the frequencies, beyond the original length
@@ -284,7 +284,7 @@ RMS = {RMS_KEY: "rms_norm_eps"}
 
 @dataclass
 class Facts:
-    """What a file states, and the fields of the configuration that come of it."""
+    """The facts that a file states, and the fields of the configuration that come of them."""
 
     metadata: Metadata
     tensors: Mapping[str, tuple[int, ...]]  # shapes by name
@@ -347,7 +347,9 @@ class Windows(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """How files of one architecture, by llama.cpp's name, become a model of `transformers`."""
+    """The way in which files of one architecture, by llama.cpp's name, become a model of
+    `transformers`.
+    """
 
     model_type: str | Callable[[Facts], str]
     #: Keys, and the field for each: needed, but for those of which `fixed` has the field.

@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 
 class Filling:
-    """Which tensor of a file goes where, and how it is stored there."""
+    """The way of one tensor of a file: where it goes, and how it is stored there."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ _NAMES = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class Place(Protocol):
-    """Where the weights of a tensor go."""
+    """The place to which the weights of a tensor go."""
 
     @property
     def parameter(self) -> str:
@@ -213,7 +213,7 @@ class Place(Protocol):
 
 
 class Storage(Protocol):
-    """How tensors of an architecture are stored."""
+    """The way in which tensors of an architecture are stored."""
 
     def kind(self, tensor: Tensor) -> str | None:
         """Return the format of `quantized` that a tensor is stored in, if it is one."""

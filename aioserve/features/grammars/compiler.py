@@ -71,7 +71,7 @@ class Grammar:
 
 
 class Traits(NamedTuple):
-    """What is known of a compiled grammar before a text follows it."""
+    """The traits of a compiled grammar that are known before a text follows it."""
 
     grammar: object  # the same for all that ask for the same
     num_copy_bytes: int  # of memory that a matcher takes beside the others

@@ -49,7 +49,7 @@ TOO_LARGE = f"grammars in use take more than {MAX_ROW_BYTES >> 20} MiB of memory
 
 
 class Matcher(Protocol):
-    """What is used here of llguidance's `LLMatcher`: a place in a text that is bound."""
+    """The part of llguidance's `LLMatcher` that is used here: a place in a text that is bound."""
 
     def is_stopped(self) -> bool:
         """Return whether nothing but the end may follow."""
@@ -218,7 +218,7 @@ MAX_GUESSES = 16  # tokens without a choice that are sent along at a time
 
 @dataclass(slots=True)
 class _Row:
-    """What is kept of a row with a grammar of its request, beside the matcher."""
+    """The state of a row with a grammar of its request, beside the matcher."""
 
     grammar: object  # the same for rows with the same grammar
     is_slow: bool

@@ -468,7 +468,8 @@ def _count_keys(schema: Schema, properties: Schema, least: Any, most: Any) -> No
 
 
 class _Closing:
-    """Which objects of one document may be closed, and which only together with others.
+    """The objects of one document that may be closed, and those that may be only together with
+    others.
 
     Schemas of one and the same value, as of `allOf`, each close what the others declare. There the
     whole is closed, for all names that any of them declares.
@@ -740,7 +741,7 @@ def check_finite(schema: Mapping[str, Any]) -> None:
 
 
 class _Search:
-    """Which references of one document have finite values, as far as is known."""
+    """The references of one document that have finite values, as far as is known."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root

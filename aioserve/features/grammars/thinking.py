@@ -24,7 +24,9 @@ UNREAD_TOKENS = 2
 
 
 class ThinkingRows(BatchPart[None]):
-    """Puts a matcher into the rows whose requests have a thinking budget; it has no `rows`."""
+    """The part of the batch that puts a matcher into the rows whose requests have a thinking
+    budget; it has no `rows`.
+    """
 
     asked_by = "sampling_params.thinking_budget"
 
@@ -47,7 +49,7 @@ class ThinkingRows(BatchPart[None]):
 
 
 class BudgetMatcher:
-    """Where one row stands in its reasoning, in the words of llguidance's `LLMatcher`.
+    """A place of one row in its reasoning, in the words of llguidance's `LLMatcher`.
 
     After `limit` reasoning tokens, the tokens `forced` are all that may follow, one by one; the
     rest, and the grammar `inner` always, has its own say.

@@ -354,7 +354,7 @@ _UNKNOWN = _Part("")
 
 
 class _Translation:
-    """Of one tree. Each method puts a format before the part that follows."""
+    """A translation of one tree. Each method puts a format before the part that follows."""
 
     def __init__(self, json_options: dict[str, Any], closes_objects: bool) -> None:
         self._json_options, self._closes_objects = json_options, closes_objects

@@ -60,7 +60,7 @@ _HEAD = struct.Struct("<q")  # bytes that follow; below 0: the exit code less 1 
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What all trials of a process share."""
+    """The setup that all trials of a process share."""
 
     tokenizer: str  # of the library tokenizers, as JSON
     vocab_size: int
@@ -73,7 +73,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a trial has shown of a grammar."""
+    """The verdict of a trial on a grammar."""
 
     error: str = ""  # why it cannot be, or cannot be followed; all else is empty then
     text: str = ""  # the grammar as the library reads it

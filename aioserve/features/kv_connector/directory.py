@@ -355,7 +355,7 @@ class BlockDirectory(BlockStore):
 
 
 class _Trouble:
-    """Lets one line through in `LOG_SECONDS`, and counts what it held back."""
+    """A throttle that lets one line through in `LOG_SECONDS`, and counts what it held back."""
 
     def __init__(self) -> None:
         self._last: float | None = None

@@ -208,7 +208,7 @@ class HeldBack:
 
 
 class KVConnectorMetrics(Collector):
-    """Since the start. Nothing is told without a connector."""
+    """The metrics of a connector since the start. Nothing is told without one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.connector: KVConnectorBase | None = None  # set once it is made

@@ -27,7 +27,7 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix
 
 
 class KeptTensors(NamedTuple):
-    """What belongs to the blocks of one pool, or to its slots for states."""
+    """The tensors that belong to the blocks of one pool, or to its slots for states."""
 
     name: str  # of the pool
     tensors: Sequence[Tensor]  # [num_blocks, ...], each block in one piece

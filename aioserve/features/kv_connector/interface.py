@@ -54,7 +54,7 @@ class HostMemoryWorker(KVConnectorWorker, ABC):
 
 
 class BlockStore(ABC):
-    """Where blocks lie outside the memory of this process, by keys: the hash of a block, with the
+    """A store of blocks outside the memory of this process, by keys: the hash of a block, with the
     name of a pool behind it for what is no KV block. Slots count on from group to group. Calls come
     from the event loop, what is waited for happens elsewhere, and every callback comes on the loop,
     once, after the call.

@@ -38,8 +38,8 @@ NUM_PASSED = 32
 
 
 class OffloadingConnector(KVConnectorBase):
-    """Without a `store`, what a pool evicts is saved; with one, all that is computed, so that
-    others find it there.
+    """A connector to host memory. Without a `store`, what a pool evicts is saved; with one, all
+    that is computed, so that others find it there.
 
     What a request needs to begin behind a prefix may be in several pools, each of which has slots
     of its own: KV blocks for all of the prefix; of a model with states the state at its end, of

@@ -30,8 +30,8 @@ class Transfers:
 
 
 class PoolSlots(Outside):
-    """What host memory has of one pool. A slot is held, by its count in `slots`, while a step in
-    flight or a store may touch it, and while it waits for a request; all others may be evicted.
+    """The slots of host memory for one pool. A slot is held, by its count in `slots`, while a step
+    in flight or a store may touch it, and while it waits for a request; all others may be evicted.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class SimulatedBlocks(KVConnectorWorker):
 
 
 class SimulatedDirectory(BlockStore):
-    """Which blocks are there; engines in one loop may share it. Reads of one engine come one after
-    another, writes take no time.
+    """A directory that knows which blocks are there; engines in one loop may share it. Reads of one
+    engine come one after another, writes take no time.
     """
 
     def __init__(self, max_bytes: int, block_bytes: int, seconds_per_block: float) -> None:

@@ -56,7 +56,7 @@ class CompiledProduct(LowRankProduct):
 
 
 class CompiledTable(LowRankTable):
-    """What a LoRA adapter adds to an embedding, computed by the compiled kernels."""
+    """The sums that a LoRA adapter adds to an embedding, computed by the compiled kernels."""
 
     def __init__(self, kernels: Kernels, piece: Piece) -> None:
         self._kernels = kernels

@@ -33,7 +33,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _PeftConfig(msgspec.Struct):
-    """What is read of adapter_config.json."""
+    """The fields of adapter_config.json that are read."""
 
     peft_type: str | None = None
     r: int = 8
@@ -63,7 +63,7 @@ _REFUSED = _PeftConfig.__struct_fields__[_PeftConfig.__struct_fields__.index("us
 
 
 class LowRank(NamedTuple):
-    """What is added to a weight [out, in]: `scale` * b @ a. Tensors as they are stored."""
+    """A product added to a weight [out, in]: `scale` * b @ a. Tensors as they are stored."""
 
     a: Any  # [rank, in]; of an embedding, in is the vocabulary
     b: Any  # [out, rank]

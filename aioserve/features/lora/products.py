@@ -53,8 +53,8 @@ class LowRankTable(ABC):
 
 
 class TorchProduct(LowRankProduct):
-    """By plain torch. Sums are float32 until they are added: roundings on the way to the narrow
-    numbers and back would be as large as those of the product itself.
+    """A product by plain torch. Sums are float32 until they are added: roundings on the way to the
+    narrow numbers and back would be as large as those of the product itself.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -102,7 +102,7 @@ class Adapter:
 
 
 class LowRankTokens(TokenAdapters):
-    """Which of T tokens have which adapters."""
+    """The adapters that each of T tokens has."""
 
     def __init__(self, groups: Sequence[tuple[Adapter, Tensor]]) -> None:
         """`groups`: adapters, and the rows (int64, ascending) of the T that have them."""
@@ -121,7 +121,7 @@ class LowRankTokens(TokenAdapters):
 
 @dataclass(frozen=True, slots=True)
 class LowRankOwners(AdapterOwners):
-    """Which of the `adapters` each of T tokens has."""
+    """The one of the `adapters` that each of T tokens has."""
 
     adapters: Sequence[Adapter]
     places: IntArray  # T, which of the `adapters`; -1: none

@@ -35,7 +35,7 @@ _EXIF_ORIENTATION = 0x0112
 
 
 class Header(NamedTuple):
-    """What an image says of itself, in pixels."""
+    """The header of an image, which says its size in pixels."""
 
     width: int  # of the picture when it is upright
     height: int

@@ -148,9 +148,9 @@ class _Wanted(NamedTuple):
 
 
 class EncodingAhead:
-    """At most one input at a time: the first that a policy asks for in a step, and then until it is
-    done, or no request needs it, or a step asks for another one alone, or for its room and not for
-    it. What was begun for nothing is dropped.
+    """The input that is encoded ahead, one at a time: the first that a policy asks for in a step,
+    and then until it is done, or no request needs it, or a step asks for another one alone, or for
+    its room and not for it. What was begun for nothing is dropped.
     """
 
     def __init__(self, cache: EncoderCacheManager, chunk: int, pool: BlockPool) -> None:

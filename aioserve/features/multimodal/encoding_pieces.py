@@ -55,7 +55,7 @@ class _DroppedError(BaseException):
 
 
 class PausedCall(Generic[T]):
-    """To be ended by `finish` or by `drop`, as its thread waits until then."""
+    """A paused call, to be ended by `finish` or by `drop`, as its thread waits until then."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         """`call` has not begun yet. It may call `pause` of this object."""

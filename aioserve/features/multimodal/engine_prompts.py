@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class MultimodalProcessor:
-    """Of one model and its tokenizer."""
+    """A processor of prompts with images and videos, for one model and its tokenizer."""
 
     def __init__(self, info: ModelInfo, tokenizer: Any, runner_info: RunnerInfo) -> None:
         """What its processor lacks is logged: text is served."""

@@ -31,7 +31,7 @@ _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 class ImageFetcher:
-    """Of one event loop, to be closed at its end."""
+    """A fetcher of images for one event loop, to be closed at its end."""
 
     def __init__(self, domains: Sequence[str] = ()) -> None:
         """`domains`: only from these and their subdomains; from any if there are none."""

@@ -234,7 +234,7 @@ _FPS = 2.0  # what the models were trained with, and what is sampled for them by
 
 
 class Qwen2Videos:
-    """Those of Qwen2-VL: a group of frames is one step of time."""
+    """Videos of Qwen2-VL: a group of frames is one step of time."""
 
     processor: ClassVar[str] = "Qwen2VLVideoProcessor"  # whose work this is
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -347,7 +347,7 @@ class Qwen2Videos:
 
 
 class Qwen25Videos(Qwen2Videos):
-    """Those of Qwen2.5-VL: steps of time are as long as the time between groups of frames."""
+    """Videos of Qwen2.5-VL: steps of time are as long as the time between groups of frames."""
 
     def _times(self, num_groups: int, fps: float | None) -> np.ndarray:
         own, rate = self._settings, self._vision.tokens_per_second
@@ -357,7 +357,7 @@ class Qwen25Videos(Qwen2Videos):
 
 
 class Qwen3Videos(Qwen2Videos):
-    """Those of Qwen3-VL: a text before each group of frames says when it is."""
+    """Videos of Qwen3-VL: a text before each group of frames says when it is."""
 
     processor = "Qwen3VLVideoProcessor"
     defaults: ClassVar[Mapping[str, Any]] = {

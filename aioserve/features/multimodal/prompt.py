@@ -28,7 +28,7 @@ MAX_RATIO = 200
 
 
 class VideoSize(NamedTuple):
-    """How many frames a video has, and how many pixels each of them."""
+    """The size of a video: how many frames it has, and how many pixels each of them."""
 
     num_frames: int
     height: int
@@ -115,7 +115,7 @@ def _frame_size(video: Video, i: int, name: str) -> tuple[int, int]:
 
 
 class PreparedInput(NamedTuple):
-    """What the encoder reads at once."""
+    """An input that the encoder reads at once."""
 
     num_rows: int  # how many tokens of the prompt the encoder has a row for
     arrays: dict[str, np.ndarray]
@@ -132,14 +132,14 @@ class PreparedInput(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What became of one image or video."""
+    """One image or video, prepared."""
 
     text: str  # what stands in its place in the prompt
     inputs: Sequence[PreparedInput]  # in the order of their tokens
 
 
 class Mark(NamedTuple):
-    """How prompts of a model mention images, or videos."""
+    """The mark by which prompts of a model mention images, or videos."""
 
     kind: str  # "image" or "video"
     placeholder: str  # in a text, one for each

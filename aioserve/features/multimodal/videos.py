@@ -38,7 +38,7 @@ class _Pixels(msgspec.Struct, frozen=True):
 
 
 class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Those fields of a video processor's file that are read."""
+    """The fields of a video processor's file that are read."""
 
     size: _Pixels
     image_mean: tuple[float, float, float]
@@ -67,7 +67,7 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FamilyVideos(Protocol):
-    """What a class of a family does, made of the `ModelInfo` of a model and its tokenizer."""
+    """The class of a family's videos, made of the `ModelInfo` of a model and its tokenizer."""
 
     placeholder: str  # of a video in a text
 
@@ -91,7 +91,7 @@ class FamilyVideos(Protocol):
 
 
 class VideoProcessor:
-    """Prepares the videos of one model."""
+    """A processor that prepares the videos of one model."""
 
     def __init__(self, family: Family, info: ModelInfo, tokenizer: Any) -> None:
         """For a family that reads videos. Raises `ConfigError`."""

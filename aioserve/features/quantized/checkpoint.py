@@ -28,14 +28,14 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
 
 
 class _Weights(msgspec.Struct):
-    """What is read of the weights of a group."""
+    """The fields about the weights of a group that are read."""
 
     block_structure: tuple[int, int] | None = None
     group_size: int | None = None
 
 
 class _Group(msgspec.Struct):
-    """What is read of a group of compressed-tensors."""
+    """The fields of a group of compressed-tensors that are read."""
 
     format: str | None = None
     weights: _Weights | None = None

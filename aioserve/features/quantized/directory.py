@@ -195,7 +195,7 @@ class QuantizedDirectory(Directory):
 
 
 class LazyReads:
-    """Makes what `transformers` takes for a slice of a file, and reads by calling us."""
+    """A maker of what `transformers` takes for a slice of a file, and reads by calling us."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None  # `transformers` makes a page of it

@@ -12,7 +12,7 @@ from aioserve.runner.cpu.sampler import sample
 
 
 class CpuDraftRunner(DraftRunner):
-    """Used on the thread that computes."""
+    """A runner of a draft model on a CPU, used on the thread that computes."""
 
     def __init__(self, backend: AttentionBackend, block_size: int) -> None:
         self.backend = backend

@@ -32,7 +32,7 @@ TRIAL_SHARE = 0.01  # of the time of steps, for trials of a draft model that pay
 
 
 class _Record:
-    """How often the recent drafts of a request were right."""
+    """A record of how often the recent drafts of a request were right."""
 
     __slots__ = ("belief", "right", "tried")
 
@@ -166,7 +166,7 @@ class DraftLength:
 
 
 class ModelDraftLength(DraftLength):
-    """Of drafts that a model makes, for all requests at once, which takes time itself.
+    """The length of drafts that a model makes, for all requests at once, which takes time itself.
 
     How often it is right is a property of the model: what is seen of one request is what is
     believed of the next.

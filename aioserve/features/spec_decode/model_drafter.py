@@ -67,7 +67,9 @@ class DraftRunner(ABC):
 
 
 class ModelDrafter(Drafter):
-    """Follows the texts of rows for which drafts pay, and catches up where they did not."""
+    """A drafter that follows the texts of rows for which drafts pay, and catches up where they did
+    not.
+    """
 
     length: ModelDraftLength
     num_skipped = 0  # tokens of each text that are not read

@@ -40,7 +40,9 @@ class StateSpec(NamedTuple):
 
 
 class PieceStates:
-    """What a module takes for its cache while it computes B pieces: `transformers`' calls."""
+    """The states that a module takes for its cache while it computes B pieces: `transformers`'
+    calls.
+    """
 
     def __init__(self, states: dict[StateKey, Tensor] | None = None) -> None:
         """`states` [B, ...]; None: the pieces begin their texts."""
@@ -164,7 +166,7 @@ class _Pieces(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """From what the states behind pieces are computed again, without drafts that were wrong."""
+    """The states from which those behind pieces are computed again, without wrong drafts."""
 
     arguments: dict[str, Any]  # of the pieces' tokens, [1, B * L, ...]
     states: dict[StateKey, Tensor]  # [B, ...], before them

@@ -16,7 +16,7 @@ from aioserve.request import Request, WaitReason
 
 @dataclass(slots=True)
 class _Held:
-    """What a running request has."""
+    """The slots that a running request has."""
 
     slot: int
     source: int

@@ -16,7 +16,7 @@ from aioserve.request import Request, WaitReason
 
 @dataclass(slots=True)
 class _Held:
-    """What a running request has."""
+    """The window blocks that a running request has."""
 
     first: int  # blocks before this one have fallen out, or were never needed
     block_ids: list[int]  # from there on

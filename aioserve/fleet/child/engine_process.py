@@ -41,7 +41,7 @@ _LENGTH_BYTES = 8
 
 
 class Orders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to serve, and what to clear away afterwards."""
+    """The orders to a child: what to serve, and what to clear away afterwards."""
 
     config: EngineConfig
     own_folder: str | None = None  # made for the socket alone; empty once the server has ended

@@ -36,7 +36,7 @@ MAX_REASONS = 20
 
 
 class RouterMetrics:
-    """Of one router in one ingress, since its start."""
+    """The metrics of one router in one ingress, since its start."""
 
     def __init__(self, model: str, router: str, get_num_replicas: Callable[[], int]) -> None:
         """`model` and `router` are their names; `get_num_replicas` says how many can be sent
@@ -181,7 +181,7 @@ class Chooser(ABC):
 
 
 class AccountSeat(Seat):
-    """Of a router that keeps account."""
+    """A seat from a router that keeps account."""
 
     def __init__(self, line: ReplicaLine, assignment: Assignment, decode: str = "") -> None:
         """`decode` is the name of the replica that is to go on behind the first token."""
@@ -208,7 +208,7 @@ class AccountSeat(Seat):
 
 
 class OwnChooser(Chooser):
-    """Asks a router of `aioserve.fleet.routing`."""
+    """A chooser that asks a router of `aioserve.fleet.routing`."""
 
     def __init__(
         self, dispatcher: Dispatcher, fleet: Fleet, max_requests: int, metrics: RouterMetrics
@@ -289,7 +289,7 @@ class OwnChooser(Chooser):
 
 
 class HeldSeat(Seat):
-    """Of a router of Ray's: a call that is open as long as the request is there."""
+    """A seat from a router of Ray's: a call that is open as long as the request is there."""
 
     def __init__(self, line: ReplicaLine, call: DeploymentResponseGenerator[Any]) -> None:
         super().__init__(line)

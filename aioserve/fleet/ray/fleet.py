@@ -185,7 +185,7 @@ class ReplicaLine:
 
 
 class _Hearing(Listener):
-    """What the feed of one replica tells, for the router."""
+    """The feed of one replica, as the router hears it."""
 
     def __init__(self, name: str, dispatcher: Dispatcher, *, shares_load: bool) -> None:
         self._name = name

@@ -129,7 +129,7 @@ BLOCKS_AT_ONCE = 1_000
 
 
 class RayParts(NamedTuple):
-    """What a front end is made of."""
+    """The parts of a front end."""
 
     info: ReplicaInfo
     adapters: KnownAdapters
@@ -149,7 +149,7 @@ class RayParts(NamedTuple):
 
 
 class RayFront(EngineClient):
-    """Serves requests from any number of tasks of one event loop."""
+    """A front end that serves requests from any number of tasks of one event loop."""
 
     def __init__(
         self,

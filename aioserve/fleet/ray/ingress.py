@@ -100,7 +100,7 @@ def _anybody(config: EngineConfig) -> Access:
 
 
 class _Given(NamedTuple):
-    """What the ingress is given for one model."""
+    """The things that the ingress is given for one model."""
 
     config: EngineConfig
     settings: ModelSettings
@@ -254,7 +254,7 @@ MAX_SECONDS = 0.05
 
 
 class Pace:
-    """Of all streams of one ingress."""
+    """The pace of all streams of one ingress."""
 
     def __init__(self) -> None:
         self._num_streams = 0
@@ -298,7 +298,7 @@ LOOK_SECONDS = 0.05  # between two looks whether requests are left
 
 
 class DirectPort:
-    """Of one application, made before that is set up."""
+    """A direct port of one application, made before that is set up."""
 
     def __init__(self, app: web.Application) -> None:
         self._num_requests = 0

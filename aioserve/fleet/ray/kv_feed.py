@@ -45,7 +45,7 @@ NO_LOAD = SentLoad()
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What a router must have to follow a feed; as text, what Ray carries."""
+    """A ticket with which a router can follow a feed; Ray carries it as text."""
 
     address: str
     server_key: bytes  # the feed's public key
@@ -70,7 +70,7 @@ def model_of(config: EngineConfig) -> str:
 
 
 class Changes(msgspec.Struct, frozen=True, array_like=True):
-    """What happened since the message before, or, with `is_everything`, all that can be found."""
+    """The changes since the message before, or, with `is_everything`, all that can be found."""
 
     number: int  # one more than that of the message before, to this router
     is_everything: bool
@@ -266,7 +266,7 @@ class KVFeed:
 
 
 class Listener:
-    """What becomes of what a feed tells. Here: nothing."""
+    """A listener to what a feed tells. This one does nothing."""
 
     def on_event(self, event: KVEvent) -> None:
         """A block can be found in the replica, or no longer."""

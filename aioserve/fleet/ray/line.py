@@ -25,14 +25,14 @@ HEARTBEAT_MS, SILENCE_MS = 2_000, 10_000
 
 
 class LineTicket(msgspec.Struct, frozen=True, array_like=True):
-    """What an ingress must have to connect to a door."""
+    """A ticket with which an ingress can connect to a door."""
 
     address: str
     server_key: bytes
 
 
 class PeerLine(Line):
-    """To be used, and closed, on the loop on which it was made."""
+    """A line to a peer, to be used, and closed, on the loop on which it was made."""
 
     def __init__(
         self,

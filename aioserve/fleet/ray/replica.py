@@ -37,7 +37,7 @@ KEPT = 0.5  # weight of the mean of step times beside the newest interval of ste
 
 
 class Reporter:
-    """Makes the reports of one replica."""
+    """A maker of the reports of one replica."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front end must know of the engines behind it."""
+    """The facts that a front end must know of the engines behind it."""
 
     version: str
     config: EngineConfig  # what it was started with
@@ -156,7 +156,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UserConfig(Section, frozen=True, kw_only=True):
-    """What may change while a replica runs."""
+    """The settings that may change while a replica runs."""
 
     policy: str
     options: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -169,7 +169,7 @@ def _end_process(why: str) -> None:
 
 
 class EngineReplica:
-    """What a deployment is made of. Methods are called on the replica's loop."""
+    """The replica of which a deployment is made. Methods are called on the replica's loop."""
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Raises what `AsyncEngine.start` does: Ray tells it and tries again."""

@@ -23,7 +23,7 @@ SHARED_OF_CACHE = ("block_size", "enable_prefix_caching")
 
 
 class Autoscaling(Section, frozen=True, kw_only=True):
-    """Between how many replicas there are, and when there should be more."""
+    """The bounds between which there are replicas, and when there should be more."""
 
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt

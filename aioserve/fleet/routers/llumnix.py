@@ -30,7 +30,7 @@ from aioserve.fleet.routing import (
 
 
 class Llumnix(BaseRouter):
-    """Chooses the freest replica and moves running requests off full ones."""
+    """A router that chooses the freest replica and moves running requests off full ones."""
 
     uses_reports = True
     rebalance_seconds = 1.0

@@ -29,7 +29,7 @@ from aioserve.fleet.routing import (
 
 
 class PolyServe(BaseRouter):
-    """Packs requests onto full replicas, as far as their times per token allow."""
+    """A router that packs requests onto full replicas, as far as their times per token allow."""
 
     uses_reports = True
 

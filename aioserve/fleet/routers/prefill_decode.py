@@ -31,7 +31,7 @@ from aioserve.fleet.routing import (
 
 
 class PrefillDecode(BaseRouter):
-    """Splits a request between a replica for prompts and one for replies."""
+    """A router that splits a request between a replica for prompts and one for replies."""
 
     uses_prefixes = True
     uses_reports = True

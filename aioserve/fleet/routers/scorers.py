@@ -33,7 +33,7 @@ MOST_SESSIONS = 10_000
 
 
 class Scorers(BaseRouter):
-    """Chooses the replica with the greatest weighted score."""
+    """A router that chooses the replica with the greatest weighted score."""
 
     uses_prefixes = True
     uses_reports = True

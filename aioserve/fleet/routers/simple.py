@@ -22,7 +22,7 @@ work_of: Callable[[ReplicaView], float] = attrgetter("work")
 
 
 class RoundRobin(BaseRouter):
-    """Chooses one replica after the other, whatever they have to do. O(1)."""
+    """A router that chooses one replica after the other, whatever they have to do. O(1)."""
 
     num_chosen = 0
 
@@ -32,9 +32,9 @@ class RoundRobin(BaseRouter):
 
 
 class LeastRequests(BaseRouter):
-    """Chooses the replica with the fewest requests, running or waiting, those of other senders
-    included; of equals the one with the least work: what a load balancer calls least requests.
-    O(n).
+    """A router that chooses the replica with the fewest requests, running or waiting, those of
+    other senders included; of equals the one with the least work: what a load balancer calls least
+    requests. O(n).
     """
 
     uses_reports = True
@@ -44,8 +44,8 @@ class LeastRequests(BaseRouter):
 
 
 class LeastWork(BaseRouter):
-    """Chooses the replica with the least work; of equals the first. Needs nothing that replicas
-    report. O(n).
+    """A router that chooses the replica with the least work; of equals the first. It needs nothing
+    that replicas report. O(n).
     """
 
     def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
@@ -53,7 +53,8 @@ class LeastWork(BaseRouter):
 
 
 class TwoChoices(BaseRouter):
-    """Draws two replicas and chooses the one with less work; of equals the first drawn. O(1).
+    """A router that draws two replicas and chooses the one with less work; of equals the first
+    drawn. O(1).
 
     Paper: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS, 2001.
     Two draws come close to the least of all, and several senders do not all rush to one replica.
@@ -72,7 +73,8 @@ class TwoChoices(BaseRouter):
 
 
 class PowerOfTwo(TwoChoices):
-    """Draws two replicas and chooses the one with fewer requests: the default of Ray Serve. O(1).
+    """A router that draws two replicas and chooses the one with fewer requests: the default of Ray
+    Serve. O(1).
 
     Simplified: the two are not asked: their last reports are looked at, and what was sent since.
     """
@@ -88,8 +90,8 @@ class PowerOfTwo(TwoChoices):
 
 
 class PrefixAware(BaseRouter):
-    """Chooses the least busy holder of the longest prefix, unless waiting there costs more tokens
-    than the prefix saves; then the least busy replica of all. O(blocks + n).
+    """A router that chooses the least busy holder of the longest prefix, unless waiting there costs
+    more tokens than the prefix saves; then the least busy replica of all. O(blocks + n).
     """
 
     uses_prefixes = True
@@ -107,7 +109,8 @@ class PrefixAware(BaseRouter):
 
 
 class LMetric(BaseRouter):
-    """Chooses the replica with the least (tokens to compute) x (batch size). O(blocks + n).
+    """A router that chooses the replica with the least (tokens to compute) x (batch size). O(blocks
+    + n).
 
     Paper: Zhang et al., "LMetric: Simple is Better: Multiplication May Be All You Need for LLM
     Request Scheduling", OSDI'26, arXiv 2603.15202.
@@ -144,8 +147,8 @@ POINTS = 64
 
 
 class SessionSticky(BaseRouter):
-    """Chooses the replica that owns the next point of the ring after the session's own, so that a
-    conversation stays at one replica. O(log n); O(n log n) after one came or went.
+    """A router that chooses the replica that owns the next point of the ring after the session's
+    own, so that a conversation stays at one replica. O(log n); O(n log n) after one came or went.
 
     Paper: Karger et al., "Consistent Hashing and Random Trees", STOC'97. When a replica goes, only
     its own conversations move, and when it is back, they come back. A request without a session

@@ -139,7 +139,8 @@ class RouterOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RouterInterface(ABC):
-    """Chooses a replica for each request. Equal calls in equal order give equal answers.
+    """The interface of a router, which chooses a replica for each request. Equal calls in equal
+    order give equal answers.
 
     Called from one event loop, never from a thread. No method waits.
     """
@@ -174,7 +175,7 @@ class RouterInterface(ABC):
 
 
 class BaseRouter(RouterInterface):
-    """What authors of routers derive from: options, a clock, a die and the cached prefixes."""
+    """The base class of routers: options, a clock, a die and the cached prefixes."""
 
     #: Whether `prefixes` is to be filled, from what the KV caches say, and `block_hashes` with it.
     uses_prefixes: ClassVar[bool] = False
@@ -252,7 +253,8 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AutoscalerInterface(ABC):
-    """Says how many replicas there should be. Equal calls in equal order give equal answers.
+    """The interface of an autoscaler, which says how many replicas there should be. Equal calls in
+    equal order give equal answers.
 
     Called from one event loop, never from a thread. No method waits.
     """

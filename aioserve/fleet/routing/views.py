@@ -61,7 +61,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, gc=False):
-    """What a replica says of itself. Counts are of requests, unless they name tokens."""
+    """The report of a replica on itself. Counts are of requests, unless they name tokens."""
 
     num_running: int = 0  # the batch: requests that have a seat
     num_waiting: int = 0
@@ -81,7 +81,7 @@ ROLES = ("", "prefill", "decode")
 
 
 class SentLoad(msgspec.Struct, frozen=True, gc=False):
-    """What one sender has sent to a replica and has not ended, or several senders together."""
+    """The load that one sender, or several together, has sent to a replica and not ended."""
 
     work: float = 0.0  # tokens, as `ReplicaView` counts them
     num_requests: int = 0
@@ -146,8 +146,8 @@ MAX_BLOCKS = 1_000_000
 
 
 class PrefixIndex:
-    """By block hash, a set of replicas, as the bits of a number: a thousand of them are 125 bytes,
-    and what two blocks have in common is one operation.
+    """An index that has, by block hash, a set of replicas as the bits of a number: a thousand of
+    them are 125 bytes, and what two blocks have in common is one operation.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:

@@ -81,7 +81,7 @@ _hello = decoder(Hello)
 
 
 class Outbox:
-    """What a worker has not been sent yet."""
+    """The messages that a worker has not been sent yet."""
 
     def __init__(self) -> None:
         self.messages: list[MessageToWorker] = []

@@ -41,7 +41,7 @@ MAX_AT_ONCE = 64
 
 
 class Line:
-    """To be used, and closed, on the loop on which it was made."""
+    """A line between two processes, to be used, and closed, on the loop on which it was made."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker must know to serve."""
+    """The facts that a worker must know to serve."""
 
     config: EngineConfig  # what the settings amount to
     client_index: int
@@ -232,7 +232,7 @@ class Greeting(msgspec.Struct, array_like=True, frozen=True):
 
 
 class HostCommand(Command[Answer], frozen=True):
-    """Answered by the process of the engine, for all workers."""
+    """A command that the process of the engine answers, for all workers."""
 
 
 class KeepResponse(HostCommand[None], frozen=True):
@@ -258,7 +258,7 @@ class ForgetResponse(HostCommand[bool], frozen=True):
 
 
 class EnterAccount(HostCommand[None], frozen=True):
-    """As `Accounts.enter`, until it is left, or the worker has ended."""
+    """A call of `Accounts.enter`, until it is left, or the worker has ended."""
 
     lease: int  # a number that the worker uses once
     key_name: str
@@ -432,7 +432,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """These samples get an error instead of more tokens."""
+    """Samples that get an error instead of more tokens."""
 
     request_ids: list[str]
     failure: Failure

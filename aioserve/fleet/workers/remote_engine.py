@@ -81,7 +81,9 @@ _to_worker = decoder(ToWorker)
 
 
 class EngineEnd:
-    """To be used, and closed, on the loop on which it was made."""
+    """The worker's end of the line to an engine, to be used, and closed, on the loop on which it
+    was made.
+    """
 
     def __init__(self, make_line: MakeLine, on_fault: Callable[[Exception], None]) -> None:
         """`on_fault` gets what was raised when a message is lost: a client that waits for what it
@@ -259,7 +261,7 @@ _command = decoder(TO_WORKER)
 
 
 class RemoteParts(NamedTuple):
-    """What the front half is made of."""
+    """The parts of the front half."""
 
     input_processor: InputProcessor
     pooling: PoolingValidator
@@ -278,7 +280,9 @@ class RemoteParts(NamedTuple):
 
 
 class RemoteEngine(EngineClient):
-    """Made, started and closed in one event loop. It dies with its engine, and for good."""
+    """An engine in another process, to be made, started and closed in one event loop. It dies with
+    its engine, and for good.
+    """
 
     def __init__(self, address: str) -> None:
         """Nothing is known yet: `start` learns it."""

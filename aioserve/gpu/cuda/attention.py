@@ -90,7 +90,7 @@ class PagedCache:
 
 
 class TorchDeviceAttention(DeviceAttention):
-    """Gathers the pages of a row and multiplies: right everywhere, fast nowhere."""
+    """Attention that gathers the pages of a row and multiplies: right everywhere, fast nowhere."""
 
     def __init__(self, spec: KVCacheSpec, limits: Limits, device: torch.device) -> None:
         self.cache = PagedCache(spec, limits, device, keep_finite=True)

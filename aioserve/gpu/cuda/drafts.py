@@ -18,7 +18,7 @@ from aioserve.runner.batch.sampling_columns import SamplingInputs
 
 
 class DeviceDraftRunner(DraftRunner):
-    """Used on the thread that launches. Without CUDA graphs."""
+    """A runner of a draft model, used on the thread that launches, without CUDA graphs."""
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ class LaunchedStep:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedParts:
-    """What was launched of a step: all of it, or parts of it one after another."""
+    """The launched parts of a step: all of it, or parts of it one after another."""
 
     step: SchedulerOutput
     parts: list[LaunchedStep]
@@ -205,7 +205,7 @@ MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no 
 
 
 class StepExecutor:
-    """Owns the batch and everything on the device but the weights."""
+    """The owner of the batch and of everything on the device but the weights."""
 
     def __init__(
         self,

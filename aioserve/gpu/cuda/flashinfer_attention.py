@@ -26,7 +26,7 @@ TENSOR_CORE_GROUP = 4  # query heads per KV head from which mini-sglang decodes 
 
 
 class LayerKind(NamedTuple):
-    """What a plan depends on; layers of one kind share it."""
+    """The kind of a layer, on which a plan depends; layers of one kind share it."""
 
     num_heads: int
     num_kv_heads: int

@@ -47,7 +47,7 @@ class _Stage:
 
 
 class DeviceBlocks(HostMemoryWorker):
-    """As many slots as fit a number of bytes, which are taken at once."""
+    """Slots in host memory, as many as fit a number of bytes, which are taken at once."""
 
     def __init__(
         self, device: Device, caches: Sequence[Tensor], num_bytes: int, computed: str

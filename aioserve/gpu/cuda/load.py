@@ -60,7 +60,7 @@ GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said besi
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the memory budget of a device is divided, in bytes: weights, KV pages and the rest."""
+    """The shares of the memory budget of a device, in bytes: weights, KV pages and the rest."""
 
     budget: int
     weights: int
@@ -351,7 +351,7 @@ def _start(executor: StepExecutor, device: Device, card: str, sizes: Sequence[in
 
 
 class _Kind(NamedTuple):
-    """What a model's attention is made of, and by."""
+    """The parts of a model's attention, and what computes it."""
 
     spec: KVCacheSpec  # in the type in which K and V are kept
     calls: Sequence[AttentionCall]
@@ -396,7 +396,7 @@ def adapter_bytes(config: EngineConfig, model: ServedModel) -> int:
 
 
 class NoAttention(DeviceStep):
-    """Takes the memory of attention's result and of one page: for measuring."""
+    """A stand-in that takes the memory of attention's result and of one page: for measuring."""
 
     def __init__(self, spec: KVCacheSpec, device: torch.device) -> None:
         one_page = Limits(num_rows=1, num_tokens=1, num_row_pages=1, page_size=1, num_pages=0)

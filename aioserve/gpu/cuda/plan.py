@@ -47,7 +47,7 @@ class Sections(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the largest step may hold."""
+    """The limits of the largest step."""
 
     num_rows: int
     num_tokens: int
@@ -68,7 +68,7 @@ class Limits:
 
 
 class Layout:
-    """Where each section lies in an arena: the same place in every step, as CUDA graphs demand."""
+    """The place of each section in an arena: the same in every step, as CUDA graphs demand."""
 
     def __init__(self, limits: Limits) -> None:
         rows, tokens, samples = limits.num_rows, limits.num_tokens, limits.num_samples
@@ -97,7 +97,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the host knows of a step that lies in an arena. Rows are the B of `Sections`."""
+    """The plan of a step that lies in an arena, for the host. Rows are the B of `Sections`."""
 
     inputs: StepInputs  # in the scheduler's order
     host: Sections[Words]  # valid until the arena is used again

@@ -33,7 +33,9 @@ _Launched: TypeAlias = "LaunchedParts | ModelRunnerOutput | Exception"
 
 
 class OverlappedRunner(RunnerInterface):
-    """Runs a `StepExecutor`. Each result reaches the loop by one call from the reading thread."""
+    """A runner with a `StepExecutor`. Each result reaches the loop by one call from the reading
+    thread.
+    """
 
     def __init__(
         self, build: "Callable[[], StepExecutor]", grammars: OutputCompiler | None = None

@@ -29,7 +29,7 @@ _WORD = 0xFFFFFFFF
 
 
 class DrawColumns(NamedTuple):
-    """How each of the S rows is drawn; on the device."""
+    """The columns by which each of the S rows is drawn; on the device."""
 
     temperature: Tensor  # float32, 0 = greedy
     top_k: Tensor  # int32, 0 = all
@@ -105,7 +105,7 @@ _OUT_COLUMNS = 3 + 2 * MAX_LOGPROBS  # words per row: token, logprob, rank, alte
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """What the host says of the S rows of one step."""
+    """The plan of the host for the S rows of one step."""
 
     num_rows: int  # S
     is_greedy: bool  # all of them, and no edits
@@ -459,7 +459,7 @@ def _penalty_columns(num_rows: int, params: dict[int, SamplingParams]) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """What one step is asked about prompts, at N of its T tokens."""
+    """The questions to one step about prompts, at N of its T tokens."""
 
     wanted: WantedLogprobs
     places: Words  # N, of the T

@@ -37,7 +37,7 @@ from aioserve.runner.cpu.sampler import SampledTokens
 
 
 class FollowingRank:
-    """What does as the first rank says, on the thread that computes."""
+    """A rank that does as the first rank says, on the thread that computes."""
 
     def __init__(self, first: FirstRank, start: Start, info: ModelInfo) -> None:
         """Loads the share of the model."""

@@ -111,7 +111,7 @@ Message: TypeAlias = (
 
 
 class EncoderPlan(TypedDict, total=False):
-    """What the resource for encoder inputs tells."""
+    """The plan that the resource for encoder inputs tells."""
 
     inputs: dict[str, list[int]]
     ahead: Ahead

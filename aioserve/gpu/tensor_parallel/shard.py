@@ -59,7 +59,7 @@ def check_groups(info: ModelInfo, num_ranks: int) -> None:
 
 
 class Share(NamedTuple):
-    """What this rank has of a linear layer."""
+    """The share that this rank has of a linear layer."""
 
     num_outputs: int  # of the layer, on all ranks
     num_inputs: int

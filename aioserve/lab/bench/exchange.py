@@ -62,7 +62,9 @@ class ServerError(Exception):
 
 
 class _Attempt:
-    """Whether a request went over a connection that an earlier request had left open."""
+    """An attempt, which knows whether its request went over a connection that an earlier request
+    had left open.
+    """
 
     __slots__ = ("is_reused",)
 

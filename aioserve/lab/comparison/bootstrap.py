@@ -66,7 +66,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Sampling(NamedTuple):
-    """How intervals are found: the blocks of requests of each seed, and draws of them."""
+    """The way to find intervals: the blocks of requests of each seed, and draws of them."""
 
     blocks: Sequence[Ints] = ()  # by seed: the block of each request
     weights: Sequence[Weights] = ()  # by seed; empty: there is too little to draw from

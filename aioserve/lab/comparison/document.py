@@ -469,8 +469,8 @@ def encode(document: Document) -> bytes:
 
 
 class Apart(msgspec.Struct, frozen=True):
-    """How far a value is from another one, in the unit of its row, with the 95% interval; None: it
-    has none.
+    """The distance of a value from another one, in the unit of its row, with the 95% interval;
+    None: it has none.
     """
 
     value: float

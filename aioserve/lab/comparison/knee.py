@@ -64,7 +64,9 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Knee(msgspec.Struct, frozen=True):
-    """Between `rate`, which met the target, and `rate_above`, which did not. None: see `note`."""
+    """The knee, between `rate`, which met the target, and `rate_above`, which did not. None: see
+    `note`.
+    """
 
     rate: float | None
     rate_above: float | None

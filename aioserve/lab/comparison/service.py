@@ -45,7 +45,8 @@ class Service(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How far apart clients were served while they waited together, over all pairs of them.
+    """The difference between what clients were served while they waited together, over all pairs of
+    them.
 
     Service is 1 for a token of a prompt, counted when it is admitted, and 2 for a token of a reply,
     divided by the client's weight. Between two moments of a stretch of time in which both clients

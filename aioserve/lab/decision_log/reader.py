@@ -190,7 +190,7 @@ class Switch(NamedTuple):
 
 
 class Chronicle:
-    """What the records say of requests and steps so far. Feed it every record, in order."""
+    """The story of requests and steps so far, from records. Feed it every record, in order."""
 
     def __init__(self, header: Header, *, keep_prompts: bool = False) -> None:
         self.lives: list[Life] = []  # of all requests that were accepted

@@ -50,7 +50,7 @@ Clock = Callable[[], float]
 
 
 class RecordSink(ABC):
-    """Where records go; into memory, unless more than `write` is defined."""
+    """The place to which records go: memory, unless more than `write` is defined."""
 
     @abstractmethod
     def write(self, record: Record) -> None:
@@ -387,7 +387,7 @@ CLOSE_SECONDS = 3.0
 
 
 class _End(Gaps):
-    """Whether a log has ended before the server: what follows a gap could not be replayed."""
+    """The end of a log before that of the server: what follows a gap could not be replayed."""
 
     def __init__(self, path: Path) -> None:
         self.has_come = False

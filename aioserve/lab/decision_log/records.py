@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Header(Record, frozen=True, array_like=True, tag="H"):
-    """What is needed to build the scheduler again. Always the first record."""
+    """The header, with what is needed to build the scheduler again. Always the first record."""
 
     version: str  # of aioserve
     unix_time: float  # at `time`
@@ -177,7 +177,7 @@ AnyRecord = (
 
 
 class Shorthand:
-    """What keeps records short: numbers for ids, and nothing for what is as in the last step."""
+    """The shorthand of records: numbers for ids, and nothing for what is as in the last step."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # of requests that have not ended

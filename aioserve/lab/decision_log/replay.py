@@ -38,7 +38,7 @@ MakeScheduler = Callable[..., SchedulerInterface]
 
 
 class Divergence(NamedTuple):
-    """Where today's code first did something else."""
+    """The place where today's code first did something else."""
 
     step_id: int  # the step that differs, or the last one planned before
     record: AnyRecord

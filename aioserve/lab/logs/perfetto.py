@@ -85,7 +85,7 @@ def trace_events(
 
 
 class _Reasons:
-    """Why each request waits, from a replay; for as long as it does what was recorded."""
+    """The reasons why requests wait, from a replay, for as long as it does what was recorded."""
 
     def __init__(self, log: DecisionLog) -> None:
         self.changes: dict[int, list[tuple[float, WaitReason]]] = {}  # by `id` of a life

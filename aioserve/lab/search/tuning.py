@@ -120,7 +120,7 @@ class Scores(ABC):
 
 
 class MeasureScores(Scores):
-    """By a measure of `compare`."""
+    """Scores by a measure of `compare`."""
 
     def __init__(self, row: Row, runs: Sequence[Sequence[RunMeasures]]) -> None:
         super().__init__(row)
@@ -132,7 +132,7 @@ class MeasureScores(Scores):
 
 
 class RateScores(Scores):
-    """By the highest rate that each seed allows."""
+    """Scores by the highest rate that each seed allows."""
 
     def __init__(self, rates: Sequence[Sequence[float]]) -> None:
         super().__init__(RATE)
@@ -193,7 +193,7 @@ Score = Callable[[Sequence[Candidate], Sequence[Workload]], Scores]
 
 
 class Tuning(msgspec.Struct, frozen=True):
-    """What was chosen, and what it is worth; scores are in the unit of the measure's row."""
+    """The choice, and what it is worth; scores are in the unit of the measure's row."""
 
     parts: str  # what trains and what is held out, in words
     measure: str  # what decided, as `parse_measure` reads it; `rate`: the highest within the SLO

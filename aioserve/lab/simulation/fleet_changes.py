@@ -32,7 +32,7 @@ from aioserve.request import Request
 
 
 class Chosen(Protocol):
-    """What a fleet file names, with or without options."""
+    """The choice that a fleet file names, with or without options."""
 
     @property
     def spec(self) -> str:
@@ -79,7 +79,7 @@ def check_choices(choices: Sequence[Chosen], word: str) -> None:
 
 
 class FleetRun(Protocol):
-    """What a run of a fleet does for handovers and deploys."""
+    """The part of a fleet's run that handovers and deploys ask."""
 
     def at(self, when: float, happens: Callable[[], None]) -> None:
         """Have something happen at a time."""
@@ -319,7 +319,7 @@ class AutoscalerChoice(Choice, frozen=True, kw_only=True):
 
 
 class Autoscaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a fleet is scaled: between how many replicas, by which autoscalers in turn."""
+    """The scaling of a fleet: between how many replicas, by which autoscalers in turn."""
 
     autoscalers: Annotated[tuple[str | AutoscalerChoice, ...], Meta(min_length=1)]
     min_replicas: Count = 1

@@ -45,7 +45,7 @@ class Sent:
 
 
 class RoutedRequests:
-    """Makes the requests of a workload, as they are sent."""
+    """The requests of a workload, made as they are sent."""
 
     def __init__(self, blueprint: Blueprint, workload: Workload, *, with_hashes: bool) -> None:
         self._workload = workload

@@ -85,7 +85,9 @@ def _simulate(
 
 
 class _Process:
-    """Computes what it is sent, one run after another; ends with this one, however that ends."""
+    """A process that computes what it is sent, one run after another, and ends with this one,
+    however that ends.
+    """
 
     def __init__(self) -> None:
         context = get_context("spawn")  # not forked: the threads of this process would be missing

@@ -31,7 +31,7 @@ from aioserve.scheduler.blame import blamed
 
 
 class MultiStepDecode:
-    """What follows a step of decodes that is alone in flight: the same rows again."""
+    """The steps that follow a step of decodes which is alone in flight: the same rows again."""
 
     def __init__(self, scheduler: BaseScheduler) -> None:
         """`follows` must have been true of this scheduler's newest step."""
@@ -188,8 +188,8 @@ class _Result(NamedTuple):
 
 
 class SteppedEngine:
-    """Moved on by `turn`, at the time that the last one returned, or when a request came to an
-    engine that had nothing to do. Times are those of `clock`, in seconds.
+    """An engine that is moved on by `turn`, at the time that the last one returned, or when a
+    request came to an engine that had nothing to do. Times are those of `clock`, in seconds.
     """
 
     def __init__(

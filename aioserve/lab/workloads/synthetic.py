@@ -318,7 +318,7 @@ def _pauses(
 
 
 class _Maker:
-    """Makes the requests of one class, from random numbers of its own."""
+    """A maker of the requests of one class, from random numbers of its own."""
 
     def __init__(self, kind: ClientClass, seed: int) -> None:
         self._kind = kind

@@ -36,7 +36,7 @@ class Held:
 
 
 class ScaledReplica:
-    """Serves requests in the order in which they come, each in a seat."""
+    """A replica that serves requests in the order in which they come, each in a seat."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,7 +86,7 @@ FULL = NUM_SEATS / SERVICE_SECONDS
 
 
 class ToyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fleet is like in which the autoscaler is tried."""
+    """The fleet in which the autoscaler is tried."""
 
     max_replicas: int = 10
     min_replicas: int = 1
@@ -99,7 +99,7 @@ class ToyPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(NamedTuple):
-    """What the autoscaler answered, and what there was."""
+    """The answer of the autoscaler, and what there was."""
 
     when: float
     num_serving: int

@@ -22,7 +22,7 @@ STALL_BYTES = 4096  # of the socket of one that stalls
 
 
 class Told(msgspec.Struct):
-    """What a client was told up to its end."""
+    """The answers to a client up to its end."""
 
     status: int = 0  # 0: the connection ended without an answer
     texts: dict[int, str] = {}  # by choice

@@ -57,7 +57,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Faults:
-    """Those that are to come, each once, and how often each came."""
+    """The faults that are to come, each once, and how often each came."""
 
     def __init__(self) -> None:
         self._armed: list[list[int | Fault]] = []  # passes that are left, and the fault
@@ -220,7 +220,7 @@ HANGS = "hangs"  # the step does not come back: for engines whose watchdog ends 
 
 
 class FaultyRunner:
-    """Around the steps of a real runner, of any kind."""
+    """A runner with faults around the steps of a real one, of any kind."""
 
     def __init__(self, runner: RunnerInterface, faults: Faults, part: str = "runner") -> None:
         """From now on `runner` meets the faults of `part`."""

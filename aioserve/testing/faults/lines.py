@@ -129,7 +129,8 @@ def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 
 class FaultyLines:
-    """Raises the faults of points, in the thread that enters it, for as long as it is entered.
+    """A block that raises the faults of points, in the thread that enters it, for as long as it is
+    entered.
 
     A debugger or a coverage of that thread is set aside meanwhile.
     """

@@ -232,7 +232,7 @@ class FormatContract:
 
 
 class TestGivenFormats(FormatContract):
-    """What `--aioserve-format` adds to a pytest run: the plugin fills in `subject`."""
+    """The tests that `--aioserve-format` adds to a pytest run: the plugin fills in `subject`."""
 
 
 def _check_same(kind: type[ReplyFormat], example: Example, found: Read, text: str) -> None:

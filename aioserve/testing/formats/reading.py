@@ -40,7 +40,7 @@ MAX_SHOWN = 400  # characters of a text in a message
 
 
 class Read(NamedTuple):
-    """What a text was read as."""
+    """The reading of a text."""
 
     events: list[Event]  # neighbours of one kind as one
     num_malformed: int

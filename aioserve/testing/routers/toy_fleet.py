@@ -49,7 +49,9 @@ class Served:
 
 
 class ToyReplica:
-    """Serves a prompt in proportion to what is not cached, then a reply, in a seat each."""
+    """A replica that serves a prompt in proportion to what is not cached, then a reply, in a seat
+    each.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -119,7 +121,7 @@ COPY_SECONDS = 0.02  # of the KV blocks of a request to another replica
 
 
 class Decision(NamedTuple):
-    """What the router answered about a request."""
+    """The answer of the router about a request."""
 
     when: float
     request_id: str
