@@ -39,8 +39,8 @@ EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
-Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, calibrate,
-replay, trace, fetch, doctor and completion have a --help of their own.
+Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, cards,
+calibrate, replay, trace, fetch, doctor and completion have a --help of their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
 if the engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if a
@@ -144,6 +144,7 @@ TOOLS = {
     "bench": "aioserve.lab.bench.commands:run_bench",
     "calibrate": "aioserve.lab.calibration:run_calibrate",
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",
+    "cards": "aioserve.lab.cards.commands:run_cards",
     "zoo": "aioserve.lab.zoo.commands:run_zoo",
     "replay": "aioserve.lab.logs.commands:run_replay",
     "trace": "aioserve.lab.logs.commands:run_trace",

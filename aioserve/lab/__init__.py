@@ -9,6 +9,11 @@ if TYPE_CHECKING:
 __all__ = ["VirtualClockEventLoop"]
 
 BRINGS: Mapping[str, Mapping[Any, str]] = {
+    # What simulated steps take, by the name that `runner.profile` gives.
+    "step times": {
+        "card": "aioserve.lab.cards.measured:CardStepTimes",
+        "tables": "aioserve.lab.cards.tables:TableStepTimes",
+    },
     # What engines load for their settings: `engine.builder`, `.async_engine` and `.metrics`.
     "engine": {
         "decision log": "aioserve.lab.decision_log.recorder:recorded",

@@ -5,7 +5,9 @@ Knows argparse and what the arguments are for. Knows no command.
 
 import argparse
 import sys
+from typing import Any
 
+from aioserve.errors import ConfigError
 from aioserve.lab.slo import StatedSlo
 from aioserve.support.arguments import TakesArguments, assignment, output_file, positive
 
@@ -22,6 +24,61 @@ def add_settings(
         type=assignment,
         help=help,
     )
+
+
+def add_card(parser: argparse.ArgumentParser, *, is_one: bool = True) -> None:
+    """Add `--card` and what it needs, which `read_cards` reads; `is_one` if a run has one card."""
+    group = parser.add_argument_group("measured card (docs/cards.md)")
+    group.add_argument(
+        "--card",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="steps take what they take on this card: a ready profile such as h100-llama-3.1-8b, "
+        "or with --card-model a card such as h100_sxm; `cards` lists both"
+        + ("" if is_one else "; repeatable: every configuration on each"),
+    )
+    group.add_argument(
+        "--card-model",
+        metavar="MODEL",
+        help="model that the card computes: its name on a hub, or its config.json",
+    )
+    group.add_argument(
+        "--card-tp", type=int, metavar="N", help="cards that share each layer (default: 1)"
+    )
+
+
+def read_cards(arguments: argparse.Namespace) -> list[tuple[str, list[tuple[str, Any]]]]:
+    """Return the name of each card that is asked for, and the settings that it stands for; one
+    without a name and settings if there is none. Raises `ConfigError`.
+    """
+    cards: list[str] = arguments.card
+    beside = {"model": arguments.card_model, "tp": arguments.card_tp}
+    given = {name: value for name, value in beside.items() if value is not None}
+    if not cards:
+        if given:
+            raise ConfigError(f"--card-{next(iter(given))} is for a card: give --card NAME")
+        return [("", [])]
+    if getattr(arguments, "live", False):
+        raise ConfigError("--card is simulated: give it without --live")
+    found = []
+    for card in cards:
+        settings: list[tuple[str, Any]] = []
+        if not given:
+            settings.append(("runner.profile", card))
+        else:
+            settings.append(("runner.profile", "card"))
+            settings.append(("runner.profile_options", {"card": card, **given}))
+        found.append((card, settings))
+    return found
+
+
+def read_card(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
+    """Return the settings of the one card that is asked for. Raises `ConfigError` for several."""
+    cards = read_cards(arguments)
+    if len(cards) > 1:
+        raise ConfigError("one --card at a time: compare takes several")
+    return cards[0][1]
 
 
 def add_slo(parser: argparse.ArgumentParser) -> None:

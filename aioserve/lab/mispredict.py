@@ -13,7 +13,7 @@ from math import ceil, floor, log10
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output
+from aioserve.lab.arguments import add_output, read_card
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
     add_common,
@@ -429,7 +429,8 @@ def run_mispredict(words: Sequence[str]) -> int:
     """`aioserve mispredict`; returns the exit code. Raises `AioserveError`."""
     arguments = _parser().parse_args(words)
     row = parse_measure(arguments.measure)
-    baseline, *candidates = load_candidates([arguments.against, *arguments.configs], arguments.set)
+    settings = [*read_card(arguments), *arguments.set]
+    baseline, *candidates = load_candidates([arguments.against, *arguments.configs], settings)
     workloads = read_workloads(arguments)
     errors: Errors = arguments.errors
     num_runs = 1 + len(candidates) * (1 + len(errors.sizes))

@@ -153,8 +153,7 @@ def make_step_times(profile: str, given: dict[str, Any]) -> StepTimeSource:
     """
     path = find_profile(profile)
     if path is None:
-        is_name = not {*".:"} & {*profile}
-        if is_name and profile not in available_step_times():
+        if _is_name(profile) and profile not in available_step_times():
             known = [*available_profiles(), *available_step_times()]
             raise ConfigError(
                 f"unknown step-time profile {profile!r}{did_you_mean(profile, known)}; "
@@ -179,6 +178,13 @@ def make_step_times(profile: str, given: dict[str, Any]) -> StepTimeSource:
         return kind.from_options({**stated, **given})
     except ConfigError as error:
         raise ConfigError(f"step-time profile {path}: {error}") from error
+
+
+def _is_name(spec: str) -> bool:
+    """Return whether `spec` is neither a file nor a module: names of profiles have dots as well."""
+    if ":" in spec or spec.endswith(".py"):
+        return False
+    return "." not in spec or not all(word.isidentifier() for word in spec.split("."))
 
 
 def step_times(config: SimulatorConfig) -> StepTimeSource:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output, add_settings, add_slo, add_time_scale
+from aioserve.lab.arguments import add_card, add_output, add_settings, add_slo, add_time_scale
 from aioserve.lab.simulation.parallel import choose_num_jobs
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.terminal import progress
@@ -100,8 +100,10 @@ def add_common(
     parser: argparse.ArgumentParser,
     seeds: int = DEFAULT_SEEDS,
     set_help: str = "set a setting of all configurations, overriding their files; repeatable",
+    *,
+    has_one_card: bool = True,
 ) -> None:
-    """Add `--seeds`, `--slo`, `--set` and `--json`."""
+    """Add `--seeds`, `--slo`, `--set`, `--card` and `--json`."""
     parser.add_argument(
         "--seeds",
         type=int,
@@ -110,6 +112,7 @@ def add_common(
     )
     add_slo(parser)
     add_settings(parser, set_help)
+    add_card(parser, is_one=has_one_card)
     add_output(parser, "--json", help="write all numbers to this JSON file")
     parser.set_defaults(live=False)
 

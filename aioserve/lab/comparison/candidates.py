@@ -15,6 +15,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_source.info import ModelInfo
+from aioserve.runner.step_times import step_times
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.scheduler.registry import FOREIGN
 from aioserve.support.files import config_names
@@ -162,6 +163,21 @@ def prepare(
             f"{workloads[0].name} has incidents, which befall replicas: give compare --fleet N"
         )
     return candidates, workloads, notes
+
+
+def machines(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a sentence on each measured machine: what it is, where its step times come from, and
+    how well they fit what they were made of. Raises `ConfigError` for a profile that cannot be had.
+    """
+    configs = [candidate.config for candidate in candidates]
+    found: dict[str, None] = {}  # in order, once each
+    for config in configs:
+        times = step_times(config.runner)
+        if times.machine:
+            host = f", and {times.rates.host_ms:g} ms of its host" if times.rates.host_ms else ""
+            said = f"Steps take what they take on {times.machine}{host}: {times.source}"
+            found[f"{said}; {times.error}."] = None
+    return list(found)
 
 
 def _with_config(candidate: Candidate, config: EngineConfig) -> Candidate:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.fleet import available_routers
-from aioserve.lab.arguments import add_output
+from aioserve.lab.arguments import add_output, read_card, read_cards
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
     add_common,
@@ -47,7 +47,7 @@ def run_compare(words: Sequence[str]) -> int:
         metavar="LOG",
         help="decision log: repeat its requests with the step times and memory of its server",
     )
-    add_common(parser)
+    add_common(parser, has_one_card=False)
     _add_quality_and_jobs(parser)
     add_output(parser, "--html", help="write a report with plots to this HTML file")
     parser.add_argument(
@@ -63,7 +63,7 @@ def run_compare(words: Sequence[str]) -> int:
         workloads, settings, limits, recorded = _replayed(arguments)
     else:
         workloads = read_workloads(arguments)
-    candidates = load_candidates(arguments.configs, [*settings, *arguments.set], limits)
+    candidates = _on_cards(arguments, settings, limits)
     if spec is not None:
         candidates = in_fleet(candidates, spec)
     document = _compare(arguments, candidates, workloads)
@@ -71,6 +71,25 @@ def run_compare(words: Sequence[str]) -> int:
     print(paint(render_table(document)))
     _write_reports(arguments, document)
     return 0
+
+
+def _on_cards(
+    arguments: argparse.Namespace, settings: list[tuple[str, Any]], limits: list[tuple[str, Any]]
+) -> list[Candidate]:
+    """Return each configuration on each card. A card has times and memory of its own, in place of
+    those of a server whose log is repeated.
+    """
+    cards = read_cards(arguments)
+    if arguments.card:
+        machine = ("runner.step_", "cache.num_kv_blocks")
+        settings = [(name, value) for name, value in settings if not name.startswith(machine)]
+    found = []
+    for card, own in cards:
+        overrides = [*settings, *own, *arguments.set]
+        for candidate in load_candidates(arguments.configs, overrides, limits):
+            name = candidate.name if len(cards) == 1 else f"{candidate.name} {card}"
+            found.append(Candidate(name, candidate.config))
+    return found
 
 
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +153,7 @@ def run_sweep(words: Sequence[str]) -> int:
         )
     setting, values = swept[0][0], [value.strip() for value in swept[0][1].split(",")]
     others = [(name, value) for name, value in arguments.set if not is_list(value)]
+    others = [*read_card(arguments), *others]
     candidates = [
         Candidate(value, EngineConfig.load(arguments.config, [*others, (setting, value)]))
         for value in values

@@ -22,7 +22,13 @@ from aioserve.lab.comparison.bootstrap import (
     sample_one,
     sample_seeds,
 )
-from aioserve.lab.comparison.candidates import Candidate, other_differences, prepare, stated_weights
+from aioserve.lab.comparison.candidates import (
+    Candidate,
+    machines,
+    other_differences,
+    prepare,
+    stated_weights,
+)
 from aioserve.lab.comparison.groups import (
     compare_groups,
     good_of,
@@ -214,6 +220,8 @@ def compare(
     """
     levels = ServiceLevels.of(slo, classes_of(workloads))
     candidates, workloads, notes = prepare(candidates, workloads, is_live=is_live, clip=clip)
+    if not is_live:
+        notes += machines(candidates)
     # in rounds: what changes on the machine meanwhile hits all alike
     runs = [(c.config, workload, c.fleet) for workload in workloads for c in candidates]
     outcomes = simulate_all(runs, num_jobs, progress)

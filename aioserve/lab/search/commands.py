@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 
 from aioserve.errors import ConfigError
+from aioserve.lab.arguments import read_card
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
     DEFAULT_SEEDS,
@@ -125,6 +126,7 @@ def _judged(tuning: Tuning, row: Row) -> list[str]:
 def run_search(words: Sequence[str]) -> int:
     """`aioserve search`; returns the exit code. Raises `AioserveError`."""
     arguments = _parser().parse_args(words)
+    arguments.card_settings = read_card(arguments)
     for name in ("goodput", "tolerance"):
         if not 0 < getattr(arguments, name) <= 1:
             raise ConfigError(f"--{name} must be above 0 and at most 1")
@@ -140,7 +142,7 @@ def run_search(words: Sequence[str]) -> int:
 
 
 def _find_rate(arguments: argparse.Namespace) -> int:
-    (candidate,) = load_candidates([arguments.config], arguments.set)
+    (candidate,) = load_candidates([arguments.config], [*arguments.card_settings, *arguments.set])
     workloads = read_workloads(arguments, 1)
     has_slo = _has_slo(arguments, workloads)
     heads = [f"{b.measure} {b.statistic}, ms" for b in arguments.bound]
@@ -161,7 +163,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     """Choose among values on a training part, and judge the choice on a held-out part."""
     row = RATE if arguments.by is None else parse_measure(arguments.by)
     _refuse_idle(arguments)
-    candidates = grid(arguments.config, arguments.set)
+    candidates = grid(arguments.config, arguments.set, arguments.card_settings)
     parts = _parts(arguments)
     with running(None) as report:
         if row is RATE:

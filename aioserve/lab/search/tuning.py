@@ -206,11 +206,14 @@ class Tuning(msgspec.Struct, frozen=True):
     gain: Apart  # over the default, on the part that is held out
 
 
-def grid(config: str, settings: Sequence[tuple[str, Any]]) -> list[Candidate]:
+def grid(
+    config: str, settings: Sequence[tuple[str, Any]], machine: Sequence[tuple[str, Any]] = ()
+) -> list[Candidate]:
     """Return a candidate for each combination of the values that `settings` list, and the default
-    last: the configuration without them. Raises `ConfigError` where a value is not allowed.
+    last: the configuration without them. The settings of the `machine` are under all of them.
+    Raises `ConfigError` where a value is not allowed.
     """
-    fixed = [(name, value) for name, value in settings if not is_list(value)]
+    fixed = [*machine, *((name, value) for name, value in settings if not is_list(value))]
     searched = [(name, value.split(",")) for name, value in settings if is_list(value)]
     found = []
     for values in product(*(values for _, values in searched)):

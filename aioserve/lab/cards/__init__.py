@@ -1,0 +1,1 @@
+"""Measured cards: step times made of tables of operators, and where such tables come from."""

@@ -1,0 +1,197 @@
+"""Measured cards: ready profiles without the package, tables of any card with it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from aioserve.cli.main import main
+from aioserve.errors import ConfigError
+from aioserve.lab.cards.tables import (
+    CardTables,
+    TableOptions,
+    TableStepTimes,
+    rising_curve,
+    rising_grid,
+    write_tables,
+)
+from aioserve.runner.step_times import make_step_times
+from aioserve.scheduler.output import StepFeatures
+from aioserve.testing.step_times import StepTimesContract, StepTimesSubject
+
+READY = "h100-llama-3.1-8b"
+SMALL = TableOptions(
+    machine="a toy",
+    source="invented",
+    tables=CardTables(
+        dense_ms=rising_curve((1, 100, 1000), (5, 6, 30)),
+        head_ms=rising_curve((1, 100), (1, 2)),
+        prefill_ms=rising_grid((1, 100, 1000), (0, 1000), ((1, 1), (2, 3), (20, 40))),
+        decode_ms=rising_grid((1, 100), (10, 1000), ((1, 2), (3, 30))),
+        kv_tokens=((512, 9000), (2048, 8000)),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class TestTables(StepTimesContract):
+    """The tables of a toy."""
+
+    @pytest.fixture
+    def subject(self) -> StepTimesSubject:
+        return StepTimesSubject(TableStepTimes(SMALL), "a toy")
+
+
+def milliseconds(decodes: int, context: int, *prefills: tuple[int, int]) -> float:
+    rows = [(n, before + n) for n, before in prefills]
+    features = StepFeatures.of(decodes, decodes * context + sum(end for _, end in rows), rows)
+    return 1e3 * TableStepTimes(SMALL).seconds(features, rows)
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    assert milliseconds(1, 10) == pytest.approx(5 + 1 + 1)
+    assert milliseconds(100, 505) == pytest.approx(6 + 2 + (3 + 30) / 2)
+    assert milliseconds(0, 0, (100, 500)) == pytest.approx(6 + 1 + 2.5)
+    # two prompts share one launch of 1 ms, and a step with both kinds pays for both
+    assert milliseconds(0, 0, (50, 0), (50, 0)) == pytest.approx(6 + 1 + 1 / 99 + 1 + 2 * 0.7, 0.1)
+    mixed = milliseconds(1, 10, (99, 0))
+    assert mixed == pytest.approx(6 + 1 + 1 / 99 + 1 + milliseconds(0, 0, (99, 0)) - 7, 0.02)
+
+
+def test_a_step_is_padded_to_the_next_size_of_a_graph() -> None:
+    padded = TableStepTimes(SMALL).from_options(
+        {"tables": _plain(SMALL)["tables"], "graph_sizes": [100]}
+    )
+    one, hundred = StepFeatures(0, 1, 10, 0), StepFeatures(0, 100, 1000, 0)
+    assert 1e3 * padded.seconds(one, ()) == pytest.approx(6 + 1 + 1)
+    assert padded.seconds(hundred, ()) == TableStepTimes(SMALL).seconds(hundred, ())
+
+
+def _plain(options: TableOptions) -> dict[str, dict[str, object]]:
+    import msgspec
+
+    found: dict[str, dict[str, object]] = msgspec.to_builtins(options)
+    return found
+
+
+def test_measured_times_that_fall_are_evened_out() -> None:
+    assert rising_curve((1, 2, 3, 4), (1, 4, 2, 9)).ms == (1, 3, 3, 9)
+    assert rising_grid((1, 2), (1, 2), ((1, 5), (3, 2))).ms == ((1, 5), (3, 5))
+
+
+def test_written_tables_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "toy.yaml"
+    path.write_text(write_tables(SMALL, "a toy"))
+    again = make_step_times(str(path), {"host_ms": 2})
+    assert (again.machine, again.source, again.rates.host_ms) == ("a toy", "invented", 2)
+    step = StepFeatures(0, 7, 700, 0)
+    assert again.seconds(step, ()) == TableStepTimes(SMALL).seconds(step, ())
+    assert again.num_kv_tokens(1280, 1) == 8500
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dense_ms", {"at": [1, 1], "ms": [1, 2]}, "at must have rising numbers"),
+        ("dense_ms", {"at": [1, 2], "ms": [1]}, "at has 2 places and ms 1 values"),
+        ("head_ms", {"at": [1, 2], "ms": [2, 1]}, "ms must not fall"),
+        ("decode_ms", {"by": [1], "at": [1, 2], "ms": [[1]]}, "a line for each place of by"),
+        ("prefill_ms", {"by": [1, 2], "at": [1], "ms": [[2], [1]]}, "ms must not fall"),
+    ],
+)
+def test_bad_tables_are_refused(field: str, value: object, message: str) -> None:
+    tables = {**_plain(SMALL)["tables"], field: value}
+    with pytest.raises(ConfigError, match=message):
+        make_step_times("tables", {"tables": tables})
+
+
+def test_a_comparison_says_which_card_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "fcfs", "--workload", "mixed", "--limit", "20", "--seeds", "1"]
+    assert main([*words, "--card", READY, "--card", "l40s-llama-3.1-8b"]) == 0
+    said = capsys.readouterr().out
+    assert f"fcfs {READY}" in said
+    assert "Meta-Llama-3.1-8B on h100_sxm, vllm 0.24.0" in said
+    assert "Meta-Llama-3.1-8B on l40s" in said
+    assert "measured operators of aiconfigurator-core" in said
+    assert re.search(r"against their source: median .*largest", said)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--card", "h100-llama-3.1"], "unknown step-time profile 'h100-llama-3.1'"),
+        (["--card-model", "x/y"], "--card-model is for a card: give --card NAME"),
+        (["--card", READY, "--live"], "--card is simulated: give it without --live"),
+    ],
+)
+def test_a_card_that_there_is_not_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "fcfs", "--workload", "mixed", *words]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_the_simulated_pool_is_that_of_the_card() -> None:
+    from aioserve.config import EngineConfig
+    from aioserve.lab.simulation.stepped_engine import Blueprint
+
+    config = EngineConfig.load(None, [("runner.profile", READY), ("cache.block_size", 16)])
+    blueprint = Blueprint(config)
+    assert blueprint.runner_info.num_kv_blocks == pytest.approx(27_300, rel=0.01)
+
+
+# What follows needs the package.
+
+
+@pytest.fixture(scope="module")
+def package() -> None:
+    pytest.importorskip("aiconfigurator_core", reason="needs pip install aiconfigurator-core")
+
+
+def test_without_the_package_a_card_names_its_install_line() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("aiconfigurator_core") is not None:
+        pytest.skip("the package is there")
+    with pytest.raises(ConfigError, match=r"pip install 'aioserve-engine\[cards\]'"):
+        make_step_times("card", {"card": "h100_sxm", "model": "Qwen/Qwen3-8B"})
+
+
+@pytest.mark.usefixtures("package")
+def test_a_measured_card_is_its_ready_profile() -> None:
+    made = make_step_times("card", {"card": "h100_sxm", "model": "meta-llama/Llama-3.1-8B"})
+    ready = make_step_times(READY, {})
+    for step in (StepFeatures(0, 64, 64_000, 0), StepFeatures(0, 3, 40, 0)):
+        assert made.seconds(step, ()) == pytest.approx(ready.seconds(step, ()), rel=0.002)
+    assert made.num_kv_tokens(2048, 1) == ready.num_kv_tokens(2048, 1)
+    again = make_step_times("card", {"card": "h100_sxm", "model": "meta-llama/Llama-3.1-8B"})
+    assert again.error == made.error
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"card": "h100"}, "no tables of card 'h100' .did you mean 'h100_sxm'.*it has those of"),
+        ({"card": "l4"}, "no tables of card 'l4' .*those of a100_sxm, b200_sxm"),
+        ({"card": "h100_sxm", "model": "x/y"}, "no configuration of model 'x/y'.* one of: "),
+        ({"card": "b60", "engine": "sglang"}, "no tables of b60 under sglang; .* under vllm"),
+        ({"card": "h100_sxm", "version": "0.1"}, "no whole tables of h100_sxm under vllm 0.1"),
+        ({"card": "h100_sxm", "weights": "fp9"}, "no element type 'fp9' .*weights may be bfloat16"),
+        ({"card": "a100_sxm", "weights": "nvfp4"}, "no step times of .*nvfp4"),
+        ({"card": "h100_sxm", "tp": 3}, "num_heads 32 should be divisible by tp_size 3"),
+        ({"card": "h100_sxm", "tp": 4, "ep": 3}, "ep must divide tp, which is 4, got 3"),
+        ({"card": "h100_sxm", "model": "./config.json"}, "there is no config.json of a model at"),
+        ({"card": "l40s", "model": "meta-llama/Llama-3.1-70B"}, "no KV budget"),
+    ],
+)
+def test_what_was_not_measured_is_refused_by_what_there_is(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_step_times("card", {"model": "meta-llama/Llama-3.1-8B", **options})
+    assert "\n" not in str(caught.value)
