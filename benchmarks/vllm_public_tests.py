@@ -257,6 +257,10 @@ def main() -> None:
                 about[what].append(name.partition("::")[2])
         for what, names in sorted(about.items(), key=lambda pair: -len(pair[1])):
             print(f"  {len(names)} x {what or '...'}: {', '.join(names)}")
+    print("\ncannot run here:")
+    raised = (str(how).strip() or how for how in own.values() if how not in ("passed", "skipped"))
+    for what, count in collections.Counter(str(each).splitlines()[0] for each in raised).items():
+        print(f"  {count} x {what[:150]}")
     print(json.dumps({file: dict(counts) for file, counts in rows.items()}))
 
 

@@ -40,7 +40,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 POLICIES = [
     *("chunked_prefill", "priority", "fair", "deadline", "mlfq", "hrrn"),
-    *("latency_budget", "prefix_aged", "zoo.sjf", "zoo.vtc"),
+    *("latency_budget", "prefix_aged", "zoo.sjf", "zoo.srpt"),
 ]
 QUIET_EVERY = 30.0  # seconds
 CHANGE_EVERY = 3.0  # seconds between what an operator does
@@ -71,7 +71,7 @@ class Soak:
 
     def _num_free(self) -> int:
         pool = self.scheduler.policy.kv_cache.pool
-        return pool.num_blocks - pool.num_used_blocks
+        return int(pool.num_blocks - pool.num_used_blocks)
 
     def send(self) -> None:
         """One request, of any kind."""

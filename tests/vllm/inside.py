@@ -111,8 +111,10 @@ def core_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core
 
 
-def exchange(llm: LLM, **settings: Any) -> Scheduler:
-    """Let aioserve's scheduler plan from now on, with these settings under `aioserve`."""
+def exchange(llm: LLM, kind: Any = Scheduler, **settings: Any) -> Any:
+    """Let aioserve's scheduler plan from now on, with these settings under `aioserve`; or another
+    `kind` of scheduler, such as `Recorder`.
+    """
     core = core_of(llm)
     while core.batch_queue:
         core.step_fn()
@@ -121,7 +123,7 @@ def exchange(llm: LLM, **settings: Any) -> Scheduler:
     if not hasattr(llm, "own_scheduler"):
         llm.own_scheduler = core.scheduler
         llm.kv_cache_config = core.scheduler.kv_cache_config
-    core.scheduler = Scheduler(
+    core.scheduler = kind(
         vllm_config=config,
         kv_cache_config=llm.kv_cache_config,
         structured_output_manager=core.structured_output_manager,

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ def parts(given: object, depth: int = 1) -> dict[str, Any]:
     own = harness.scheduler
     assert isinstance(own, VLLMScheduler)
     config = own._theirs.vllm_config
-    config.additional_config = given
+    config.additional_config, config.lora_config = given, None
     return {
         "vllm_config": config,
         "kv_cache_config": own._theirs.kv_cache_config,
@@ -246,3 +248,64 @@ def test_an_engine_of_vllm_is_recorded_replayed_and_calibrated(
     assert "Recorded is what the server measured under vllm" in capsys.readouterr().out
     assert main(["calibrate", "--log", str(path), "-o", str(profile)]) == 0
     assert profile.exists()
+
+
+# A second policy beside the one that decides.
+
+
+def metric(path: Path, name: str) -> float:
+    """A value of a file of metrics."""
+    [value] = re.findall(rf"^{name} (\S+)$", path.read_text(), re.MULTILINE)
+    return float(value)
+
+
+def beside(path: Path, **others: Any) -> dict[str, Any]:
+    return {"shadow": {"policy": "fair", "file": str(path), "max_share": 1.0, **others}}
+
+
+@pytest.mark.parametrize("kind", [Scheduler, Recorder])
+def test_a_shadow_follows_the_traffic_and_changes_no_plan(kind: Any, tmp_path: Path) -> None:
+    """Beside aioserve's scheduler and beside vLLM's own, with and without a log."""
+    path, log = tmp_path / "shadow.prom", tmp_path / "traffic.log"
+    given = parts({"aioserve": {"policy": "priority"}})
+    hasher = given.pop("hasher")
+    alone = Scheduler(**given)
+    if kind is Recorder:
+        given["vllm_config"].additional_config = {"aioserve": {"decision_log": str(log)}}
+        first = Recorder(**given)
+        alone = type(first.live)(**given)
+        first.shutdown()
+    own = {} if kind is Recorder else {"policy": "priority"}
+    given["vllm_config"].additional_config = {"aioserve": own | beside(path)}
+    watched = kind(**given)
+    assert drive(watched, hasher) == drive(alone, hasher)
+    shadow = watched._shadow if kind is Scheduler else watched._notes.shadow
+    end = time.monotonic() + PATIENCE
+    while shadow.shadow.has_work and time.monotonic() < end:  # it lives some seconds behind
+        time.sleep(0.05)
+    watched.shutdown()
+    assert metric(path, "aioserve_shadow_failed") == 0
+    live = metric(path, "aioserve_request_latency_seconds_count")
+    assert live >= 20
+    assert metric(path, "aioserve_time_to_first_token_seconds_count") >= live
+    assert metric(path, "aioserve_shadow_request_latency_seconds_count") >= 20
+    tokens = metric(path, "aioserve_inter_token_latency_seconds_count")
+    assert metric(path, "aioserve_shadow_inter_token_latency_seconds_count") >= 0.8 * tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": "fair"}, "file"),
+        ({"policy": "no such", "file": "x"}, "no such"),
+        ({"policy": "fair", "file": "x", "options": {"no_such": 1}}, "no_such"),
+        ({"policy": "fair", "file": "x", "max_share": 0}, "max_share must be above 0"),
+        ({"policy": "fair", "file": "/nowhere/at/all"}, "the shadow's metrics go to /nowhere"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Scheduler, Recorder])
+def test_a_shadow_that_cannot_work_is_refused(kind: Any, given: Any, words: str) -> None:
+    others = parts({"aioserve": {"shadow": given}})
+    del others["hasher"]
+    with pytest.raises(ConfigError, match=words):
+        kind(**others)

@@ -358,15 +358,21 @@ def make_config(
 
 
 def rerun(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Measures:
-    """Run the same traffic under `plan`, which may be the recorded one. Raises `PolicyError` if a
-    policy cannot take over, or if it fails and is another one than was recorded.
+    """Run the same traffic under `plan`, which may be the recorded one, and return what `measure`
+    says of it. Raises what `simulate` raises.
+    """
+    return measure(simulate(traffic, plan, is_recorded=is_recorded), traffic.lives)
+
+
+def simulate(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Chronicle:
+    """Run the same traffic under `plan`, and return what became of each request. Raises
+    `PolicyError` if a policy cannot take over, or if it fails and is another one than was recorded.
     """
     with (
         raised_not_logged(),
         asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner,
     ):
-        chronicle = runner.run(_Rerun(traffic, plan, is_recorded=is_recorded).run())
-    return measure(chronicle, traffic.lives)
+        return runner.run(_Rerun(traffic, plan, is_recorded=is_recorded).run())
 
 
 class _Recording(RecordSink):

@@ -1,0 +1,221 @@
+"""A mixed load in vLLM under four schedulers, beside what the lab predicts of it from one log.
+
+    python benchmarks/vllm_mixed.py                     # a quiet machine, half an hour
+    python benchmarks/vllm_mixed.py --requests 30 --rounds 1 --embedded     # does it run?
+
+vLLM serves SmolLM2 on this CPU, in this process, with a queue of requests that come by the clock:
+one client sends many long prompts in bursts, another a few short ones. Measured are vLLM's own
+scheduler, `chunked_prefill` with 256 tokens a step, `fair` and `deadline`, in turns, each from the
+decision log of its run. Predicted are the same four from the log under vLLM's own scheduler alone:
+step times are fitted to its steps, and its requests sent through each scheduler on a virtual clock.
+
+Each row has measured and predicted medians of the rounds. A sign is right if prediction and
+measurement agree whether a policy is better or worse than vLLM's own scheduler; where the measured
+difference is under `NOISE` of it, no sign is asked. Needs vLLM. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, turns
+
+sys.path.append(str(ROOT))
+from vllm_tokens import model_directory
+
+from tests.vllm.inside import (  # first: it says how vLLM is to start
+    MODEL,
+    core_of,
+    exchange,
+    make_engine,
+)
+
+# isort: split
+from vllm import LLM, SamplingParams
+
+from aioserve.lab.decision_log.reader import Chronicle, DecisionLog, Life
+from aioserve.lab.logs.what_if import Traffic, make_plan, measure, read_traffic, simulate
+from aioserve.lab.workloads.synthetic import (
+    ClientClass,
+    LogNormal,
+    OnOff,
+    Poisson,
+    Uniform,
+    WorkloadSpec,
+    generate,
+)
+from aioserve.lab.workloads.workload import Workload
+from aioserve.vllm import Recorder
+
+OWN = "vllm"
+#: aioserve's policies and their options.
+POLICIES: dict[str, dict[str, Any]] = {
+    "chunked_prefill": {"chunk_size": 256},
+    "fair": {"chunk_size": 256},
+    "deadline": {},
+}
+MEANS = ("TTFT mean ms", "e2e mean ms", "tokens/s")
+MEASURES = (*MEANS, "TTFT p99 ms", "gap p50 ms", "gap p99 ms", "light TTFT mean ms", "light share")
+NOISE = 0.05
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "max_num_seqs": 64,
+    "num_gpu_blocks_override": 1024,
+    "dtype": "bfloat16",
+}
+
+
+def a_load(num_requests: int, rate: float, seed: int) -> Workload:
+    """Two clients: nine of ten requests are the bursts of `heavy`."""
+    heavy = ClientClass(
+        name="heavy",
+        arrivals=OnOff(rate_on=1.6 * rate, on_seconds=10, rate_off=0.2 * rate, off_seconds=10),
+        prompt=LogNormal(median=350, sigma=0.7, max=1700),
+        output=Uniform(min=20, max=80),
+    )
+    light = ClientClass(
+        name="light",
+        arrivals=Poisson(rate=0.15 * rate),
+        prompt=LogNormal(median=60, sigma=0.6, max=400),
+        output=Uniform(min=20, max=60),
+    )
+    return generate(WorkloadSpec(classes=[heavy, light], num_requests=num_requests), seed)
+
+
+def serve(llm: LLM, load: Workload, num_tokens: int) -> None:
+    """Every request comes at its time, and is served; a prompt's tokens are like no other's."""
+    engine, vocabulary = llm.llm_engine, range(num_tokens // 2, num_tokens)
+    began, sent = time.time() + 0.2, 0
+    while sent < len(load.requests) or engine.has_unfinished_requests():
+        now = time.time() - began
+        while sent < len(load.requests) and load.requests[sent].arrival <= now:
+            asked = load.requests[sent]
+            first = 7919 * sent
+            prompt = [
+                vocabulary[(first + i * i) % len(vocabulary)]
+                for i in range(asked.num_prompt_tokens)
+            ]
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=asked.output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"user": asked.user or asked.kind},
+            )
+            engine.add_request(
+                str(sent), {"prompt_token_ids": prompt}, params, arrival_time=began + asked.arrival
+            )
+            sent += 1
+        if engine.has_unfinished_requests():
+            engine.step()
+        elif sent < len(load.requests):
+            time.sleep(max(0.0, began + load.requests[sent].arrival - time.time()))
+
+
+def run(llm: LLM, name: str, load: Workload, log: Path, num_tokens: int) -> Traffic:
+    """Return the traffic of one run under one scheduler."""
+    if name == OWN:
+        scheduler = exchange(llm, Recorder, decision_log=str(log))
+    else:
+        stated = {"policy": name, "options": POLICIES[name]}
+        scheduler = exchange(llm, **stated, decision_log=str(log))
+    serve(llm, load, num_tokens)
+    scheduler.shutdown()
+    return read_traffic(DecisionLog(log))
+
+
+# What is measured of a run, and of its simulation.
+
+
+def measures_of(chronicle: Chronicle, reference: list[Life], num_users: int) -> dict[str, float]:
+    """Return measures by name; times in milliseconds. `light share`: of the first half of all
+    tokens, those that the light client got.
+    """
+    lives = chronicle.lives[-num_users:]
+    light = [life for life in lives if life.spec.user == "light"]
+    first = [1e3 * (life.token_times[0] - life.arrival) for life in light if life.token_times]
+    times = sorted((t, life.spec.user == "light") for life in lives for t in life.token_times)
+    half = times[: len(times) // 2]
+    found = measure(chronicle, reference) | {
+        "light TTFT mean ms": statistics.fmean(first),
+        "light share": 100 * sum(is_light for _, is_light in half) / len(half),
+    }
+    return {name: found[name] for name in MEASURES}
+
+
+def predict(traffic: Traffic, name: str) -> dict[str, float]:
+    """Return the same measures of a scheduler that serves the traffic on a virtual clock."""
+    if name == OWN:
+        chronicle = simulate(traffic, make_plan(traffic, None, []), is_recorded=True)
+    else:
+        options = [(f"scheduler.options.{n}", str(v)) for n, v in POLICIES[name].items()]
+        chronicle = simulate(traffic, make_plan(traffic, name, options))
+    return measures_of(chronicle, traffic.lives, len(traffic.lives))
+
+
+def signs(
+    measured: dict[str, dict[str, float]], predicted: dict[str, dict[str, float]]
+) -> tuple[int, list[str]]:
+    """Return how many signs were asked, and which are wrong, in words."""
+    num_asked, wrong = 0, []
+    for name in POLICIES:
+        for what in MEASURES:
+            base, value = measured[OWN][what], measured[name][what]
+            if abs(value - base) < NOISE * abs(base):
+                continue
+            num_asked += 1
+            if (value - base) * (predicted[name][what] - predicted[OWN][what]) <= 0:
+                wrong.append(f"{name}, {what}")
+    return num_asked, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--rate", type=float, default=1.5, help="requests a second, about")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--embedded", action="store_true", help="the model of 2.8M parameters")
+    arguments = parser.parse_args()
+    model = MODEL if arguments.embedded else model_directory()
+    llm = make_engine(**SETTINGS | {"model": str(model)})
+    num_tokens = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    serve(llm, a_load(8, 100.0, 99), num_tokens)  # warm up
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in (OWN, *POLICIES)}
+    predictions: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in turns(list(found), arguments.rounds):
+            load = a_load(arguments.requests, arguments.rate, 1 + number)
+            traffic = run(llm, name, load, Path(folder, f"{number}-{name}"), num_tokens)
+            count = len(traffic.lives)
+            found[name].append(measures_of(traffic.chronicle, traffic.lives, count))
+            print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)
+            if name == OWN:
+                for other, rows in predictions.items():
+                    rows.append(predict(traffic, other))
+    core_of(llm).shutdown()
+    measured = {name: _medians(rows) for name, rows in found.items()}
+    predicted = {name: _medians(rows) for name, rows in predictions.items()}
+    print("measured / predicted".ljust(22) + "".join(f"{name:>22}" for name in found))
+    for what in MEASURES:
+        pairs = (f"{measured[n][what]:.1f} / {predicted[n][what]:.1f}" for n in found)
+        print(what.ljust(22) + "".join(f"{pair:>22}" for pair in pairs))
+    num_asked, wrong = signs(measured, predicted)
+    errors = [abs(predicted[n][w] / measured[n][w] - 1) for n in found for w in MEANS]
+    print(f"{num_asked - len(wrong)} of {num_asked} signs are right; wrong: {wrong or 'none'}")
+    print(f"means: off by {100 * statistics.fmean(errors):.1f}%, at most {100 * max(errors):.1f}%")
+    print(json.dumps({"measured": measured, "predicted": predicted, "wrong signs": wrong}))
+    return int(bool(wrong))
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
