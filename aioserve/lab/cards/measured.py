@@ -58,7 +58,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Card(StepTimeOptions, frozen=True, kw_only=True):
-    """Which card under which engine with which model: options of the source `card`."""
+    """A card under an engine with a model: options of the source `card`."""
 
     card: str  # as the package calls it: h100_sxm
     model: str  # its name on a hub, a folder with a config.json, or that file

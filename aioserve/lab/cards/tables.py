@@ -85,7 +85,7 @@ def rising_grid(by: Sequence[float], at: Sequence[float], ms: Sequence[Sequence[
 
 
 class CardTables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a card takes for the parts of a step, in milliseconds of all layers together."""
+    """Times of a card for the parts of a step, in milliseconds of all layers together."""
 
     dense_ms: Curve  # all that is neither attention nor output head, by the tokens of the step
     head_ms: Curve  # output heads, by the rows of the step, each of which samples one token
