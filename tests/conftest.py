@@ -11,12 +11,13 @@ import signal
 import tempfile
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import uvloop
 from hypothesis import settings
 
-from tests.slow import mark_twins_of_depth_one
+from tests.slow import is_left_out, leave_out, left_out, mark_twins_of_depth_one
 
 # What is asserted beside the tests tells its values as well.
 pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
@@ -44,8 +45,19 @@ settings.load_profile("suite")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: Any) -> list[pytest.Item] | None:
+    return [] if is_left_out(obj, left_out(collector.config)) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     mark_twins_of_depth_one(items)
+    leave_out(items, config)
+
+
+def pytest_collection() -> None:
+    """What is imported stays to the end: to look for garbage among it takes seconds."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
@@ -54,6 +66,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_asyncio_loop_factories(

@@ -1,8 +1,9 @@
 """Which cases `make test` leaves to `make test-all`: those that repeat what a few show already.
 
-Knows the marker `slow`; knows no test.
+Knows the marker `slow`, and how to pass over what -m leaves out before it is made; knows no test.
 """
 
+import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -44,3 +45,28 @@ def mark_twins_of_depth_one(items: Iterable[pytest.Item]) -> None:
         if "PolicyContract" in kinds and params.get("pipeline_depth") == 1 and not both:
             if item.originalname not in _AT_DEPTH_ONE:
                 item.add_marker(pytest.mark.slow)
+
+
+def left_out(config: pytest.Config) -> set[str]:
+    """Return the markers whose tests are left out, if that is all that -m says: most tests are, and
+    to make each one first takes a worker of `make test` two seconds.
+    """
+    expression = config.option.markexpr
+    plain = re.fullmatch(r"not \w+( and not \w+)*", expression)
+    return set(re.findall(r"not (\w+)", expression)) if plain else set()
+
+
+def is_left_out(test: Any, markers: set[str]) -> bool:
+    """Return whether a class or function of tests has one of these markers on itself."""
+    marks = getattr(test, "pytestmark", [])
+    return isinstance(marks, list) and any(mark.name in markers for mark in marks)
+
+
+def leave_out(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Drop the tests that -m leaves out, which pytest would do after it has put all in order."""
+    markers = left_out(config)
+    dropped = [item for item in items if any(mark.name in markers for mark in item.iter_markers())]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        gone = set(dropped)
+        items[:] = [item for item in items if item not in gone]

@@ -6,18 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from anthropic.types import MessageCountTokensParams
-from anthropic.types.beta.message_create_params import (
-    MessageCreateParamsNonStreaming as BetaMessageParams,
-)
-from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
-from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
-from openai.types.completion_create_params import (
-    CompletionCreateParamsStreaming as CompletionParams,
-)
-from openai.types.embedding_create_params import EmbeddingCreateParams
-from openai.types.responses.input_token_count_params import InputTokenCountParams
-from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from aioserve.apis.anthropic import messages
 from aioserve.apis.responses import routes as response
@@ -120,6 +108,21 @@ def test_the_page_of_the_api_lists_every_field_that_is_served(
 
 
 def test_every_field_of_a_vendors_client_is_known() -> None:
+    from anthropic.types import MessageCountTokensParams
+    from anthropic.types.beta.message_create_params import (
+        MessageCreateParamsNonStreaming as BetaMessageParams,
+    )
+    from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
+    from openai.types.chat.completion_create_params import (
+        CompletionCreateParamsStreaming as ChatParams,
+    )
+    from openai.types.completion_create_params import (
+        CompletionCreateParamsStreaming as CompletionParams,
+    )
+    from openai.types.embedding_create_params import EmbeddingCreateParams
+    from openai.types.responses.input_token_count_params import InputTokenCountParams
+    from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
+
     headers = {"user_profile_id", "workspace_id", "betas"}
     for params, decoder in (
         (ChatParams, chat.decoder),

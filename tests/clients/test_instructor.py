@@ -2,12 +2,13 @@
 
 from typing import Literal
 
-import anthropic
-import openai
-import pydantic
 import pytest
 
 instructor = pytest.importorskip("instructor", reason="make test-clients installs it")
+
+import anthropic  # noqa: E402 - two seconds, which a run that skips this need not wait
+import openai  # noqa: E402
+import pydantic  # noqa: E402
 
 ASK = [{"role": "user", "content": "Where is France?"}]
 

@@ -8,7 +8,6 @@ import json
 from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple
 
-import anthropic
 import openai
 
 SYSTEM = "You are a helpful assistant. Use the tools for weather and for sums."
@@ -202,6 +201,8 @@ class OverMessages(Dialogue):
             "extra_body": {"temperature": 0},
             "max_tokens": 128,
         }
+        import anthropic  # two seconds: not while tests are collected
+
         with anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0) as client:
             if is_streamed:
                 with client.messages.stream(**asked) as stream:

@@ -7,11 +7,9 @@ import asyncio
 import json
 import logging
 
-import anthropic
 import openai
 import pydantic
 import pytest
-from anthropic import beta_async_tool
 from openai.types.responses import ResponseStreamEvent
 
 from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
@@ -418,9 +416,11 @@ async def test_fields_that_make_no_prompt_change_no_count_and_have_to_make_sense
 
 
 async def test_anthropics_tool_runner_goes_on_without_a_thread(tmp_path):
+    import anthropic
+
     asked = []
 
-    @beta_async_tool
+    @anthropic.beta_async_tool
     async def read(cmd: str) -> str:
         """Read a file.
 

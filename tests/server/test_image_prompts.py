@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import msgspec
 import openai
 import pytest
@@ -166,6 +165,8 @@ async def test_every_door_shows_the_model_what_the_engine_would(seeing):
 
 
 async def test_the_clients_of_openai_and_anthropic_send_images(seeing):
+    import anthropic
+
     url = url_of(0)
     async with seeing() as server:
         text = (await look(server, url))["choices"][0]["message"]["content"]

@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import anthropic
 import msgspec
 import pydantic
 import pytest
@@ -70,6 +69,8 @@ async def url(request):
 
 
 def client_of(url):
+    import anthropic  # two seconds: not while tests are collected
+
     return anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
 
 
@@ -92,6 +93,8 @@ async def test_whole_and_streamed_agree_and_the_tokens_are_counted(url):
 
 def use_sync_client(url):
     """Runs in a thread: the loop serves meanwhile."""
+    import anthropic
+
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         whole = client.messages.create(**ASKED)
         events = list(client.messages.create(**ASKED, stream=True))
@@ -114,6 +117,8 @@ async def test_the_sync_client_works(url):
 
 
 async def test_errors_arrive_as_the_packages_own_exceptions(start_server):
+    import anthropic
+
     async with start_server(scheduler={"max_num_seqs": 1, "max_waiting_requests": 1}) as server:
         async with client_of(server.url) as client:
             bad, unknown = anthropic.BadRequestError, anthropic.NotFoundError
