@@ -4,13 +4,15 @@ its name; torch starts with one thread.
 
 import asyncio
 import atexit
+import copy
 import gc
 import os
 import shutil
 import signal
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,41 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def embedded_tokenizer() -> Iterator[None]:
+    """The engines of this process share the embedded model's tokenizer, and the proof of what its
+    tokens spell: to read and prove it is five sixths of the start of an engine without weights.
+    What both do is the subject of tests/engine/test_byte_level.py, by other tokenizers.
+    """
+    from aioserve.engine import detokenizer
+    from aioserve.model_source import directory as directories
+
+    embedded = Path(directories.__file__).parent / "embedded"
+    read, prove = directories.Directory.read_tokenizer, detokenizer.prove_token_pieces
+    tokenizers: list[Any] = []
+    proofs: list[Any] = []
+
+    def read_once(directory: directories.Directory) -> Any:
+        if directory.path != embedded:
+            return read(directory)
+        if not tokenizers:
+            tokenizers.append(read(directory))
+        return copy.copy(tokenizers[0])  # settings may give it another chat template
+
+    def prove_once(tokenizer: Any) -> Any:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not tokenizers or backend is not tokenizers[0].backend_tokenizer:
+            return prove(tokenizer)
+        if not proofs:
+            proofs.append(prove(tokenizer))
+        return proofs[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directories.Directory, "read_tokenizer", read_once)
+        patch.setattr(detokenizer, "prove_token_pieces", prove_once)
+        yield
 
 
 def pytest_asyncio_loop_factories(
