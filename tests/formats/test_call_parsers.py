@@ -1,16 +1,15 @@
 """Text to content and calls, in whatever pieces it comes."""
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioserve.features.formats import Arguments, Call, CallParser, Content, Event, Function, joined
+from aioserve.features.formats import Arguments, Call, CallParser, Content, Event, Function
 from aioserve.features.formats.call_block import DeepSeekV31Parser
 from aioserve.features.formats.marked_json import HermesParser
 from aioserve.features.formats.mistral import MistralParser
 from aioserve.features.formats.plain_json import Llama3Parser, PlainJsonParser
+from tests.formats.pieces import read, read_alike
 
 PARSERS = [HermesParser, Llama3Parser, MistralParser, DeepSeekV31Parser, PlainJsonParser]
 FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]
@@ -24,9 +23,7 @@ def deepseek(text: str) -> str:
 
 
 def parse(parser: type[CallParser], pieces: list[str]) -> list[Event]:
-    reader = parser(FUNCTIONS)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush())
+    return read(parser(FUNCTIONS), pieces)
 
 
 ADD = [Call("add"), Arguments('{"a": 1}')]
@@ -131,13 +128,7 @@ CASES: list[tuple[type[CallParser], str, list[Event]]] = [
 
 @pytest.mark.parametrize(("parser", "text", "events"), CASES, ids=range(len(CASES)))
 def test_a_reply_is_read_alike_however_it_is_cut(parser, text, events):
-    assert parse(parser, [text]) == events
-    assert parse(parser, list(text)) == events
-    rng = random.Random(0)
-    for _ in range(20):
-        cuts = sorted(rng.choices(range(len(text) + 1), k=4))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert parse(parser, pieces) == events
+    assert read_alike(lambda: parser(FUNCTIONS), text)[0] == events
 
 
 FRAGMENTS = [

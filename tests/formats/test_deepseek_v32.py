@@ -2,9 +2,9 @@
 
 import pytest
 
-from aioserve.features.formats import Arguments, Call, Content, Function, joined
+from aioserve.features.formats import Arguments, Call, Content, Function
 from aioserve.features.formats.tagged_formats import DeepSeekV4Parser, DeepSeekV32Parser
-from tests.formats.round_trip import ALIKE, RoundTrips
+from tests.formats.pieces import read
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}})]
 
@@ -26,9 +26,7 @@ TEXT, JSON = ' string="true"', ' string="false"'
 
 
 def parse(format_, pieces):
-    reader = format_(FUNCTIONS)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush())
+    return read(format_(FUNCTIONS), pieces)
 
 
 @pytest.mark.parametrize(
@@ -53,33 +51,3 @@ def test_an_argument_is_what_it_says_and_fits_its_schema(format_, said, argument
 def test_a_block_of_the_other_version_is_content():
     text = dsml("<@tool_calls>\n<@invoke")
     assert parse(DeepSeekV32Parser, list(text)) == [Content(text)]
-
-
-TEMPLATE = dsml("""\
-{%- if tools %}{{ tools | tojson }}<@CALLS>{% endif %}
-{%- for message in messages -%}
-<{{ message.role }}>
-{%- if message.role == 'assistant' %}<think>{{ message.reasoning_content or '' }}</think>{% endif %}
-{{- message.content or '' }}
-{%- if message.tool_calls %}{{ '\\n\\n' }}<@CALLS>
-{% for call in message.tool_calls %}<@invoke name="{{ call.function.name }}">
-{% for key, value in call.function.arguments.items() -%}
-<@parameter name="{{ key }}" string="{{ 'true' if value is string else 'false' }}">
-{{- value if value is string else value | tojson }}</@parameter>
-{% endfor %}</@invoke>
-{% endfor %}</@CALLS>
-{%- endif %}<end>
-{%- endfor %}
-{%- if add_generation_prompt %}<assistant><think>{% endif %}""")
-
-
-@pytest.mark.parametrize(
-    ("name", "calls"), [("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls")]
-)
-def test_what_its_template_writes_is_read_back_and_written_alike(name, calls):
-    trips = RoundTrips(TEMPLATE.replace("CALLS", calls))
-    try:
-        assert trips.choice.name == name
-        assert {trip[1:4] for trip in trips.all()} == {("", ALIKE, "")}
-    finally:
-        trips.close()

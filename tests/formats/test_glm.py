@@ -2,9 +2,9 @@
 
 import pytest
 
-from aioserve.features.formats import Arguments, Call, Content, Function, joined
+from aioserve.features.formats import Arguments, Call, Content, Function
 from aioserve.features.formats.tagged_formats import Glm47Parser, GlmParser
-from tests.formats.round_trip import ALIKE, RoundTrips
+from tests.formats.pieces import read
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}})]
 ADD = [Call("add"), Arguments('{"a": 1, "b": " x\\n"}')]
@@ -19,9 +19,7 @@ DENSE = (
 
 
 def parse(format_, pieces):
-    reader = format_(FUNCTIONS)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush())
+    return read(format_(FUNCTIONS), pieces)
 
 
 @pytest.mark.parametrize("format_", [GlmParser, Glm47Parser])
@@ -43,36 +41,3 @@ def parse(format_, pieces):
 )
 def test_both_names_read_both_forms(format_, text, events):
     assert parse(format_, [text]) == parse(format_, list(text)) == events
-
-
-TEMPLATE = """\
-{%- if tools %}<|system|>{{ tools | tojson }}<tool_call>{% endif %}
-{%- for message in messages -%}
-<|{{ message.role }}|>
-{%- if message.role == 'assistant' %}{{ '\\n' -}}
-<think>{{ message.reasoning_content or '' }}</think>{{ '\\n' -}}
-{%- endif %}{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{{- '\\n' if message.content or not loop.first else '' }}<tool_call>{{ call.function.name }}
-{% for key, value in call.function.arguments.items() -%}
-<arg_key>{{ key }}</arg_key>
-<arg_value>{{ value if value is string else value | tojson }}</arg_value>
-{% endfor %}</tool_call>
-{%- endfor %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-@pytest.mark.parametrize("name", ["glm", "glm47"])
-def test_what_its_template_writes_is_read_back_and_written_alike(name):
-    source = TEMPLATE
-    if name == "glm47":
-        for mark in ("</arg_key>", "</arg_value>", ".function.name }}"):
-            source = source.replace(f"{mark}\n", f"{mark}{'{##}' * ('}' in mark)}")
-        source = source.replace("{{- '\\n' if message.content", "{{- '' if message.content")
-    trips = RoundTrips(source)
-    try:
-        assert trips.choice.name == name
-        assert {trip[1:4] for trip in trips.all()} == {("", ALIKE, "")}
-    finally:
-        trips.close()

@@ -1,13 +1,13 @@
 """Harmony, gpt-oss's format: messages in channels, read as reasoning, content and calls."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 
-from aioserve.features.formats import Arguments, Call, Content, Function, Reasoning, choose, joined
+from aioserve.features.formats import Arguments, Call, Content, Function, Reasoning, choose
 from aioserve.features.formats.harmony import HarmonyParser
+from tests.formats.pieces import read, read_alike
 
 FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
@@ -19,9 +19,7 @@ ADD = [Call("add"), Arguments(ARGUMENTS)]
 
 
 def parse(pieces, functions=FUNCTIONS, prompt_end="<|start|>assistant"):
-    reader = HarmonyParser(functions, prompt_end)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush())
+    return read(HarmonyParser(functions, prompt_end), pieces)
 
 
 HEADERS = [
@@ -85,13 +83,7 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "events"), CASES, ids=range(len(CASES)))
 def test_a_reply_is_read_alike_however_it_is_cut(text, events):
-    assert parse([text]) == events
-    assert parse(list(text)) == events
-    rng = random.Random(0)
-    for _ in range(20):
-        cuts = sorted(rng.choices(range(len(text) + 1), k=4))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert parse(pieces) == events
+    assert read_alike(lambda: HarmonyParser(FUNCTIONS, "<|start|>assistant"), text)[0] == events
 
 
 def test_without_tools_a_call_is_content_or_a_thought():

@@ -1,10 +1,8 @@
 """JSON calls behind a mark: Granite 3, Nemotron 2, Phi-4-mini."""
 
-import random
-
 import pytest
 
-from aioserve.features.formats import Arguments, Call, Content, Function, choose, joined
+from aioserve.features.formats import Arguments, Call, Content, Function, choose
 from aioserve.features.formats.marked_json import (
     AprielParser,
     GraniteParser,
@@ -12,6 +10,7 @@ from aioserve.features.formats.marked_json import (
     NemotronParser,
     Phi4Parser,
 )
+from tests.formats.pieces import read_alike
 
 FUNCTIONS = [Function(name, {"type": "object"}) for name in ("add", "get_weather")]
 ADD = [Call("add"), Arguments('{"a": 1}')]
@@ -21,12 +20,6 @@ TWO = (
     '{"arguments": {"city": "]</TOOLCALL>ä"}, "name": "get_weather"}]'
 )
 ONE = '{"name": "add", "arguments": {"a": 1}}'
-
-
-def parse(parser, pieces):
-    reader = parser(FUNCTIONS)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush()), reader.num_malformed
 
 
 CASES = [
@@ -63,13 +56,7 @@ CASES = [
 
 @pytest.mark.parametrize(("parser", "text", "events", "num"), CASES, ids=range(len(CASES)))
 def test_a_reply_is_read_alike_however_it_is_cut(parser, text, events, num):
-    assert parse(parser, [text]) == (events, num)
-    assert parse(parser, list(text)) == (events, num)
-    rng = random.Random(0)
-    for _ in range(20):
-        cuts = sorted(rng.choices(range(len(text) + 1), k=4))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert parse(parser, pieces) == (events, num)
+    assert read_alike(lambda: parser(FUNCTIONS), text) == (events, num)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from aioserve.features.formats import Arguments, Call, Content, Function, joined
+from aioserve.features.formats import Arguments, Call, Content, Function
 from aioserve.features.formats.tagged_formats import MiniMaxM2Parser
-from tests.formats.round_trip import ALIKE, RoundTrips
+from tests.formats.pieces import read
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "number"}, "b": {"type": "string"}}})]
 ONE = '<invoke name="add">\n<parameter name="a">1.5</parameter>\n</invoke>\n'
@@ -15,9 +15,7 @@ OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 
 
 def parse(pieces):
-    reader = MiniMaxM2Parser(FUNCTIONS)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush())
+    return read(MiniMaxM2Parser(FUNCTIONS), pieces)
 
 
 @pytest.mark.parametrize(
@@ -35,31 +33,3 @@ def parse(pieces):
 )
 def test_calls_of_one_block_are_read(text, events):
     assert parse([text]) == parse(list(text)) == events
-
-
-TEMPLATE = """\
-{%- if tools %}]~b]system{{ tools | tojson }}<minimax:tool_call>[e~[{% endif %}
-{%- for message in messages -%}
-]~b]{{ message.role }}{{ '\\n' -}}
-{%- if message.reasoning_content -%}
-<think>{{ '\\n' + message.reasoning_content + '\\n' }}</think>{{ '\\n\\n' }}
-{%- endif %}{{ message.content or '' }}
-{%- if message.tool_calls %}{{ '\\n' if message.content else '' }}<minimax:tool_call>
-{% for call in message.tool_calls %}<invoke name="{{ call.function.name }}">
-{% for key, value in call.function.arguments.items() %}<parameter name="{{ key }}">
-{{- value if value is string else value | tojson }}</parameter>
-{% endfor %}</invoke>
-{% endfor %}</minimax:tool_call>
-{%- endif %}[e~[
-{% endfor %}
-{%- if add_generation_prompt %}]~b]assistant
-{% endif %}"""
-
-
-def test_what_its_template_writes_is_read_back_and_written_alike():
-    trips = RoundTrips(TEMPLATE)
-    try:
-        assert trips.choice.name == "minimax_m2"
-        assert {trip[1:4] for trip in trips.all()} == {("", ALIKE, "")}
-    finally:
-        trips.close()

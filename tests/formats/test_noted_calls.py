@@ -1,7 +1,6 @@
 """Calls whose arguments are no JSON: in Gemma 4's notation, and in Python's."""
 
 import json
-import random
 
 import pytest
 
@@ -14,7 +13,6 @@ from aioserve.features.formats import (
     Reply,
     SaidCall,
     choose,
-    joined,
 )
 from aioserve.features.formats.notation import GEMMA, PYTHON, NotedArguments
 from aioserve.features.formats.noted_calls import (
@@ -24,6 +22,7 @@ from aioserve.features.formats.noted_calls import (
     Olmo3Parser,
 )
 from aioserve.features.formats.plain_json import Llama4JsonParser
+from tests.formats.pieces import read_alike
 
 SCHEMA = {
     "type": "object",
@@ -35,12 +34,6 @@ SCHEMA = {
     },
 }
 FUNCTIONS = [Function(name, SCHEMA) for name in ("add", "get_weather")]
-
-
-def parse(parser, pieces):
-    reader = parser(FUNCTIONS)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush())
 
 
 ADD = [Call("add"), Arguments('{"n": 1}')]
@@ -106,13 +99,7 @@ CASES = [
 
 @pytest.mark.parametrize(("parser", "text", "events"), CASES, ids=range(len(CASES)))
 def test_a_reply_is_read_alike_however_it_is_cut(parser, text, events):
-    assert parse(parser, [text]) == events
-    assert parse(parser, list(text)) == events
-    rng = random.Random(0)
-    for _ in range(20):
-        cuts = sorted(rng.choices(range(len(text) + 1), k=4))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert parse(parser, pieces) == events
+    assert read_alike(lambda: parser(FUNCTIONS), text)[0] == events
 
 
 @pytest.mark.parametrize(

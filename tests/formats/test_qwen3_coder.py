@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from aioserve.features.formats import Arguments, Call, Content, Function, Reply, SaidCall, joined
+from aioserve.features.formats import Arguments, Call, Content, Function, Reply, SaidCall
 from aioserve.features.formats.tagged_formats import Qwen3CoderParser
-from tests.formats.round_trip import ALIKE, RoundTrips
+from tests.formats.pieces import read
 
 SCHEMA = {
     "properties": {
@@ -24,8 +24,7 @@ FUNCTIONS = [Function("write", SCHEMA), Function("now", {"type": "object", "prop
 
 def parse(pieces, functions=FUNCTIONS):
     reader = Qwen3CoderParser(functions)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush()), reader.num_malformed
+    return read(reader, pieces), reader.num_malformed
 
 
 def call(**said):
@@ -141,36 +140,3 @@ def test_what_cannot_be_said_is_refused():
             Qwen3CoderParser.write(Reply(calls=[SaidCall("write", said)]))
     with pytest.raises(ValueError, match="beginning of a call"):
         Qwen3CoderParser.write(Reply("<tool_call>"))
-
-
-TEMPLATE = """\
-{%- if tools %}Tools: {{ tools | tojson }}. Write <tool_call><function=a><parameter=b>.
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{%- if message.role == 'assistant' and message.reasoning_content %}
-<think>
-{{ message.reasoning_content }}
-</think>
-{% endif %}
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{{- '\\n\\n' if loop.first and message.content else '' if loop.first else '\\n' }}<tool_call>
-<function={{ call.function.name }}>
-{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>
-{{ value | tojson if value is mapping or (value is iterable and value is not string) else value }}
-</parameter>
-{% endfor %}</function>
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-def test_what_its_template_writes_is_read_back_and_written_alike():
-    trips = RoundTrips(TEMPLATE)
-    try:
-        assert (trips.choice.name, trips.choice.marks.start) == ("qwen3_coder", "<think>")
-        assert {trip[1:4] for trip in trips.all()} == {("", ALIKE, "")}
-    finally:
-        trips.close()

@@ -13,15 +13,13 @@ from aioserve.features.formats import (
     ReasoningParser,
     ReplyParser,
     choose_reasoning,
-    joined,
 )
 from aioserve.features.formats.marked_json import HermesParser
+from tests.formats.pieces import read
 
 
 def parse(name, pieces, prompt_end="", calls=None):
-    reader = ReplyParser(ReasoningParser(MARKS[name], prompt_end), calls)
-    events = [event for piece in pieces for event in reader.append(piece)]
-    return joined(events + reader.flush())
+    return read(ReplyParser(ReasoningParser(MARKS[name], prompt_end), calls), pieces)
 
 
 BOTH = [Reasoning("I see. </th"), Content("Hi <think>")]
