@@ -63,13 +63,9 @@ def read_cards(arguments: argparse.Namespace) -> list[tuple[str, list[tuple[str,
         raise ConfigError("--card is simulated: give it without --live")
     found = []
     for card in cards:
-        settings: list[tuple[str, Any]] = []
-        if not given:
-            settings.append(("runner.profile", card))
-        else:
-            settings.append(("runner.profile", "card"))
-            settings.append(("runner.profile_options", {"card": card, **given}))
-        found.append((card, settings))
+        profile = ("runner.profile", "card" if given else card)
+        options = [("runner.profile_options", {"card": card, **given})] if given else []
+        found.append((card, [profile, *options]))
     return found
 
 

@@ -53,6 +53,8 @@ class StepTimeSource(ABC):
     error: str = ""
     #: What is simulated, as a card and a model: for heads of reports.
     machine: str = ""
+    #: Watts that it draws while a step runs, and between steps; None: the source knows none.
+    watts: tuple[float, float] | None = None
     #: The share by which a step may be shorter than one with less work, as measured times are that
     #: go up and down; the contract allows as much, and no more than 0.1.
     unevenness: float = 0.0

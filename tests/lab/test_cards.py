@@ -144,6 +144,68 @@ def test_the_simulated_pool_is_that_of_the_card() -> None:
     assert blueprint.runner_info.num_kv_blocks == pytest.approx(27_300, rel=0.01)
 
 
+def test_groups_of_a_fleet_have_cards_policies_and_prices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(
+        "replicas: 3\ngroups:\n"
+        f"  - {{replicas: 1, card: {READY}, policy: chunked_prefill, options: {{chunk_size: 256}},"
+        " price_per_hour: 4}\n"
+        "  - {replicas: 2, card: toy.yaml, price_per_hour: 1}\nrouters: [round_robin]\n"
+    )
+    # a tenth of an ordinary card's decode, and 100 W
+    (tmp_path / "toy.yaml").write_text(
+        write_tables(SMALL, "a toy").replace("busy_watts: 0", "busy_watts: 100")
+    )
+    words = ["compare", "fcfs", "--workload", "mixed", "--limit", "30", "--seeds", "1"]
+    found = tmp_path / "found.json"
+    assert main([*words, "--fleet", str(fleet), "--json", str(found)]) == 0
+    said = capsys.readouterr().out
+    assert "h100_sxm" in said
+    assert "on a toy: invented" in said
+    totals = json.loads(found.read_text())["results"][0]["totals"]
+    assert totals["joules_per_output_token"] > 0
+    hours = 1e6 / totals["output_tokens_per_second"] / 3600
+    assert totals["price_per_million_output"] == pytest.approx(6 * hours, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("card: nowhere", "unknown step-time profile 'nowhere'"),
+        ("policy: fcfss", "unknown policy 'fcfss'"),
+        ("policy: chunked_prefill, options: {chunk: 3}", "options of .*chunk"),
+        ("options: {chunk_size: 3}", "options of a group are of its policy: give policy as well"),
+        ("card_tp: 2", "card_tp of a group is of its card: give card as well"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(
+    group: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(f"replicas: 2\ngroups: [{{replicas: 2, {group}}}]\n")
+    words = ["compare", "fcfs", "--workload", "mixed", "--limit", "3", "--fleet", str(fleet)]
+    assert main(words) != 0
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_an_engine_alone_has_a_price_and_draws_power(tmp_path: Path) -> None:
+    import json
+
+    found = tmp_path / "found.json"
+    words = ["compare", "fcfs", "--workload", "mixed", "--limit", "20", "--seeds", "1"]
+    words += ["--card", READY, "--price-per-hour", "3", "--json", str(found)]
+    assert main(words) == 0
+    totals = json.loads(found.read_text())["results"][0]["totals"]
+    hours = 1e6 / totals["output_tokens_per_second"] / 3600
+    assert totals["price_per_million_output"] == pytest.approx(3 * hours, rel=1e-3)
+    # at most 700 W for as long as a million tokens take
+    assert 0 < totals["joules_per_output_token"] <= 700 * 3600 * hours / 1e6 * 1.001
+
+
 # What follows needs the package.
 
 

@@ -55,6 +55,9 @@ STEP_SIZES, MOST_ROWS = (512, 2048, 8192, 32768), 256
 NUM_CHECKED = 400
 
 Count = Annotated[int, Meta(ge=1)]
+Number = Annotated[float, Meta(ge=0)]
+#: Options that change no table.
+BESIDE = ("graph_sizes", "busy_watts", "idle_watts")
 
 
 class Card(StepTimeOptions, frozen=True, kw_only=True):
@@ -70,6 +73,8 @@ class Card(StepTimeOptions, frozen=True, kw_only=True):
     kv: str | None = None  # element type of the KV cache (default: the model's own)
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     graph_sizes: tuple[Count, ...] = ()  # as those of `TableStepTimes`
+    busy_watts: Number | None = None  # of all cards together (default: the limits of their boards)
+    idle_watts: Number = 0.0
 
     @property
     def words(self) -> str:
@@ -86,10 +91,12 @@ class CardStepTimes(TableStepTimes):
     Options: type[StepTimeOptions] = Card
 
     def __init__(self, options: Card) -> None:
-        beside = ("graph_sizes", *StepTimeOptions.__struct_fields__)
+        beside = (*BESIDE, *StepTimeOptions.__struct_fields__)
         own = {f.name: f.default for f in msgspec.structs.fields(Card) if f.name in beside}
         made = measured(msgspec.structs.replace(options, **own))
         given = {name: getattr(options, name) for name in beside}
+        if options.busy_watts is None:
+            del given["busy_watts"]
         super().__init__(msgspec.structs.replace(made, **given))
 
 
@@ -141,6 +148,7 @@ def _measure(card: Card) -> TableOptions:
         tables=made,
         machine=f"{card.words}, {card.engine} {package.version}",
         source=f"measured operators of {EXTRA} {version(EXTRA)}",
+        busy_watts=package.watts(),
     )
     return msgspec.structs.replace(options, error=package.compared(TableStepTimes(options)))
 
@@ -207,6 +215,13 @@ class _Package:
             "moe_quant_mode": card.weights,
             "kvcache_quant_mode": card.kv,
         }
+
+    def watts(self) -> float:
+        """Return the power limits of the boards together; 0 where the package states none."""
+        from aiconfigurator_core.sdk.perf_database import load_system_spec
+
+        stated = load_system_spec(self.card.card).get("gpu", {}).get("power") or 0.0
+        return float(stated) * self.card.tp
 
     def dense(self, num_tokens: int) -> float:
         """Return all that is neither attention nor output head: the longer of what the package has

@@ -104,6 +104,8 @@ class TableOptions(StepTimeOptions, frozen=True, kw_only=True):
     machine: str = ""
     source: str = ""
     error: str = ""
+    busy_watts: Number = 0.0  # of all its cards together while a step runs; 0: not known
+    idle_watts: Number = 0.0  # between steps
     #: Numbers of tokens to which the engine pads steps, for which it has captured graphs; a larger
     #: step is not padded.
     graph_sizes: tuple[Annotated[int, Meta(ge=1)], ...] = ()
@@ -121,6 +123,8 @@ class TableStepTimes(StepTimeSource):
         super().__init__(options)
         self.machine, self.source = options.machine, options.source
         self.error = options.error
+        if options.busy_watts:
+            self.watts = options.busy_watts, options.idle_watts
         self._tables = options.tables
         self._graph_sizes = tuple(sorted(options.graph_sizes))
         self._launch_ms = _power_between(self._tables.prefill_ms, 1, 0)
@@ -239,6 +243,7 @@ def write_tables(options: TableOptions, head: str) -> str:
     lines = [*(f"# {line}" for line in head.splitlines()), "step_times: tables"]
     for name in ("machine", "source", "error"):
         lines.append(f"{name}: {json.dumps(getattr(options, name))}")
+    lines.append(f"busy_watts: {options.busy_watts:g} # the limits of the boards")
     lines.append("tables:")
     for name in ("dense_ms", "head_ms"):
         curve: Curve = getattr(tables, name)

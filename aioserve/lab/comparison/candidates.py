@@ -156,6 +156,8 @@ def prepare(
                 check_fits(candidate.config, workload)
                 if candidate.fleet is not None:
                     candidate.fleet.check(candidate.config, workload)
+                    for config in _configs(candidate):
+                        check_fits(config, workload)
     if any(workload.incidents for workload in workloads) and any(
         candidate.fleet is None for candidate in candidates
     ):
@@ -169,7 +171,7 @@ def machines(candidates: Sequence[Candidate]) -> list[str]:
     """Return a sentence on each measured machine: what it is, where its step times come from, and
     how well they fit what they were made of. Raises `ConfigError` for a profile that cannot be had.
     """
-    configs = [candidate.config for candidate in candidates]
+    configs = [config for candidate in candidates for config in _configs(candidate)]
     found: dict[str, None] = {}  # in order, once each
     for config in configs:
         times = step_times(config.runner)
@@ -178,6 +180,30 @@ def machines(candidates: Sequence[Candidate]) -> list[str]:
             said = f"Steps take what they take on {times.machine}{host}: {times.source}"
             found[f"{said}; {times.error}."] = None
     return list(found)
+
+
+def watts_of(candidate: Candidate) -> list[tuple[float, float]] | None:
+    """Return what each replica draws while a step runs, and between steps, in watts; None where
+    that is not known of all.
+    """
+    drawn = [step_times(config.runner).watts for config in _configs(candidate)]
+    known = [each for each in drawn if each is not None]
+    if len(known) < len(drawn):
+        return None
+    if candidate.fleet is None:
+        return known
+    groups = candidate.fleet.groups
+    if not groups:
+        return known * candidate.fleet.num_replicas
+    return [w for w, group in zip(known, groups, strict=True) for _ in range(group.replicas)]
+
+
+def _configs(candidate: Candidate) -> list[EngineConfig]:
+    """Return the settings of the engine, or of each group of replicas."""
+    fleet = candidate.fleet
+    if fleet is None or not fleet.groups:
+        return [candidate.config]
+    return [group.config(candidate.config) for group in fleet.groups]
 
 
 def _with_config(candidate: Candidate, config: EngineConfig) -> Candidate:

@@ -110,7 +110,8 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--price-per-hour",
         type=float,
         metavar="X",
-        help="price of a replica per hour in any currency, to report prices per million tokens",
+        help="price of the engine, or of a replica, per hour in any currency, to report prices per "
+        "million tokens",
     )
 
 
@@ -119,9 +120,8 @@ def _fleet(arguments: argparse.Namespace) -> "FleetSpec | None":
     if price is not None and not 0 <= price < math.inf:
         raise ConfigError(f"--price-per-hour must be a number of at least 0, got {price:g}")
     if arguments.fleet is None:
-        for name in ("routers", "price_per_hour"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} is for a fleet: give --fleet N")
+        if arguments.routers is not None:
+            raise ConfigError("--routers is for a fleet: give --fleet N")
         return None
     if arguments.live:
         raise ConfigError("--fleet is simulated: give it without --live")
@@ -180,6 +180,7 @@ def _compare(
             clip=arguments.clip,
             num_jobs=jobs,
             progress=report,
+            price_per_hour=getattr(arguments, "price_per_hour", None),
         )
 
 

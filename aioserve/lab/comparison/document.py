@@ -28,6 +28,7 @@ from aioserve.lab.comparison.candidates import (
     other_differences,
     prepare,
     stated_weights,
+    watts_of,
 )
 from aioserve.lab.comparison.groups import (
     compare_groups,
@@ -43,10 +44,12 @@ from aioserve.lab.comparison.measures import (
     Row,
     RunMeasures,
     aborts,
+    energy_totals,
     fleet_totals,
     key,
     one_by_one,
     over_seeds,
+    price_totals,
     programs_of,
     signed,
     tidy,
@@ -64,6 +67,7 @@ from aioserve.runner.simulated import SimulatedRunner
 
 if TYPE_CHECKING:
     from aioserve.lab.logs.what_if import Traffic
+    from aioserve.lab.simulation.fleet_plan import Fleet
     from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 
 NUM_POINTS = 240  # of a curve over time
@@ -211,17 +215,17 @@ def compare(
     clip: bool = False,
     num_jobs: int = 1,
     progress: Progress = lambda count: None,
+    price_per_hour: float | None = None,
 ) -> Document:
     """Run all candidates on all workloads (one per seed); the first is what the others are
     compared with. The same input gives the same document, byte for byte, unless `is_live`.
     Simulated runs are spread over `num_jobs` processes. `slo` are the limits that the command
     states, beside those of the workload; with a `reader` the quality of experience is measured.
-    Raises `ConfigError` for a class that the workload does not have.
+    `price_per_hour` is of an engine alone; a fleet states its own. Raises `ConfigError` for a class
+    that the workload does not have.
     """
     levels = ServiceLevels.of(slo, classes_of(workloads))
     candidates, workloads, notes = prepare(candidates, workloads, is_live=is_live, clip=clip)
-    if not is_live:
-        notes += machines(candidates)
     # in rounds: what changes on the machine meanwhile hits all alike
     runs = [(c.config, workload, c.fleet) for workload in workloads for c in candidates]
     outcomes = simulate_all(runs, num_jobs, progress)
@@ -232,6 +236,7 @@ def compare(
         programs = [(config, one_by_one(workload), None) for config, workload, _ in runs]
         alone = simulate_all(programs, num_jobs, lambda count: None)
     weights, stated_by = stated_weights(candidates, workloads[0])
+    watts = [None if is_live else watts_of(candidate) for candidate in candidates]
     measures: list[list[RunMeasures]] = [[] for _ in candidates]
     curves: list[dict[str, Any]] = [{} for _ in candidates]
     for number, (outcome, (_, workload, fleet)) in enumerate(zip(outcomes, runs, strict=True)):
@@ -241,6 +246,10 @@ def compare(
         )
         if fleet is not None:
             run.totals |= fleet_totals(cast("FleetOutcome", outcome), fleet, run.totals)
+        elif price_per_hour is not None:
+            run.totals |= price_totals(price_per_hour, run.totals)
+        if (drawn := watts[i]) is not None:
+            run.totals |= energy_totals(drawn, *_seconds_of_replicas(outcome, fleet), outcome)
         measures[i].append(run)
         if not curves[i]:
             window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all
@@ -279,10 +288,21 @@ def compare(
         "slo": None if levels is None else msgspec.to_builtins(levels) | {"words": str(levels)},
         "reader": msgspec.to_builtins(reader),
         "notes": notes,
+        "machines": [] if is_live else machines(candidates),
         "weights_stated_by": stated_by,
         "listed_groups": listed,
         "results": results,
     }
+
+
+def _seconds_of_replicas(
+    outcome: RunOutcome, fleet: "Fleet | None"
+) -> tuple[list[float], list[float]]:
+    """Return for how many seconds each replica has computed, and how many are paid for."""
+    if fleet is None:
+        return [sum(outcome.steps.seconds)], [outcome.end]
+    of_fleet = cast("FleetOutcome", outcome)
+    return of_fleet.busy_seconds, of_fleet.paid_seconds
 
 
 def summarize(runs: list[RunMeasures]) -> dict[str, Any]:

@@ -205,12 +205,42 @@ def fleet_totals(
         found["replicas"] = paid / seconds
     if fleet.transfer_gb_per_second is not None:
         found["moved"] = float(outcome.num_moved)
-    if fleet.price_per_hour is not None:
-        price = fleet.price_per_hour * paid / seconds / SECONDS_PER_HOUR  # of a second
-        for name in ("output", "total"):
-            rate = max(totals[f"{name}_tokens_per_second"], 1e-9)
-            found[f"price_per_million_{name}"] = MILLION * price / rate
+    if (prices := fleet.prices) is not None:
+        pairs = zip(prices, outcome.paid_seconds, strict=True)
+        found |= price_totals(sum(price * own for price, own in pairs) / seconds, totals)
     return found
+
+
+def price_totals(price_per_hour: float, totals: dict[str, float]) -> dict[str, float]:
+    """Return the prices of a million tokens where an hour of all cards costs so much."""
+    price = price_per_hour / SECONDS_PER_HOUR  # of a second
+    return {
+        f"price_per_million_{name}": MILLION
+        * price
+        / max(totals[f"{name}_tokens_per_second"], 1e-9)
+        for name in ("output", "total")
+    }
+
+
+def energy_totals(
+    watts: Sequence[tuple[float, float]],
+    busy_seconds: Sequence[float],
+    paid_seconds: Sequence[float],
+    outcome: RunOutcome,
+) -> dict[str, float]:
+    """Return joules per output token and per request that was served, of replicas that draw so many
+    watts while a step runs, and so many between steps.
+    """
+    times = zip(watts, busy_seconds, paid_seconds, strict=True)
+    joules = sum(
+        busy * seconds + idle * max(paid - seconds, 0.0) for (busy, idle), seconds, paid in times
+    )
+    num_tokens = sum(len(request.token_times) for request in outcome.requests)
+    num_requests = sum(bool(request.token_times) for request in outcome.requests)
+    return {
+        "joules_per_output_token": joules / max(num_tokens, 1),
+        "joules_per_request": joules / max(num_requests, 1),
+    }
 
 
 # From what happened in a run to the numbers by which runs are compared. Knows one run at a time.
@@ -495,6 +525,8 @@ ROWS = [
     Row("busiest to mean", "totals", "busiest_to_mean", "", 1, 2, -1),
     Row("sent again", "totals", "resent", "", 1, 1, -1),
     Row("moved", "totals", "moved", "", 1, 0, 0),
+    Row("J per output token", "totals", "joules_per_output_token", "", 1, 3, -1),
+    Row("J per request", "totals", "joules_per_request", "", 1, 1, -1),
     Row("price, 1M output", "totals", "price_per_million_output", "", 1, 3, -1),
     Row("price, 1M tokens", "totals", "price_per_million_total", "", 1, 3, -1),
 ]
@@ -502,6 +534,7 @@ ROWS = [
 
 # By what labels begin with. One sentence each, for a reader who has not met them.
 MEANINGS = {
+    "J per": "joules that the cards draw, at the limits of their boards while steps run",
     **DURATIONS,
     "output tokens/s": "Tokens of replies per second, from the first arrival to the last token.",
     "all tokens/s": "The same with the tokens of prompts.",

@@ -38,6 +38,7 @@ def render_html(document: Document) -> str:
     data = {
         "headline": headline(document),
         "remarks": [
+            *document["machines"],
             *([] if "sweep" in document else other_differences(document)),
             *remarks(document),
         ],

@@ -245,7 +245,8 @@ def render_table(document: Document) -> str:
     """Return the whole comparison as text of fixed width."""
     first, *others = document["results"]
     slo = slo_in_words(document)
-    lines = [headline(document), *([] if slo is None else [slo]), *other_differences(document)]
+    lines = [headline(document), *document["machines"], *([] if slo is None else [slo])]
+    lines += other_differences(document)
     lines += [*on_these_requests(document), "", *overview(document)]
     if not others:
         lines += _single(first)
@@ -339,7 +340,8 @@ def render_sweep(document: Document) -> str:
         shown.append(f"There is {UNKNOWN}.")
     if len(results) > 1:
         shown.append(BIASED)
-    return "\n".join([headline(document), "", *shown, *remarks(document)])
+    head = [headline(document), *document["machines"]]
+    return "\n".join([*head, "", *shown, *remarks(document)])
 
 
 def _short(row: Row) -> str:

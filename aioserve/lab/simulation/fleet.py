@@ -98,15 +98,22 @@ class _Run:
         self._knowledge = DelayLine(fleet.knowledge_delay, self._clock)
         self._outcome = FleetOutcome(len(workload.requests), fleet.num_replicas)
         self._token_times = self._outcome.token_times()
-        self._requests = RoutedRequests(self._blueprint, workload, with_hashes=self._uses_prefixes)
         self._draft_acceptance = workload.draft_acceptance
         self._output_tokens = workload.output_tokens
         self._is_replied_to = replied_to(workload.requests)
         self._followers = followers(workload.requests)
         self._num_missing = [len(request.waits_for) for request in workload.requests]
         groups = group_of_places(fleet.groups, fleet.num_replicas)
-        blueprints = {group: Blueprint(group.config(config)) for group in set(groups)}
-        self._blueprints = [blueprints[group] for group in groups]  # by place
+        made = [Blueprint(group.config(config)) for group in fleet.groups]
+        numbers = [n for n, group in enumerate(fleet.groups) for _ in range(group.replicas)]
+        # By place.
+        self._blueprints = [made[n] for n in numbers] or [self._blueprint] * fleet.num_replicas
+        self._requests = RoutedRequests(
+            self._blueprint,
+            workload,
+            min(blueprint.max_request_tokens for blueprint in made or [self._blueprint]),
+            with_hashes=self._uses_prefixes,
+        )
         self._seats = [Seat(i, group.role, group.slowdown) for i, group in enumerate(groups)]
         self._named = {seat.name: seat for seat in self._seats}
         self._parked: list[Sent] = []  # no replica is known to be up, and one will be
@@ -626,5 +633,5 @@ class _Run:
 
     def _stop_paying(self, seat: Seat, when: float) -> None:
         if seat.paid_since is not None:
-            self._outcome.replica_seconds += max(when - seat.paid_since, 0.0)
+            self._outcome.paid_seconds[seat.place] += max(when - seat.paid_since, 0.0)
             seat.paid_since = None

@@ -21,9 +21,11 @@ from aioserve.lab.simulation.fleet_changes import (
 )
 from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Workload
+from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.support.files import find_fleet, read_struct
 
 Count = Annotated[int, Meta(ge=1)]
+Price = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -34,13 +36,49 @@ class ReplicaGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     role: Literal["", "prefill", "decode"] = ""  # which routers see
     slowdown: Positive = 1.0  # the factor by which their steps are longer than the model says
     num_kv_blocks: Count | None = None  # of the KV cache (default: as the settings say)
+    policy: str | None = None  # with its options (default: the policy of the settings)
+    options: dict[str, Any] = {}
+    card: str | None = None  # as `--card` has it (default: the profile of the settings)
+    card_model: str | None = None
+    card_tp: Count | None = None
+    price_per_hour: Price | None = None  # of a replica (default: as the fleet says)
 
     def config(self, config: EngineConfig) -> EngineConfig:
-        """Return the engine settings of the replicas of this group."""
-        if self.num_kv_blocks is None:
-            return config
-        cache = msgspec.structs.replace(config.cache, num_kv_blocks=self.num_kv_blocks)
-        return msgspec.structs.replace(config, cache=cache)
+        """Return the engine settings of the replicas of this group. A card brings the KV cache that
+        it holds, unless the group says how large that is.
+        """
+        replace = msgspec.structs.replace
+        if self.policy is not None:
+            scheduler = replace(config.scheduler, policy=self.policy, options=self.options)
+            config = replace(config, scheduler=scheduler)
+        if self.card is not None:
+            profile, options = card_profile(self.card, self.card_model, self.card_tp)
+            runner = replace(config.runner, profile=profile, profile_options=options)
+            config = replace(config, runner=runner, cache=replace(config.cache, num_kv_blocks=None))
+        if self.num_kv_blocks is not None:
+            cache = replace(config.cache, num_kv_blocks=self.num_kv_blocks)
+            config = replace(config, cache=cache)
+        return config
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what is of a policy or a card, where the group has none."""
+        if self.options and self.policy is None:
+            raise ConfigError("options of a group are of its policy: give policy as well")
+        for name in ("card_model", "card_tp"):
+            if self.card is None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} of a group is of its card: give card as well")
+        if self.policy is not None:
+            policy = load_policy(self.policy)
+            if issubclass(policy, BaseScheduler):
+                policy.parse_options(self.options)
+
+
+def card_profile(card: str, model: str | None, tp: int | None) -> tuple[str, dict[str, Any]]:
+    """Return the settings `runner.profile` and `runner.profile_options` of a card: of a ready
+    profile, or of a card with a model.
+    """
+    given = {name: value for name, value in (("model", model), ("tp", tp)) if value is not None}
+    return ("card", {"card": card, **given}) if given else (card, {})
 
 
 def check_groups(groups: Sequence[ReplicaGroup], num_replicas: int) -> None:
@@ -51,6 +89,8 @@ def check_groups(groups: Sequence[ReplicaGroup], num_replicas: int) -> None:
     if count != num_replicas:
         raise ConfigError(f"the groups have {count} replicas, and the fleet has {num_replicas}")
     check_roles(group.role for group in groups)
+    for group in groups:
+        group.check()
 
 
 def group_of_places(groups: Sequence[ReplicaGroup], num_replicas: int) -> list[ReplicaGroup]:
@@ -71,7 +111,6 @@ def group_of_places(groups: Sequence[ReplicaGroup], num_replicas: int) -> list[R
 # what to refuse. Runs nothing.
 
 
-Price = Annotated[float, Meta(ge=0)]
 Rate = Annotated[float, Meta(gt=0)]
 
 
@@ -183,7 +222,21 @@ def _beside(spec: FleetSpec, path: Path) -> FleetSpec:
             for each in scaling.autoscalers
         )
         scaling = msgspec.structs.replace(scaling, autoscalers=scalers)
-    return msgspec.structs.replace(spec, routers=routers, autoscaling=scaling)
+    groups = tuple(
+        msgspec.structs.replace(
+            group,
+            policy=group.policy and found(group.policy),
+            card=group.card and _beside_file(group.card, path),
+        )
+        for group in spec.groups
+    )
+    return msgspec.structs.replace(spec, routers=routers, autoscaling=scaling, groups=groups)
+
+
+def _beside_file(card: str, path: Path) -> str:
+    """Return a card; a profile that is a file beside `path` with its path."""
+    beside = path.parent / card
+    return str(beside) if card.endswith((".yaml", ".yml")) and beside.is_file() else card
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -198,6 +251,16 @@ class Fleet(msgspec.Struct, frozen=True):
     autoscaling: Autoscaling | None = None  # with one autoscaler
     groups: tuple[ReplicaGroup, ...] = ()
     transfer_gb_per_second: float | None = None  # of KV cache, in 1e9 bytes
+
+    @property
+    def prices(self) -> list[float] | None:
+        """What an hour of each replica costs; None if no price is stated."""
+        stated = [group.price_per_hour for group in self.groups]
+        if self.price_per_hour is None and not any(price is not None for price in stated):
+            return None
+        groups = group_of_places(self.groups, self.num_replicas)
+        usual = self.price_per_hour or 0.0
+        return [usual if g.price_per_hour is None else g.price_per_hour for g in groups]
 
     def check(self, config: EngineConfig, workload: Workload) -> None:
         """Raises `ConfigError` for incidents of replicas that there are not, and for settings that

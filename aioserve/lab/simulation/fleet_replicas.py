@@ -47,12 +47,20 @@ class Sent:
 class RoutedRequests:
     """The requests of a workload, made as they are sent."""
 
-    def __init__(self, blueprint: Blueprint, workload: Workload, *, with_hashes: bool) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        workload: Workload,
+        max_request_tokens: int,
+        *,
+        with_hashes: bool,
+    ) -> None:
+        """`max_request_tokens` are those that prompt and reply may have on every replica."""
         self._workload = workload
         self._info = blueprint.model_info
         self._hasher = blueprint.make_kv_cache()  # an empty one: only hashes are wanted
         self._with_hashes = with_hashes
-        self._max_tokens = workload.max_tokens(blueprint.max_request_tokens)
+        self._max_tokens = workload.max_tokens(max_request_tokens)
         self._stop_token_ids = extra_stop_ids(self._info)
         #: Token ids of replies that later prompts hold, by the number of the request.
         self.replies: dict[int, list[int]] = {}
@@ -112,7 +120,12 @@ class FleetOutcome(RunOutcome):
         self.num_resent = 0  # their replica died before it had streamed anything
         self.replica_of = array("l", [-1]) * num_requests  # that had it last; -1: none
         self.busy_seconds = [0.0] * num_replicas
-        self.replica_seconds = 0.0  # that are paid for, of all replicas
+        self.paid_seconds = [0.0] * num_replicas
+
+    @property
+    def replica_seconds(self) -> float:
+        """The seconds that are paid for, of all replicas."""
+        return sum(self.paid_seconds)
 
 
 # A place in a simulated fleet: the engine that has it now, and the requests that it serves. Plain

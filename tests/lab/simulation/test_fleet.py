@@ -389,7 +389,6 @@ def test_what_cannot_be_is_refused_at_the_door(capsys: pytest.CaptureFixture[str
         (["--fleet", "2", "--routers", "sesion"], "unknown router 'sesion' (did you mean"),
         (["--fleet", "2", "--routers", "prefix", "prefix"], "a router is named twice"),
         (["--routers", "prefix"], "--routers is for a fleet: give --fleet N"),
-        (["--price-per-hour", "3"], "--price-per-hour is for a fleet"),
         (["--fleet", "2", "--price-per-hour", "nan"], "must be a number of at least 0, got nan"),
         (["--fleet", "2", "--live"], "--fleet is simulated"),
         (["--fleet", "sixten"], "unknown fleet 'sixten' (did you mean 'sixteen'?)"),
