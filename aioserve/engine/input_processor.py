@@ -35,7 +35,6 @@ from aioserve.errors import (
     is_panic,
 )
 from aioserve.model_source.info import ModelInfo
-from aioserve.model_source.vision_families import family_of
 from aioserve.outputs import EmbeddingOutput, FinishReason
 from aioserve.params import (
     MAX_BAD_WORD_TOKENS,
@@ -49,6 +48,7 @@ from aioserve.support.parts import load
 
 if TYPE_CHECKING:
     from aioserve.engine.chat_template import ChatTemplate, ContentText
+    from aioserve.model_source.vision_families import Family
 
 
 R = TypeVar("R")
@@ -110,7 +110,7 @@ class InputProcessor:
         self._marks_contents = model_info.config.content_special_tokens == "text"
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
-        family = family_of(model_info) if runner_info.supports_images else None
+        family = self._family if runner_info.supports_images else None
         self._arrays = () if family is None else family.arrays  # that each encoder input must have
         self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocab_size)]]
         self._max_model_len = max_model_len
@@ -137,12 +137,19 @@ class InputProcessor:
         self._template_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-template")
         self._image_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-image")
 
+    @cached_property
+    def _family(self) -> "Family | None":
+        """The family of models that see to which this one belongs; None: it is for text."""
+        from aioserve.model_source.vision_families import family_of
+
+        return family_of(self._model_info)
+
     @property
     def media(self) -> ReadMedia:
         """What prompts may hold besides text."""
         if not self._has_tokenizer:
             return ReadMedia.none(NO_TOKENIZER)
-        if family_of(self._model_info) is None:
+        if self._family is None:
             return ReadMedia(NO_IMAGES, NO_VIDEOS)
         return self._illustrations.media
 
@@ -170,8 +177,7 @@ class InputProcessor:
         """What reads conversations, loaded on the event loop for the first of them."""
         from aioserve.engine.chat_template import ChatTemplate
 
-        has_family = family_of(self._model_info) is not None
-        placeholders = self._illustrations.placeholders if has_family else {}
+        placeholders = {} if self._family is None else self._illustrations.placeholders
         return ChatTemplate(self._tokenizer, placeholders, content=self._content)
 
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:

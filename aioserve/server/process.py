@@ -113,7 +113,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LastResort:
-    """Hears SIGINT and SIGTERM beside the event loop, however busy that is.
+    """A listener to SIGINT and SIGTERM beside the event loop, however busy that is.
 
     Python's handlers run on the main thread, and asyncio's on the loop. What C writes to the wakeup
     descriptor at a signal is there at once: a thread reads it here, and passes it on to the loop.

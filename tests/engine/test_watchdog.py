@@ -189,7 +189,7 @@ asyncio.run(main())
 # What a process without timers of the C library has instead.
 WITHOUT_TIMERS = """
 import ctypes, time
-from aioserve.engine.watchdog import GRACE_SECONDS, LockGuard
+from aioserve.engine.lock_guard import GRACE_SECONDS, LockGuard
 
 closed = LockGuard(0.1 - GRACE_SECONDS, has_timers=False)
 closed.close()

@@ -8,15 +8,20 @@ and the methods of `AsyncClient` are made of that. Loads no engine.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from aioserve.engine.operations.command import EngineCommand, OperatorCommand
+from aioserve.engine.operations.command import (
+    AbortElsewhere,
+    EngineCommand,
+    HealthCheck,
+    OperatorCommand,
+    ShowMetrics,
+    ShowSteps,
+)
 
 if TYPE_CHECKING:
     from aioserve.engine.operations.commands import (
         OPERATOR_COMMANDS,
-        AbortElsewhere,
         EngineState,
         FindReport,
-        HealthCheck,
         LoadAdapter,
         OperatorMethods,
         Pause,
@@ -25,8 +30,6 @@ if TYPE_CHECKING:
         ResetPrefixCache,
         Resume,
         SetLogLevel,
-        ShowMetrics,
-        ShowSteps,
         Sleep,
         SwitchPolicy,
         SwitchShadow,
@@ -66,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Commands are loaded when the first one is asked for."""
+    """Return what is of operators' commands, which are loaded when the first one is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("aioserve.engine.operations.commands"), name)

@@ -1,6 +1,7 @@
 """What a command is: plain data that an engine runs, wherever the engine is, and what it answers.
 
-Knows neither the commands nor the engine. A command that an operator gives has a route as well.
+Knows neither the operators' commands nor the engine. A command that an operator gives has a route
+as well; last are the four that a server gives for its own routes.
 """
 
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from aioserve.errors import AioserveError, EngineDeadError, RequestError
 
@@ -182,3 +183,47 @@ class Done(msgspec.Struct):
     """Response where there is nothing to tell."""
 
     status: Literal["ok"] = "ok"
+
+
+# What a server asks an engine for its own routes: no operator gives these four commands.
+
+
+class HealthCheck(EngineCommand[Health], frozen=True):
+    """How the engine is; one that is dead answers, too."""
+
+    async def run_on(self, engine: Any) -> Health:
+        health: Health = engine.health()
+        return health
+
+
+class ShowMetrics(EngineCommand[bytes], frozen=True):
+    """Prometheus' text, of the whole. `counted` is what a server in the engine's process has
+    counted; other processes are asked for theirs.
+    """
+
+    counted: list[Counted] = field(default_factory=list)
+
+    async def run_on(self, engine: Any) -> bytes:
+        text: bytes = engine.internals.render_metrics(self.counted)
+        return text
+
+
+class ShowSteps(EngineCommand[Seen], frozen=True):
+    """As `LiveFeed.look`: answered when there is something to see."""
+
+    after: int
+
+    async def run_on(self, engine: Any) -> Seen:
+        seen: Seen = await engine.internals.look(self.after)
+        return seen
+
+
+class AbortElsewhere(EngineCommand[bool], frozen=True):
+    """Ends a request, or a response of several, of another front end; whether there was one."""
+
+    request_id: str
+    reach: str = ""  # the owner that it must have; "" matches every owner
+
+    async def run_on(self, engine: Any) -> bool:
+        """Return False: an engine that is asked directly has no other front end."""
+        return False

@@ -1,7 +1,4 @@
-"""Every command: an operator stops an engine, changes its policy, weights, adapters or log.
-
-The last ones are what a server asks an engine for its own routes; no operator gives these.
-"""
+"""The commands of operators: they stop an engine, change its policy, weights, adapters or log."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,16 +10,13 @@ from msgspec import field
 from aioserve.config import LogLevel
 from aioserve.engine.operations.command import (
     Arrivals,
-    Counted,
     Done,
     EngineCommand,
     FilePath,
-    Health,
     Http,
     OperatorCommand,
     Report,
     Running,
-    Seen,
     State,
     Text,
     Told,
@@ -280,50 +274,6 @@ class SwitchShadow(OperatorCommand[None, Done], frozen=True):
 
     def tell(self, answer: None) -> Done:
         return Done()
-
-
-# What a server asks an engine for its own routes: no operator gives these four commands.
-
-
-class HealthCheck(EngineCommand[Health], frozen=True):
-    """How the engine is; one that is dead answers, too."""
-
-    async def run_on(self, engine: "AsyncEngine") -> Health:
-        return engine.health()
-
-
-class ShowMetrics(EngineCommand[bytes], frozen=True):
-    """Prometheus' text, of the whole. `counted` is what a server in the engine's process has
-    counted; other processes are asked for theirs.
-    """
-
-    counted: list[Counted] = field(default_factory=list)
-
-    async def run_on(self, engine: "AsyncEngine") -> bytes:
-        return engine.internals.render_metrics(self.counted)
-
-
-class ShowSteps(EngineCommand[Seen], frozen=True):
-    """As `LiveFeed.look`: answered when there is something to see."""
-
-    after: int
-
-    async def run_on(self, engine: "AsyncEngine") -> Seen:
-        return await engine.internals.look(self.after)
-
-
-class AbortElsewhere(EngineCommand[bool], frozen=True):
-    """Ends a request, or a response of several, of another front end; whether there was one."""
-
-    request_id: str
-    reach: str = ""  # the owner that it must have; "" matches every owner
-
-    async def run_on(self, engine: "AsyncEngine") -> bool:
-        """Return False: an engine that is asked directly has no other front end."""
-        return False
-
-
-# Of operators again.
 
 
 class SetLogLevel(OperatorCommand[None, Done], frozen=True):
