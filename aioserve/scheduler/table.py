@@ -360,6 +360,8 @@ class RequestTable:
         is sorted again. Raises `PolicyError` half-way; `restored_on_error` stands around it.
         """
         self.policy_name = policy_name
+        step_id, _, lacking = self.line_stop
+        self.line_stop = step_id, None, lacking  # its key compares with none of the new ones
         waiting = list(self.waiting)  # before its keys change
         for request in self.requests.values():
             request.order_key = (order(request), request.order_key[1])
@@ -370,12 +372,12 @@ class RequestTable:
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
         """If the block raises, the policy, the keys and the line are what they were before."""
-        before = self.policy_name, self.waiting
+        before = self.policy_name, self.waiting, self.line_stop
         keys = [(request, request.order_key) for request in self.requests.values()]
         try:
             yield
         except BaseException:
-            self.policy_name, self.waiting = before
+            self.policy_name, self.waiting, self.line_stop = before
             for request, key in keys:
                 request.order_key = key
             raise

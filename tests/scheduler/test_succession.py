@@ -10,7 +10,7 @@ from aioserve.policies.priority import PriorityScheduler
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, InvariantError, PolicyError
-from aioserve.request import EncoderInput, Request
+from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.scheduler import (
     BaseScheduler,
     SchedulerInterface,
@@ -53,6 +53,17 @@ def test_a_single_request_that_runs_survives_the_switch_to_fair() -> None:
     harness.step()
     switch(harness, FairScheduler)
     harness.run_until_idle()
+
+
+def test_why_requests_wait_can_be_asked_between_the_switch_and_the_next_step() -> None:
+    """Keys of the old policy, a time each, and of the new one, two numbers, do not compare."""
+    harness = SchedulerHarness(FCFSScheduler, num_blocks=12, max_num_seqs=1)
+    for name in "abc":
+        harness.add_request(name, [1] * 5, max_tokens=9)
+    harness.step()
+    before = harness.scheduler.get_wait_reasons()
+    switch(harness, PriorityScheduler)
+    assert harness.scheduler.get_wait_reasons() == before == dict.fromkeys("bc", WaitReason.SEATS)
 
 
 class CannotTakeOver(PriorityScheduler):
