@@ -19,8 +19,12 @@ from aioserve.server.body import (
     Route,
     decode_body,
 )
-from aioserve.server.chat.messages import template_messages
-from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, ToolEntry
+from aioserve.server.chat.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    ToolEntry,
+    template_messages,
+)
 from aioserve.server.chat.tools import before_tools, chat_tool_use
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.protocol import Int, ModelRequest

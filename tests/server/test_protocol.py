@@ -11,8 +11,7 @@ from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
 from aioserve.params import SamplingParams
 from aioserve.server.body import BodyDecoder
-from aioserve.server.chat.messages import template_messages
-from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage
+from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, template_messages
 from aioserve.server.chat.routes import sampling_params
 from aioserve.server.fields import GENERATING
 from aioserve.server.images import ImageParts

@@ -46,8 +46,8 @@ from aioserve.runner.batch.drafter import DraftPlace
 from aioserve.runner.batch.prompt_rows import largest_piece
 from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.ops import PlainLinear
+from aioserve.runner.info import max_useful_blocks
 from aioserve.runner.interface import OutputCompiler
-from aioserve.runner.kv_pool import max_useful_blocks
 from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import load_model, num_weight_bytes
 from aioserve.runner.models.architecture import has_states

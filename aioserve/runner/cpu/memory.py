@@ -9,7 +9,7 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.runner.cpu import machine
-from aioserve.runner.kv_pool import max_useful_blocks
+from aioserve.runner.info import max_useful_blocks
 from aioserve.runner.load_plan import SideTypes
 
 DEFAULT_MEMORY_SHARE = 0.25  # of what is free once the weights are loaded

@@ -22,7 +22,6 @@ from aioserve.server.body import (
     Route,
 )
 from aioserve.server.chat.chat_format import CHAT_FORMAT
-from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -31,6 +30,7 @@ from aioserve.server.chat.protocol import (
     ChatCompletionRequest,
     ChatDelta,
     ChatReplyMessage,
+    template_messages,
 )
 from aioserve.server.chat.reply_reader import ReplyReader, tell_reasoning, with_budget
 from aioserve.server.chat.tools import (
