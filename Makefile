@@ -65,8 +65,8 @@ test-real-models: .venv/test .venv/libraries/done model  ## trained weights of s
 	$(BIN)/python -m pytest -q tests/real_models $(ARGS) || [ $$? = 5 ]
 	.venv/libraries/bin/python $(CLIENTS) tests/clients/libraries/test_real_tool_loop.py $(ARGS) || [ $$? = 5 ]
 
-test-vllm: .venv/vllm/done  ## aioserve's policies in a real vLLM on this CPU, 2 GB (ARGS="-k drafts"; make clean and VLLM=0.31.0: another one)
-	.venv/vllm/bin/python -m pytest -q tests/vllm $(ARGS) || [ $$? = 5 ]
+test-vllm: .venv/vllm/done  ## aioserve's policies in a real vLLM on this CPU, 2 GB (ARGS="-k drafts"; SLOW=1: 300 prompts; make clean and VLLM=0.31.0: another one)
+	.venv/vllm/bin/python -m pytest -q tests/vllm -m "$(if $(SLOW),,not slow)" $(ARGS) || [ $$? = 5 ]
 
 test-faults: .venv/test  ## every kind of fault at every point of a request's way, and 300 random days (DAYS=1000)
 	AIOSERVE_FAULT_DAYS=$(or $(DAYS),300) $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults $(ARGS)

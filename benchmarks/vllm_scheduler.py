@@ -9,7 +9,8 @@ together, per step. `steady`: decodes alone. `churn`: every step one in 64 of th
 ends, and as many come, whose `add_request()` is counted. The two take turns of some steps in one
 process, so that what else the machine does falls on both; the ratio is vLLM's time over aioserve's,
 the median of the turns, with the least and the most. `log adds` is what `aioserve.vllm.Recorder`
-adds to a step of vLLM's own. Needs vLLM. The last line is JSON.
+adds to a step of vLLM's own, `parts add` what `PolicyScheduler` does in the order of the policy
+`fair`. Needs vLLM. The last line is JSON.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from aioserve.config import ModelConfig as OurModelConfig
 from aioserve.model_source.info import find_model
-from aioserve.vllm import Recorder
+from aioserve.vllm import PolicyScheduler, Recorder
 from aioserve.vllm import Scheduler as OurScheduler
 
 BLOCK_SIZE = 16
@@ -171,6 +172,7 @@ def measure(running: int, kind: str, policy: str, rounds: int, log: Path) -> dic
         "aioserve": (OurScheduler, ours_stated),
         "vllm": (TheirScheduler, {}),
         "recorded": (Recorder, {"decision_log": str(log)}),
+        "parts": (PolicyScheduler, {"order": "fair"}),
     }
     engines = {
         name: Engine(maker, running, given, is_churn=kind == "churn")
@@ -193,7 +195,10 @@ def measure(running: int, kind: str, policy: str, rounds: int, log: Path) -> dic
         engine.scheduler.shutdown()
     ours, theirs = (statistics.median(found[name]) for name in ("aioserve", "vllm"))
     ratios = [b / a for a, b in zip(found["aioserve"], found["vllm"], strict=True)]
-    adds = [b - a for a, b in zip(found["vllm"], found["recorded"], strict=True)]
+    adds, parts_add = (
+        statistics.median(b - a for a, b in zip(found["vllm"], found[name], strict=True))
+        for name in ("recorded", "parts")
+    )
     return {
         "running": running,
         "kind": kind,
@@ -202,7 +207,8 @@ def measure(running: int, kind: str, policy: str, rounds: int, log: Path) -> dic
         "ratio": round(statistics.median(ratios), 2),
         "least": round(min(ratios), 2),
         "most": round(max(ratios), 2),
-        "log_adds_us": round(statistics.median(adds), 1),
+        "log_adds_us": round(adds, 1),
+        "parts_add_us": round(parts_add, 1),
         "loop_us": round(beside, 1),
         "tokens": {name: engine.num_tokens for name, engine in engines.items()},
     }
@@ -217,8 +223,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.ERROR)
     print(f"microseconds per step of processor time; aioserve under {arguments.policy}")
-    head = ("", "running", "aioserve", "vLLM", "ratio", "least", "most", "log adds")
-    print("{:8}{:>8}{:>10}{:>10}{:>8}{:>8}{:>8}{:>10}".format(*head))
+    head = ("", "running", "aioserve", "vLLM", "ratio", "least", "most", "log adds", "parts add")
+    print("{:8}{:>8}{:>10}{:>10}{:>8}{:>8}{:>8}{:>10}{:>10}".format(*head))
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for kind, running in product(arguments.kind, arguments.running):
@@ -228,7 +234,7 @@ def main() -> None:
             print(
                 f"{kind:8}{running:8}{row['aioserve_us']:10.1f}{row['vllm_us']:10.1f}"
                 f"{row['ratio']:8.2f}{row['least']:8.2f}{row['most']:8.2f}"
-                f"{row['log_adds_us']:10.1f}",
+                f"{row['log_adds_us']:10.1f}{row['parts_add_us']:10.1f}",
                 flush=True,
             )
     print(json.dumps({"policy": arguments.policy, "results": results}))

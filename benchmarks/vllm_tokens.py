@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 
 from harness import ROOT
 
+# Not this folder: numba, which vLLM's n-grams need, would take `coverage.py` for a package.
 sys.path.append(str(ROOT))
+sys.path.remove(str(Path(__file__).resolve().parent))
 from tests.vllm.inside import (  # first: it says how vLLM is to start
     Asked,
     Served,
@@ -49,7 +51,7 @@ FOLDER = Path(__file__).parents[1] / "models" / "test" / "smollm2"
 #: weights. bfloat16 has 8 bits: a logit of 16 to 32 is rounded to an eighth, at several places.
 TIE = {"float32": 0.001, "bfloat16": 0.5}
 #: The least part of the requests that has to end under both: the rest are those that are aborted.
-ENDED = 0.8
+ENDED = 0.6
 
 #: A pool in which requests are preempted, and steps in which prompts are split.
 TIGHT = {
@@ -59,7 +61,7 @@ TIGHT = {
     "max_model_len": 512,
 }
 #: Limits of vLLM's scheduler under which its batches have other sizes.
-OTHER_SIZES = {"max_num_scheduled_tokens": 64, "max_num_active_reqs": 5}
+OTHER_SIZES = {"max_num_scheduled_tokens": 100, "max_num_active_reqs": 12}
 NGRAMS = {
     "method": "ngram",
     "num_speculative_tokens": 3,

@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 VLLM = os.environ.get("VLLM", "0.32.0")
 #: What the tests beside vLLM need and vLLM does not bring.
-TEST_PACKAGES = {"pytest", "pytest-asyncio", "hypothesis"}
-PINS = ROOT / "requirements" / "test.txt"
+TEST_PACKAGES = {"pytest", "pytest-asyncio", "hypothesis", "gguf"}
+PINS = [ROOT / "requirements" / name for name in ("test.txt", "runtime.txt")]
 
 
 def main(folder: Path, *, with_aioserve: bool) -> None:
@@ -35,7 +35,7 @@ def main(folder: Path, *, with_aioserve: bool) -> None:
     if not [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]:
         print("vLLM asks for tcmalloc: apt-get install libtcmalloc-minimal4", file=sys.stderr)
     if with_aioserve:
-        pins = PINS.read_text(encoding="utf-8").splitlines()
+        pins = [line for file in PINS for line in file.read_text(encoding="utf-8").splitlines()]
         named = [line.split()[0] for line in pins if "==" in line]
         wanted = [pin for pin in named if pin.partition("==")[0] in TEST_PACKAGES]
         _pip(python, "install", *wanted)
