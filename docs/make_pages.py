@@ -41,7 +41,7 @@ from aioserve.scheduler import (
     load_policy,
     make_successor,
 )
-from aioserve.scheduler.registry import read_options
+from aioserve.scheduler.descriptions import read_options
 from aioserve.server import completions
 from aioserve.server.chat import routes as chat
 from aioserve.server.fields import FIELDS, Hint, Rule, Skipped, Unserved, rules_of

@@ -169,7 +169,7 @@ class _ServeParser(Parser):
 
     def format_help(self) -> str:
         """Return all settings, with the installed policies, which are looked up only here."""
-        from aioserve.scheduler.registry import describe_policies
+        from aioserve.scheduler.descriptions import describe_policies
 
         policies = describe_policies()
         width = max(map(len, policies), default=0)

@@ -28,7 +28,7 @@ from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.delegate import innermost
-from aioserve.scheduler.registry import OptionField, describe_options, describe_policies
+from aioserve.scheduler.descriptions import OptionField, describe_options, describe_policies
 from aioserve.support.version import __version__
 
 # What a page that watches the scheduler at work is told: plain data, a few times a second. Requests

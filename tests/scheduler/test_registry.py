@@ -10,7 +10,7 @@ import pytest
 from aioserve import scheduler
 from aioserve.errors import ConfigError, UnknownPolicyError
 from aioserve.scheduler import POLICY_API, BaseScheduler, available_policies, load_policy
-from aioserve.scheduler.registry import OptionField, describe_options
+from aioserve.scheduler.descriptions import OptionField, describe_options
 from tests.policy_names import SHIPPED, ZOO
 from tests.processes import PATIENCE
 
@@ -170,7 +170,7 @@ def test_options_are_read_from_sources_as_the_classes_have_them() -> None:
 
 def test_policies_are_described_without_being_imported() -> None:
     code = (
-        "import sys; from aioserve.scheduler.registry import describe_policies;"
+        "import sys; from aioserve.scheduler.descriptions import describe_policies;"
         "print(describe_policies()['fcfs']);"
         "print({name for name in sys.modules if name.startswith('aioserve.policies.')})"
     )
@@ -203,7 +203,7 @@ def test_policies_are_described_for_several_threads_at_once() -> None:
     script = (
         "import gc, sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from aioserve.scheduler.registry import describe_policies\n"
+        "from aioserve.scheduler.descriptions import describe_policies\n"
         "sys.setswitchinterval(1e-5)\n"
         "gc.set_threshold(50)\n"
         "gc.callbacks.append(lambda *_: [None for _ in range(100)])\n"

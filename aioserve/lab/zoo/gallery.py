@@ -27,7 +27,7 @@ from aioserve.lab.zoo.standing import (
     leaderboard,
     meaning,
 )
-from aioserve.scheduler.registry import OptionField, read_options
+from aioserve.scheduler.descriptions import OptionField, read_options
 from aioserve.support.files import find_workload
 from aioserve.support.plugins import zoo_entry_points
 

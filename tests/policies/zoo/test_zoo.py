@@ -15,7 +15,7 @@ from aioserve.errors import ConfigError, UnknownPolicyError
 from aioserve.lab.comparison.candidates import load_candidates
 from aioserve.lab.zoo.gallery import LABELS, read_card, read_cards
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
-from aioserve.scheduler.registry import describe_policies
+from aioserve.scheduler.descriptions import describe_policies
 from aioserve.support.files import config_names, find_config
 from aioserve.testing import cost
 from aioserve.testing.contract import PolicyContract, Subject

@@ -51,7 +51,7 @@ def declaration(struct: type[msgspec.Struct]) -> str:
 
 
 def declarations() -> str:
-    own = (live_feed.__name__, "aioserve.scheduler.registry")  # where `OptionField` stands
+    own = (live_feed.__name__, "aioserve.scheduler.descriptions")  # where `OptionField` stands
     found = [each for each in vars(live_feed).values() if issubclass_of_struct(each)]
     structs = [each for each in found if each.__module__ in own]
     return "\n".join([_HEAD, *map(declaration, structs)])
