@@ -206,6 +206,73 @@ def test_an_engine_alone_has_a_price_and_draws_power(tmp_path: Path) -> None:
     assert 0 < totals["joules_per_output_token"] <= 700 * 3600 * hours / 1e6 * 1.001
 
 
+SEARCH = ["--workload", "mixed", "--limit", "150", "--slo", "ttft=0.5,gap=0.06"]
+
+
+def test_a_search_says_how_many_cards_a_workload_needs_and_what_a_day_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    found = tmp_path / "found.json"
+    words = ["search", "fcfs", "chunked_prefill", *SEARCH, "--time-scale", "0.2"]
+    words += ["--goodput", "0.9"]
+    words += ["--replicas", "16", "--price-per-hour", "2", "--json", str(found)]
+    assert main([*words, "--card", READY, "--card", "l40s-llama-3.1-8b"]) == 0
+    needs = json.loads(found.read_text())
+    assert [need["name"] for need in needs] == [
+        f"{policy} {card}"
+        for card in (READY, "l40s-llama-3.1-8b")
+        for policy in ("fcfs", "chunked_prefill")
+    ]
+    chunked = needs[1]
+    assert chunked["replicas"] < needs[3]["replicas"]  # an L40S is slower than an H100
+    assert chunked["price_per_day"] == 48 * chunked["replicas"]
+    assert 0 < chunked["kwh_per_day"] <= 0.7 * 24 * chunked["replicas"]
+    for need in needs:
+        met = {attempt["replicas"]: attempt["is_met"] for attempt in need["attempts"]}
+        if need["replicas"] is not None:
+            assert met[need["replicas"]]
+            assert need["replicas"] == 1 or met[need["replicas"] - 1] is False
+    said = capsys.readouterr().out
+    assert "Meta-Llama-3.1-8B on h100_sxm" in said
+    assert "price a day" in said
+
+
+def test_a_fleet_of_two_cards_is_multiplied_whole(tmp_path: Path) -> None:
+    import json
+
+    found, fleet = tmp_path / "found.json", tmp_path / "fleet.yaml"
+    fleet.write_text(
+        "replicas: 3\ngroups:\n"
+        f"  - {{replicas: 1, card: {READY}, price_per_hour: 4}}\n"
+        "  - {replicas: 2, card: l40s-llama-3.1-8b, price_per_hour: 1}\n"
+    )
+    words = ["search", "chunked_prefill", *SEARCH, "--time-scale", "0.3", "--goodput", "0.5"]
+    words += ["--fleet", str(fleet)]
+    assert main([*words, "--replicas", "12", "--json", str(found)]) == 0
+    (need,) = json.loads(found.read_text())
+    assert {attempt["replicas"] % 3 for attempt in need["attempts"]} == {0}
+    assert need["price_per_day"] == 24 * 6 * need["replicas"] / 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["chunked_prefill"], "several configurations are searched with --replicas only"),
+        (["--price-per-hour", "3"], "--price-per-hour is for --replicas"),
+        (["--replicas", "4", "--by", "e2e:mean"], "--by plays no part beside --replicas"),
+        (["--replicas", "4", "--set", "scheduler.max_num_seqs=1,2"], "give --set one value each"),
+        (["--card", READY, "--card", "l40s-llama-3.1-8b"], "one --card at a time"),
+    ],
+)
+def test_a_search_for_replicas_refuses_what_it_would_not_use(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["search", "fcfs", *words, *SEARCH]) != 0
+    assert message in capsys.readouterr().err
+
+
 # What follows needs the package.
 
 

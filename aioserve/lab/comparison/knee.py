@@ -51,6 +51,52 @@ class Bound(NamedTuple):
         return over_seeds([getattr(run, name) for run in runs])[self.statistic]
 
 
+class Target(NamedTuple):
+    """The share of requests with an SLO that must be within it: of all, or of every class."""
+
+    share: float = 0.99
+    each_class: bool = False
+
+
+class Judgement(NamedTuple):
+    """The verdict on runs with several seeds: whether they keep to a target and to bounds."""
+
+    is_met: bool
+    good_share: float | None  # of the requests with an SLO, if any, over all seeds
+    worst_class: str | None  # of several with an SLO, that with the lowest share
+    worst_class_share: float | None
+    bounded: dict[str, float]  # what the bounds are on, such as "gap p99", in seconds
+
+
+def judged(
+    runs: Sequence[RunMeasures],
+    workloads: Sequence[Workload],
+    slo: ServiceLevels | None,
+    bounds: Sequence[Bound],
+    target: Target,
+) -> Judgement:
+    """Judge a run of each workload, which are one workload with several seeds."""
+    kinds = np.array([request.kind for workload in workloads for request in workload.requests])
+    good = np.concatenate([_good(run) for run in runs])
+    values = [bound.value(runs) for bound in bounds]
+    is_kept = all(v <= bound.limit for v, bound in zip(values, bounds, strict=True))
+    shares = {
+        kind: float(np.mean(of_class))
+        for kind in sorted(set(kinds.tolist()))
+        if len(of_class := good[(kinds == kind) & ~np.isnan(good)])
+    }
+    share = float(np.nanmean(good)) if shares else None
+    worst = min(shares, key=lambda kind: shares[kind]) if len(shares) > 1 else None
+    lowest = min(shares.values()) if target.each_class and shares else share
+    return Judgement(
+        is_kept and (lowest is None or lowest >= target.share),
+        None if share is None else tidy(share),
+        worst,
+        None if worst is None else tidy(shares[worst]),
+        {f"{b.measure} {b.statistic}": v for b, v in zip(bounds, values, strict=True)},
+    )
+
+
 class Probe(msgspec.Struct, frozen=True):
     """One rate that was tried."""
 
@@ -104,25 +150,15 @@ def search(
     def is_met(rate: float) -> bool:
         scale = base_rate / rate
         runs = [_measure(candidate, workload.scaled(scale), slo, progress) for workload in fitting]
-        good = np.concatenate([_good(run) for run in runs])
-        values = [bound.value(runs) for bound in bounds]
-        is_kept = all(v <= bound.limit for v, bound in zip(values, bounds, strict=True))
-        shares = {
-            kind: float(np.mean(of_class))
-            for kind in sorted(set(kinds.tolist()))
-            if len(of_class := good[(kinds == kind) & ~np.isnan(good)])
-        }
-        share = float(np.nanmean(good)) if shares else None
-        worst = min(shares, key=lambda kind: shares[kind]) if len(shares) > 1 else None
-        lowest = min(shares.values()) if each_class and shares else share
+        found = judged(runs, fitting, slo, bounds, Target(target, each_class))
         probe = Probe(
             tidy(rate),
             tidy(scale),
-            None if share is None else tidy(share),
-            is_kept and (lowest is None or lowest >= target),
-            worst,
-            None if worst is None else tidy(shares[worst]),
-            {f"{b.measure} {b.statistic}": v for b, v in zip(bounds, values, strict=True)},
+            found.good_share,
+            found.is_met,
+            found.worst_class,
+            found.worst_class_share,
+            found.bounded,
         )
         probes.append(probe)
         on_probe(probe)

@@ -222,6 +222,20 @@ def price_totals(price_per_hour: float, totals: dict[str, float]) -> dict[str, f
     }
 
 
+def joules_of(
+    watts: Sequence[tuple[float, float]],
+    busy_seconds: Sequence[float],
+    paid_seconds: Sequence[float],
+) -> float:
+    """Return the joules of replicas that draw so many watts while a step runs, and so many between
+    steps.
+    """
+    times = zip(watts, busy_seconds, paid_seconds, strict=True)
+    return sum(
+        busy * seconds + idle * max(paid - seconds, 0.0) for (busy, idle), seconds, paid in times
+    )
+
+
 def energy_totals(
     watts: Sequence[tuple[float, float]],
     busy_seconds: Sequence[float],
@@ -231,10 +245,7 @@ def energy_totals(
     """Return joules per output token and per request that was served, of replicas that draw so many
     watts while a step runs, and so many between steps.
     """
-    times = zip(watts, busy_seconds, paid_seconds, strict=True)
-    joules = sum(
-        busy * seconds + idle * max(paid - seconds, 0.0) for (busy, idle), seconds, paid in times
-    )
+    joules = joules_of(watts, busy_seconds, paid_seconds)
     num_tokens = sum(len(request.token_times) for request in outcome.requests)
     num_requests = sum(bool(request.token_times) for request in outcome.requests)
     return {

@@ -6,11 +6,12 @@ Knows nothing about numbers; measures nothing.
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import read_card
+from aioserve.lab.arguments import read_card, read_cards
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
     DEFAULT_SEEDS,
@@ -23,9 +24,9 @@ from aioserve.lab.comparison.arguments import (
     read_workloads,
     running,
 )
-from aioserve.lab.comparison.candidates import Candidate, load_candidates
+from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candidates, machines
 from aioserve.lab.comparison.document import classes_of, encode
-from aioserve.lab.comparison.knee import Bound, Knee, Probe, search
+from aioserve.lab.comparison.knee import Bound, Knee, Probe, Target, search
 from aioserve.lab.comparison.measures import NOISE, TINY, UNKNOWN, Row, number, parse_measure
 from aioserve.lab.search.tuning import (
     DEFAULT,
@@ -46,8 +47,11 @@ from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
-from aioserve.support.arguments import Parser
+from aioserve.support.arguments import Parser, count, positive
 from aioserve.support.files import write
+
+if TYPE_CHECKING:
+    from aioserve.lab.search.replicas import Need
 
 #: By the verdict on the held-out part: what is said of the gain.
 HOLDS = {
@@ -126,10 +130,18 @@ def _judged(tuning: Tuning, row: Row) -> list[str]:
 def run_search(words: Sequence[str]) -> int:
     """`aioserve search`; returns the exit code. Raises `AioserveError`."""
     arguments = _parser().parse_args(words)
-    arguments.card_settings = read_card(arguments)
     for name in ("goodput", "tolerance"):
         if not 0 < getattr(arguments, name) <= 1:
             raise ConfigError(f"--{name} must be above 0 and at most 1")
+    if arguments.replicas is not None:
+        return _find_replicas(arguments)
+    for name in ("fleet", "routers", "price_per_hour"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for --replicas: give it as well")
+    if len(arguments.configs) > 1:
+        raise ConfigError("several configurations are searched with --replicas only: give one")
+    (arguments.config,) = arguments.configs
+    arguments.card_settings = read_card(arguments)
     if check_values(arguments.set):
         return _tune(arguments)
     for name in ("by", "held_out", "train_share", "jobs"):
@@ -157,6 +169,84 @@ def _find_rate(arguments: argparse.Namespace) -> int:
     print(render_knee(candidate, knee, arguments.bound, has_slo=has_slo))
     write(arguments.json, encode(msgspec.to_builtins(knee)))
     return 0
+
+
+def _find_replicas(arguments: argparse.Namespace) -> int:
+    """Print the fewest replicas of each configuration on each card, and what a day costs."""
+    from aioserve.lab.search.replicas import Need, fewest_replicas
+    from aioserve.lab.simulation.fleet_plan import FleetSpec
+
+    if check_values(arguments.set):
+        raise ConfigError("--replicas tries numbers of replicas: give --set one value each")
+    for name in ("by", "held_out", "train_share", "jobs"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} plays no part beside --replicas")
+    routers = None if arguments.routers is None else tuple(arguments.routers)
+    spec = FleetSpec.load(arguments.fleet or "1", routers, arguments.price_per_hour)
+    if spec.autoscaling is not None or len(spec.routers) > 1:
+        raise ConfigError("--replicas takes a fleet with one router and without autoscaling")
+    workloads = read_workloads(arguments, 1)
+    _has_slo(arguments, workloads)
+    cards = read_cards(arguments)
+    candidates = [
+        msgspec.structs.replace(candidate, name=" ".join(filter(None, [candidate.name, card])))
+        for card, own in cards
+        for candidate in in_fleet(load_candidates(arguments.configs, [*own, *arguments.set]), spec)
+    ]
+    for line in machines(candidates):
+        print(line)
+    needs: list[Need] = []
+    with running(None) as report:
+        for candidate in candidates:
+            need = fewest_replicas(
+                candidate,
+                workloads,
+                ServiceLevels.of(arguments.slo, classes_of(workloads)),
+                arguments.replicas,
+                bounds=arguments.bound,
+                target=Target(arguments.goodput, arguments.each_class),
+                clip=arguments.clip,
+                progress=report,
+            )
+            needs.append(need)
+    print(render_needs(needs, arguments.replicas))
+    write(arguments.json, encode(msgspec.to_builtins(needs)))
+    return 0
+
+
+def render_needs(needs: Sequence["Need"], most: int) -> str:
+    """Return a table: of each candidate the fewest replicas, the share within the SLO with them and
+    with the next fewer that were tried, and what a day costs.
+    """
+    rows = [("", "replicas", "within the SLO", "with fewer", "price a day", "kWh a day")]
+    for need in needs:
+        tried = {attempt.replicas: attempt for attempt in need.attempts}
+        last = max(tried) if need.replicas is None else need.replicas
+        fewer = max((n for n in tried if n < last), default=None)
+        rows.append(
+            (
+                need.name,
+                f"over {most}" if need.replicas is None else str(need.replicas),
+                _share(tried[last].good_share),
+                "" if fewer is None else f"{_share(tried[fewer].good_share)} ({fewer})",
+                "" if need.price_per_day is None else f"{need.price_per_day:,.2f}",
+                "" if need.kwh_per_day is None else f"{need.kwh_per_day:,.1f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -249,13 +339,15 @@ def _parser() -> Parser:
         "search",
         description="Find the highest rate at which a configuration meets its SLO. With several "
         "values of settings, choose the best of them on a training part of the workload, and say "
-        "what they are worth on requests that are held out.",
+        "what they are worth on requests that are held out. With --replicas, find how many "
+        "replicas the workload needs under each configuration, and what a day of them costs.",
     )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help=CONFIG_HELP)
     add_workload(parser)
     add_common(
         parser,
         seeds=1,
+        has_one_card=False,
         set_help="set any setting; one with several values separated by commas, such as "
         "scheduler.options.chunk_size=64,128,256, is searched; several such: all combinations",
     )
@@ -287,8 +379,30 @@ def _parser() -> Parser:
         metavar="SHARE",
         help="relative precision of the rate found",
     )
+    _add_replicas(parser)
     _add_tuning(parser)
     return parser
+
+
+def _add_replicas(parser: Parser) -> None:
+    group = parser.add_argument_group("search for the fewest replicas")
+    group.add_argument(
+        "--replicas",
+        type=count,
+        metavar="MOST",
+        help="find how many replicas the workload needs within its SLO, at most so many, under "
+        "each of several configurations and on each --card",
+    )
+    group.add_argument(
+        "--fleet",
+        metavar="FILE",
+        help="fleet file that is multiplied, such as two of one card beside three of another "
+        "(default: one replica)",
+    )
+    group.add_argument("--routers", nargs=1, metavar="NAME", help="router (default: least_work)")
+    group.add_argument(
+        "--price-per-hour", type=positive, metavar="X", help="of a replica, for the price of a day"
+    )
 
 
 def _add_tuning(parser: Parser) -> None:
