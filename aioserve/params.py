@@ -383,7 +383,6 @@ def read_defaults(stated: Mapping[str, Any], where: str) -> SamplingDefaults:
         defaults.fill({})
     except (msgspec.ValidationError, RequestError) as error:
         raise ConfigError(
-            f"{where} recommends sampling that makes no sense: {error}; "
-            "model.generation_config none ignores it"
+            f"{where} recommends invalid sampling: {error}; model.generation_config none ignores it"
         ) from error
     return defaults

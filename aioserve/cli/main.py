@@ -42,9 +42,9 @@ _EPILOG = """\
 Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, cards,
 calibrate, replay, trace, fetch, doctor and completion have a --help of their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
-Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
-if the engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if a
-hung event loop or shutdown was given up.
+Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for invalid settings, 3 if the
+engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if the
+process ended itself because the event loop or the shutdown hung.
 
 Policies, for --policy and --shadow-policy:
 """

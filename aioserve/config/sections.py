@@ -69,8 +69,8 @@ class QuantizationConfig(Section, frozen=True, kw_only=True):
     activations: Annotated[
         Literal["int8"] | None,
         doc(
-            "quantize activations to int8 in the products with quantized weights: faster, and "
-            "answers may differ (CPU kernels only; default: activations are exact)"
+            "quantize activations to int8 in products with quantized weights: faster, but "
+            "replies may differ (CPU kernels only; default: activations are exact)"
         ),
     ] = None
 
@@ -88,8 +88,8 @@ class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
     served_model_name: Annotated[
         str | tuple[str, ...] | None,
         doc(
-            "model name in the HTTP API, or several: each is answered, and metrics have the first "
-            "(default: the value of --model; of a GGUF file its stem)"
+            "model name in the HTTP API, or several names, of which metrics use the first "
+            "(default: the value of --model; for a GGUF file, its name without .gguf)"
         ),
     ] = None
     revision: Annotated[
@@ -129,9 +129,9 @@ class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
     content_special_tokens: Annotated[
         Literal["token", "text"],
         doc(
-            "how a chat reads a special token, as <|im_end|>, that is spelled in the content of a "
-            "message, in a tool or its result; token: as that token, as other engines do; text: as "
-            "its characters, so that no content can end its turn or begin another"
+            "how a chat reads the text of a special token, such as <|im_end|>, in a message, a "
+            "tool or the result of a tool; token: as that token, as other engines do; text: as "
+            "plain characters, so that no content can end its turn or begin another"
         ),
     ] = "token"
     skip_tokenizer_init: Annotated[
@@ -165,8 +165,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         PositiveFloat | None,
         doc(
             "KV cache limit in GiB; memory is taken as the cache fills (default on a CPU: twice "
-            "the weights in --dtype, but 0.25 and one request of max_model_len at least, and at "
-            "most 4, a quarter of what is free, and what max_num_seqs requests can use)"
+            "the size of the weights in --dtype, at least 0.25 and one request of "
+            "max_model_len, at most 4, a quarter of the free memory, and the size that "
+            "max_num_seqs requests can use)"
         ),
     ] = None
     kv_cache_dtype: Annotated[
@@ -217,8 +218,8 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     num_window_blocks: Annotated[
         PositiveInt | None,
         doc(
-            "KV blocks of sliding-window layers, which have a pool of their own (default: a share "
-            "of the memory that serves as many requests as the other pool)"
+            "KV blocks of the separate pool for sliding-window layers (default: a share of the "
+            "memory with which this pool serves as many requests as the other pool)"
         ),
     ] = None
     watermark: Annotated[
@@ -277,7 +278,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = None
     stall_timeout: Annotated[
         PositiveFloat,
-        doc("seconds for which a policy may schedule nothing while requests wait; then these fail"),
+        doc(
+            "seconds for which a policy may schedule no request although requests wait; then "
+            "these fail"
+        ),
     ] = 30.0
     max_encoder_tokens: Annotated[
         PositiveInt, doc("encoder token budget: most encoder tokens (images, audio) in one step")
@@ -300,11 +304,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = None
     decision_log: Annotated[
         str | None,
-        doc("file in which every scheduling decision and its input are recorded (default: none)"),
+        doc("file that records every scheduling decision and its input (default: none)"),
     ] = None
     request_log: Annotated[
         str | None,
-        doc("file in which the arrival and lengths of every request are noted (default: none)"),
+        doc("file that records the arrival and lengths of every request (default: none)"),
     ] = None
 
     def step_budget(self, max_model_len: int) -> int:
@@ -560,7 +564,11 @@ class ShadowConfig(Section, frozen=True, kw_only=True):
     """A second policy that is evaluated on the live traffic, without tensors."""
 
     shadow_policy: Annotated[
-        str | None, doc("shadow policy: evaluated on live traffic, decides nothing (default: none)")
+        str | None,
+        doc(
+            "shadow policy, which is evaluated on live traffic and has no effect on it "
+            "(default: none)"
+        ),
     ] = None
     shadow_options: Annotated[dict[str, Any], doc("options of the shadow policy")] = msgspec.field(
         default_factory=dict
@@ -578,8 +586,8 @@ class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
         Literal["closed", "open"],
         doc(
             "structured outputs and tool calls: keys of JSON objects; closed: an object whose "
-            "schema declares properties has no others, unless the schema says "
-            "additionalProperties; open: it may have others, as JSON Schema has it"
+            "schema declares properties has no other keys, unless the schema states "
+            "additionalProperties; open: it may have other keys, as in JSON Schema"
         ),
     ] = "closed"
     json_whitespace: Annotated[

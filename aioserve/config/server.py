@@ -44,7 +44,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         doc("largest request body in MiB (default: from the model's length limit, 1 to 16)"),
     ] = None
     ignore_unknown_fields: Annotated[
-        bool, doc("accept requests with fields that this server does not know, and ignore these")
+        bool, doc("accept requests with unknown fields, and ignore these fields")
     ] = False
     enable_admin: Annotated[
         bool,
@@ -96,7 +96,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = 60.0
     dead_step_seconds: Annotated[
         PositiveFloat | None,
-        doc("seconds after which a hung step means a dead engine: all requests fail; null: never"),
+        doc(
+            "seconds after which the engine is dead because of a hung step: all requests fail; "
+            "null: never"
+        ),
     ] = 600.0
     hung_loop_seconds: Annotated[
         float,
@@ -264,21 +267,21 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     batch_dir: Annotated[
         str | None,
         doc(
-            "directory for files and batches; it turns on /v1/files and /v1/batches, and a server "
-            "that starts again with it goes on with unfinished batches (default: off)"
+            "directory for files and batches; it turns on /v1/files and /v1/batches, and a "
+            "server that starts with it again continues unfinished batches (default: off)"
         ),
     ] = None
     batch_concurrency: Annotated[
-        PositiveInt, doc("most lines of batches that are with the engine at once")
+        PositiveInt, doc("most lines of batches in the engine at once")
     ] = 32
     max_batch_file_mib: Annotated[PositiveInt, doc("size limit of an uploaded file, in MiB")] = 200
     max_batch_lines: Annotated[PositiveInt, doc("most lines of a batch")] = 50_000
     max_batches: Annotated[
         PositiveInt,
         doc(
-            "most unfinished batches of an API key, or of a server without keys; each process "
-            "counts by itself, so that processes which share --batch-dir and take batches at the "
-            "same moment may let in more: one for each further process"
+            "most unfinished batches of an API key, or of a server without keys; processes that "
+            "share --batch-dir count separately, so batches that arrive at the same moment may "
+            "exceed the limit by one per further process"
         ),
     ] = 16
     max_batch_gib: Annotated[
@@ -298,8 +301,8 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     batch_fsync_seconds: Annotated[
         NonNegativeFloat,
         doc(
-            "seconds of a batch's answers that a power failure may lose, so that these lines run "
-            "again; 0: none. A crash of the process loses none"
+            "seconds of a batch's results that a power failure may lose, so that their lines "
+            "run again; 0: none. A crash of the process loses none"
         ),
     ] = 1.0
 
@@ -322,13 +325,13 @@ class ScoringConfig(Section, frozen=True, kw_only=True):
         str,
         doc(
             "prompt of /v1/score and /v1/rerank: qwen3_reranker, or a file with {query}, "
-            "{document} and perhaps {instruction}; auto: detected in the chat template; none: no "
-            "prompt"
+            "{document} and optionally {instruction}; auto: detected in the chat template; "
+            "none: no prompt"
         ),
     ] = "auto"
     score_labels: Annotated[
-        str, doc("the two tokens that are compared, separated by a comma: against, for")
+        str, doc("the two compared tokens, separated by a comma, the negative one first")
     ] = "no,yes"
-    score_instruction: Annotated[str, doc("instruction of requests that state none")] = (
+    score_instruction: Annotated[str, doc("instruction for requests without one")] = (
         "Given a web search query, retrieve relevant passages that answer the query"
     )

@@ -206,7 +206,7 @@ class Adapters:
         except TimeoutError:
             if not samples.is_aborted:
                 raise RequestTimeoutError(
-                    f"adapter {name!r} did not come into memory in the request's timeout"
+                    f"adapter {name!r} was not loaded within the request's timeout"
                 ) from None
             return
         except ConfigError as error:

@@ -230,8 +230,8 @@ class ContentText:
         for control in controls:
             if control.token_id in self._encode_plain(control.text, is_first=True):
                 raise ConfigError(
-                    "model.content_special_tokens: text cannot be had with this tokenizer, which "
-                    f"spells {control.text!r} by no other tokens"
+                    "model.content_special_tokens: text is not possible with this tokenizer, which "
+                    f"has no other tokens for {control.text!r}"
                 )
 
     def marked(self, conversation: Any) -> Any:
@@ -465,7 +465,7 @@ class ChatTemplate:
         for name, value in kwargs.items():
             if value is not None and value is not False and name not in self._names_read(source):
                 raise RequestError(
-                    f"the chat template of this model does not look at {name!r}",
+                    f"the chat template of this model does not use {name!r}",
                     param=f"chat_template_kwargs.{name}",
                 )
 

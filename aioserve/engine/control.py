@@ -179,7 +179,7 @@ class Control:
         """Raises `ConfigError` where blocks, or weights, cannot be given up."""
         config = self._config
         if not isinstance(innermost(self._core.loop.scheduler), BaseScheduler):
-            raise ConfigError(f"{what}: only policies that derive from BaseScheduler give way")
+            raise ConfigError(f"{what}: the policy must derive from BaseScheduler")
         if running == "keep" and config.scheduler.decision_log is not None:
             raise ConfigError(
                 f"{what}: a decision log does not tell that requests lose their blocks: abort "
@@ -210,6 +210,6 @@ class Control:
 def _check_adapters(names: list[str]) -> None:
     if names:
         raise ConfigError(
-            "reload: adapters that bring weights of the model itself are of those that go: unload "
-            f"them first, and let their requests end ({', '.join(names)})"
+            "reload: some adapters replace weights of the model itself: unload them first, and let "
+            f"their requests end ({', '.join(names)})"
         )

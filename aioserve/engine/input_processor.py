@@ -529,7 +529,7 @@ def _check_allowed(token_ids: Collection[int], allowed: Collection[int]) -> None
 
 
 def _refuse(why: str) -> None:
-    raise RequestError(f"thinking_budget cannot be held: {why}", param="thinking_budget")
+    raise RequestError(f"thinking_budget cannot be enforced: {why}", param="thinking_budget")
 
 
 # Embeddings at the engine's door and at its exit: what may be asked, what a stream amounts to.
@@ -592,7 +592,7 @@ async def read_embedding(stream: RequestStream) -> EmbeddingOutput:
     if output.finish_reason is FinishReason.ABORT:
         raise RequestAbortedError(f"request {stream.request_id} was aborted")
     if output.embedding is None:
-        raise RequestFailedError("the runner computed the prompt and gave no vector of it")
+        raise RequestFailedError("the runner computed the prompt but gave no vector of it")
     return EmbeddingOutput(
         request_id=stream.request_id,
         embedding=output.embedding,

@@ -104,7 +104,7 @@ class TemplateRenderer:
         if answer == REFUSAL:
             raise RequestError(f"the chat template refused{text}", "messages")
         if answer == TOO_LONG:
-            raise RequestError("the chat template makes too long a text", "messages")
+            raise RequestError("the text of the chat template is too long", "messages")
         raise RequestError(
             f"the chat template needs more than the {MAX_BYTES / 2**30:g} GiB of memory that it "
             "may have",
@@ -157,7 +157,7 @@ class _Process:
                         return TOO_LONG, ""
         except StandsStillError:
             raise TemplateStalledError(
-                "the process that renders the chat template stood still, and was ended: try again"
+                "the process that renders chat templates did not respond and was ended: try again"
             ) from None
         except TimeoutError:
             raise TemplateTooSlowError("the chat template takes too long", "messages") from None

@@ -246,8 +246,8 @@ async def _gather(request: web.Request) -> bytearray:
                 raise web.HTTPRequestEntityTooLarge(limit, len(body))
             if len(body) > SMALL_BODY and access.body_bytes > max(of_all, limit):
                 raise BodiesFullError(
-                    f"{access.body_bytes / 2**20:.0f} MiB of bodies are still coming, more than "
-                    "this server keeps: try again",
+                    f"{access.body_bytes / 2**20:.0f} MiB of request bodies are being received, "
+                    "more than the limit (--max-bodies-mib): try again",
                     RETRY_SECONDS,
                 )
     finally:

@@ -54,7 +54,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         )
     if body.echo and body.logprobs is not None and body.stream and params.n > 1:
         raise RequestError(
-            "echo with logprobs and n above 1 cannot be streamed: one sample of a prompt tells it",
+            "echo with logprobs cannot be streamed with n above 1: only one sample would have it",
             param="echo",
         )
     prompts = body.prompts()

@@ -58,10 +58,10 @@ def bind_unix(path: str) -> socket.socket:
     try:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise ConfigError(f"cannot listen on {path}: it is there, and is no socket")
+                raise ConfigError(f"cannot listen on {path}: it exists and is not a socket")
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if probe.connect_ex(path) != errno.ECONNREFUSED:
-                    raise ConfigError(f"cannot listen on {path}: another server does")
+                    raise ConfigError(f"cannot listen on {path}: another server listens there")
             os.unlink(path)
         sock.bind(path)
     except OSError as error:

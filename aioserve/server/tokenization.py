@@ -119,7 +119,7 @@ def _prompt(body: TokenizeRequest, images: ImageParts, ignore_unknown: bool) -> 
     messages = template_messages(body.messages or [], images)
     if body.add_special_tokens:
         raise RequestError(
-            "add_special_tokens is for a prompt: the chat template says which there are",
+            "add_special_tokens is for a prompt: the chat template of messages decides this",
             param="add_special_tokens",
         )
     asked = ChatCompletionRequest(messages=[], tools=body.tools)

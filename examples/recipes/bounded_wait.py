@@ -1,7 +1,7 @@
 """Admission control: a request that would wait too long is refused at once, with 429.
 
-A refusal now is worth more to a client than a timeout later: it can go elsewhere. The wait is
-estimated from the prompt tokens that are in line and the speed at which prompts were served lately.
+A client can use a refusal now better than a timeout later: it can try another server. The wait is
+estimated from the waiting prompt tokens and the speed at which prompts were served lately.
 """
 
 from typing import Any

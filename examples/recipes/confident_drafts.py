@@ -1,9 +1,9 @@
-"""Row values: in a full batch, tokens are guessed only where the model is sure of itself.
+"""Row values: in a full batch, tokens are drafted only where the model is certain.
 
-The runner tells the entropy of the distribution that each newest token was drawn from. Where it is
-high, many tokens were about as likely, and guesses of what follows are right less often: once more
-than `free` requests run, and wrong guesses cost others time, none are made there. A simple form of
-AdaEDL (Agrawal et al., 2024), which stops drafts by the entropy of the model that makes them.
+The runner returns the entropy of the distribution from which each newest token was sampled. Where
+it is high, many tokens were about equally likely, and drafts are right less often. So when more
+than `free` requests run, and wrong drafts cost other requests time, none are made there. This is a
+simple form of AdaEDL (Agrawal et al., 2024), which stops drafts by the entropy of the draft model.
 """
 
 from aioserve.scheduler import (

@@ -1,9 +1,10 @@
 """Draft lengths: a request behind its pace gets long drafts, one that keeps it gets none.
 
-Speculative decoding spends computation to be quicker, and a full batch has none to spare. While at
-most `free` requests run, the runner drafts what pays. Beyond, only a request whose tokens come
-slower than its reader needs them is drafted for: its hint `slo_tpot`, or `pace`, in seconds per
-token. A simple form of SLOs-Serve (Chen et al., 2025), which plans draft lengths and steps at once.
+Speculative decoding uses computation to be faster, and a full batch has none to spare. While at
+most `free` requests run, the runner chooses the draft lengths. When more run, only a request whose
+tokens come slower than its reader needs them gets drafts: its pace is the hint `slo_tpot`, or
+`pace`, in seconds per token. This is a simple form of SLOs-Serve (Chen et al., 2025), which plans
+draft lengths and steps together.
 """
 
 from typing import Any

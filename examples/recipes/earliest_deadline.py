@@ -1,7 +1,7 @@
-"""A deadline: who must be done first goes first (EDF), and those without one go last.
+"""A deadline: the request with the earliest deadline goes first (EDF), those without one last.
 
 The deadline is the request's own: the field `timeout` of the body, counted from its arrival. The
-engine ends a request whose deadline has passed; this only decides who goes before that.
+engine ends a request whose deadline has passed; the policy only orders the requests before that.
 """
 
 import math

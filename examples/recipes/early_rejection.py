@@ -1,9 +1,9 @@
-"""Early rejection: a request that will miss its time to first token is turned away while it waits.
+"""Early rejection: a request that will miss its time to first token is refused while it waits.
 
 `step.reject` ends a waiting request with 429 and `Retry-After`, before any work is spent on it.
-What each prompt token costs is measured by `step_time`; how long a request may wait for its first
-token is its hint `slo_ttft`, or `patience`. A step looks at `window` requests of the line and the
-next one goes on behind them, so a long line costs a step no more than a short one.
+`step_time` measures the cost of each prompt token. The limit for the first token is the request's
+hint `slo_ttft`, or `patience`. Each step examines `window` requests of the queue and the next step
+continues after them, so a long queue costs a step no more than a short one.
 """
 
 from itertools import islice

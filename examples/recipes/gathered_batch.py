@@ -1,7 +1,7 @@
 """Batch forming: requests are held until `size` of them wait, or the first has waited `max_wait`.
 
-While nothing runs, `wake_at` says when to ask again, so that nothing is polled meanwhile and the
-time in line counts as no fault of the policy.
+While nothing runs, `wake_at` says when `schedule` must be called again. So the engine does not poll
+meanwhile, and the waiting does not count as a fault of the policy.
 """
 
 from aioserve.scheduler import (

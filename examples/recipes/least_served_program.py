@@ -1,9 +1,9 @@
-"""Attained service by program: calls of the program that was served least go first.
+"""Attained service by program: calls of the program with the least service go first.
 
-A program is many calls, which say so by the hint `program`; its key is what all its calls have got
-so far, so the key of each that waits changes when one ends. `group_by` has the line kept by program
-as well, and `reorder_all` moves one program's calls at once. A simple form of PLAS (Autellix, Luo
-et al., 2025). `max_requests` bounds how many requests a step serves, apart from the seats.
+A program is a set of calls with the same hint `program`. Its key is the service of all its calls so
+far, so the keys of its waiting calls change when one ends. `group_by` groups the queue by program,
+and `reorder_all` moves all calls of a program at once. This is a simple form of PLAS (Autellix, Luo
+et al., 2025). `max_requests` limits the number of requests in a step, independent of the seats.
 """
 
 from collections import Counter

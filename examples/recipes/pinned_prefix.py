@@ -1,8 +1,8 @@
-"""Pinning a prefix: the first tokens of some clients' prompts stay cached though nobody asks.
+"""Pinning a prefix: the first tokens of some clients' prompts stay cached while they are unused.
 
-Cached blocks that nobody uses are evicted, oldest first. `kv_cache.refresh` makes a prefix the
-newest again, so whatever else is cached goes before it. It holds nothing: when a running request
-needs the last block, it gets it.
+Cached blocks that no request uses are evicted, oldest first. `kv_cache.refresh` makes a prefix the
+newest again, so all other cached blocks are evicted before it. It reserves nothing: when a running
+request needs the last block, it gets it.
 """
 
 from typing import Any

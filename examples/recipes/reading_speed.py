@@ -1,10 +1,10 @@
-"""Reading speed: a request whose client has enough to read steps aside for those that wait.
+"""Reading speed: a request that is far ahead of its reader is paused for requests that wait.
 
-A client reads some tokens a second (hint `reading_speed`), and whatever comes sooner only lies
-there. So a request that is more than `buffer` seconds ahead of its reader is paused when another
-one waits for a seat: `pause` gives up the seat and keeps the KV blocks, and `admit` lets it go on.
-The request whose reader runs out first goes first; a new one counts from its arrival. A simple form
-of Andes (Liu et al., 2024) and of TokenFlow (Chen et al., 2025).
+A client reads a number of tokens per second (hint `reading_speed`), and tokens that arrive sooner
+have no use yet. So a request that is more than `buffer` seconds ahead of its reader is paused when
+another one waits for a seat: `pause` gives up the seat and keeps the KV blocks, and `admit` resumes
+the request. The request whose reader runs out of text first goes first; a new one counts from its
+arrival. This is a simple form of Andes (Liu et al., 2024) and of TokenFlow (Chen et al., 2025).
 """
 
 from typing import Any

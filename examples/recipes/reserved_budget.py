@@ -1,7 +1,7 @@
 """Reserving budget: a share of every step is kept for urgent requests, whatever else waits.
 
-A step's time grows with its tokens. Prompts that are not urgent get at most what `reserved` leaves
-of them, so an urgent one that comes next finds room in the step that is planned next.
+The time of a step grows with its tokens. Prompts that are not urgent get at most the share of a
+step that is not `reserved`, so an urgent request finds room in the next step.
 """
 
 from aioserve.scheduler import (

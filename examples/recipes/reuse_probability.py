@@ -1,10 +1,10 @@
-"""Reuse probability: prefixes of the kinds of requests that come back stay longer in the KV cache.
+"""Reuse probability: prefixes that are likely to be used again stay longer in the KV cache.
 
-A chat goes on after a while, a single call does not. For each kind (hint `type`, else the user) it
-is counted how often a conversation (hint `session`) goes on, and after how long. A prefix is worth
-its memory until a next turn is less likely than `least`: that time is its rank. Returns are taken
-to be exponential, as in KVCache in the Wild (ATC'25), which ranks by their probability anew at
-each eviction.
+A chat goes on after a while, a single call does not. For each kind of request (hint `type`, else
+the user) the policy counts how often a conversation (hint `session`) goes on, and after how long. A
+prefix is worth its memory until the probability of a next turn is below `least`: that time is its
+rank. Times until a return are assumed to be exponential, as in KVCache in the Wild (ATC'25), which
+computes ranks from the probability at each eviction.
 """
 
 import math

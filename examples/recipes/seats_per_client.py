@@ -1,7 +1,7 @@
-"""State per client: nobody has more than `seats` requests running at once.
+"""State per client: no client has more than `seats` requests running at once.
 
-Requests of a client who has all its seats are passed by, not waited for. Who is counted is `user`
-of the request; requests without one share a client.
+If a client has all its seats, its waiting requests are skipped and do not block others. The client
+is `user` of the request; requests without one share a client.
 """
 
 from collections import Counter

@@ -1,9 +1,9 @@
 """Predicted lengths: the shortest reply goes first, and no request waits for ever.
 
-A client, or a predictor in front of the server, states the hint `predicted_output_tokens`; where it
-does not, the scheduler goes by the newest replies to the same client and class. A request stands in
-line as if it had come a second later for every `tokens_per_second` tokens that its reply is
-predicted to have. Until a first reply has ended, each counts as long as `usual`.
+A client, or a predictor in front of the server, sends the hint `predicted_output_tokens`. Without
+it, the scheduler uses the newest replies to the same client and class. A request is ordered as if
+it had arrived a second later for every `tokens_per_second` tokens of its predicted reply. Until a
+first reply has ended, each one counts as `usual` tokens.
 """
 
 from aioserve.scheduler import (

@@ -1,8 +1,9 @@
 """Ageing: the shortest prompt goes first, until one has waited `patience` seconds.
 
-Keys depend on the time here: a request that has waited long enough moves before all that have not.
-`order` is asked on entry alone, so `reorder_every` has it asked again for the whole line, which is
-one sort; asking every second is often enough for a patience of ten.
+The keys depend on the time: a request that has waited long enough moves before all that have not.
+`order` is called only when a request enters the queue, so `reorder_every` makes the scheduler call
+it again for the whole queue, which costs one sort. For a patience of ten seconds, once a second is
+often enough.
 """
 
 from typing import Any

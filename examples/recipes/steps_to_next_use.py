@@ -1,9 +1,9 @@
 """Steps to next use: of a workflow's prefixes, the one that is needed last is evicted first.
 
-The agents of a workflow take turns, and who runs it knows whose turn comes when. Each request has
-the hint `program`, and `steps_to_next_use`: how many requests of the program end before its prefix
-is asked for again. Whenever one ends, all prefixes of its program are a step nearer, and `retain`
-says so: KVFlow (Pan et al., 2025), without the loading ahead of time.
+The agents of a workflow take turns, in an order that the workflow knows. Each request has the hint
+`program`, and `steps_to_next_use`: how many requests of the program end before its prefix is needed
+again. Whenever one ends, all prefixes of its program are one step nearer, and `retain` updates
+their ranks. This is KVFlow (Pan et al., 2025) without prefetching.
 """
 
 import math

@@ -1,11 +1,12 @@
-"""Swapping: a feedback queue in which a displaced request finds its KV blocks again.
+"""Swapping: a feedback queue in which a displaced request keeps its KV blocks.
 
-The least served goes first, by levels that double (FastServe, Wu et al., 2023); a level waits as if
-it had come `patience` seconds later, so that no request starves. An upper level takes the seat of a
-lower one, which is paused and keeps its blocks. When less than the share `reserve` of the memory is
-free, paused requests are offloaded to host memory, the last in order first, where that is cheaper
-than computing again; when there is room, the first of them is prefetched. It needs a KV connector
-(`--kv-connector memory`): without one, what gives way is computed again.
+The request with the least service goes first, by levels that double in size (FastServe, Wu et al.,
+2023). A level waits as if it had arrived `patience` seconds later, so that no request starves. An
+upper level takes the seat of a lower one, which is paused and keeps its blocks. When less than the
+share `reserve` of the memory is free, paused requests are offloaded to host memory, the last in
+order first, if that is cheaper than computing them again; when there is room, the first of them is
+prefetched. This needs a KV connector (`--kv-connector memory`): without one, displaced requests are
+computed again.
 """
 
 from aioserve.scheduler import (

@@ -1,8 +1,8 @@
 """Charging for tokens: each client may use `rate` tokens a second, and save up `burst` of them.
 
-What `admit` and `run` return is what was granted, so it is charged in the same line. A client in
-debt waits until its bucket has filled up again; if nobody else wants the machine, the client with
-the smallest debt goes on, as an idle machine helps nobody.
+`admit` and `run` return the tokens granted, which are charged at once. A client in debt waits until
+its bucket has filled up again. If no other client has requests, the client with the smallest debt
+goes on, because an idle machine helps no client.
 """
 
 from typing import Any

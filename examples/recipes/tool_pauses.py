@@ -1,9 +1,10 @@
 """Pauses of tools: a conversation's KV blocks stay for a while, so that its next turn finds them.
 
-An agent's turn ends with a call of a tool, and its next one comes a moment later, with all that was
-said before. `pin` keeps that prefix for `ttl` seconds, and `unpin` gives it back once the turn runs
-that it was kept for. Turns of conversations that are held go first: they free what they hold. A
-simple form of Continuum (Li et al., 2025), which computes the time to live from tools' durations.
+An agent's turn ends with a tool call, and its next turn arrives a moment later with the whole
+conversation. `pin` keeps that prefix for `ttl` seconds, and `unpin` releases it once the next turn
+runs. Turns of conversations with pinned prefixes go first, because they release them. This is a
+simple form of Continuum (Li et al., 2025), which computes the time to live from the durations of
+tools.
 """
 
 from typing import Any

@@ -115,7 +115,7 @@ async def test_an_adapter_comes_though_all_who_asked_for_it_had_no_more_time(
         runner.gate.clear()
         asking = asyncio.create_task(say(engine, "a"))
         await until(lambda: runner.asked[-1] == "a")
-        with pytest.raises(RequestTimeoutError, match="'a' did not come into memory"):
+        with pytest.raises(RequestTimeoutError, match="'a' was not loaded within"):
             await say(engine, "a", timeout=0.001)
         asking.cancel()
         await asyncio.wait([asking])

@@ -179,7 +179,7 @@ async def test_an_adapter_in_use_is_not_evicted_and_the_next_waits_its_turn(
         waiting = asyncio.create_task(say(engine, "two"))
         await asyncio.sleep(0)
         late = asyncio.create_task(say(engine, "one"))  # behind it, though its adapter is there
-        with pytest.raises(RequestTimeoutError, match="did not come into memory"):
+        with pytest.raises(RequestTimeoutError, match="was not loaded within"):
             await say(engine, "three", timeout=0.001)
         async with first:
             tokens = [token async for output in first for token in output.token_ids]

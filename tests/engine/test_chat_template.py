@@ -268,7 +268,9 @@ def test_a_template_that_does_not_end_is_ended(tokenizer, render, source):
 )
 def test_a_template_does_not_fill_the_memory(render, source):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
-    with pytest.raises(RequestError, match=r"too long a text|needs more than the 1 GiB of memory"):
+    with pytest.raises(
+        RequestError, match=r"template is too long|needs more than the 1 GiB of memory"
+    ):
         render(source)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + 2**18
     assert render("{{ messages[0].content }}") == "Hi"
@@ -291,7 +293,7 @@ def test_what_renders_is_replaced_when_it_stands_still(render, content):
     assert render("{{ messages[0].content }}", message) == content
     for process in psutil.Process().children():
         process.suspend()
-    with pytest.raises(TemplateStalledError, match="stood still, and was ended: try again"):
+    with pytest.raises(TemplateStalledError, match="did not respond and was ended: try again"):
         render("{{ messages[0].content }}", message)
     assert render("{{ messages[0].content }}", message) == content
     assert all(process.status() != psutil.STATUS_STOPPED for process in psutil.Process().children())

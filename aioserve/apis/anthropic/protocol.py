@@ -131,8 +131,8 @@ class Thinking(RequestPart, kw_only=True, omit_defaults=True):
         if self.budget_tokens is None:
             if self.type == "enabled":
                 raise RequestError(
-                    "thinking.budget_tokens is missing, which thinking of type enabled needs: it "
-                    "is how many tokens of reasoning there may be",
+                    "thinking.budget_tokens is missing: thinking of type enabled needs it, as the "
+                    "largest number of reasoning tokens",
                     param="thinking.budget_tokens",
                 )
             return None

@@ -287,7 +287,9 @@ async def _in_time(coming: Any, seconds: float) -> Any:
         async with asyncio.timeout(seconds):
             return await coming
     except TimeoutError:
-        raise BodyTimeoutError(f"no more of the form came for {seconds:g} s") from None
+        raise BodyTimeoutError(
+            f"no further part of the form arrived within {seconds:g} s"
+        ) from None
 
 
 def _name(part: MultipartReader | BodyPartReader, seen: set[str]) -> str:

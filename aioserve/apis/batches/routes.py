@@ -76,8 +76,8 @@ def _check_number(disk: Disk, owner: str) -> None:
     own = [s for s in disk.list_batches(owner) if s.owner == owner and not s.batch.has_ended]
     if len(own) >= limit:
         raise RequestError(
-            f"{len(own)} batches are not over, as many as there may be (--max-batches): wait for "
-            "one, or cancel it"
+            f"{len(own)} batches are unfinished, which is the limit (--max-batches): wait until "
+            "one has ended, or cancel one"
         )
 
 

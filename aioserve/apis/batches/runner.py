@@ -373,7 +373,7 @@ class Inner:
 async def _refuse_stream(request: web.Request) -> web.StreamResponse:
     """Refuse a line that asks for a stream."""
     raise RequestError(
-        "stream must not be true in a line of a batch: its answer in a file is whole",
+        "stream must not be true in a line of a batch: its result is written to a file",
         param="stream",
     )
 

@@ -125,7 +125,7 @@ async def get_report(request: web.Request) -> web.Response:
     """GET /watch/reports/{id}: needs no key but the id, which cannot be guessed."""
     html = await request.app[ENGINE].ask(FindReport(request.match_info["id"]))
     if html is None:
-        raise UnknownFileError("there is no such report, or it is forgotten: try again")
+        raise UnknownFileError("there is no such report, or it was deleted: run the trial again")
     return web.Response(
         body=html, content_type="text/html", charset="utf-8", headers=REPORT_HEADERS
     )

@@ -151,8 +151,8 @@ async def _before(request: web.Request, body: ResponsesRequest) -> list[InputIte
     kept = await request.app[RESPONSES].get(body.previous_response_id)
     if kept is None or not kept.is_for(reach_of(request)):
         raise RequestError(
-            f"no response {body.previous_response_id[:128]!r} is stored here: it never was, was "
-            "not to be, or is forgotten for newer ones",
+            f"no response {body.previous_response_id[:128]!r} is stored here: it was never stored "
+            "(store: false), or was dropped for newer ones",
             param="previous_response_id",
         )
     request[CHAIN] = kept.chain
@@ -183,7 +183,7 @@ async def get_response(request: web.Request) -> web.Response:
     """
     kept = await _kept(request)
     if decode_query(request.query, Whole).stream:
-        raise RequestError("what is stored is told as a whole: no stream of it", param="stream")
+        raise RequestError("a stored response is returned whole, not as a stream", param="stream")
     return web.Response(body=kept.response, content_type="application/json")
 
 
@@ -211,7 +211,7 @@ async def list_input_items(request: web.Request) -> web.Response:
     if page.after is not None:
         ids = [item.id for item in items]
         if page.after not in ids:
-            raise RequestError(f"no item {page.after[:128]!r} led to it", param="after")
+            raise RequestError(f"item {page.after[:128]!r} is not in this list", param="after")
         items = items[ids.index(page.after) + 1 :]
     told = items[: page.limit]
     ends = (told[0].id, told[-1].id) if told else (None, None)

@@ -74,10 +74,10 @@ class ScoreRequest(Asked, kw_only=True, omit_defaults=True):
         """Return the items. Raises `RequestError` for those that do not go with the query."""
         for name in ("text_1", "text_2", "queries", "documents", "instruction"):
             if getattr(self, name) is not None:
-                raise RequestError(f"{name} does not go with label_token_ids", param=name)
+                raise RequestError(f"{name} cannot be combined with label_token_ids", param=name)
         if self.query is None or self.items is None:
             missing = "query" if self.query is None else "items"
-            raise RequestError(f"{missing} is missing beside label_token_ids", param=missing)
+            raise RequestError(f"label_token_ids also needs {missing}", param=missing)
         given: list[str | list[int]] = (
             [self.items] if isinstance(self.items, str) else list(self.items)
         )
@@ -85,11 +85,11 @@ class ScoreRequest(Asked, kw_only=True, omit_defaults=True):
         for i, item in enumerate(given):
             if isinstance(item, str) != isinstance(self.query, str):
                 raise RequestError(
-                    "query and items must be texts, or token ids, alike", param=f"items[{i}]"
+                    "query and items must both be texts, or both be token ids", param=f"items[{i}]"
                 )
         if not self.label_token_ids or len(set(self.label_token_ids)) != len(self.label_token_ids):
             raise RequestError(
-                "label_token_ids must hold at least one token id, and none twice",
+                "label_token_ids must hold at least one token id, and no id twice",
                 param="label_token_ids",
             )
         return given

@@ -57,7 +57,7 @@ def load(context: ssl.SSLContext, settings: AccessConfig) -> None:
     except ssl.SSLError as error:
         why = error.reason or str(error)
         raise ConfigError(
-            f"no certificate can be had from {' and '.join(dict.fromkeys(names))}: {why}; the "
+            f"cannot load a certificate from {' and '.join(dict.fromkeys(names))}: {why}; the "
             f"password of an encrypted key is in {PASSWORD}"
         ) from error
     except OSError as error:
@@ -115,8 +115,8 @@ class Access:
             return
         if read_roots(self.settings) != self._roots:  # a context takes roots, and forgets none
             raise ConfigError(
-                f"{self.settings.ssl_ca_certs} is not what it was at the start: whose certificates "
-                "are taken cannot change while the server runs: start it anew"
+                f"{self.settings.ssl_ca_certs} has changed: the CAs of client certificates cannot "
+                "change while the server runs: restart it"
             )
         make_context(self.settings)  # tries it out: a half loaded context serves no client
         load(self.tls, self.settings)
@@ -151,7 +151,9 @@ class MainAccess(Access):
         """
         keys = _read(self._config)
         if bool(keys) != bool(self.keyring):
-            raise ConfigError("keys: whether there are any cannot change while the server runs")
+            raise ConfigError(
+                "keys: a running server cannot change between keys and no keys: restart it"
+            )
         had_operator = any(key.admin for key in self.keyring.keys)
         if self.settings.admin_port is not None and had_operator:
             if not any(key.admin for key in keys):

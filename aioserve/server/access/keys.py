@@ -362,7 +362,7 @@ class Accounts:
         held = min(claim.num_tokens, size)
         if account.left <= 0:
             raise KeyLimitError(
-                f"key {name!r} has had its {size} tokens a minute, and {-account.left:.0f} more",
+                f"key {name!r} has used its {size} tokens a minute, and {-account.left:.0f} more",
                 max(MIN_RETRY_SECONDS, account.seconds_until(held)),
             )
         if account.left < held:

@@ -114,8 +114,8 @@ class ChatFormat:
         """What reads calls. Raises `RequestError` if nothing here can."""
         if self._format is None or not self._takes_tools:
             raise RequestError(
-                "tools are not supported with this model: its chat template shows no way to write "
-                "calls that is known here (see --tool-call-parser)",
+                "tools are not supported with this model: its chat template has no known format of "
+                "tool calls (see --tool-call-parser)",
                 param="tools",
             )
         return self._format

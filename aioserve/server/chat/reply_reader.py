@@ -329,8 +329,8 @@ def with_budget(
     marks = chat_format.thinking
     if marks is None:
         raise RequestError(
-            f"{field} cannot be held: the chat template of this model shows no reasoning that is "
-            "known here (see --reasoning-parser)",
+            f"{field} cannot be enforced: the chat template of this model has no known marks of "
+            "reasoning (see --reasoning-parser)",
             param=field,
         )
     message = request.app[ENGINE].config.server.reasoning_budget_message

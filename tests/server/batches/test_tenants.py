@@ -69,7 +69,7 @@ async def test_each_key_has_its_own_number_of_batches_and_share_of_the_disk(
     fields = {"max_batches": 2, "max_batch_gib": 12.5 / 1024, "max_batch_share": 0.5}
     async with serving(tmp_path, base, ANN, **fields) as (server, ann):
         batches = [await create(ann, completions(500)) for _ in range(2)]
-        with pytest.raises(openai.BadRequestError, match="2 batches are not over"):
+        with pytest.raises(openai.BadRequestError, match="2 batches are unfinished"):
             await create(ann, completions(1))
         with pytest.raises(openai.BadRequestError, match="no room"):
             await ann.files.create(file=("a", b"x" * 2**21), purpose="batch")
