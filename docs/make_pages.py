@@ -4,9 +4,9 @@
 
 `policies.md` is the catalogue of what is in `policies/`; `policy-api.md` lists what a policy can
 read and call: attributes of classes with a comment `#:`, those that `__init__` assigns, with the
-comments beside them (or beside the field of `RequestSpec` that it assigns), properties and methods.
-`fields.md` says of every known field of a body what becomes of it on each route that generates.
-The table of operators' routes in `operations.md` is made of the commands in
+comments beside them (or beside the field of `RequestSpec` that it assigns), properties and
+methods. `fields.md` says of every known field of a body what becomes of it on each route that
+generates. The table of operators' routes in `operations.md` is made of the commands in
 `aioserve.engine.operations`.
 """
 
@@ -51,31 +51,31 @@ HERE = Path(__file__).parent
 CATALOGUE_HEAD = """\
 # Scheduling policies that come with aioserve
 
-Made from their files by `python docs/make_pages.py`; a test keeps it true. Each is one file of
-[policies](../policies) and has a configuration in [configs](../configs) with all its options:
-`python -m aioserve --config configs/fair.yaml`, or `--policy fair` for the defaults. Which one is
-better for your traffic: [comparing-policies.md](comparing-policies.md). The zoo,
-[policies/zoo](../policies/zoo), holds more of them, as papers and other engines have them:
-`--policy zoo.srpt`, or `--config zoo.srpt` for the file in [configs/zoo](../configs/zoo).
-[The zoo](zoo.md) ranks them all on the same workloads.
+`python docs/make_pages.py` writes this page from the policies' files, and a test keeps it
+current. Each policy is one file of [policies](../policies), with a configuration in
+[configs](../configs) that has all its options: `python -m aioserve --config configs/fair.yaml`,
+or `--policy fair` for the defaults. To find out which one is better for your traffic, see
+[comparing policies](comparing-policies.md). The zoo, [policies/zoo](../policies/zoo), has more
+policies, from papers and other engines: `--policy zoo.srpt`, or `--config zoo.srpt` for the file
+in [configs/zoo](../configs/zoo). [The zoo](zoo.md) ranks all of them on the same workloads.
 """
 
 FIELDS_HEAD = """\
 # Fields of requests
 
-Made from `aioserve/server/fields.py` and the structs of the routes by
-`python docs/make_pages.py`; a test keeps it true. It holds every field that clients of OpenAI,
-Anthropic, vLLM, SGLang and others are known to send to the routes that generate. What served fields
-mean is on [the page of the HTTP API](http-api.md).
+`python docs/make_pages.py` writes this page from `aioserve/server/fields.py` and the structs of
+the routes, and a test keeps it current. It lists every field that clients of OpenAI, Anthropic,
+vLLM, SGLang and others are known to send to the routes that generate. [The HTTP
+API](http-api.md) explains the served fields.
 
-- **served**: the field does what it says.
-- **hint**: any value is accepted, and no answer is another for it.
-- **passed over**: only a vendor's servers do it. The request is served without, and one line of the
-  log says so.
-- **refused**: a 400 that names the field, unless it has a value that asks for nothing: null, one
-  that the last column lists, or false (where it lists `true` alone, false is refused).
-- A field that is not here is a 400 with code `unknown_parameter`, and the error has the nearest
-  name. `--ignore-unknown-fields` ignores it, and the fields of other engines: those with a star.
+- **served**: the field has its documented effect.
+- **hint**: any value is accepted, and no value changes the reply.
+- **passed over**: a feature of a vendor's servers. The request is served without it, and a line in
+  the log says so.
+- **refused**: a 400 that names the field, unless its value has no effect: null, a value that the
+  last column lists, or false (if it lists only `true`, false is refused).
+- Any other field gets a 400 with code `unknown_parameter` and the nearest name.
+  `--ignore-unknown-fields` ignores such fields, and the fields of other engines, which have a star.
 
 | field | completions | chat | responses | messages | |
 |---|---|---|---|---|---|
@@ -94,9 +94,9 @@ HINTED: tuple[Callable[..., Any], ...] = (hinted_number, hinted_text, hinted_fla
 HEAD = """\
 # Policy API
 
-Made from the docstrings by `python docs/make_pages.py`; a test keeps it true. How to put it
-together is in [writing-a-policy.md](writing-a-policy.md) and, by example, in
-[policy-recipes.md](policy-recipes.md). All names come from `aioserve.scheduler`.
+`python docs/make_pages.py` writes this page from the docstrings, and a test keeps it current. To
+learn how to write a policy, read [writing a policy](writing-a-policy.md) and, for examples,
+[policy recipes](policy-recipes.md). Import all names from `aioserve.scheduler`.
 """
 
 # Section, class, what of it; None: all that is public.

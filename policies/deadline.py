@@ -1,12 +1,13 @@
 """Deadlines for the first token, and a pace for those that follow; the hopeless step aside.
 
-A prompt that cannot be in time any more, even if served at once, is relegated: served after all
-others, so that one late request does not make the next one late. Among the rest the earliest
-deadline goes first, with a bonus for short work (QoServe/Niyama, ASPLOS'26). A step may take as
-long as the stream closest to falling behind its pace allows: those ahead lend time to prompts
-(FairBatching, 2025). A request's own `deadline` counts if earlier, and lends nothing. More are in
-time under overload; the late get later still. A step costs about 3 us per request that it compares,
-and almost nothing for requests that are certainly late.
+A prompt that can no longer meet its deadline, even if served at once, is relegated: it is served
+after all others, so that one late request does not make the next one late. Among the rest the
+earliest deadline goes first, with a bonus for short work (QoServe/Niyama, ASPLOS'26). A step may
+take as long as the stream with the least slack allows: streams ahead of their pace leave time for
+prompts (FairBatching, 2025). A request's own `deadline` counts if it is earlier, and leaves no time
+for prompts. Under overload more requests are in time, but late requests become even later. A step
+costs about 3 us per request that it compares, and almost nothing for requests that are certainly
+late.
 """
 
 from collections.abc import Iterator

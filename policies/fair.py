@@ -1,13 +1,14 @@
 """Virtual token counter per client (VTC; Sheng et al., OSDI'24), with a locality quantum (DLPM).
 
-Every client (`user` of the request) has a counter of the tokens that it was served, output
-weighing more than input, divided by its weight; the client with the lowest counter is admitted
-next. A new or returning client starts at the lowest counter of the waiting ones: being away earns
-nothing, and a debt is kept until the others have caught up. Clients with work waiting differ
-in service by at most about twice one request or one full batch, whichever is more. Among
-clients within `quantum` of the lowest, the longest cached prefix goes first: more hits, so much
-less fairness. Work computed again after a preemption is not charged. What a step costs grows with
-the clients whose requests come, run or go, and hardly with those that wait.
+Every client (`user` of the request) has a counter of its service: the tokens that it got, where
+output tokens count more than input tokens, divided by its weight. The client with the lowest
+counter is admitted next. A new or returning client starts at the lowest counter of the waiting
+clients: being away earns no credit, and a higher counter is kept until the others have caught up.
+The service of clients with waiting requests differs by at most about twice one request or one full
+batch, whichever is more. Among clients within `quantum` of the lowest counter, the longest cached
+prefix goes first, which gains cache hits and loses that much fairness. Work computed again after a
+preemption is not charged. The cost of a step grows with the number of clients whose requests
+arrive, run or end, and hardly with the number of those that wait.
 """
 
 from collections import Counter, defaultdict

@@ -1,11 +1,12 @@
 """As many prompt tokens per step as keep a target inter-token latency, from a model of step time.
 
-No fixed chunk is right (vllm#52906): beside few decodes there is room for long pieces, beside many
-for short ones. Step time is fitted online to what steps took (as in FairBatching 2025), and each
-step takes the most prompt tokens whose predicted time is within `target_itl`. Until the fit
-stands, the budget grows by a little and is halved when a step was late. When no
-request decodes, prompts run at full speed. A lower target gives steadier streams, later first
-tokens and less throughput. The order is that of any policy whose `order` needs no options.
+No fixed chunk size is right (vllm#52906): with few decodes there is room for large chunks, with
+many only for small ones. A model of step time is fitted online to measured steps (as in
+FairBatching 2025), and each step takes the most prompt tokens whose predicted time is within
+`target_itl`. Until there are enough measurements, the budget grows slowly and is halved when a step
+was late. When no request decodes, prompts run at full speed. A lower target gives steadier streams,
+later first tokens and less throughput. `order_by` names the policy whose order is used: any one
+whose `order` needs no options.
 """
 
 from functools import cached_property

@@ -1,15 +1,16 @@
 """Skip-join multi-level feedback queue (FastServe, NSDI'26): the least served first, unpredicted.
 
-A request's level follows from what it was served: its prompt counts at once, so a long one skips
-the upper levels, and each output token counts like `output_weight` prompt tokens, so it sinks as it
-goes on; levels double in size. Upper levels go first, and take seats and blocks from lower ones.
-Waiting lifts a request in line, from the lowest level to the top in `starve_after` seconds. Short
-answers come back much sooner, without guessing lengths; long ones are put off. The paper swaps what
-it displaces, as the recipe swapped_levels.py does; here that is computed again, so a request is
-displaced only if that pays: if the output that it is expected to have yet (as much as it had) is
-more work than what is computed again while all running requests wait, and than the output to come
-of the request in its place. At most `max_preemptions` times, so that none is preempted for ever.
-Costs half a microsecond per running request in steps where one waits in vain.
+A request's level follows from its service so far: its prompt counts at once, so a long one skips
+the upper levels, and each output token counts like `output_weight` prompt tokens, so a request
+sinks while it runs. Each level is twice as large as the one above. Upper levels go first, and take
+seats and blocks from lower ones. Waiting lifts a request, from the lowest level to the top in
+`starve_after` seconds. Short replies end much sooner, without predicted lengths; long ones end
+later. The paper swaps displaced requests to host memory, as the recipe swapped_levels.py does. Here
+their tokens are computed again, so a request is displaced only if its expected remaining output (as
+much as it had) is more work than computing it again while all running requests wait, and more than
+the remaining output of the request that takes its place. A request is displaced at most
+`max_preemptions` times. The policy costs half a microsecond per running request in steps where a
+request waits for a seat or blocks.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Strict priority: `priority` first (smaller is more urgent), then order of arrival.
 
-An urgent arrival goes before less urgent runners and takes their seats, blocks and adapters'
-places; they are computed again later. Urgent traffic can starve the rest: that is what it is for.
+An urgent arrival preempts less urgent running requests and takes their seats, blocks and adapters'
+places; they are computed again later. Urgent traffic can starve all other requests by design.
 """
 
 from collections.abc import Iterator

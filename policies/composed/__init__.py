@@ -1,10 +1,11 @@
 """A policy put together of parts: order, budget, admission, victims. Each is named in the options.
 
-`order: {part: fair}`, `budget: {part: latency_budget}` and `admission: [{part: deadline}]` make a
-fair order, a latency budget and deadlines at the door, without a class for it. Decodes run first;
-then prompts, in the order's line, within the budget, each waiting one if every admission agrees. No
-request passes one that does not fit, or it would never fit. A part is named by the policy in whose
-file it stands, by `file.py:Class`, `package.module:Class`, or an entry point of `aioserve.parts`.
+For example, `order: {part: fair}`, `budget: {part: latency_budget}` and
+`admission: [{part: deadline}]` combine a fair order, a latency budget and deadlines for admission,
+without a class for it. Decodes run first; then prompts run in the chosen order, within the budget.
+A waiting prompt is admitted if every admission part agrees. If a request does not fit, no later one
+overtakes it, because it might otherwise never fit. Name a part by the policy whose file defines it,
+by `file.py:Class`, by `package.module:Class`, or by an entry point of `aioserve.parts`.
 """
 
 from collections.abc import Iterable

@@ -11,45 +11,48 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 _BEGIN = """\
 # Supported models
 
-Every text decoder that `transformers` {version} has, by `model_type`: {num_served} of {num_types}
-types are served. Each was tried with tiny random weights through the real engine, on a CPU, in
-float32, some in several ways: prompts of mixed lengths in pieces, with a prefix cache, under
-preemption. All tokens were those of `generate`, greedy. Whether a checkpoint fits into memory, and
-whether its quantization is served, is another matter ([quantization.md](quantization.md)).
+This page lists every text decoder of `transformers` {version} by `model_type`: {num_served} of
+{num_types} types are served. Each was tested with tiny random weights in the real engine, on a
+CPU, in float32, some in several configurations: prompts of mixed lengths in chunks, with a
+prefix cache and with preemption. All tokens equal those of greedy `generate`. Whether a
+checkpoint fits into memory, and whether its quantization is supported, is a separate question
+([quantization.md](quantization.md)).
 
-`python -m tests.architectures` writes this page; `make test-architectures` tries all of them again,
-and fails if one is not served as it says. What makes no text from text alone is left out: halves of
-encoder-decoders, encoders, models of images and sounds (the text decoder of such a model is here by
-a name of its own). Configurations varied at random are tried besides:
+`python -m tests.architectures` writes this page; `make test-architectures` tries all of them
+again, and fails if one is not served as the page says. Models that do not generate text from
+text alone are left out: encoders, encoder-decoders, models of images and sounds (their text
+decoders have their own names here). To test random configurations, run
 `python -m tests.architectures --varied SEED NAME...`.
 
-A model with LongRoPE (`longrope`: Phi-3, Phi-4-mini, MiniCPM3) turns by its long factors at every
-length if `--max-model-len` is greater than its original length, as in vLLM, and else by the short
-ones. `transformers` takes the short factors for a text up to the original length, and computes it
-anew when it grows beyond: there a reply to a short prompt may differ, unless `--max-model-len` is
-at most the original length. `dynamic` rotary embeddings are served up to their original length:
-beyond it the angles of all rows of a batch would depend on the longest request.
+A model with LongRoPE (`longrope`: Phi-3, Phi-4-mini, MiniCPM3) uses its long factors at every
+length if `--max-model-len` is greater than its original length, as in vLLM, and otherwise the
+short ones. `transformers` uses the short factors for a text up to the original length, and
+computes it again when it becomes longer. So a reply to a short prompt may differ from
+`transformers`, unless `--max-model-len` is at most the original length. `dynamic` rotary
+embeddings are served up to their original length: beyond it the angles of all rows of a batch
+would depend on the longest request.
 """
 _SECTIONS = {
     FUSED: (
         "Served on fused weights",
-        "By our own loop over the layers, proved against the original at start. The fastest. Those "
-        "[with experts](experts.md) on a CPU.",
+        "aioserve runs the layers itself, after a check against the original at the start. This "
+        "is the fastest way. Models [with experts](experts.md) are fused only on a CPU.",
     ),
     AS_WRITTEN: (
         "Served as `transformers` wrote them",
-        "Their own modules, which call our attention and find their [states](states.md) in slots: "
-        "all requests of a step in one pass. The log says what keeps a model from the fused tier.",
+        "The modules of `transformers` run with aioserve's attention and [states](states.md), "
+        "with all requests of a step in one pass. The log says why a model is not fused.",
     ),
     ALONE: (
         "Served one request at a time",
-        "Their own modules, attention included, once for each request of a step: as fast as the "
-        "others for one request, slower for many. What they keep per token lies in the paged "
-        "cache, the keys of an indexer included, so that prefixes and preemption are as cheap as "
-        "elsewhere; and each is proved at start. On a CPU, in one process; without adapters, log "
-        "probabilities of prompts, or vectors.",
+        "The modules of `transformers`, including attention, run once for each request of a "
+        "step: as fast as the others for one request, slower for many. Their data per token, "
+        "including the keys of an indexer, is in the paged KV cache, so that cached prefixes "
+        "and preemption cost no more than for other models; each model is checked at the start. "
+        "They run on a CPU in one process, without adapters, log probabilities of prompts, or "
+        "vectors.",
     ),
-    REFUSED: ("Refused", "In one line at start."),
+    REFUSED: ("Refused", "The start ends with an error that gives this reason."),
 }
 _WITH_REASONS = (ALONE, REFUSED)
 

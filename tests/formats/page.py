@@ -12,19 +12,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "chat-templates.md"
 _BEGIN = """\
 # Chat templates that are read
 
-{num} public chat templates, all that the source package llama-cpp-python {version} carries, and
-what reads the replies of their models where `--tool-call-parser` and `--reasoning-parser` are
-`auto` ([tools.md](tools.md)): {num_read} of the {num_calling} that write calls are read.
+{num} public chat templates, all those in the source package llama-cpp-python {version}, and the
+format that parses their models' replies if `--tool-call-parser` and `--reasoning-parser` are
+`auto` ([tools.md](tools.md)): calls of {num_read} of the {num_calling} templates with calls are
+parsed.
 
 Each template rendered nine kinds of turns: content, reasoning, a call, a call without arguments,
-parallel calls, these together, and an answer behind results of tools. Arguments are nested, have
-Unicode, numbers, booleans, null and a program of several lines. "Yes" under "read back" says that
-reasoning, content, names and arguments of all calls, with their types, came back as they were said,
-character by character. "Written" says whether the format's own `write`, from which forced calls get
-their form, writes these turns as the template does.
+parallel calls, all of these together, and a reply after results of tools. Arguments are nested,
+with Unicode, numbers, booleans, null and a program of several lines. "Yes" under "read back"
+means that reasoning, content, and names and typed arguments of all calls were parsed exactly as
+they were rendered. "Written" says whether the format's own `write`, which defines the form of
+forced calls, writes these turns as the template does.
 
-`make test-formats` fetches the templates, does all of it again and writes this page.
-`python -m tests.formats QwQ` says what became of each turn of the templates of that name.
+`make test-formats` fetches the templates, repeats the test and writes this page.
+`python -m tests.formats QwQ` shows the result of each turn for the templates with this name.
 
 | template | format | reasoning | read back | written | remark |
 |---|---|---|---|---|---|
