@@ -46,48 +46,51 @@ RUNS = {
 MARKS = {"better": "**{}**", "worse": "*{}*"}  # of a difference from the baseline that is sure
 TEXT = """# Robustness of the answers
 
-A comparison answers for the predictions and the requests that it was run with. Two questions are
-left. What does a policy lose that needs to know how long replies will be, when the predictions are
-wrong? What are options worth on other requests than those that they were chosen on?
+A comparison is valid for the predictions and the requests that it was run with. Two questions are
+left. How much does a policy that needs the lengths of replies lose when the predictions are wrong?
+How well do tuned options carry over to requests that they were not tuned on?
 
 ## Over the error of predictions
 
 `python -m aioserve mispredict` gives each request a prediction of its reply's length, as the hint
-`predicted_output_tokens`, and makes the error larger from run to run. The requests are the same,
-and so are the draws of the error: a larger error is more of the same one. There are three kinds:
+`predicted_output_tokens`, and increases the error from run to run. All runs have the same
+requests and the same random numbers for the errors, so a larger error is the same error scaled up.
+There are three kinds of errors:
 
 - `lognormal:SIGMA`: the true length times a factor whose logarithm is normal with mean 0 and
   standard deviation sigma, as in Dell'Amico, Carra and Michiardi, [PSBS: Practical Size-Based
-  Scheduling](https://arxiv.org/abs/1410.6122), 2016. Too long by a factor is as probable as too
-  short by it. At 0.5 two of three predictions are within a factor of 1.65, at 1 of 2.7, at 2 of
-  7.4.
+  Scheduling](https://arxiv.org/abs/1410.6122), 2016. A prediction is as likely too long by a
+  factor as too short by it. Two of three predictions are within a factor of 1.65 at sigma 0.5, 2.7
+  at sigma 1 and 7.4 at sigma 2.
 - `ranks:TAU`: lengths in an order whose rank correlation with the true one is Kendall's tau, by
-  which Fu et al., [Efficient LLM Scheduling by Learning to Rank](https://arxiv.org/abs/2408.15792),
-  2024, measure predictors. 1 is the true order, 0 one at random. The ranks are those of two normal
-  variables of correlation sin(pi tau / 2) (Kruskal, *Ordinal Measures of Association*, 1958).
+  which Fu et al., [Efficient LLM Scheduling by Learning to
+  Rank](https://arxiv.org/abs/2408.15792), 2024, measure predictors. 1 is the true order, 0 a
+  random one. The ranks are those of two normal variables of correlation sin(pi tau / 2) (Kruskal,
+  *Ordinal Measures of Association*, 1958).
 - `classes:64,256:ACCURACY`: the middle of a class of lengths, which is the right class with this
-  probability, else any other. Jin et al., [S3](https://arxiv.org/abs/2306.06000), 2023, predict
-  classes.
+  probability, and otherwise any other. Jin et al., [S3](https://arxiv.org/abs/2306.06000), 2023,
+  predict classes.
 
-These are models. The errors of a real predictor depend on the request, and may lean to one side:
-state its predictions as hints in a request log, and compare.
+These are models. The errors of a real predictor depend on the request, and may be biased: to test
+a real predictor, write its predictions as hints into a request log, and compare.
 
-Each policy is compared with itself without predictions, and with a baseline that has none,
-`chunked_prefill`; all of them take at most 512 tokens a step. The machine is computed from the data
-sheet of an A100 with a model of 8 billion parameters (the profile `zoo-1`), and not measured.
-`peak_memory_predicted` is `zoo.peak_memory` by predictions. `shortest_predicted` is the
-[recipe](policy-recipes.md) of that name, which learns lengths from earlier replies where none is
-predicted. `zoo.jitserve` reads predictions of requests with a deadline alone; there is none here.
+Each policy is compared with itself without predictions, and with a baseline that uses none,
+`chunked_prefill`; all of them use at most 512 tokens per step. Step times are computed from the
+data sheet of an A100 for a model of 8 billion parameters (the profile `zoo-1`), and not measured.
+`peak_memory_predicted` is `zoo.peak_memory` with predictions. `shortest_predicted` is the
+[recipe](policy-recipes.md) of that name, which learns lengths from earlier replies if there are no
+predictions. `zoo.jitserve` uses predictions only for requests with a deadline, of which there are
+none here.
 
 ### A burst of chats
 
-600 chats come within six seconds, many more than the engine can serve meanwhile.
+600 chats arrive within six seconds, many more than the engine can serve in that time.
 
 @burst@
 
 ### Chats beside long documents
 
-100 requests of `mixed` within a second, one in ten of them a long document, on 16 seats.
+100 requests of `mixed` arrive within a second, one in ten of them a long document, on 16 seats.
 
 @mixed@
 
@@ -98,46 +101,47 @@ predicted. `zoo.jitserve` reads predictions of requests with a deadline alone; t
 ## Options on other requests
 
 `python -m aioserve search` with several values of a setting chooses options on a training part and
-judges them on a held-out part ([how](comparing-policies.md#options-that-suit-a-workload)). The best
-of several scores is too good, because it is the best in part by chance (Cawley and Talbot, *On
-Over-fitting in Model Selection and Subsequent Selection Bias in Performance Evaluation*, JMLR 11,
-2010). The held-out score says what the choice is worth.
+evaluates them on a held-out part ([how](comparing-policies.md#options-that-suit-a-workload)). The
+best of several scores is too optimistic, because it is partly the best by chance (Cawley and
+Talbot, *On Over-fitting in Model Selection and Subsequent Selection Bias in Performance
+Evaluation*, JMLR 11, 2010). The held-out score shows the value of the choice.
 
 ### The later part of a trace
 
 The first 3,000 requests of the [conversation trace of
-Azure](https://github.com/Azure/AzurePublicDataset) of 2023, in twice the time.
+Azure](https://github.com/Azure/AzurePublicDataset) of 2023, at half the rate.
 
 @trace@
 
 ### Another trace
 
-The same candidates, chosen on the first 800 conversations and judged on the first 800 requests of
-Azure's trace of code, which has longer prompts and shorter replies.
+The same candidates, chosen on the first 800 conversations and evaluated on the first 800 requests
+of Azure's trace of code, which has longer prompts and shorter replies.
 
 @other-trace@
 
-What keeps 99.1% of the later conversations within these limits keeps 15.4% of the requests for
-code: still more than the default, and no promise. Whether another value would do better on code is
-not said, since that would be another choice. Here the difference has no interval, because 800
-requests in such a queue have too few independent stretches.
+The options that keep 99.1% of the later conversations within these limits keep only 15.4% of the
+code requests: more than the default, but without a guarantee. Whether another value would be
+better for code is not evaluated, because that would be another choice. The difference has no
+interval here, because 800 requests in such a queue have too few independent blocks.
 """
-SAYS = """Of the burst, which has eight seeds:
+SAYS = """The burst, with eight seeds, shows the following:
 
-- **Shortest first without preemption loses its gain slowly.** Exact lengths cut the mean time of
-  chats by 14% (`zoo.sjf`, `zoo.mc_sf`, `shortest_predicted`), those with sigma 0.5 by 12%, with
-  sigma 1 by 8%. At 2 nothing is sure, and the mean is no worse: a wrong order is some order.
-- **Preempting by predictions can turn them into harm.** `zoo.srpt` gains 11% by exact lengths, and
-  its mean crosses the baseline's at sigma 1.3: what it preempts is computed again.
-- **Admission by peak memory needs a prediction, and hardly a good one**, where memory is not short:
-  without one it reserves what clients allow, 2,048 tokens, and takes 3.6 times as long. With any of
-  these it admits as the baseline does. What a wrong one costs where memory is short has not been
-  measured here.
-- **`zoo.justitia` does not live by its predictions.** It goes by prompts as well, and is ahead
-  without any; predictions with sigma 1 and more make it worse than none.
+- **Shortest first without preemption loses its gain slowly.** Exact lengths reduce the mean time
+  of chats by 14% (`zoo.sjf`, `zoo.mc_sf`, `shortest_predicted`), lengths with sigma 0.5 by 12%,
+  and with sigma 1 by 8%. At sigma 2 no difference is significant, and the mean is no worse: a
+  wrong order is here no worse than the order of arrival.
+- **Preemption by predictions can do harm.** `zoo.srpt` gains 11% with exact lengths, but its mean
+  is worse than the baseline's from sigma 1.3 on, because preempted requests are computed again.
+- **Admission by peak memory needs a prediction, but hardly a good one**, if memory is not short.
+  Without one it reserves the 2,048 tokens that clients allow, and takes 3.6 times as long. With
+  any of these predictions it admits requests as the baseline does. The cost of wrong predictions
+  when memory is short has not been measured.
+- **`zoo.justitia` depends little on predictions.** It also uses the lengths of prompts, and is
+  ahead without predictions; with sigma 1 and more it is worse than without them.
 
-In the second workload few differences are sure, because four seeds of 100 requests are little. The
-means go the same way, and `zoo.justitia` is the one that surely loses by bad predictions."""
+In the second workload few differences are significant, because four seeds of 100 requests are few.
+The means show the same trends, and only `zoo.justitia` loses significantly by bad predictions."""
 
 
 def measure(name: str, machine: str) -> None:
