@@ -12,6 +12,7 @@ from aioserve.errors import ConfigError, EngineOverloadedError, PolicyError, Req
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
+from aioserve.scheduler.fallback import FallbackScheduler
 from aioserve.testing import SchedulerHarness
 
 
@@ -275,22 +276,13 @@ def test_stats_count_what_happened() -> None:
     harness.run_until_idle()
 
 
-class Aging(BaseScheduler):
+class Aging(FallbackScheduler):
     """The order of a table that changes."""
 
     keys: ClassVar[dict[str, Any]] = {}
 
     def order(self, request: Request) -> Any:
         return self.keys[request.request_id]
-
-    def schedule(self) -> SchedulerOutput:
-        step = self.new_step()
-        for request in self.running:
-            step.run(request)
-        for request in self.waiting:
-            if not step.admit(request):
-                break
-        return step.output()
 
 
 def test_a_waiting_request_is_put_where_its_new_key_says_or_stays_if_that_fails() -> None:

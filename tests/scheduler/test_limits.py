@@ -64,17 +64,6 @@ def test_a_deadline_ends_a_request_wherever_it_is_and_only_then() -> None:
     harness.run_until_idle()
 
 
-def test_the_queue_timeout_spares_whoever_was_served_once() -> None:
-    harness = make_harness(max_num_seqs=1, queue_timeout=2.0)
-    harness.add_request("served", [1] * 5, max_tokens=20)
-    harness.add_request("never", [1] * 5)
-    for _ in range(2):
-        harness.step()
-    assert harness.expire() == ["never"]
-    harness.run_until_idle()
-    assert harness.finished["served"] is FinishReason.LENGTH
-
-
 @pytest.mark.parametrize(
     ("victim", "expected"),
     [

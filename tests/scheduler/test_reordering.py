@@ -16,13 +16,14 @@ from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.request import Request
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
+from aioserve.scheduler.fallback import FallbackScheduler
 from aioserve.testing import SchedulerHarness
 from policies.deadline import DeadlineOrder, DeadlineScheduler
 
 RECIPES = Path(__file__).parents[2] / "examples/recipes"
 
 
-class ByTable(BaseScheduler):
+class ByTable(FallbackScheduler):
     """The order of a table that changes, in groups by the first letter of the request's name."""
 
     keys: ClassVar[dict[str, Any]] = {}
@@ -32,15 +33,6 @@ class ByTable(BaseScheduler):
 
     def group_by(self, request: Request) -> str:
         return request.request_id[0]
-
-    def schedule(self) -> SchedulerOutput:
-        step = self.new_step()
-        for request in self.running:
-            step.run(request)
-        for request in self.waiting:
-            if not step.admit(request):
-                break
-        return step.output()
 
 
 def line(scheduler: BaseScheduler) -> list[str]:

@@ -30,7 +30,7 @@ RECIPES = Path(__file__).parents[2] / "examples/recipes"
 REUSE = f"{RECIPES}/reuse_probability.py:ReuseProbabilityScheduler"
 
 
-class RanksByPriority(BaseScheduler):
+class RanksByPriority(FallbackScheduler):
     """What urgent requests leave stays longest."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,15 +43,6 @@ class RanksByPriority(BaseScheduler):
 
     def on_finish(self, request: Request, reason: str) -> None:
         self.asked.append(f"{request.request_id} has ended")
-
-    def schedule(self) -> SchedulerOutput:
-        step = self.new_step()
-        for request in self.running:
-            step.run(request)
-        for request in self.waiting:
-            if not step.admit(request):
-                break
-        return step.output()
 
 
 class RanksAndPins(RanksByPriority):

@@ -32,7 +32,7 @@ EXAMPLES, ALL_EXAMPLES = 2, 50
 IN_EVERY_RUN = ("zoo.continuum", "zoo.slos_serve")
 
 
-@pytest.mark.parametrize("name", mostly_slow(ZOO, but=IN_EVERY_RUN))
+@pytest.mark.parametrize("name", IN_EVERY_RUN)
 class TestContract(PolicyContract):
     @pytest.fixture
     def subject(self, name: str) -> Subject:
