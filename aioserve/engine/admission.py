@@ -177,7 +177,7 @@ class Admission:
             try:
                 register(request, index)
             except BaseException:
-                self._core.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
+                self._core.loop.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
                 raise
             self._shares.add(request)
         self._metrics.on_accepted(spec)

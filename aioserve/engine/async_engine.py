@@ -309,7 +309,7 @@ class AsyncEngine(EngineClient):
             self.config.scheduler, policy=policy, options=options or {}
         )
         check_row_values(load_policy(policy), parts.runner_info)
-        parts.core.switch(settings)
+        parts.core.loop.switch(settings)
         self.config = msgspec.structs.replace(self.config, scheduler=settings)
         logger.info("policy is now %s %s", policy, options or {})
 
@@ -447,7 +447,7 @@ class AsyncEngine(EngineClient):
             return  # all requests have ended
         ids = parts.output_processor.drop(samples, parts.clock())
         if ids and self._error is None:
-            parts.core.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+            parts.core.loop.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
 
     def _controls(self) -> "Control":
         from aioserve.engine.control import Control
@@ -481,7 +481,7 @@ class AsyncEngine(EngineClient):
 
     def _end(self, request_ids: list[str] | None, parts: EngineParts) -> bool:
         """Abort requests, all if None; returns whether any really ended by this call."""
-        ended = parts.core.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        ended = parts.core.loop.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         parts.output_processor.end_requests(ended, FinishReason.ABORT, parts.clock())
         return bool(ended)
 
@@ -707,7 +707,7 @@ class EngineInternals:
         engine = self._engine
         if (parts := engine._parts) is not None and engine._error is None:
             ended = parts.output_processor.end_stopped(num_tokens, parts.clock())
-            parts.core.finish_requests(ended, RequestStatus.FINISHED_STOPPED)
+            parts.core.loop.finish_requests(ended, RequestStatus.FINISHED_STOPPED)
 
     def enter_queue(self) -> Callable[[], None]:
         """Count one more request as waiting, as `arriving` does; return what ends that. Raises

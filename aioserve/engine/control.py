@@ -131,7 +131,7 @@ class Control:
                     if self.state != "asleep":
                         self._adapters.go_on()
                     if self.state == "running":
-                        self._core.resume()
+                        self._core.loop.resume()
 
     def let_go(self) -> bool:
         """The engine ends: requests may finish, and nothing else is begun. To be called until they
@@ -167,7 +167,7 @@ class Control:
         if self.state != "running":
             self.state = "running"
             logger.info("resumed")
-        self._core.resume()
+        self._core.loop.resume()
 
     async def _vacate(self) -> None:
         """Take their blocks from all requests, and forget what was cached."""

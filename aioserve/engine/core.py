@@ -6,10 +6,9 @@ Decides nothing about a step: the step loop does. Knows nothing about text, HTTP
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
-from aioserve.config import SchedulerConfig
 from aioserve.engine.step_loop import StepLoop
 from aioserve.errors import RunnerDeadError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
@@ -70,25 +69,13 @@ class EngineCore:
         self.loop.add_request(request)
         self._set_timer()
 
-    def finish_requests(
-        self, request_ids: Iterable[str] | None, status: RequestStatus
-    ) -> list[str]:
-        """End requests; returns the ids that have ended by this."""
-        return self.loop.finish_requests(request_ids, status)
-
-    def switch(self, settings: SchedulerConfig) -> None:
-        """Let the policy of `settings` go on; raises what `StepLoop.switch` raises."""
-        self.loop.switch(settings)
-
     async def pause(self) -> None:
-        """Plan no further step; return when those in flight are back and delivered. Idempotent."""
+        """Plan no further step, until `loop.resume`; return when those in flight are back and
+        delivered. Idempotent.
+        """
         self._is_quiet.clear()
         self.loop.pause()
         await self._is_quiet.wait()
-
-    def resume(self) -> None:
-        """Plan steps again after a pause. Idempotent."""
-        self.loop.resume()
 
     async def vacate(self) -> None:
         """In a pause: all running requests lose their blocks, and wait. Raises what the scheduler

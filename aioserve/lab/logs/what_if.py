@@ -488,7 +488,7 @@ class _Rerun:
             self._error = error
 
     def _abort(self, request_id: str) -> None:
-        self._core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+        self._core.loop.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
         """Say what a stop string ended, as the output processor did."""
