@@ -12,6 +12,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     # What simulated steps take, by the name that `runner.profile` gives.
     "step times": {
         "card": "aioserve.lab.cards.measured:CardStepTimes",
+        "operators": "aioserve.lab.cards.operators:OperatorTimes",
         "tables": "aioserve.lab.cards.tables:TableStepTimes",
     },
     # What engines load for their settings: `engine.builder`, `.async_engine` and `.metrics`.
