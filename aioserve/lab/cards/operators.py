@@ -53,7 +53,7 @@ BYTES = 2  # of an element of what travels between cards
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a model's `config.json`."""
+    """The numbers of a model's `config.json` that its steps depend on."""
 
     num_hidden_layers: Whole
     hidden_size: Whole
@@ -234,7 +234,7 @@ def _table(tables: str, kind: str) -> Path:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What every table has in a line."""
+    """The column that every table has."""
 
     time_us: NonNegative
 

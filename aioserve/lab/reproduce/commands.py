@@ -24,19 +24,26 @@ from aioserve.support.files import write
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "published" / "vtc"
 
 
+VLLM = "vllm"  # measured runs of vLLM, which have a command of their own
+
+
 def run_reproduce(argv: Sequence[str]) -> int:
-    """`python -m aioserve reproduce vtc`; returns the exit code. Raises `ConfigError`."""
+    """`python -m aioserve reproduce`; returns the exit code. Raises `ConfigError`."""
     if argv and argv[0] in (*CLAIMS, ALL):
         return run_claims(argv)
+    if argv and argv[0] == VLLM:
+        from aioserve.lab.reproduce.vllm.commands import run_vllm
+
+        return run_vllm(argv)
     parser = Parser(
         "reproduce",
         description="Predict a published result from other measurements of the same machine, and "
         "print it beside what was measured, where that is published. vtc: fit a step-time profile "
         "to what S-LoRA on an A10G did first come, first served, and predict (weighted) VTC (Sheng "
         "et al., OSDI'24). The others run a setting again, and have options of their own "
-        f"(`reproduce {ALL} --help`).",
+        f"(`reproduce {VLLM} --help`, `reproduce {ALL} --help`).",
     )
-    parser.add_argument("result", choices=["vtc", *CLAIMS, ALL], help="the published result")
+    parser.add_argument("result", choices=["vtc", VLLM, *CLAIMS, ALL], help="the published result")
     parser.add_argument(
         "workloads", nargs="*", metavar="WORKLOAD", help="workloads to predict (default: all)"
     )

@@ -1,0 +1,227 @@
+"""The page of vLLM's runs: what was measured, what was predicted, how far they are apart."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from aioserve.lab.reproduce.vllm.runs import NUM_FITTED, Prediction
+from aioserve.lab.reproduce.vllm.stages import ALL_STAGES, METRICS, Engine, Experiment
+from aioserve.lab.reproduce.vllm.words import MEASURES, OURS, Row, Simulator, run_errors
+
+COMMAND = (
+    "python -m aioserve reproduce vllm --data FOLDER --predictions benchmarks/published/vllm \\\n"
+    "    --page docs/predicting-vllm.md"
+)
+RUN_HEAD = [
+    *("run", "measure", "measured, s", "predicted, s", "mean", "p50", "p90", "p99"),
+    *("request p50", "request p90"),
+]
+STAGE_HEAD = [
+    *("experiment", "model", "cards", "stage"),
+    *("e2e mean, ms", "ITL mean, ms", "TTFT mean, ms"),
+]
+MEANS = ("e2e_mean", "itl_mean", "ttft_mean")
+
+
+MISSING_RUNS = (
+    "What is missing. The tables have decodes of equal context: where contexts differ, and "
+    "between the batch sizes of the tables, the blocks of the attention kernel do not fill the "
+    "card evenly. With 50 to 115 rows on the RTX PRO 6000 a step took 0.6 to 2.9 ms more than its "
+    "kernels, most with 50, which the fitted host time absorbs in the mean. The first steps of a "
+    "run compile kernels, which took 0.35 s on the RTX 4090. The two runs that are kept back "
+    "state in their `meta.json` when they began and ended: 161.0 s and 69.2 s apart, where the "
+    "given ones last 0.3 to 0.5 s longer than to their last token. These two numbers were seen "
+    "while the model was made, and nothing is fitted to them: Qwen3-32B ends as predicted, and "
+    "Qwen3-30B-A3B 8% later, so its steps will be some percent slower than predicted."
+)
+MISSING_STAGES = (
+    "What is missing. A tenth of each stage is simulated, from its beginning, and the numbers "
+    "were fitted to a fifth. That prompts repeat is what the source says of their text; with new "
+    "questions in every round, time to first token on 70B would be 20 ms longer than it was. "
+    "Experiment 67 has prompts of 1,034 tokens and waits 18 ms longer for a first token than is "
+    "predicted, as if its prompts were not in the cache. Attention in the tables seems to have "
+    "been timed again and again on the same keys, so that small batches are read from the card's "
+    "L2 cache; with 32 KV heads on one card (Llama 2) it was not timed at all, and is priced as "
+    "that of 8 heads with four times the context. Mixtures of experts with a scale for each "
+    "channel were not timed either."
+)
+
+
+class Results(msgspec.Struct):
+    """All that one call of the command has found."""
+
+    engine: Engine
+    runs: list[Prediction] = msgspec.field(default_factory=list)
+    own_errors: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    experiments: list[Experiment] = msgspec.field(default_factory=list)
+    predicted: dict[Row, float] = msgspec.field(default_factory=dict)
+    measured: dict[Row, float] = msgspec.field(default_factory=dict)
+    simulators: list[Simulator] = msgspec.field(default_factory=list)
+
+
+def render_page(results: Results, name: str) -> str:
+    """Return the page in Markdown; its pictures are called after `name`."""
+    parts = [
+        "# Runs of vLLM, predicted",
+        "A policy is chosen on a simulator for a card that is rented later, so a simulator has to "
+        "say how right it is. This page has runs of vLLM that others measured and published, "
+        "beside what the lab predicts for them. Where the outcome is not given here, the "
+        "predictions are written down before anybody has compared them, in "
+        "`benchmarks/published/vllm`. One command makes the page, the pictures and the files:",
+        f"```bash\n{COMMAND}\n```",
+        "`FOLDER` holds the published data, which are not part of this repository: `vllm-rtx` "
+        "from casys-kaist/LLMServingSim, and `vllm-h100` from "
+        "inference-sim/sim-to-real-accuracy-validation. The second needs the package "
+        "`aiconfigurator-core`.",
+    ]
+    if results.runs:
+        parts += _runs(results, name)
+    if results.predicted:
+        parts += _stages(results, name)
+    return "\n\n".join(parts) + "\n"
+
+
+def _runs(results: Results, name: str) -> list[str]:
+    fitted = sorted(
+        {(p.fitted_to, f"{p.host_ms:.2f} ms a step") for p in results.runs if p.fitted_to}
+    )
+    hosts = "; ".join(f"{host} from {run}" for run, host in fitted)
+    parts = [
+        "## Request by request",
+        "vLLM 0.19 with ShareGPT at ten requests a second. Step times are sums of the measured "
+        "operators of the card ([`operators`](step-times.md)): dense layers straight between "
+        "neighbouring sizes, at the size to which a CUDA graph pads the step; attention axis by "
+        "axis, straight in rows and context and as a power of the chunk; norms, rotations and "
+        "activations without the start of a kernel, as a compiler fuses them. The engine schedules "
+        "as vLLM does: running requests first, chunks of 2,048 tokens, no blocks kept free, two "
+        "steps under way. One number for each machine is fitted, what its host adds to a step: "
+        f"{hosts}, to the mean end to end time of the first {NUM_FITTED} requests of that run. "
+        "Nothing is fitted to a run that is kept back.",
+        "Errors of means and quantiles over the requests, and of single requests without their "
+        "signs:",
+        _table(
+            RUN_HEAD,
+            [
+                [
+                    prediction.run.name,
+                    MEASURES[error.measure],
+                    f"{error.measured_s:.4g}",
+                    f"{error.predicted_s:.4g}",
+                    _signed(error.mean),
+                    *(_signed(x) for x in error.quantiles.values()),
+                    f"{100 * error.median_of_requests:.1f}%",
+                    f"{100 * error.p90_of_requests:.1f}%",
+                ]
+                for prediction in results.runs
+                for error in run_errors(prediction)
+            ],
+        ),
+        f"![Predicted against measured, by request]({name}-requests.svg)",
+    ]
+    kept = [prediction for prediction in results.runs if prediction.run.served is None]
+    if kept:
+        rows = []
+        for prediction in kept:
+            measures = prediction.served.measures(prediction.run.requests)
+            for measure, values in measures.items():
+                numbers = [float(values.mean()), *np.percentile(values, [50, 90, 99])]
+                cells = [f"{x:.4g}" for x in numbers]
+                rows.append([prediction.run.name, MEASURES[measure], *cells])
+            last = f"{prediction.served.last.max():.1f}"
+            rows.append([prediction.run.name, "last token of the run", last, "", "", ""])
+        parts += [
+            "Predicted, with the outcome kept back. Assumed beyond what the files say: two RTX PRO "
+            "6000 cards exchange 16.37 GB/s in each direction and take 16.1 us more for a phase of "
+            "a collective, as LLMServingSim measured with NCCL; a layer on two cards has two sums "
+            "over them, in two phases each. Engines that share experts go step by step together "
+            "and get equal shares of the rows, a router of experts is even, and each layer gathers "
+            "the rows and scatters them back.",
+            _table(["run", "measure", "mean, s", "p50, s", "p90, s", "p99, s"], rows),
+        ]
+        parts.append(MISSING_RUNS)
+    if results.own_errors:
+        parts += [
+            "Beside the simulator that published these runs, over the given ones:",
+            _table(
+                ["simulator", "metric", "runs", "mean of absolute errors"],
+                [
+                    [
+                        line["simulator"],
+                        line["metric"].replace("_", " "),
+                        str(line["rows"]),
+                        f"{100 * line['mape']:.1f}%",
+                    ]
+                    for line in results.own_errors
+                    if line["metric"].endswith(("_mean", "_p90"))
+                ],
+            ),
+        ]
+    return parts
+
+
+def _stages(results: Results, name: str) -> list[str]:
+    engine = results.engine
+    rows = []
+    for experiment in results.experiments:
+        for stage in (ALL_STAGES, *range(len(experiment.stages))):
+            cells = []
+            for metric in MEANS:
+                row = (experiment.id, stage, metric)
+                ms, there = results.predicted[row], results.measured.get(row)
+                error = "" if there is None else f" ({_signed(ms / there - 1)})"
+                cells.append(f"{ms:.1f}{error}")
+            model = experiment.model.rpartition("/")[2]
+            shown = "all" if stage == ALL_STAGES else str(stage)
+            cards = str(experiment.tensor_parallel)
+            rows.append([experiment.id, model, cards, shown, *cells])
+    return [
+        "## By stages of a load",
+        "vLLM 0.15 on H100 cards under inference-perf. Step times are those of "
+        "aiconfigurator-core 0.12, for vLLM 0.24. What inference-perf's source says of the load: "
+        "gaps are exponential and scaled to the stage; users take turns in one shuffled order; "
+        "each sends the system prompt of its group and its own question. Assumed: what was said "
+        "before is not sent again, since latencies do not grow from round to round; lengths are "
+        "those listed, and every reply has its full length. A user's prompt is the same in every "
+        "round, so the prefix cache has all of it but the end.",
+        "Five numbers are fitted to the six given experiments, and hold for all: "
+        f"{engine.host_ms:.2f} ms of host for a step on one card (median over the stages of what a "
+        f"token took beyond the kernels); {engine.host_cards_ms:.2f} ms on several; "
+        f"{engine.launch_ms:.3f} ms for a layer that is launched outside of CUDA graphs, which "
+        "holds for Llama 4 (first stage of experiment 17); "
+        f"{engine.front_ms:.1f} ms between client and engine for a request (median over the stages "
+        f"of time to first token); and {engine.recount:.3f} of a reply's tokens, as the client "
+        "counted the replies of Llama 2 anew from their text (first stage of 20260217-155451). The "
+        "rows with an error below are of these six. `--fit` fits them anew.",
+        _table(
+            STAGE_HEAD,
+            rows,
+        ),
+        "The median of the absolute errors over the given rows, with five other simulators whose "
+        "predictions were published beside the measurements.",
+        _table(
+            ["simulator", "rows", *METRICS],
+            [
+                [
+                    f"**{OURS}**" if simulator.name == OURS else simulator.name,
+                    str(simulator.rows),
+                    *(
+                        "-" if error is None else f"{100 * error:.1f}%"
+                        for error in simulator.median.values()
+                    ),
+                ]
+                for simulator in results.simulators
+            ],
+        ),
+        f"![Median errors of simulators]({name}-simulators.svg)",
+        MISSING_STAGES,
+    ]
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.1f}%"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,341 @@
+"""Thirteen experiments with vLLM 0.15 on H100 cards, predicted by stages of their load.
+
+The load is that of inference-perf (kubernetes-sigs/inference-perf, `shared_prefix`): users take
+turns, each with one system prompt for its group and one question of its own, which it asks anew in
+every round. Step times are those of `forward`, and four numbers are fitted to given experiments.
+"""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError, one_line
+from aioserve.lab.reproduce.vllm.forward import EAGER_LAYERS
+from aioserve.lab.reproduce.vllm.runs import vllm_like
+from aioserve.lab.simulation.outcome import RunOutcome
+from aioserve.lab.simulation.parallel import simulate_all
+from aioserve.lab.simulation.run import simulated
+from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
+
+Floats = npt.NDArray[np.float64]
+METRICS = ("e2e_mean", "e2e_p90", "e2e_p99", "itl_mean", "ttft_mean", "ttft_p90", "ttft_p99")
+ALL_STAGES = -1
+#: Where step times come from: a source that takes the options of `forward.ForwardTimes`.
+SOURCE = "aioserve.lab.reproduce.vllm.forward:ForwardTimes"
+#: Of each stage this part is simulated, from its beginning: the load is the same until its end.
+SIMULATED_SHARE = 0.1
+#: The model whose replies the client counted anew from their text, and found shorter: its
+#: tokenizer joins pieces of random text. Others kept their number.
+RECOUNTED = "meta-llama/Llama-2-7b-hf"
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """The times of the engine and its front end beside the card's kernels, the same for every
+    experiment, in milliseconds.
+    """
+
+    host_ms: float  # for each step, of an engine on one card
+    host_cards_ms: float  # for each step, of an engine that tells several cards' processes
+    launch_ms: float  # for a layer that is launched kernel by kernel, outside of CUDA graphs
+    front_ms: float  # for each request: HTTP, tokens, and the client
+    recount: float  # share of the reply's tokens that the client counts of `RECOUNTED`
+
+
+#: As `fit` finds them on the six given experiments (`reproduce vllm --fit` prints them).
+ENGINE = Engine(host_ms=0.0, host_cards_ms=1.4, launch_ms=0.345, front_ms=7.6, recount=0.783)
+
+
+class SharedPrefix(msgspec.Struct, frozen=True):
+    """Lengths in tokens, and how many groups of users there are."""
+
+    num_unique_system_prompts: int
+    num_users_per_system_prompt: int
+    system_prompt_len: int
+    question_len: int
+    output_len: int
+    enable_multi_turn_chat: bool = False
+
+    @property
+    def num_users(self) -> int:
+        """The users of all groups."""
+        return self.num_unique_system_prompts * self.num_users_per_system_prompt
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """So many requests a second, for so many seconds."""
+
+    rate: float
+    duration: float
+
+    def num_requests(self, share: float) -> int:
+        """Return the requests of a share of the stage, from its beginning."""
+        return max(int(self.rate * self.duration * share), 1)
+
+
+class Experiment(msgspec.Struct, frozen=True):
+    """One experiment: a model, an engine, a load."""
+
+    id: str
+    model: str
+    tensor_parallel: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_blocks: int
+    shared_prefix: SharedPrefix
+    stages: list[Stage]
+    measured: str
+
+    @property
+    def is_given(self) -> bool:
+        """Whether its outcome is there."""
+        return self.measured == "given"
+
+
+Rows = Mapping[tuple[int, str], float]  # milliseconds by stage and metric
+
+
+def read_experiments(folder: Path) -> list[Experiment]:
+    """Return the experiments of a folder. Raises `ConfigError`."""
+    path = folder / "experiments.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Experiment])
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from error
+
+
+def read_measured(path: Path) -> dict[str, dict[tuple[int, str], float]]:
+    """Return what was measured, by experiment. Raises `ConfigError`."""
+    found: dict[str, dict[tuple[int, str], float]] = {}
+    for where, row in _read_csv(path, ("id", "stage", "metric", "measured_ms")):
+        try:
+            own = found.setdefault(row["id"], {})
+            own[int(row["stage"]), row["metric"]] = float(row["measured_ms"])
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    return found
+
+
+def read_others(path: Path) -> dict[str, dict[tuple[str, int, str], float]]:
+    """Return what other simulators said, by simulator, then by experiment, stage and metric; rows
+    that a simulator left out are missing. Raises `ConfigError`.
+    """
+    keys = ("id", "stage_index", "metric_name")
+    found: dict[str, dict[tuple[str, int, str], float]] = {}
+    for where, row in _read_csv(path, keys):
+        for name, text in row.items():
+            if name in keys or not text:
+                continue
+            try:
+                place = row["id"], int(row["stage_index"]), row["metric_name"]
+                found.setdefault(name, {})[place] = float(text)
+            except ValueError as error:
+                raise ConfigError(f"{where}: {error}") from error
+    return found
+
+
+def _read_csv(path: Path, wanted: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file)
+            if missing := [name for name in wanted if name not in (rows.fieldnames or ())]:
+                raise ConfigError(f"{path}: it lacks the column {missing[0]}")
+            return [(f"{path}:{rows.line_num}", row) for row in rows]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def as_workload(
+    experiment: Experiment, share: float = SIMULATED_SHARE, seed: int = 0
+) -> tuple[Workload, npt.NDArray[np.int64]]:
+    """Return the requests of a share of each stage of an experiment, and the stage of each.
+
+    As inference-perf draws them: exponential gaps, scaled so that a stage lasts as long as it says;
+    users in one shuffled order, round after round, from its beginning in every stage. A user sends
+    its system prompt and its question; what was said before is not sent again.
+    """
+    load, rng = experiment.shared_prefix, np.random.default_rng(seed)
+    num_users = load.num_users
+    users = list(range(num_users))
+    Random(seed).shuffle(users)
+    prompts = [
+        (
+            Piece(
+                text_name("system prompt", seed, users[place] // load.num_users_per_system_prompt),
+                load.system_prompt_len,
+            ),
+            Piece(text_name("question", seed, place), load.question_len),
+        )
+        for place in range(num_users)
+    ]
+    requests: list[WorkloadRequest] = []
+    stages: list[int] = []
+    start = 0.0
+    for number, stage in enumerate(experiment.stages):
+        gaps = rng.exponential(1.0, stage.num_requests(share))
+        times = start + share * stage.duration * np.cumsum(gaps) / gaps.sum()
+        for place, time in enumerate(times):
+            requests.append(
+                WorkloadRequest(
+                    float(time),
+                    prompts[place % num_users],
+                    load.output_len,
+                    max_tokens=load.output_len,
+                )
+            )
+            stages.append(number)
+        start += share * stage.duration
+    return Workload(experiment.id, tuple(requests), seed=seed, is_trace=True), np.array(stages)
+
+
+def make_config(experiment: Experiment, engine: Engine, source: str = SOURCE) -> EngineConfig:
+    """Return an engine that schedules as vLLM does, with the experiment's arguments."""
+    cards = experiment.tensor_parallel
+    options: dict[str, Any] = {
+        "model": experiment.model,
+        "tensor_parallel": cards,
+        "launch_ms": engine.launch_ms,
+        "host_ms": engine.host_ms if cards == 1 else engine.host_cards_ms,
+    }
+    return simulated(
+        vllm_like(
+            max_num_seqs=experiment.max_num_seqs,
+            max_num_batched_tokens=experiment.max_num_batched_tokens,
+            num_kv_blocks=experiment.kv_blocks,
+            settings=[
+                ("runner.profile", source),
+                ("runner.profile_options", options),
+            ],
+        )
+    )
+
+
+def predict(
+    experiments: Sequence[Experiment],
+    engine: Engine,
+    *,
+    share: float = SIMULATED_SHARE,
+    source: str = SOURCE,
+    num_jobs: int = 1,
+    report: Callable[[str], None] = lambda words: None,
+) -> list[dict[tuple[int, str], float]]:
+    """Return the milliseconds that the lab predicts, in the order of the experiments, from this
+    share of each of their stages.
+    """
+    loads = [as_workload(experiment, share) for experiment in experiments]
+    runs = [
+        (make_config(experiment, engine, source), workload, None)
+        for experiment, (workload, _) in zip(experiments, loads, strict=True)
+    ]
+    found = []
+    outcomes = simulate_all(runs, num_jobs, lambda count: None)
+    for experiment, (_, stages), outcome in zip(experiments, loads, outcomes, strict=True):
+        report(f"predicted {experiment.id} {experiment.model}")
+        found.append(_rows(experiment, engine, stages, outcome))
+    return found
+
+
+def _rows(
+    experiment: Experiment, engine: Engine, stages: npt.NDArray[np.int64], outcome: RunOutcome
+) -> dict[tuple[int, str], float]:
+    """Return all metrics by stage, without the first round of the users, whose prompts no cache
+    has: of a whole experiment it is one request in a hundred. A client sees each time later by the
+    front end; its time per token is that of the whole request, over the tokens that it counts in
+    the reply.
+    """
+    requests = outcome.requests
+    if unserved := sum(not request.is_finished for request in requests):
+        raise ConfigError(f"{unserved} requests of experiment {experiment.id} were not served")
+    arrival = np.array([request.arrival for request in requests])
+    last = np.array([request.end for request in requests])
+    first = np.array([request.token_times[0] for request in requests])
+    e2e, ttft = (1e3 * (times - arrival) + engine.front_ms for times in (last, first))
+    load = experiment.shared_prefix
+    num_users, counted = load.num_users, load.output_len
+    share = engine.recount if experiment.model == RECOUNTED else 1.0
+    counts = np.full(len(stages), True)
+    if len(stages) > num_users:
+        counts[:num_users] = False
+    # A stage weighs as many requests as it has whole, of however many of them are simulated.
+    weights = np.zeros(len(stages))
+    for number, stage in enumerate(experiment.stages):
+        own = counts & (stages == number)
+        weights[own] = stage.num_requests(1.0) / max(own.sum(), 1)
+    found: dict[tuple[int, str], float] = {}
+    for number in (ALL_STAGES, *range(len(experiment.stages))):
+        own = counts & ((stages == number) | (number == ALL_STAGES))
+        for name, values in (("e2e", e2e[own]), ("ttft", ttft[own])):
+            found[number, f"{name}_mean"] = float(np.average(values, weights=weights[own]))
+            found[number, f"{name}_p90"] = _quantile(values, weights[own], 0.9)
+            found[number, f"{name}_p99"] = _quantile(values, weights[own], 0.99)
+        found[number, "itl_mean"] = found[number, "e2e_mean"] / (counted * share)
+    return found
+
+
+def _quantile(values: Floats, weights: Floats, share: float) -> float:
+    """Return the value below which this share of the weight lies, straight between values."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) - weights[order] / 2
+    return float(np.interp(share * weights.sum(), below, values[order]))
+
+
+def fit(
+    experiments: Sequence[Experiment],
+    measured: Mapping[str, Rows],
+    *,
+    source: str = SOURCE,
+    num_jobs: int = 1,
+    report: Callable[[str], None] = lambda words: None,
+) -> Engine:
+    """Return the numbers of the engine, fitted to the given experiments.
+
+    The host's milliseconds are the median, over the stages, of what a token took beyond the card's
+    kernels, with its part of the front end, which is small in replies of hundreds of tokens: of
+    experiments on one card, and of those on several. The launches of layers outside of graphs are
+    what is left of a token in the first stage of the experiments that have such layers. The front
+    end is the median over the stages of what a first token took beyond the engine.
+    Raises `ConfigError` if a kind of experiment is not among the given.
+    """
+    given = [experiment for experiment in experiments if experiment.is_given]
+    bare = Engine(0.0, 0.0, 0.0, 0.0, 1.0)
+    alone = predict(given, bare, source=source, num_jobs=num_jobs, report=report)
+    per_token: dict[str, list[float]] = {"one": [], "several": [], "eager": []}
+    recounts = []
+    for experiment, ours in zip(given, alone, strict=True):
+        there, length = measured[experiment.id], experiment.shared_prefix.output_len
+        for stage in range(len(experiment.stages)):
+            beyond = there[stage, "e2e_mean"] - ours[stage, "e2e_mean"]
+            if experiment.model in EAGER_LAYERS:
+                if stage == 0:
+                    layers = EAGER_LAYERS[experiment.model]
+                    per_token["eager"].append(there[stage, "e2e_mean"] / length / layers)
+                continue
+            kind = "one" if experiment.tensor_parallel == 1 else "several"
+            per_token[kind].append(beyond / length)
+        if experiment.model == RECOUNTED:
+            recounts.append(there[0, "e2e_mean"] / there[0, "itl_mean"] / length)
+    if missing := [kind for kind, values in per_token.items() if not values]:
+        raise ConfigError(f"no experiment is given to fit an engine to: {missing[0]}")
+    host = max(float(np.median(per_token["one"])), 0.0)
+    cards = max(float(np.median(per_token["several"])), 0.0)
+    layers = max(EAGER_LAYERS.values())
+    launch = max(float(np.median(per_token["eager"])) - cards / layers, 0.0)
+    engine = Engine(host, cards, launch, 0.0, float(np.median(recounts)) if recounts else 1.0)
+    first = [
+        measured[experiment.id][stage, "ttft_mean"] - ours[stage, "ttft_mean"]
+        for experiment, ours in zip(
+            given,
+            predict(given, engine, source=source, num_jobs=num_jobs, report=report),
+            strict=True,
+        )
+        for stage in range(len(experiment.stages))
+    ]
+    return msgspec.structs.replace(engine, front_ms=max(float(np.median(first)), 0.0))
