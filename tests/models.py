@@ -4,7 +4,12 @@ Weights are large enough that the best token leads by a wide margin, so that gre
 be compared token by token.
 """
 
+import atexit
 import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +84,32 @@ KINDS_AND_FUSED = [(kind, fused) for kind in MODEL_KINDS for fused in (True, Fal
 EACH_KIND_ONCE = [(kind, i % 2 == 0) for i, kind in enumerate(MODEL_KINDS)]
 
 
+def made_once(make: Callable[..., Path]) -> Callable[..., Path]:
+    """Return `make(kind, path, ...)`, which writes a model to `path`, so that each model is made
+    once in this process: a copy takes a thirtieth of the time. Random numbers of torch go on behind
+    a copy as behind the making.
+    """
+    kept: dict[str, tuple[Path, Any]] = {}
+    folder = Path(tempfile.mkdtemp(prefix="aioserve-models-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+    @wraps(make)
+    def copied(kind: str, path: Path, *args: Any, **fields: Any) -> Path:
+        import torch
+
+        asked = repr((kind, args, sorted(fields.items())))
+        if asked not in kept:
+            made = make(kind, folder / str(len(kept)), *args, **fields)
+            kept[asked] = made, torch.get_rng_state()
+        made, state = kept[asked]
+        shutil.copytree(made, path, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        torch.set_rng_state(state)
+        return path
+
+    return copied
+
+
+@made_once
 def make_model(kind: str, path: Path, **overrides: Any) -> Path:
     """Write a model of one of `MODEL_KINDS`, or of another kind, to `path` and return `path`.
 

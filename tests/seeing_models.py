@@ -16,6 +16,7 @@ from aioserve.features.multimodal.prompt import load_processor
 from aioserve.features.multimodal.videos import VideoProcessor
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
+from tests.models import made_once
 
 NUM_TOKENS = 12
 EMBEDDED = Path(__file__).parents[1] / "aioserve" / "model_source" / "embedded"
@@ -470,6 +471,7 @@ VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 VIDEO_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
+@made_once
 def make_seeing_model(
     kind: str,
     path: Path,
