@@ -44,7 +44,7 @@ import openai
 from harness import Args, Opt, Program, percentile, ratio, serving, turns
 
 from aioserve.config import EngineConfig
-from aioserve.lab.bench.exchange import WORDS, Exchange, ServerError
+from aioserve.lab.bench import WORDS, Exchange, ServerError
 from aioserve.lab.comparison.measures import programs_of
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.what_if import read_traffic

@@ -27,8 +27,7 @@ import openai
 from harness import Args, Opt, Program, percentile, serving
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.lab.bench.commands import Document, summarize
-from aioserve.lab.bench.exchange import Load, Target
+from aioserve.lab.bench import Document, Load, Target, summarize
 from aioserve.lab.simulation.outcome import RequestOutcome
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.synthetic import Poisson, generate, read_spec

@@ -44,8 +44,7 @@ from harness import (
 from peer_results import Cell, Results, Settings, Visit, begin, show, write
 
 from aioserve.errors import AioserveError
-from aioserve.lab.bench.commands import Document, summarize
-from aioserve.lab.bench.exchange import Load, Target
+from aioserve.lab.bench import Document, Load, Target, summarize
 from aioserve.lab.workloads.synthetic import (
     ClientClass,
     ClosedLoop,

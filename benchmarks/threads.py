@@ -28,7 +28,7 @@ from peers import COLUMNS, RATE, Shape, run
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
-from aioserve.lab.bench.commands import Document
+from aioserve.lab.bench import Document
 from aioserve.runner.cpu.machine import default_num_threads
 
 CHOOSES = "chooses"

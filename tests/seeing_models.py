@@ -12,8 +12,7 @@ import numpy as np
 
 from aioserve.config import ModelConfig
 from aioserve.engine.prompt import Video
-from aioserve.features.multimodal.prompt import load_processor
-from aioserve.features.multimodal.videos import VideoProcessor
+from aioserve.features.multimodal.prompt import VideoProcessor, load_processor
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
 from tests.models import made_once

@@ -12,7 +12,7 @@ import pytest
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.engine.step_loop import Observers
 from aioserve.errors import ConfigError, PolicyError, RequestFailedError
-from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.json_formats import HermesParser
 from aioserve.fleet.routing import BaseRouter, Dispatcher, RoutedRequest, RouterError
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import TokenLogprobs

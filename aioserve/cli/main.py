@@ -141,7 +141,7 @@ TOOLS = {
     "search": "aioserve.lab.search.commands:run_search",
     "sweep": "aioserve.lab.comparison.commands:run_sweep",
     "mispredict": "aioserve.lab.mispredict:run_mispredict",
-    "bench": "aioserve.lab.bench.commands:run_bench",
+    "bench": "aioserve.lab.bench:run_bench",
     "calibrate": "aioserve.lab.calibration:run_calibrate",
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",
     "cards": "aioserve.lab.cards.commands:run_cards",

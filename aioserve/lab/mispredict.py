@@ -37,7 +37,7 @@ from aioserve.lab.comparison.report import FOLDER
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
 from aioserve.lab.terminal import paint
-from aioserve.lab.workloads.predictions import (
+from aioserve.lab.workloads.synthetic import (
     AnyPrediction,
     parse_prediction,
     with_predictions,

@@ -27,8 +27,13 @@ from aioserve.outputs import FinishReason
 from aioserve.request import EncoderInput, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.testing.harness import FAILURES, PausesAll, SchedulerHarness, sound_policies
-from aioserve.testing.hinted import STRANGE, USUAL
-from aioserve.testing.state_machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
+from aioserve.testing.state_machine import (
+    DEFAULT_EXAMPLES,
+    STRANGE,
+    USUAL,
+    accepted_settings,
+    run_machine,
+)
 from aioserve.testing.story import told
 from aioserve.testing.violation import ContractViolation
 

@@ -11,14 +11,15 @@ from typing import Any, Protocol
 
 from aioserve.errors import EngineOverloadedError
 from aioserve.outputs import FinishReason
-from aioserve.request import Request, RequestStatus
+from aioserve.request import SLO_TPOT, SLO_TTFT, Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.scheduler.stats import checked_gauges
 from aioserve.testing.bench import Bench
-from aioserve.testing.hinted import TIMES
 from aioserve.testing.ledger import STATED, read_stated
 from aioserve.testing.violation import ContractViolation
 
+#: Names of the hints by which a request says how soon it is needed.
+TIMES = (SLO_TTFT, SLO_TPOT)
 MAX_RETRY_SECONDS = 86_400.0  # a guess: a client that is sent away for longer does not come back
 #: How often a client asks again; it waits twice as long each time, as clients do.
 NUM_TRIES = 6

@@ -20,6 +20,7 @@ from aioserve.features.kv_connector.simulated import SimulatedDirectory
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from aioserve.testing.faults import (
+    READERS,
     Client,
     Fault,
     Faults,
@@ -31,7 +32,6 @@ from aioserve.testing.faults import (
     few_descriptors,
     open_descriptors,
 )
-from aioserve.testing.faults.clients import READERS
 from tests.kit import runner_of
 from tests.processes import PATIENCE
 

@@ -6,9 +6,12 @@ from hypothesis import strategies as st
 
 from aioserve.features.formats import Arguments, Call, CallParser, Content, Event, Function
 from aioserve.features.formats.call_block import DeepSeekV31Parser
-from aioserve.features.formats.marked_json import HermesParser
-from aioserve.features.formats.mistral import MistralParser
-from aioserve.features.formats.plain_json import Llama3Parser, PlainJsonParser
+from aioserve.features.formats.json_formats import (
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    PlainJsonParser,
+)
 from tests.formats.pieces import read, read_alike
 
 PARSERS = [HermesParser, Llama3Parser, MistralParser, DeepSeekV31Parser, PlainJsonParser]

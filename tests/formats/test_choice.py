@@ -17,15 +17,13 @@ from aioserve.features.formats import (
     choose,
     load_format,
 )
-from aioserve.features.formats.marked_json import HermesParser
-from aioserve.features.formats.mistral import MistralParser
-from aioserve.features.formats.plain_json import Llama3Parser
+from aioserve.features.formats.json_formats import HermesParser, Llama3Parser, MistralParser
 from tests.formats.channels import ChannelFormat
 
 CHANNELS = f"{Path(__file__).with_name('channels.py')}:ChannelFormat"
 MARKED = """
 from aioserve.features.formats import Marks
-from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.json_formats import HermesParser
 
 class Marked(HermesParser):
     marks = Marks("<hm>", "</hm>")
@@ -93,7 +91,7 @@ def test_only_formats_that_a_template_may_show_are_loaded():
 import sys
 from aioserve.features.formats import choose
 assert choose("auto", "auto", "<tool_call>").name == "hermes"
-assert "aioserve.features.formats.marked_json" in sys.modules
+assert "aioserve.features.formats.json_formats" in sys.modules
 others = {"call_block", "tagged_formats", "noted_calls", "harmony", "mistral", "plain_json"}
 assert not {name for name in others if f"aioserve.features.formats.{name}" in sys.modules}
 """

@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.features.formats import Arguments, Call, Content, Function
-from aioserve.features.formats.tagged_formats import DeepSeekV4Parser, DeepSeekV32Parser
+from aioserve.features.formats.tagged import DeepSeekV4Parser, DeepSeekV32Parser
 from tests.formats.pieces import read
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}})]

@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.features.formats import Arguments, Call, Content, Function
-from aioserve.features.formats.tagged_formats import Glm47Parser, GlmParser
+from aioserve.features.formats.tagged import Glm47Parser, GlmParser
 from tests.formats.pieces import read
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}})]

@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.features.formats import Arguments, Call, Content, Function, choose
-from aioserve.features.formats.marked_json import (
+from aioserve.features.formats.json_formats import (
     AprielParser,
     GraniteParser,
     HermesParser,

@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.features.formats import Arguments, Call, Content, Function
-from aioserve.features.formats.tagged_formats import MiniMaxM2Parser
+from aioserve.features.formats.tagged import MiniMaxM2Parser
 from tests.formats.pieces import read
 
 FUNCTIONS = [Function("add", {"properties": {"a": {"type": "number"}, "b": {"type": "string"}}})]

@@ -14,6 +14,7 @@ from aioserve.features.formats import (
     SaidCall,
     choose,
 )
+from aioserve.features.formats.json_formats import Llama4JsonParser
 from aioserve.features.formats.notation import GEMMA, PYTHON, NotedArguments
 from aioserve.features.formats.noted_calls import (
     Gemma4Parser,
@@ -21,7 +22,6 @@ from aioserve.features.formats.noted_calls import (
     Llama4PythonicParser,
     Olmo3Parser,
 )
-from aioserve.features.formats.plain_json import Llama4JsonParser
 from tests.formats.pieces import read_alike
 
 SCHEMA = {

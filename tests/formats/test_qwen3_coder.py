@@ -5,7 +5,7 @@ import json
 import pytest
 
 from aioserve.features.formats import Arguments, Call, Content, Function, Reply, SaidCall
-from aioserve.features.formats.tagged_formats import Qwen3CoderParser
+from aioserve.features.formats.tagged import Qwen3CoderParser
 from tests.formats.pieces import read
 
 SCHEMA = {

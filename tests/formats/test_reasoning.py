@@ -14,7 +14,7 @@ from aioserve.features.formats import (
     ReplyParser,
     choose_reasoning,
 )
-from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.json_formats import HermesParser
 from tests.formats.pieces import read
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from aioserve.features.formats import Arguments, Call, Content, Function
-from aioserve.features.formats.tagged_formats import SeedOssParser
+from aioserve.features.formats.tagged import SeedOssParser
 from tests.formats.pieces import read
 
 SCHEMA = {"properties": {"a": {"type": "object"}, "b": {"type": "string"}, "c": {"type": "array"}}}

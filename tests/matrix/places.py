@@ -18,7 +18,7 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.engine import EngineClient
 from aioserve.errors import RunnerDeadError
-from aioserve.gpu.tensor_parallel import cpu_rank
+from aioserve.gpu.tensor_parallel import cpu_following_rank
 from aioserve.gpu.tensor_parallel.cpu_runner import ShardedRunner
 from aioserve.gpu.tensor_parallel.plan import check_model
 from aioserve.gpu.tensor_parallel.processes import (
@@ -112,7 +112,7 @@ class RankThread:
         try:
             info = ModelInfo(self._start.config.model)
             check_model(self._start.config, info)
-            obey = cpu_rank._load(self, self._start, info)  # type: ignore[arg-type]
+            obey = cpu_following_rank.load_share(self, self._start, info)  # type: ignore[arg-type]
             self._has_loaded.set()
             while True:
                 obey(self.hear(decode))

@@ -14,7 +14,7 @@ import pytest
 from aioserve import AsyncEngine, MultimodalPrompt, PoolingParams, SamplingParams
 from aioserve.engine import EngineClient
 from aioserve.features.formats import Call, Function
-from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.json_formats import HermesParser
 from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay

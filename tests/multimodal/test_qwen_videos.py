@@ -13,7 +13,7 @@ import pytest
 
 from aioserve.config import ModelConfig
 from aioserve.engine.prompt import Video
-from aioserve.features.multimodal.videos import VideoProcessor
+from aioserve.features.multimodal.prompt import VideoProcessor
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import GRID, TURN, family_of
 from tests.seeing_models import VIDEO, make_seeing_model, picture

@@ -16,7 +16,7 @@ from aioserve.engine import RequestStream
 from aioserve.errors import RequestError, RequestFailedError
 from aioserve.features.multimodal.decoding import EncodedImage
 from aioserve.features.multimodal.encoding_pieces import EncodingPieces
-from aioserve.features.multimodal.videos import VideoProcessor
+from aioserve.features.multimodal.prompt import VideoProcessor
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
 from aioserve.model_source.info import ModelInfo

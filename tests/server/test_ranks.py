@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks_of(process: psutil.Process) -> list[psutil.Process]:
     """The processes of all ranks but the first."""
     children = process.children(recursive=True)
-    return [c for c in children if "aioserve.gpu.tensor_parallel.cpu_rank" in c.cmdline()]
+    return [c for c in children if "aioserve.gpu.tensor_parallel.rank_process" in c.cmdline()]
 
 
 class Served:

@@ -23,7 +23,7 @@ from aioserve.features.formats import (
     SaidCall,
     any_of,
 )
-from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.json_formats import HermesParser
 from tests.formats.channels import ChannelFormat
 
 CAUGHT_BY: dict[type[ReplyFormat], str] = {}  # a regular expression of the message

@@ -75,7 +75,7 @@ class Bad(AutoscalerInterface):
         return fleet.max_replicas
 """
 FORMATS = """
-from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.json_formats import HermesParser
 
 
 class Good(HermesParser):

@@ -19,8 +19,7 @@ from aioserve.engine.prompt import (
     ReadMedia,
 )
 from aioserve.errors import ConfigError, RequestError
-from aioserve.features.multimodal.prompt import ImageProcessor, Marks
-from aioserve.features.multimodal.videos import VideoProcessor
+from aioserve.features.multimodal.prompt import ImageProcessor, Marks, VideoProcessor
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import Family, family_of
 from aioserve.runner.info import RunnerInfo

@@ -27,8 +27,7 @@ from transformers.processing_utils import ImagesKwargs, MultiModalData, Processo
 from transformers.video_processing_utils import VideoProcessorMixin
 
 from aioserve.errors import ConfigError
-from aioserve.features.multimodal.prompt import VideoSize
-from aioserve.features.multimodal.videos import VideoSettings
+from aioserve.features.multimodal.prompt import VideoSettings, VideoSize
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import GRID, TURN
 

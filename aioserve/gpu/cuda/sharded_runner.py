@@ -1,7 +1,8 @@
 """The model on several cards: this process is the first rank, and hands each step to the others.
 
 An `OverlappedRunner` in all else: it samples and masks alone, and its card tells theirs the tokens.
-Knows ranks and their end.
+The others launch the steps that they are told, each on its share of the model. Knows ranks and
+their end.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from aioserve.gpu.tensor_parallel.plan import (
     check_settings,
     plan_in_config,
 )
-from aioserve.gpu.tensor_parallel.processes import Step
-from aioserve.gpu.tensor_parallel.watch import FirstRankRunner
+from aioserve.gpu.tensor_parallel.processes import FirstRank, FirstRankRunner, Message, Start, Step
+from aioserve.gpu.tensor_parallel.rank_process import meet
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import OUTPUT_COMPILERS, OutputCompiler
@@ -37,7 +38,7 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
     wait for does not come.
     """
 
-    _rank_module = "aioserve.gpu.cuda.rank"
+    _rank_module = "aioserve.gpu.cuda.sharded_runner"
 
     def __init__(
         self, config: EngineConfig, model_info: ModelInfo, build: Build | None = None
@@ -104,3 +105,40 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
         if dead is not error:
             dead.__cause__ = error
         return dead
+
+
+# A rank beside the first on a card, in a process of its own.
+
+
+def follow(executor: "StepExecutor") -> Callable[[Message], None]:
+    """Return what does steps with it, each launched before the last one is over, as on the first
+    rank.
+    """
+    import torch
+
+    away: list[LaunchedParts] = []
+
+    @torch.inference_mode()
+    def execute(message: Message) -> None:
+        assert isinstance(message, Step)
+        if (launched := executor.launch(message.step)) is not None:
+            away.append(launched)
+        if len(away) > 1:
+            executor.finish(away.pop(0))
+
+    return execute
+
+
+def load_share(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:
+    """Load the share of a rank beside the first. Return what does as the first rank says."""
+    import torch
+
+    from aioserve.gpu.cuda.load import load_on_cuda
+
+    device = torch.device("cuda", start.rank)
+    torch.cuda.set_device(device)
+    ranks = meet(first, start, device)
+    with torch.inference_mode():
+        executor = load_on_cuda(start.config, info, ranks=ranks)
+        executor.attach()
+    return follow(executor)

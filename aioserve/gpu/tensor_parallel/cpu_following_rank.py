@@ -5,6 +5,7 @@ Steps, adapters, and what becomes of its memory. It samples nothing. Knows messa
 """
 
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,6 +35,11 @@ from aioserve.model_source.info import ModelInfo, read_same_model
 from aioserve.runner.cpu.executor import ResidentModel, StepExecutor
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.sampler import SampledTokens
+
+
+def load_share(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:
+    """Load the share of a rank. Return what does as the first rank says."""
+    return FollowingRank(first, start, info).obey
 
 
 class FollowingRank:

@@ -14,6 +14,7 @@ from aioserve.errors import RunnerDeadError
 from aioserve.gpu.tensor_parallel.plan import check_model, check_settings
 from aioserve.gpu.tensor_parallel.processes import (
     DropAdapter,
+    FirstRankRunner,
     Free,
     Load,
     MakeHostBlocks,
@@ -23,7 +24,6 @@ from aioserve.gpu.tensor_parallel.processes import (
     Step,
     UseAdapter,
 )
-from aioserve.gpu.tensor_parallel.watch import FirstRankRunner
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.cpu.runner import SleepingRunner
@@ -46,7 +46,7 @@ T = TypeVar("T")
 class ShardedRunner(FirstRankRunner, SleepingRunner):
     """Ends, and says so, when one of its ranks does: without it the others have no whole model."""
 
-    _rank_module = "aioserve.gpu.tensor_parallel.cpu_rank"
+    _rank_module = "aioserve.gpu.tensor_parallel.cpu_following_rank"
     _is_sampled = False  # whether the others know what the step has chosen
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:

@@ -1,9 +1,13 @@
 """A process beside the first rank: hears what to load, loads it, does the steps that it is told.
 
-Knows messages and their order; what a step is done with, the module that starts it knows.
+`python -m aioserve.gpu.tensor_parallel.rank_process MODULE SOCKET`, run by the first rank. Light
+until it is told what to load: then `load_share` of the module does it, and what that returns does
+the steps. Knows messages and their order.
 """
 
 import gc
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,13 +34,15 @@ if TYPE_CHECKING:
 LoadShare = Callable[[FirstRank, Start, ModelInfo], Callable[[Message], None]]
 
 
-def run_rank(file: int, load: LoadShare) -> int:
-    """Serve as a rank until there is no more to do; `file` is the socket. Returns the exit code."""
+def run_rank(module: str, file: int) -> int:
+    """Serve as a rank until there is no more to do, with what `module` loads; `file` is the socket.
+    Returns the exit code.
+    """
     first = FirstRank(file)
     try:
         start = first.hear(decode)
         assert isinstance(start, Start)
-        return _run(first, start, load)
+        return _run(first, start, module)
     except (EOFError, RunnerDeadError):  # the first rank tells why
         return 0
     except Exception as error:
@@ -61,7 +67,7 @@ def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -
     )
 
 
-def _run(first: FirstRank, start: Start, load: LoadShare) -> int:
+def _run(first: FirstRank, start: Start, module: str) -> int:
     from aioserve.gpu.tensor_parallel.plan import check_model
 
     server = start.config.server
@@ -71,9 +77,14 @@ def _run(first: FirstRank, start: Start, load: LoadShare) -> int:
     show_no_bars()
     info = ModelInfo(start.config.model)
     check_model(start.config, info)
+    load: LoadShare = importlib.import_module(module).load_share
     obey = load(first, start, info)
     gc.collect()
     gc.freeze()  # else it is looked at again and again
     first.answer(Answer(has_loaded=True))
     while True:
         obey(first.hear(decode))
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(sys.argv[1], int(sys.argv[2])))

@@ -13,8 +13,7 @@ from aioserve.lab.arguments import add_card, add_output, add_settings, add_slo, 
 from aioserve.lab.simulation.parallel import choose_num_jobs
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.terminal import progress
-from aioserve.lab.workloads.predictions import parse_prediction
-from aioserve.lab.workloads.synthetic import WorkloadSource
+from aioserve.lab.workloads.synthetic import WorkloadSource, parse_prediction
 from aioserve.lab.workloads.workload import DEFAULT_MAX_TOKENS, ReplyLimit, Workload
 from aioserve.support.arguments import TakesArguments, count, positive
 

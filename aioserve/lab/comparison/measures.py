@@ -20,8 +20,7 @@ from aioserve.lab.comparison.service import Floats, service_by_client
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import DURATIONS
-from aioserve.lab.workloads.incidents import Incidents
-from aioserve.lab.workloads.workload import Workload, WorkloadRequest
+from aioserve.lab.workloads.workload import Incidents, Workload, WorkloadRequest
 from aioserve.support.nearest import did_you_mean
 
 if TYPE_CHECKING:

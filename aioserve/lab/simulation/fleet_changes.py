@@ -27,7 +27,7 @@ from aioserve.fleet.routing import (
 )
 from aioserve.lab.simulation.fleet_replicas import FleetOutcome, Seat
 from aioserve.lab.simulation.stepped_engine import SteppedEngine
-from aioserve.lab.workloads.incidents import Deploy
+from aioserve.lab.workloads.workload import Deploy
 from aioserve.request import Request
 
 

@@ -19,8 +19,7 @@ from aioserve.lab.simulation.fleet_changes import (
     Choice,
     check_choices,
 )
-from aioserve.lab.workloads.incidents import Incidents
-from aioserve.lab.workloads.workload import Workload
+from aioserve.lab.workloads.workload import Incidents, Workload
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.support.files import find_fleet, read_struct
 

@@ -32,18 +32,6 @@ from aioserve.features.formats import (
     ReplyFormat,
     joined,
 )
-from aioserve.testing.formats.bound import check_forced, check_strict, check_whole
-from aioserve.testing.formats.reading import (
-    Read,
-    check_alike,
-    check_cost,
-    parser_of,
-    pieces_of,
-    read,
-    shown,
-    violation,
-    words,
-)
 from aioserve.testing.formats.replies import (
     FUNCTIONS,
     WORDS,
@@ -56,6 +44,20 @@ from aioserve.testing.formats.replies import (
     spoiled_texts,
     texts,
     written,
+)
+from aioserve.testing.formats.rules import (
+    Read,
+    check_alike,
+    check_cost,
+    check_forced,
+    check_strict,
+    check_whole,
+    parser_of,
+    pieces_of,
+    read,
+    shown,
+    violation,
+    words,
 )
 from aioserve.testing.violation import FormatViolation
 

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from aioserve.fleet.routing import BaseRouter
-from aioserve.testing.routers import cost, rules
+from aioserve.testing.routers import rules
 from aioserve.testing.routers.toy_fleet import RouterSubject
 
 __all__ = ["RouterContract", "RouterSubject"]
@@ -38,11 +38,11 @@ class RouterContract:
 
     def test_it_asks_for_what_it_reads(self, subject: RouterSubject) -> None:
         """What its code reads of replicas and prefixes, `uses_reports` and `uses_prefixes` say."""
-        cost.check_reads(subject)
+        rules.check_reads(subject)
 
     def test_time_and_chance_are_its_own(self, subject: RouterSubject) -> None:
         """Its code calls no clock and no dice of the process, and does not sleep."""
-        cost.check_foreign_calls(subject)
+        rules.check_foreign_calls(subject)
 
     def test_equal_calls_give_equal_answers(self, subject: RouterSubject) -> None:
         """The same calls are made twice, while replicas come and go."""
@@ -50,7 +50,7 @@ class RouterContract:
 
     def test_answers_do_not_depend_on_hashes_of_strings(self, subject: RouterSubject) -> None:
         """The same calls are made in two processes with different seeds of hashes."""
-        cost.check_hash_order(subject)
+        rules.check_hash_order(subject)
 
     def test_it_leaves_requests_as_they_are(self, subject: RouterSubject) -> None:
         """A request and its hints are the same before and after the router has seen them."""
@@ -94,11 +94,11 @@ class RouterContract:
 
     def test_a_decision_costs_in_proportion(self, subject: RouterSubject) -> None:
         """The lines that a decision runs grow with the number of replicas at most, up to 1,000."""
-        cost.check_cost(subject)
+        rules.check_cost(subject)
 
     def test_memory_does_not_grow(self, subject: RouterSubject) -> None:
         """Requests and sessions that have ended leave nothing behind in the router."""
-        cost.check_memory(subject)
+        rules.check_memory(subject)
 
 
 class TestGivenRouters(RouterContract):

@@ -20,8 +20,7 @@ from aiohttp import web
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.cli.main import main
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.lab.bench.commands import render, summarize
-from aioserve.lab.bench.exchange import Load, Target
+from aioserve.lab.bench import Load, Target, render, summarize
 from aioserve.lab.slo import ServiceLevels, Slo
 from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest

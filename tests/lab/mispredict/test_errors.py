@@ -4,7 +4,7 @@ import pytest
 
 from aioserve.errors import ConfigError
 from aioserve.lab.mispredict import DEFAULT, Errors
-from aioserve.lab.workloads.predictions import Classes, LogNormalError, Ranks
+from aioserve.lab.workloads.synthetic import Classes, LogNormalError, Ranks
 
 
 def test_sizes_come_in_order_from_the_best_prediction_to_the_worst() -> None:

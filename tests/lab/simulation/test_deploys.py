@@ -8,8 +8,14 @@ from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet, ReplicaGroup
 from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulated
-from aioserve.lab.workloads.incidents import Deploy, Failure, Incidents
-from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.lab.workloads.workload import (
+    Deploy,
+    Failure,
+    Incidents,
+    Piece,
+    Workload,
+    WorkloadRequest,
+)
 
 
 def asked(*arrivals: float, output: int = 20) -> Workload:

@@ -16,8 +16,14 @@ from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulate
-from aioserve.lab.workloads.incidents import Failure, Incidents, Straggler
-from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.lab.workloads.workload import (
+    Failure,
+    Incidents,
+    Piece,
+    Straggler,
+    Workload,
+    WorkloadRequest,
+)
 from tests.lab.simulation.test_run import config, request, workload
 from tests.policy_names import SHIPPED
 from tests.slow import mostly_slow

@@ -13,8 +13,7 @@ from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulated
-from aioserve.lab.workloads.incidents import Failure, Incidents
-from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.lab.workloads.workload import Failure, Incidents, Piece, Workload, WorkloadRequest
 
 HEAD = """
 from aioserve.fleet.routing import BaseRouter, Refuse, RouterOptions, Wait

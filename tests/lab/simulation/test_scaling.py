@@ -22,8 +22,7 @@ from aioserve.lab.simulation.fleet_changes import AutoscalerChoice, Autoscaling
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec, ReplicaGroup
 from aioserve.lab.simulation.fleet_replicas import FleetOutcome
 from aioserve.lab.simulation.run import simulated
-from aioserve.lab.workloads.incidents import Failure, Incidents
-from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.lab.workloads.workload import Failure, Incidents, Piece, Workload, WorkloadRequest
 
 HEAD = """
 from aioserve.fleet.routing import AutoscalerInterface, AutoscalerOptions

@@ -12,17 +12,18 @@ import pytest
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.simulation.run import simulate
-from aioserve.lab.workloads.predictions import (
+from aioserve.lab.workloads.synthetic import (
     AnyPrediction,
     Classes,
     Exact,
     LogNormalError,
     Ranks,
+    generate,
     parse_prediction,
+    read_spec,
     with_predictions,
     without_predictions,
 )
-from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.request import PREDICTED_OUTPUT_TOKENS
 from tests.lab.simulation.test_run import EXACT

@@ -4,9 +4,11 @@ import msgspec
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.workloads.incidents import Failure, Incidents, Straggler
 from aioserve.lab.workloads.workload import (
+    Failure,
+    Incidents,
     Piece,
+    Straggler,
     Workload,
     WorkloadRequest,
     build_images,

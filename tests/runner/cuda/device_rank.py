@@ -1,19 +1,18 @@
-"""A rank on a device that is not one: `python -m tests.runner.cuda.device_rank SOCKET`."""
+"""A rank on a device that is not one: what its process loads."""
 
-import sys
 from collections.abc import Callable
 
 import torch
 
-from aioserve.gpu.cuda.rank import follow
+from aioserve.gpu.cuda.sharded_runner import follow
 from aioserve.gpu.tensor_parallel.processes import FirstRank, Message, Start
-from aioserve.gpu.tensor_parallel.rank_process import meet, run_rank
+from aioserve.gpu.tensor_parallel.rank_process import meet
 from aioserve.model_source.info import ModelInfo
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_rank
 
 
-def load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:
+def load_share(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message], None]:
     torch.set_num_threads(1)
     if start.config.model.served_model_name == "failing":
         raise MemoryError("as asked")
@@ -21,7 +20,3 @@ def load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Message],
     # It computes what it is told at once: nobody waits for it here.
     with torch.inference_mode():
         return follow(make_rank(start.config, info, FakeDevice(eagerness=1.0), ranks))
-
-
-if __name__ == "__main__":
-    sys.exit(run_rank(int(sys.argv[1]), load))

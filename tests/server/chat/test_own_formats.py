@@ -66,7 +66,7 @@ async def test_a_format_of_whole_replies_tells_reasoning_content_and_calls_apart
 
 
 RAISES = """
-from aioserve.features.formats.marked_json import HermesParser
+from aioserve.features.formats.json_formats import HermesParser
 
 class Raises(HermesParser):
     said = ""

@@ -1,1 +1,0 @@
-"""`bench`: any OpenAI-compatible server under load, over HTTP."""
