@@ -7,13 +7,14 @@ zero. Lines and bytes are the same on every machine; no seconds are judged.
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import EngineOverloadedError
@@ -24,6 +25,8 @@ from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing.side_effects import is_ours
 from aioserve.testing.violation import ContractViolation
+
+T = TypeVar("T")
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -100,6 +103,36 @@ class SlowestCall:
 
 SLOWEST: dict[type, SlowestCall] = {}  # by policy, for the report at the end of a test run
 
+#: How often each line ran, by the code that it is of.
+Lines = Counter[tuple[CodeType, int]]
+
+
+def count_lines(call: Callable[[], T], lines: Lines, skips: Container[str] = ()) -> T:
+    """Make a call and add the lines of Python that it runs to `lines`, but for those of the modules
+    that it `skips`, by name. Returns what the call returns.
+    """
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_globals.get("__name__", "") in skips:
+            return None
+        if event in ("line", "call"):
+            lines[frame.f_code, frame.f_lineno] += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return call()
+    finally:
+        sys.settrace(before)
+
+
+def most_often(lines: Lines) -> str:
+    """Return where most of the lines are, for the end of a message."""
+    (code, line), count = max(lines.items(), key=lambda item: item[1])
+    file = Path(code.co_filename).name
+    return f"most often {file}:{line} in {code.co_name}(), {count:,} times"
+
 
 def check_cost(policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
     """Raise `ContractViolation` if `schedule` does work for each pair of requests."""
@@ -107,18 +140,15 @@ def check_cost(policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
     times = many.total() / few.total()
     if times <= MOST_TIMES:
         return
-    (code, line), count = max(many.items(), key=lambda item: item[1])
     raise ContractViolation(
         f"{policy.__name__}: schedule() runs {many.total():,} lines with {SIZES[1]} running "
         f"requests and as many that wait, and {few.total():,} with {SIZES[0]} and {SIZES[0]}: "
-        f"{times:.0f} times as many for {SIZES[1] // SIZES[0]} times the requests; most often "
-        f"{Path(code.co_filename).name}:{line} in {code.co_name}(), {count:,} times"
+        f"{times:.0f} times as many for {SIZES[1] // SIZES[0]} times the requests; "
+        f"{most_often(many)}"
     )
 
 
-def _count(
-    policy: type[BaseScheduler], options: Mapping[str, Any], size: int
-) -> Counter[tuple[CodeType, int]]:
+def _count(policy: type[BaseScheduler], options: Mapping[str, Any], size: int) -> Lines:
     """Return the lines of the call that runs most of them, among those of some steps in a crowd."""
     run = BareRun(policy, options, size)
     for number in range(2 * size):
@@ -130,32 +160,12 @@ def _count(
             priority=(7 * number) % 3,
             hints={"session": f"s{number % (size // 2)}"},
         )
-    worst: Counter[tuple[CodeType, int]] = Counter()
+    worst = Lines()
     for number in range(NUM_STEPS):
-        lines: Counter[tuple[CodeType, int]] = Counter()
-        is_timed = number % 2
-        run.step(_timed(run.scheduler) if is_timed else _counted(run.scheduler, lines))
+        lines, schedule = Lines(), run.scheduler.schedule
+        run.step(_timed(run.scheduler) if number % 2 else partial(count_lines, schedule, lines))
         worst = max(worst, lines, key=Counter.total)
     return worst
-
-
-def _counted(
-    scheduler: BaseScheduler, lines: Counter[tuple[CodeType, int]]
-) -> Callable[[], SchedulerOutput]:
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if event in ("line", "call"):
-            lines[frame.f_code, frame.f_lineno] += 1
-        return trace
-
-    def schedule() -> SchedulerOutput:
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            return scheduler.schedule()
-        finally:
-            sys.settrace(before)
-
-    return schedule
 
 
 def _timed(scheduler: BaseScheduler) -> Callable[[], SchedulerOutput]:
@@ -192,15 +202,29 @@ def check_memory(policy: type[BaseScheduler], options: Mapping[str, Any]) -> Non
     Where one seems to after 2,000 of them, it is asked again after many more.
     """
     run = _Waves(policy, options)
-    if not any(run.grown(WAVE, 3 * WAVE).values()):
-        return
-    for name, (before, after) in run.grown(MANY, MANY).items():
-        if after - before >= MOST_BYTES * MANY:
-            raise ContractViolation(
-                f"{policy.__name__}: {name} grows with requests that have ended: it takes "
-                f"{before:,} bytes after {run.num_served - MANY:,} of them and {after:,} after "
-                f"{run.num_served:,}; what is kept of requests needs a bound, of 10,000 at most"
-            )
+    for name, (before, after) in kept(run.serve).items():
+        raise ContractViolation(
+            f"{policy.__name__}: {name} grows with requests that have ended: it takes "
+            f"{before:,} bytes after {run.num_served - MANY:,} of them and {after:,} after "
+            f"{run.num_served:,}; what is kept of requests needs a bound, of 10,000 at most"
+        )
+
+
+def kept(serve: Callable[[int], dict[str, int]]) -> dict[str, tuple[int, int]]:
+    """Return what grows with requests that have ended: bytes before and after `MANY` of them, by
+    name. `serve` serves so many requests and returns the sizes of all that is kept. Where nothing
+    seems to grow after a few, no more are served.
+    """
+
+    def grown(first: int, more: int) -> dict[str, tuple[int, int]]:
+        before, after = serve(first), serve(more)
+        return {
+            name: (before.get(name, 0), size)
+            for name, size in after.items()
+            if size - before.get(name, 0) >= MOST_BYTES * more
+        }
+
+    return grown(MANY, MANY) if grown(WAVE, 3 * WAVE) else {}
 
 
 class _Waves:
@@ -210,16 +234,7 @@ class _Waves:
         self.num_served = 0
         self._run = BareRun(policy, options, NUM_SEATS)
 
-    def grown(self, first: int, more: int) -> dict[str, tuple[int, int]]:
-        """Sizes in bytes after `first` requests, and after `more` of them, of what has grown."""
-        before, after = self._serve(first), self._serve(more)
-        return {
-            name: (before.get(name, 0), size)
-            for name, size in after.items()
-            if size - before.get(name, 0) >= MOST_BYTES * more
-        }
-
-    def _serve(self, count: int) -> dict[str, int]:
+    def serve(self, count: int) -> dict[str, int]:
         """Serve requests to their end; the sizes of the policy's own attributes, in bytes."""
         run, first = self._run, self.num_served
         for number in range(first, first + count):

@@ -3,11 +3,8 @@
 The first are shown by a scaled toy fleet, the others by views of a fleet that does not change.
 """
 
-import sys
-from collections import Counter
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 from aioserve.fleet.routing import FleetView, ReplicaView, RoutedRequest, load_autoscaler
@@ -18,7 +15,7 @@ from aioserve.testing.autoscalers.toy_fleet import (
     ScaledToyFleet,
     ToyPlan,
 )
-from aioserve.testing.cost import MANY, MOST_BYTES, WAVE, size_of
+from aioserve.testing.cost import MANY, Lines, count_lines, kept, most_often, size_of
 from aioserve.testing.side_effects import watched_calls
 from aioserve.testing.violation import RouterViolation
 
@@ -196,8 +193,6 @@ MOST_LINES_TIMES = 20
 MOST_LINES = 60  # lines of a decision, per replica of the larger fleet
 REST_SECONDS = 3600.0  # between waves of requests: what is kept for a time may go
 
-Lines = Counter[tuple[CodeType, int]]
-
 
 class _Frozen:
     """Two full replicas, or more, at which nothing changes but the time and what starts."""
@@ -286,21 +281,17 @@ def check_cost(subject: AutoscalerSubject) -> None:
     times, per_replica = many.total() / max(few.total(), SIZES[0]), many.total() / SIZES[1]
     if times <= MOST_LINES_TIMES and per_replica <= MOST_LINES:
         return
-    (code, line), count = max(many.items(), key=lambda item: item[1])
     raise RouterViolation(
         f"{subject.name}: an answer runs {many.total():,} lines with {SIZES[1]:,} replicas and "
         f"{few.total():,} with {SIZES[0]}: at most {MOST_LINES_TIMES} times as many and "
-        f"{MOST_LINES} a replica are allowed; most often {Path(code.co_filename).name}:{line} in "
-        f"{code.co_name}(), {count:,} times"
+        f"{MOST_LINES} a replica are allowed; {most_often(many)}"
     )
 
 
 def check_memory(subject: AutoscalerSubject) -> None:
     """What is kept of requests and questions has a bound."""
     fleet = _Frozen(subject)
-    if not any(_grown(fleet, WAVE, 3 * WAVE).values()):
-        return
-    for name, (before, after) in _grown(fleet, MANY, MANY).items():
+    for name, (before, after) in kept(partial(_serve, fleet)).items():
         raise RouterViolation(
             f"{subject.name}: self.{name} grows with requests that have ended: it takes {before:,} "
             f"bytes before and {after:,} after {MANY:,} of them; what is kept of requests needs a "
@@ -311,31 +302,8 @@ def check_memory(subject: AutoscalerSubject) -> None:
 def _count(subject: AutoscalerSubject, num_replicas: int) -> Lines:
     fleet, lines = _Frozen(subject, num_replicas), Lines()
     fleet.serve(500, seconds=0.5)
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_globals.get("__name__", "") == __name__:
-            return None
-        if event in ("line", "call"):
-            lines[frame.f_code, frame.f_lineno] += 1
-        return trace
-
-    view = fleet.view(2 * num_replicas)
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        fleet.autoscaler.decide(view)
-    finally:
-        sys.settrace(before)
+    count_lines(partial(fleet.autoscaler.decide, fleet.view(2 * num_replicas)), lines, (__name__,))
     return lines
-
-
-def _grown(fleet: _Frozen, first: int, more: int) -> dict[str, tuple[int, int]]:
-    before, after = _serve(fleet, first), _serve(fleet, more)
-    return {
-        name: (before.get(name, 0), size)
-        for name, size in after.items()
-        if size - before.get(name, 0) >= MOST_BYTES * more
-    }
 
 
 def _serve(fleet: _Frozen, count: int) -> dict[str, int]:

@@ -6,14 +6,13 @@ lines run and text made anew for a text that comes a character at a time.
 
 import random
 import re
-import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -38,6 +37,7 @@ from aioserve.features.formats import (
     json_rule,
     literal_with,
 )
+from aioserve.testing.cost import Lines, count_lines, most_often
 from aioserve.testing.formats.replies import Example, all_marks, written
 from aioserve.testing.violation import (
     CALL_SECONDS,
@@ -250,12 +250,10 @@ def _check_lines(kind: type[ReplyFormat], what: str, few: str, many: str) -> Non
     first, second = (_count_lines(kind, text) for text in (few, many))
     if second.total() <= MOST_TIMES * first.total() + FREE:
         return
-    (code, line), count = max(second.items(), key=lambda item: item[1])
     raise FormatViolation(
         f"{kind.__name__} runs {second.total():,} lines for {len(many)} characters of {what}, and "
         f"{first.total():,} for {len(few)}: {second.total() / first.total():.0f} times as many for "
-        f"{len(many) / len(few):.0f} times the text; most often {Path(code.co_filename).name}:"
-        f"{line} in {code.co_name}(), {count:,} times"
+        f"{len(many) / len(few):.0f} times the text; {most_often(second)}"
     )
 
 
@@ -269,21 +267,9 @@ def _check_made(kind: type[ReplyFormat], what: str, few: str, many: str) -> None
         )
 
 
-def _count_lines(kind: type[ReplyFormat], text: str) -> Counter[tuple[CodeType, int]]:
-    lines: Counter[tuple[CodeType, int]] = Counter()
-
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        if event == "line":
-            lines[frame.f_code, frame.f_lineno] += 1
-        return trace
-
-    parser = parser_of(kind, [FUNCTION])
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        _feed(parser, text)
-    finally:
-        sys.settrace(before)
+def _count_lines(kind: type[ReplyFormat], text: str) -> Lines:
+    lines, parser = Lines(), parser_of(kind, [FUNCTION])
+    count_lines(partial(_feed, parser, text), lines)
     return lines
 
 

@@ -5,12 +5,10 @@ lines of Python and bytes, not seconds.
 """
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from aioserve.fleet.routing import (
@@ -24,7 +22,7 @@ from aioserve.fleet.routing import (
 )
 from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.testing import hash_order
-from aioserve.testing.cost import MANY, MOST_BYTES, WAVE, size_of
+from aioserve.testing.cost import MANY, Lines, count_lines, kept, most_often, size_of
 from aioserve.testing.routers.toy_fleet import (
     BLOCK_SIZE,
     FULL,
@@ -294,8 +292,6 @@ REST_SECONDS = 3600.0  # between waves of requests: what is kept for a time may 
 #: Modules of the sender, whose lines are not the router's.
 OF_SENDER = "aioserve.fleet.routing.dispatcher", "aioserve.fleet.routing.views"
 
-Lines = Counter[tuple[CodeType, int]]
-
 
 def check_cost(subject: RouterSubject) -> None:
     """A decision looks at each replica a bounded number of times."""
@@ -303,21 +299,17 @@ def check_cost(subject: RouterSubject) -> None:
     times, per_replica = many.total() / max(few.total(), SIZES[0]), many.total() / SIZES[1]
     if times <= MOST_TIMES and per_replica <= MOST_LINES:
         return
-    (code, line), count = max(many.items(), key=lambda item: item[1])
     raise RouterViolation(
         f"{subject.name}: a decision runs {many.total():,} lines with {SIZES[1]:,} replicas and "
         f"{few.total():,} with {SIZES[0]}: at most {MOST_TIMES} times as many and {MOST_LINES} a "
-        f"replica are allowed; most often {Path(code.co_filename).name}:{line} in "
-        f"{code.co_name}(), {count:,} times"
+        f"replica are allowed; {most_often(many)}"
     )
 
 
 def check_memory(subject: RouterSubject) -> None:
     """What is kept of requests that have ended has a bound."""
     waves = _Waves(subject)
-    if not any(waves.grown(WAVE, 3 * WAVE).values()):
-        return
-    for name, (before, after) in waves.grown(MANY, MANY).items():
+    for name, (before, after) in kept(waves.serve).items():
         raise RouterViolation(
             f"{subject.name}: self.{name} grows with requests that have ended: it takes {before:,} "
             f"bytes after {waves.num_served - MANY:,} of them and {after:,} after "
@@ -349,7 +341,7 @@ def _count(subject: RouterSubject, num_replicas: int) -> Lines:
         dispatcher.on_kv_event(name, BlockStored(common[0], None, []))
         for block_hash in prompt("common", *range(number % NUM_BLOCKS))[1:]:
             dispatcher.on_kv_event(name, BlockStored(block_hash, None, []))
-    worst: Lines = Counter()
+    worst = Lines()
     for number in range(NUM_ASKED):
         asked = RoutedRequest(
             request_id=f"q{number}",
@@ -360,29 +352,13 @@ def _count(subject: RouterSubject, num_replicas: int) -> Lines:
             block_size=BLOCK_SIZE,
             hints={"slo_class": "chat", "slo_ttft": 0.5, "slo_tpot": 0.05},
         )
-        lines: Lines = Counter()
-        answer = _traced(dispatcher, asked, lines)
+        lines = Lines()
+        answer = count_lines(partial(dispatcher.choose, asked), lines, OF_SENDER)
         if number >= 3:  # the first of each kind may prepare what others use
             worst = max(worst, lines, key=Counter.total)
         if isinstance(answer, str):
             dispatcher.assign(asked, answer)
     return worst
-
-
-def _traced(dispatcher: Dispatcher, asked: RoutedRequest, lines: Lines) -> Any:
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_globals.get("__name__", "") in OF_SENDER:
-            return None  # what the sender does is not the router's
-        if event in ("line", "call"):
-            lines[frame.f_code, frame.f_lineno] += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return dispatcher.choose(asked)
-    finally:
-        sys.settrace(before)
 
 
 class _Plain(BaseRouter):
@@ -408,16 +384,7 @@ class _Waves:
         for number in range(4):
             self._dispatcher.join(f"r{number}")
 
-    def grown(self, first: int, more: int) -> dict[str, tuple[int, int]]:
-        """Sizes in bytes after `first` requests, and after `more` of them, of what has grown."""
-        before, after = self._serve(first), self._serve(more)
-        return {
-            name: (before.get(name, 0), size)
-            for name, size in after.items()
-            if size - before.get(name, 0) >= MOST_BYTES * more
-        }
-
-    def _serve(self, count: int) -> dict[str, int]:
+    def serve(self, count: int) -> dict[str, int]:
         for number in range(self.num_served, self.num_served + count):
             self._now += 0.01
             hashes = prompt(f"{number}")
