@@ -333,7 +333,7 @@ def _kind(error: BaseException) -> str:
     return "not JSON" if isinstance(error, UNREADABLE) else "disconnected"
 
 
-# `aioserve bench`: from what a server answered to latencies, throughput, goodput and a table.
+# From what a server answered to latencies, throughput, goodput and a table.
 
 
 Document = dict[str, Any]
@@ -551,8 +551,7 @@ def _ms(seconds: float) -> str:
     return f"{'-':>10}" if math.isnan(seconds) else f"{1e3 * seconds:10.2f}"
 
 
-# `aioserve bench`: flags to a workload and a target, progress, the table, JSON, the exit code. Exit
-# code 0: every request was answered to its end; 1: some were not; 130: interrupted.
+# The command: flags to a workload and a target, progress, the table, JSON, the exit code.
 
 
 EXIT_FAILED = 1

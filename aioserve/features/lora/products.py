@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,6 @@ from aioserve.runner.adapters import (
     TokenAdapters,
 )
 from aioserve.runner.served_model import LayerStates
-
-if TYPE_CHECKING:
-    pass
-
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 

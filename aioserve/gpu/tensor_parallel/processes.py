@@ -2,7 +2,8 @@
 
 Begins with what the first rank tells them between two steps, and what they answer, as MessagePack.
 Each step goes to all: the same `SchedulerOutput` that a runner of one process gets; then the
-tokens that the first rank has sampled, as only that does. Free of torch.
+tokens that the first rank has sampled, as only that does. Ends with what the runners of several
+ranks share. Free of torch.
 """
 
 import asyncio
