@@ -17,8 +17,9 @@ from aioserve.gpu.tensor_parallel.plan import (
     check_settings,
     plan_in_config,
 )
-from aioserve.gpu.tensor_parallel.processes import FirstRank, FirstRankRunner, Message, Start, Step
+from aioserve.gpu.tensor_parallel.processes import FirstRank, Message, Start, Step
 from aioserve.gpu.tensor_parallel.rank_process import meet
+from aioserve.gpu.tensor_parallel.watch import FirstRankRunner
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import OUTPUT_COMPILERS, OutputCompiler

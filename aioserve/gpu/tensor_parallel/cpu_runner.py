@@ -14,7 +14,6 @@ from aioserve.errors import RunnerDeadError
 from aioserve.gpu.tensor_parallel.plan import check_model, check_settings
 from aioserve.gpu.tensor_parallel.processes import (
     DropAdapter,
-    FirstRankRunner,
     Free,
     Load,
     MakeHostBlocks,
@@ -24,6 +23,7 @@ from aioserve.gpu.tensor_parallel.processes import (
     Step,
     UseAdapter,
 )
+from aioserve.gpu.tensor_parallel.watch import FirstRankRunner
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.cpu.runner import SleepingRunner

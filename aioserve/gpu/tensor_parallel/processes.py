@@ -2,11 +2,9 @@
 
 Begins with what the first rank tells them between two steps, and what they answer, as MessagePack.
 Each step goes to all: the same `SchedulerOutput` that a runner of one process gets; then the
-tokens that the first rank has sampled, as only that does. Ends with what the runners of several
-ranks share. Free of torch.
+tokens that the first rank has sampled, as only that does. Free of torch.
 """
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -18,29 +16,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import msgspec
 import numpy as np
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig
-from aioserve.errors import AioserveError, ConfigError, RunnerDeadError
+from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.kv_cache import Ahead, StatePool, StateSlots, WindowBlocks, WindowPool
 from aioserve.model_source.vision_families import GRID, TURN
 from aioserve.params import SamplingParams
 from aioserve.request import ROW_VALUES, EncoderInput
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
-
-if TYPE_CHECKING:
-    import torch
-
-    from aioserve.gpu.tensor_parallel.group import GroupedRanks
-
 
 _RANK = "aioserve.gpu.tensor_parallel.rank_process"  # that the other processes run
 
@@ -427,91 +417,3 @@ def in_a_line(error: BaseException) -> str:
     """Return an error in one line; with its kind, unless it was raised on purpose."""
     text = " ".join(str(error).split())
     return text if isinstance(error, AioserveError) else f"{type(error).__name__}: {text}"
-
-
-# What the runners of several ranks share: they watch the others, and end when one of them does.
-
-
-class FirstRankRunner(RunnerInterface):
-    """A runner that other ranks follow: to be derived from before the runner of one process that
-    does the steps.
-    """
-
-    _config: EngineConfig
-    _rank_module: str  # whose `load_share` the other processes call
-    _other_ranks: OtherRanks | None = None
-    _ranks: "GroupedRanks | None" = None
-    _death: RunnerDeadError | None = None
-    _on_death: Callable[[], None] | None = None
-
-    async def load(self) -> RunnerInfo:
-        loop = asyncio.get_running_loop()
-
-        def on_end(error: RunnerDeadError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: no task is left to hear
-                loop.call_soon_threadsafe(self._die, error)
-
-        # Before this process imports what takes seconds: they import the same beside it.
-        self._other_ranks = OtherRanks(self._rank_module, self._config, on_end)
-        return await super().load()  # type: ignore[safe-super]  # of the runner named next
-
-    def _die(self, error: RunnerDeadError) -> None:
-        self._death = error
-        if self._ranks is not None:
-            self._ranks.leave()  # else a card waits for the rank that has gone
-        if self._on_death is not None:
-            self._on_death()
-
-    def check(self) -> None:
-        if self._death is not None:
-            raise self._death
-
-    def watch(self, on_death: Callable[[], None]) -> None:
-        self._on_death = on_death
-
-    async def close(self) -> None:
-        try:
-            await super().close()  # type: ignore[safe-super]  # of that runner
-        finally:
-            if self._other_ranks is not None:
-                await asyncio.to_thread(self._other_ranks.close)
-
-    # On the thread that computes.
-
-    @property
-    def _others(self) -> OtherRanks:
-        assert self._other_ranks is not None, "load() first"
-        return self._other_ranks
-
-    @property
-    def _met(self) -> "GroupedRanks":
-        assert self._ranks is not None, "load() first"
-        return self._ranks
-
-    @contextlib.contextmanager
-    def _loading(self, device: "torch.device | None" = None) -> "Iterator[GroupedRanks]":
-        """Meets the other ranks, which load beside the block, and waits for them at its end."""
-        from aioserve.gpu.tensor_parallel.group import GroupedRanks
-
-        settings, others = self._config.runner, self._others
-        try:
-            others.wait_here()
-            size, timeout = settings.tensor_parallel_size, settings.rank_timeout
-            self._ranks = GroupedRanks(0, size, others.meeting, timeout, device)
-            yield self._ranks
-            others.wait_loaded()
-        except Exception as error:
-            why = others.why(error)
-            if isinstance(why, RunnerDeadError):  # nothing runs yet that could die of it
-                raise ConfigError(in_a_line(why)) from error
-            raise
-
-    def _end_of(self, error: Exception) -> RunnerDeadError:
-        """Return what it means that here a step fails, or what else the others were told to do."""
-        why = self._others.why(error)
-        if isinstance(why, RunnerDeadError):
-            return why
-        if isinstance(error, RunnerDeadError):
-            return error
-        reason = f"the ranks may no longer agree, as one has failed: {in_a_line(error)}"
-        return RunnerDeadError(reason)

@@ -449,8 +449,6 @@ def answers_of(spec: str, options: dict[str, Any]) -> list[str]:
 
 def answers(subject: RouterSubject) -> list[str]:
     """Return what the router answers while replicas come and go."""
-    from aioserve.testing.routers.rules import churned
-
     return churned(subject, seed=7).answers()
 
 
