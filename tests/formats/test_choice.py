@@ -92,7 +92,7 @@ import sys
 from aioserve.features.formats import choose
 assert choose("auto", "auto", "<tool_call>").name == "hermes"
 assert "aioserve.features.formats.json_formats" in sys.modules
-others = {"call_block", "tagged_formats", "noted_calls", "harmony", "mistral", "plain_json"}
+others = {"call_block", "tagged", "noted_calls", "harmony"}
 assert not {name for name in others if f"aioserve.features.formats.{name}" in sys.modules}
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
