@@ -35,7 +35,7 @@ from harness import ROOT, Args, Opt, Program, Table, medians, ratio, samples, tu
 
 from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.features.multimodal.vision_language import NAME
+from aioserve.features.multimodal.cpu_encoder_attention import NAME
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 

@@ -9,7 +9,8 @@ import torch
 from transformers import AttentionInterface
 
 from aioserve.config import ModelConfig
-from aioserve.features.multimodal.vision_language import NAME, attend, load_parts, use_kernels
+from aioserve.features.multimodal.cpu_encoder_attention import NAME, attend, use_kernels
+from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from aioserve.config import ModelConfig
+from aioserve.features.multimodal.cpu_encoder_attention import use_kernels
 from aioserve.features.multimodal.prompt import ImageProcessor
-from aioserve.features.multimodal.vision_language import load_parts, use_kernels
+from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
