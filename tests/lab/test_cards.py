@@ -324,3 +324,11 @@ def test_what_was_not_measured_is_refused_by_what_there_is(
     with pytest.raises(ConfigError, match=message) as caught:
         make_step_times("card", {"model": "meta-llama/Llama-3.1-8B", **options})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("package")
+def test_the_kv_cache_is_nearly_what_vllm_reported() -> None:
+    options = {"card": "h100_sxm", "model": "meta-llama/Llama-3.1-70B-Instruct", "tp": 4}
+    held = make_step_times("card", options).num_kv_tokens(2048, 128)
+    assert held is not None
+    assert held / 16 == pytest.approx(30_425, rel=0.06)
