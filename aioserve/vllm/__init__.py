@@ -4,22 +4,25 @@
         --additional-config '{"aioserve": {"policy": "fair"}}'
 
 `Recorder` in its place leaves every decision to vLLM, and writes a decision log of them;
-`PolicyScheduler` lets vLLM plan, in the order of a policy's parts. No other part of aioserve knows
-vLLM, which is imported when one of the three is asked for. docs/vllm.md says what they need, and
-which of vLLM's features `Scheduler` refuses. `foreign` is the other way.
+`PolicyScheduler` lets vLLM plan, in the order of a policy's parts. `HintsMiddleware` brings each of
+them more of what clients say. No other part of aioserve knows vLLM, which is imported when one of
+the four is asked for. docs/vllm.md says what they need, and which of vLLM's features `Scheduler`
+refuses. `foreign` is the other way.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aioserve.vllm.middleware import HintsMiddleware
     from aioserve.vllm.policy_scheduler import PolicyScheduler
     from aioserve.vllm.recorder import Recorder
     from aioserve.vllm.scheduler import Scheduler
 
-__all__ = ["PolicyScheduler", "Recorder", "Scheduler"]
+__all__ = ["HintsMiddleware", "PolicyScheduler", "Recorder", "Scheduler"]
 
 _MODULES = {
+    "HintsMiddleware": "middleware",
     "PolicyScheduler": "policy_scheduler",
     "Recorder": "recorder",
     "Scheduler": "scheduler",
@@ -27,6 +30,6 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

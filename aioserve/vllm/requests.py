@@ -25,6 +25,7 @@ from aioserve.request import (
     RequestStatus,
     check_hints,
 )
+from aioserve.vllm.caches import encoder_inputs
 
 #: Names in `vllm_xargs` (`SamplingParams.extra_args`) that are no hints: fields of a request, and
 #: vLLM's own.
@@ -119,9 +120,12 @@ class Arrivals:
 MAX_DRIFT = 0.5
 
 
-def to_ours(theirs: TheirRequest, arrivals: Callable[[float], float]) -> Tracked:
-    """Return the request as aioserve sees it; `arrivals` returns times of aioserve's clock. Raises
-    `RequestError` for what is not translated.
+def to_ours(
+    theirs: TheirRequest, arrivals: Callable[[float], float], *, whole_images: bool = False
+) -> Tracked:
+    """Return the request as aioserve sees it; `arrivals` returns times of aioserve's clock. With
+    `whole_images`, the tokens of an image or sound run in one step. Raises `RequestError` for what
+    is not translated.
     """
     if theirs.resumable:
         raise RequestError("aioserve.vllm.Scheduler takes no streaming input (resumable requests)")
@@ -135,7 +139,7 @@ def to_ours(theirs: TheirRequest, arrivals: Callable[[float], float]) -> Tracked
     arrival_time = arrivals(theirs.arrival_time)
     deadline = _number(extra, DEADLINE)
     eos = None if params is None else params.eos_token_id
-    adapter = "" if theirs.lora_request is None else theirs.lora_request.lora_name
+    lora = theirs.lora_request
     spec = RequestSpec(
         request_id=theirs.request_id,
         prompt_token_ids=theirs.prompt_token_ids,
@@ -151,9 +155,12 @@ def to_ours(theirs: TheirRequest, arrivals: Callable[[float], float]) -> Tracked
         arrival_time=arrival_time,
         eos_token_ids=() if eos is None else (eos,),
         priority=theirs.priority,
-        user=str(extra.get(USER) or adapter),
+        user=str(extra.get(USER) or ("" if lora is None else lora.lora_name)),
         cache_salt=theirs.cache_salt or "",
-        adapter_id=adapter,
+        # vLLM numbers each adapter that it loads: one of the same name that is loaded later has
+        # other weights, and shares no blocks.
+        adapter_id="" if lora is None else f"{lora.lora_name}@{lora.lora_int_id}",
+        encoder_inputs=encoder_inputs(theirs.mm_features, whole=whole_images),
         deadline=None if deadline is None else arrival_time + deadline,
         client_index=theirs.client_index,
         hints=hints_of(theirs.session_id, extra),

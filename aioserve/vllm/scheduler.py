@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.interface import SchedulerInterface as TheirInterface
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData
@@ -52,11 +53,13 @@ from aioserve.scheduler.blame import blamed, place
 from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.results import take_drafts
 from aioserve.testing.violation import begin_call, end_call
+from aioserve.vllm.caches import BlockEvents, DraftHeadPrefixes, EncoderItems
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Arrivals, Tracked, to_ours
 from aioserve.vllm.settings import read_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.kv_events import KVEventsConfig
     from vllm.v1.core.sched.output import SchedulerOutput as _Plan
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import DraftTokenIds
@@ -122,10 +125,23 @@ class Scheduler(TheirInterface):
         """As vLLM calls it. Raises `ConfigError` for settings that cannot work, and for features of
         vLLM's that are not translated.
         """
-        self.settings = settings = read_settings(vllm_config, kv_cache_config, block_size)
+        self.settings = settings = read_settings(
+            vllm_config, kv_cache_config, block_size, mm_registry
+        )
+        if vllm_config.lora_config is not None and current_platform.is_cpu():
+            logger.warning(
+                "vLLM's build for CPUs computes rows without an adapter, beside rows with one, by "
+                "the adapter of its last slot, under every scheduler (vLLM's pull request 48421): "
+                "state --max-loras one above the number of adapters, so that this slot stays empty"
+            )
         self._clock = time.monotonic
         self._arrivals = Arrivals(self._clock)
-        self._kv_cache = self._make_kv_cache(record_events=settings.check)
+        self._kv_cache = self._make_kv_cache(
+            record_events=settings.check or settings.enable_kv_events
+        )
+        self._events = (
+            BlockEvents(vllm_config, settings.block_size) if settings.enable_kv_events else None
+        )
         config = settings.scheduler
         self._loop: StepLoop[None] = StepLoop(
             self._make_policy(),
@@ -171,7 +187,9 @@ class Scheduler(TheirInterface):
         self._handed: deque[_Handed] = deque()
         self._last_rows: set[str] = set()  # requests of the newest step
         self._refused: list[tuple[int, EngineCoreOutput]] = []  # with their clients
-        self._carried = _Plans([], [])  # what the runner has to hear with the next plan
+        self._carried = _Plans([], [], [])  # what the runner has to hear with the next plan
+        self._items = EncoderItems()  # images and sounds
+        self._runs_images_whole = bool(vllm_config.scheduler_config.disable_chunked_mm_input)
         self._finished: dict[int, set[str]] | None = {} if include_finished_set else None
         self._draft_lengths: Mapping[str, int] = {}  # what the policy said of the newest step
         self._prefix_stats = PrefixCacheStats()
@@ -192,14 +210,19 @@ class Scheduler(TheirInterface):
     def _make_kv_cache(self, *, record_events: bool = False) -> KVCacheManager:
         """Return an empty one, of as many KV blocks as vLLM has."""
         settings = self.settings
-        return KVCacheManager(
+        heads = [DraftHeadPrefixes()] if settings.has_draft_head else []
+        kv_cache = KVCacheManager(
             settings.num_blocks,
             settings.block_size,
             enable_prefix_caching=settings.enable_prefix_caching,
             watermark=settings.watermark,
             record_events=record_events,
             max_draft_tokens=settings.max_draft_tokens,
+            resources=heads,
         )
+        for head in heads:
+            head.watch(kv_cache)
+        return kv_cache
 
     def _make_policy(self) -> SchedulerInterface:
         """Return the policy of the settings, with a recorder around it if a log is to be
@@ -248,8 +271,13 @@ class Scheduler(TheirInterface):
                     request, FinishReason.ERROR, f"its grammar does not compile: {grammar}"
                 )
                 return
-            tracked = to_ours(request, self._arrivals)
-            self._loop.add_request(tracked.ours)
+            tracked = to_ours(request, self._arrivals, whole_images=self._runs_images_whole)
+            self._items.enter(tracked.ours)
+            try:
+                self._loop.add_request(tracked.ours)
+            except AioserveError:
+                self._items.leave(tracked.ours)
+                raise
         except AioserveError as error:
             self._refuse(request, FinishReason.ABORT, str(error))
             return
@@ -318,7 +346,10 @@ class Scheduler(TheirInterface):
         """The request has ended, and its client has been told, or is being told now."""
         self._theirs.pop(request_id, None)
         self._structured.discard(request_id)
-        return self._tracked.pop(request_id, None)
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None and tracked.ours.encoder_inputs:
+            self._items.leave(tracked.ours)
+        return tracked
 
     def _note_finished(self, request: TheirRequest) -> None:
         if self._finished is not None:
@@ -350,10 +381,16 @@ class Scheduler(TheirInterface):
             self._last_rows = set()
         else:
             plan = self._translate(step.told)
-        if self._carried.finished or self._carried.preempted:
+        if any(self._carried):
             plan.finished_req_ids.update(left)
             plan.preempted_req_ids = {*(plan.preempted_req_ids or ()), *self._carried.preempted}
-            self._carried = _Plans([], [])
+            computed = {
+                self._tracked[name].ours.encoder_inputs[index].content_hash
+                for name, indices in plan.scheduled_encoder_inputs.items()
+                for index in indices
+            }
+            plan.free_encoder_mm_hashes += [h for h in self._carried.freed if h not in computed]
+            self._carried = _Plans([], [], [])
         masked: list[str] = []
         if step is not None and self._structured:
             rows = [row for row in self._rows(plan) if _is_masked(row)]
@@ -469,6 +506,10 @@ class Scheduler(TheirInterface):
             self._at_runner.add(name)
         self._last_rows = set(plan.num_scheduled_tokens)
         self._draft_lengths = plan.draft_lengths
+        scheduled_inputs, freed = plan.scheduled_encoder_inputs, plan.free_encoder_hashes
+        if scheduled_inputs or freed:
+            requests = {name: tracked[name].ours for name in scheduled_inputs}
+            self._items.plan(scheduled_inputs, freed, requests)
         return TheirPlan(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=CachedRequestData(
@@ -485,9 +526,9 @@ class Scheduler(TheirInterface):
             scheduled_spec_decode_tokens={
                 name: list(ids) for name, ids in plan.scheduled_spec_decode_tokens.items()
             },
-            scheduled_encoder_inputs={},
+            scheduled_encoder_inputs={n: list(i) for n, i in scheduled_inputs.items()},
             finished_req_ids=finished,
-            free_encoder_mm_hashes=[],
+            free_encoder_mm_hashes=list(freed),
             preempted_req_ids=set(plan.preempted_req_ids),
             num_spec_tokens_to_schedule=self.settings.max_draft_tokens,
             new_block_ids_to_zero=self._blocks_to_zero(plan) if self._zeroes_blocks else None,
@@ -564,6 +605,8 @@ class Scheduler(TheirInterface):
             outputs.setdefault(client, []).append(output)
         self._refused.clear()
         self._loop.end_turn()
+        if self._events is not None:
+            self._events.publish(self._kv_cache.take_events())
         made = {client: EngineCoreOutputs(outputs=given) for client, given in outputs.items()}
         for client, names in (self._finished or {}).items():
             made.setdefault(client, EngineCoreOutputs()).finished_requests = names
@@ -799,17 +842,28 @@ class Scheduler(TheirInterface):
         all requests first, unless a step is in flight.
         """
         if reset_running_requests and not self._loop.in_flight:
-            plan = self._loop.vacate()
-            if self.checks is not None:
-                self.checks.look(self.checks.planned_step, plan, self._ends.ended)
-            self._carried.finished.extend(plan.finished_req_ids)
-            self._carried.preempted.extend(plan.preempted_req_ids)
-            self._last_rows = set()
+            self._vacate()
         self._prefix_stats.reset = True
         return self._loop.scheduler.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> None:
-        """There are no encoder outputs."""
+        """Forget the outputs for images and sounds, which vLLM's runner forgets as well. Running
+        requests are preempted, since they may need one of them; none are while a step is in flight,
+        for which vLLM does not ask.
+        """
+        if self._items.are_known and not self._loop.in_flight:
+            self._vacate()
+
+    def _vacate(self) -> None:
+        """Preempt all requests, of which the runner hears with the next plan."""
+        plan = self._loop.vacate()
+        if self.checks is not None:
+            self.checks.look(self.checks.planned_step, plan, self._ends.ended)
+        self._carried.finished.extend(plan.finished_req_ids)
+        self._carried.preempted.extend(plan.preempted_req_ids)
+        self._carried.freed.extend(plan.free_encoder_hashes)
+        self._items.plan({}, plan.free_encoder_hashes, {})
+        self._last_rows = set()
 
     def make_stats(self) -> SchedulerStats | None:
         """Return the state after the last call, for vLLM's metrics; None if it wants none."""
@@ -827,18 +881,25 @@ class Scheduler(TheirInterface):
             spec_decoding_stats=draft_stats,
         )
 
+    def get_kv_event_publisher_config(self) -> "KVEventsConfig | None":
+        """Return where events of KV blocks are published; None: nowhere."""
+        return None if self._events is None else self._events.config
+
     def shutdown(self) -> None:
         """Give back what the scheduler holds outside itself."""
         if self._shadow is not None:
             self._shadow.close()
         self._loop.scheduler.shutdown()
+        if self._events is not None:
+            self._events.shutdown()
 
 
 class _Plans(NamedTuple):
-    """Ids of requests that the runner has to hear of."""
+    """Ids of requests that the runner has to hear of, and encoder outputs that it may drop."""
 
     finished: list[str]
     preempted: list[str]
+    freed: list[str]
 
 
 def _is_ready(request: TheirRequest) -> bool:

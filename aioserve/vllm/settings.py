@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from aioserve.config import SchedulerConfig
@@ -35,6 +37,8 @@ OF_VLLM = {
     "encoder_cache_tokens": "--max-num-batched-tokens",
     "encoder_chunk_tokens": "--disable-chunked-mm-input",
 }
+#: Ways of vLLM's to guess tokens that are served: n-grams of the text, draft heads, a small model.
+DRAFTERS = ("ngram", "eagle", "eagle3", "mtp", "draft_model")
 #: Settings of `SchedulerConfig` that are not translated yet.
 NOT_YET = ("request_log",)
 
@@ -48,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int  # tokens
     watermark: float  # share of the KV blocks that stays free at admissions
     max_draft_tokens: int  # of a request in one step
+    has_draft_head: bool  # drafts come of hidden states, which no cached block brings back
     enable_prefix_caching: bool
     enable_kv_events: bool
     check: bool  # whether every step is checked by the rules of the contract
@@ -55,7 +60,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_settings(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    block_size: int,
+    mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
 ) -> Settings:
     """Return the settings of one engine. Raises `ConfigError` for settings that cannot work, and
     for features of vLLM's that are not translated: all of them in one message.
@@ -67,6 +75,7 @@ def read_settings(
             + ". Leave these out, or leave out --scheduler-cls"
         )
     theirs, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    drafts = vllm_config.speculative_config
     given, check, shadow = _given(vllm_config.additional_config)
     if "policy" not in given and theirs.policy == "priority":
         given["policy"] = "priority"
@@ -75,13 +84,18 @@ def read_settings(
             f"vLLM has --scheduling-policy priority and aioserve the policy {given['policy']!r}: "
             "one of them decides; leave out vLLM's"
         )
-    limits = _limits(vllm_config)
+    limits = _limits(vllm_config, mm_registry)
     for name, flag in OF_VLLM.items():
         if name in given and given[name] != limits.get(name):
             raise ConfigError(
                 f"{KEY}.{name} is {given[name]!r}, but inside vLLM its {flag} decides "
                 f"({limits.get(name)!r} now): leave it out"
             )
+    if check and _has_kv_events(vllm_config):
+        raise ConfigError(
+            f"{KEY}.check takes the events of KV blocks that --kv-events-config publishes: leave "
+            "one of them out"
+        )
     defaults = {"max_waiting_requests": UNBOUNDED}
     return Settings(
         scheduler=convert(defaults | given | limits, SchedulerConfig, f"--additional-config {KEY}"),
@@ -90,6 +104,7 @@ def read_settings(
         block_size=block_size,
         watermark=theirs.watermark,
         max_draft_tokens=vllm_config.num_speculative_tokens,
+        has_draft_head=drafts is not None and drafts.use_eagle_block_drop(),
         enable_prefix_caching=bool(cache.enable_prefix_caching),
         enable_kv_events=_has_kv_events(vllm_config),
         check=check,
@@ -132,19 +147,29 @@ def read_shadow(stated: Mapping[str, Any]) -> Any:
     return shadow.read_shadow(stated)
 
 
-def _limits(vllm_config: VllmConfig) -> dict[str, Any]:
+def _limits(vllm_config: VllmConfig, mm_registry: MultiModalRegistry) -> dict[str, Any]:
     """vLLM's limits by the names of `SchedulerConfig`."""
     theirs, lora = vllm_config.scheduler_config, vllm_config.lora_config
+    drafts = vllm_config.speculative_config
     most = theirs.max_num_scheduled_tokens or theirs.max_num_batched_tokens
+    num_seqs = theirs.max_num_active_seqs or theirs.max_num_seqs
+    # A draft model's input has slots of its own for each request of a step.
+    num_slots = 0 if drafts is None else num_seqs * drafts.max_num_new_slots_for_drafting
     limits = {
-        "max_num_seqs": theirs.max_num_active_seqs or theirs.max_num_seqs,
-        "max_num_batched_tokens": min(most, theirs.max_num_batched_tokens),
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": min(most, theirs.max_num_batched_tokens - num_slots),
         "long_prefill_token_threshold": theirs.long_prefill_token_threshold or None,
         "num_lookahead_tokens": vllm_config.num_lookahead_tokens,
         "pipeline_depth": 2 if theirs.async_scheduling else 1,
     }
     if lora is not None:
         limits["max_loras"] = lora.max_loras
+    if vllm_config.model_config.supports_multimodal_inputs:
+        budget = MultiModalBudget(vllm_config, mm_registry)
+        if budget.encoder_compute_budget and budget.encoder_cache_size:
+            limits["max_encoder_tokens"] = budget.encoder_compute_budget
+            limits["encoder_cache_tokens"] = budget.encoder_cache_size
+            limits["encoder_chunk_tokens"] = 0  # vLLM's runner encodes whole images
     return limits
 
 
@@ -168,8 +193,11 @@ def _refusals(
         yield f"a KV cache of {type(spec).__name__}: full attention is served"
     elif spec.block_size != block_size:
         yield f"blocks of {block_size} tokens over KV blocks of {spec.block_size}"
-    speculative = vllm_config.speculative_config
-    method = None if speculative is None else speculative.method
+    drafts = vllm_config.speculative_config
+    method = None if drafts is None else drafts.method
+    has_weights = method not in (None, "ngram")
+    is_lora, sees = vllm_config.lora_config is not None, model.is_multimodal_model
+    has_events = _has_kv_events(vllm_config)
     found = {
         "a KV connector (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "an encoder cache connector (--ec-transfer-config)": (
@@ -184,13 +212,24 @@ def _refusals(
         "--no-scheduler-reserve-full-isl": not theirs.scheduler_reserve_full_isl,
         "an encoder-decoder model": model.is_encoder_decoder,
         "a diffusion model": model.is_diffusion,
-        "a model of images or sounds": model.is_multimodal_model,
-        f"drafts by {method} (by ngram they are served)": method not in (None, "ngram"),
-        # Rows without an adapter got tokens of another row's adapter in mixed steps.
-        "LoRA adapters (--enable-lora)": vllm_config.lora_config is not None,
-        "drafts beside --async-scheduling": method is not None and bool(theirs.async_scheduling),
+        f"drafts by {method} (served: {', '.join(DRAFTERS)})": method not in (None, *DRAFTERS),
+        "drafts of several MTP modules": drafts is not None and drafts.use_multi_module_mtp(),
+        "parallel drafting": drafts is not None and drafts.parallel_drafting,
+        "numbers of drafts by batch size": (
+            drafts is not None and drafts.uses_dynamic_speculative_decoding()
+        ),
+        "a model of images or sounds": sees,
+        f"drafts by {method} for a model of images or sounds": has_weights and sees,
+        # vLLM's runner guesses ahead of the results then, and tells the scheduler no draft.
+        "drafts beside --async-scheduling (state --no-async-scheduling)": (
+            method is not None and bool(theirs.async_scheduling)
+        ),
+        "an encoder cache manager of one's own": (
+            sees and vllm_config.ec_manager_config.get_encoder_cache_manager_obj() is not None
+        ),
         "KV cache metrics (--kv-cache-metrics)": observed.kv_cache_metrics,
-        "KV cache events (--kv-events-config)": _has_kv_events(vllm_config),
+        "KV cache events (--kv-events-config) beside --enable-lora": has_events and is_lora,
+        "KV cache events (--kv-events-config) of a model of images or sounds": has_events and sees,
         "--per-request-spec-decode-metrics": observed.per_request_spec_decode_metrics != "none",
         "auxiliary outputs of the model": vllm_config.aux_output_config.enabled,
         "masks of sampled tokens": model.return_sampling_mask,

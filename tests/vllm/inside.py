@@ -7,7 +7,7 @@ differs is the scheduler. Prompts share prefixes, some clients leave, and the KV
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,7 +144,14 @@ def give_back(llm: LLM) -> None:
         assert core.scheduler.reset_prefix_cache()
 
 
-def a_load(count: int, seed: int = 0, *, samples: bool = True, longest: int = 60) -> list[Asked]:
+def a_load(
+    count: int,
+    seed: int = 0,
+    *,
+    samples: bool = True,
+    prompt_logprobs: bool = True,
+    longest: int = 60,
+) -> list[Asked]:
     """Prompts of 1 to 220 tokens, most behind one of four prefixes; of every kind some requests.
     Replies have fewer than `longest` tokens.
     """
@@ -162,7 +169,7 @@ def a_load(count: int, seed: int = 0, *, samples: bool = True, longest: int = 60
             params |= {"stop_token_ids": [15, 17], "min_tokens": min(4, params["max_tokens"])}
         elif kind < 0.32:
             params |= {"logprobs": 2}
-        elif kind < 0.38:
+        elif kind < 0.38 and prompt_logprobs:
             params |= {"prompt_logprobs": 1}
         elif kind < 0.45:
             params |= {"ignore_eos": True}
@@ -176,11 +183,11 @@ def serve(
     load: list[Asked],
     *,
     aborts: bool = True,
+    adapters: Sequence[Any] = (None,),
     each_step: Callable[[int], None] = lambda num_steps: None,
-    **fields: Any,
 ) -> Served:
-    """A few requests come in each step; in some steps a client leaves. `each_step` is told the
-    number of steps so far.
+    """A few requests come in each step, with these adapters in turns; in some steps a client
+    leaves. `each_step` is told the number of steps so far.
     """
     engine, dice = llm.llm_engine, random.Random(1)
     replies: dict[str, list[Any]] = {}
@@ -191,8 +198,13 @@ def serve(
                 asked = load[num_sent]
                 prompt = {"prompt_token_ids": asked.prompt, **asked.fields}
                 params = SamplingParams(**asked.params)
-                priority = num_sent % 3
-                engine.add_request(str(num_sent), prompt, params, priority=priority, **fields)
+                engine.add_request(
+                    str(num_sent),
+                    prompt,
+                    params,
+                    priority=num_sent % 3,
+                    lora_request=adapters[num_sent % len(adapters)],
+                )
                 num_sent += 1
         if aborts and num_steps % 7 == 3 and num_sent:
             engine.abort_request([str(dice.randrange(num_sent))])
