@@ -218,7 +218,6 @@ def _refusals(
         "numbers of drafts by batch size": (
             drafts is not None and drafts.uses_dynamic_speculative_decoding()
         ),
-        "a model of images or sounds": sees,
         f"drafts by {method} for a model of images or sounds": has_weights and sees,
         # vLLM's runner guesses ahead of the results then, and tells the scheduler no draft.
         "drafts beside --async-scheduling (state --no-async-scheduling)": (

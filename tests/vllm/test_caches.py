@@ -24,15 +24,31 @@ from aioserve.request import EncoderInput, Request, RequestSpec
 from aioserve.vllm import Scheduler
 from aioserve.vllm.caches import EncoderItems, encoder_inputs
 from aioserve.vllm.settings import read_settings
+from tests.seeing_models import PLACEHOLDERS, make_seeing_model, picture
 from tests.vllm.inside import (
     BLOCK_SIZE,
     TIGHT,
+    check_over,
     core_of,
     exchange,
+    give_back,
     make_engine,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+KIND = "idefics3"  # of those that vLLM loads without torchvision
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """vLLM on a tiny random model of images, in a pool in which requests are preempted."""
+    path = tmp_path_factory.mktemp("model")
+    make_seeing_model(KIND, path, head_dim=32, eos_token_id=1)  # the least that vLLM takes
+    few = {"model": str(path), "num_gpu_blocks_override": 18, "limit_mm_per_prompt": {"image": 3}}
+    llm = make_engine(**TIGHT | few)
+    yield llm
+    core_of(llm).shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +59,35 @@ def plain() -> Iterator[LLM]:
 
 
 # Images.
+
+
+def illustrated(count: int) -> list[dict[str, Any]]:
+    """Prompts with one to three of five pictures, some of them twice in one prompt."""
+    dice = random.Random(0)
+    prompts: list[dict[str, Any]] = []
+    for _ in range(count):
+        pictures = [picture(dice.randrange(5), 40, 32) for _ in range(dice.randrange(1, 4))]
+        text = "The duke " * dice.randrange(1, 12)
+        text += f"{PLACEHOLDERS[KIND]} and all of his men " * len(pictures)
+        prompts.append({"prompt": text, "multi_modal_data": {"image": pictures}})
+    return prompts
+
+
+def replies(llm: LLM, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(prompts, [params] * len(prompts), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_replies_to_images_are_those_of_vllms_own_scheduler(seeing: LLM) -> None:
+    give_back(seeing)
+    theirs = replies(seeing, illustrated(24))
+    scheduler = exchange(seeing, policy="chunked_prefill", check=True)
+    assert replies(seeing, illustrated(24)) == theirs
+    assert len({str(reply) for reply in theirs}) > 20
+    check_over(scheduler)
+    stats = scheduler.policy.make_stats()
+    assert stats.num_encoder_inputs > 0
 
 
 def request_with(*inputs: tuple[int, int, str]) -> Request:
