@@ -146,11 +146,12 @@ def test_what_vllms_scheduler_cannot_do_is_refused(
 
 
 def test_a_model_that_our_scheduler_refuses_is_served_in_the_same_order(tmp_path: Path) -> None:
-    """Layers of full attention and of sliding windows: several KV cache groups. The last test here,
-    since an engine that is shut down takes the groups of the others with it.
+    """Layers of full attention and of sliding windows, so several KV cache groups, and asynchronous
+    scheduling. The last test here: an engine that is shut down takes vLLM's process groups with it.
     """
     model = make_model("gemma2", tmp_path, head_dim=64, max_position_embeddings=512)
-    llm = make_engine(**TIGHT | {"model": str(model), "skip_tokenizer_init": True})
+    own = {"model": str(model), "skip_tokenizer_init": True, "max_model_len": 320}
+    llm = make_engine(asynchronous=True, **TIGHT | own)
     load = [
         asked._replace(prompt=[token % 90 for token in asked.prompt])
         for asked in a_load(40, samples=False)
