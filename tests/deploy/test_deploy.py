@@ -16,7 +16,7 @@ import yaml
 
 from aioserve.cli.main import build_parser, load_config
 from aioserve.config import EngineConfig, ServerConfig
-from aioserve.engine.watchdog import GRACE_SECONDS
+from aioserve.engine.lock_guard import GRACE_SECONDS
 from aioserve.server.access.keys import ENVIRONMENT
 from aioserve.server.routes import all_routes
 from aioserve.support.arguments import EXIT_USAGE

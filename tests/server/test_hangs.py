@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from aioserve.engine.watchdog import GRACE_SECONDS
+from aioserve.engine.lock_guard import GRACE_SECONDS
 from tests.processes import JSON, PATIENCE, serving, started
 from tests.slow import mostly_slow
 
