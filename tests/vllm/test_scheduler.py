@@ -518,7 +518,7 @@ def test_a_policy_that_fails_is_replaced_and_vllm_goes_on(engine: Engine, policy
 def test_a_policy_replaced_in_a_pause_starts_no_new_request(engine: Engine) -> None:
     llm_engine = engine.llm.llm_engine
     scheduler = exchange(engine.llm, policy=f"{HERE}:Raises", check=True)
-    for number in range(4):
+    for number in range(2):  # as many as one step has tokens for
         llm_engine.add_request(f"old {number}", ids(5 + 50 * number, 40), greedy(12))
     llm_engine.step()
     scheduler.set_pause_state(type(scheduler.pause_state).PAUSED_NEW)
@@ -532,7 +532,7 @@ def test_a_policy_replaced_in_a_pause_starts_no_new_request(engine: Engine) -> N
 
     serve_all()
     assert type(scheduler.policy).__name__ == "FallbackScheduler"
-    assert len(ended) == 4
+    assert len(ended) == 2
     assert "new" not in ended
     assert scheduler.get_request_counts() == (0, 1)
     scheduler.set_pause_state(type(scheduler.pause_state).UNPAUSED)
