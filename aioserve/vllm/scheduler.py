@@ -499,9 +499,11 @@ class Scheduler(TheirInterface):
                 continue
             theirs.num_computed_tokens = start
             known = data.token_ids if self._resumes_as_new else None
-            new.append(
-                NewRequestData.from_request(theirs, blocks, known, uses_mrope=self._uses_mrope)
-            )
+            told = NewRequestData.from_request(theirs, blocks, known, uses_mrope=self._uses_mrope)
+            # Without the images in its cached prefix otherwise, which it may have to encode after a
+            # preemption.
+            told.mm_features = theirs.mm_features
+            new.append(told)
             row.is_known = True
             self._at_runner.add(name)
         self._last_rows = set(plan.num_scheduled_tokens)
