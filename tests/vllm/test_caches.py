@@ -90,6 +90,22 @@ def test_replies_to_images_are_those_of_vllms_own_scheduler(seeing: LLM) -> None
     assert stats.num_encoder_inputs > 0
 
 
+def test_an_image_of_a_running_request_may_be_forgotten(seeing: LLM) -> None:
+    scheduler = exchange(seeing, check=True)
+    [prompt] = illustrated(1)
+    expected = replies(seeing, [prompt])
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    seeing.llm_engine.add_request("a", prompt, params)
+    seeing.llm_engine.step()
+    core_of(seeing).reset_encoder_cache()
+    assert scheduler.reset_prefix_cache()
+    ended = []
+    while seeing.llm_engine.has_unfinished_requests():
+        ended += [o for o in seeing.llm_engine.step() if o.finished]
+    assert [list(output.outputs[0].token_ids) for output in ended] == expected
+    check_over(scheduler)
+
+
 def request_with(*inputs: tuple[int, int, str]) -> Request:
     items = [EncoderInput(*each) for each in inputs]
     name = "-".join(item.content_hash for item in items)
