@@ -89,9 +89,12 @@ def _as_on_a_card() -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **kwargs: None
 
-    torch.cuda.Event = torch.cuda.Stream = torch.Event = Nothing
-    torch.cuda.current_stream = lambda *args: Nothing()
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda: Any = torch.cuda
+    cuda.Event = cuda.Stream = Nothing
+    cuda.current_stream = lambda *args: Nothing()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    whole: Any = torch
+    whole.Event = Nothing
     platform = type(current_platform)
     before = platform.check_and_update_config
 
