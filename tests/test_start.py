@@ -188,16 +188,26 @@ def test_a_line_of_the_log_takes_bars_away_for_its_time(monkeypatch: pytest.Monk
     assert re.search(rb"\r +\rline 1\r\n", shown)
 
 
-def test_the_parent_of_a_clone_called_aioserve_is_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "aioserve").symlink_to(ROOT)
-    result = subprocess.run(
-        [sys.executable, "-m", "aioserve"],
-        cwd=tmp_path,
+def from_the_parent_of_a_clone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "aioserve").symlink_to(ROOT)
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
+
+
+def test_an_installed_package_is_found_beside_a_clone_called_aioserve(tmp_path: Path) -> None:
+    result = from_the_parent_of_a_clone(tmp_path, "-m", "aioserve", "--version")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("aioserve ")
+
+
+def test_the_parent_of_a_clone_called_aioserve_is_told_apart(tmp_path: Path) -> None:
+    result = from_the_parent_of_a_clone(tmp_path, "-S", "-m", "aioserve")  # it is not installed
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert f"finds the clone {tmp_path}/aioserve/, not the package in it: cd" in line

@@ -61,6 +61,7 @@ OURSELVES = "aioserve-engine"  # the distribution; what is imported is `aioserve
 
 #: What the extras of pyproject.toml bring, but for what our own tests need.
 EXTRAS = {
+    "cards": "step times of measured cards in simulations",
     "completion": "Tab in a shell",
     "gguf": "models in GGUF files, such as smollm2",
     "gpu": "attention of flashinfer on CUDA cards",

@@ -1,5 +1,7 @@
-"""A rank that loads nothing: `python -m tests.runner.fake_rank SOCKET`. The model's name says what
-it does: it fails, leaves, waits for steps, stays when it should end, or is deaf.
+"""A rank that loads nothing: `python -m tests.runner.fake_rank MODULE SOCKET`.
+
+The name of the model says what it does: it fails, leaves, waits for steps, stays when it should
+end, or is deaf.
 """
 
 import os
@@ -8,7 +10,7 @@ import sys
 from aioserve.gpu.tensor_parallel.processes import Answer, FirstRank, Start, decode
 
 if __name__ == "__main__":
-    first = FirstRank(int(sys.argv[1]))
+    first = FirstRank(int(sys.argv[2]))
     start = first.hear(decode)
     assert isinstance(start, Start)
     behaviour = start.config.model.model

@@ -24,6 +24,8 @@ FAKE = "tests.runner.fake_rank"
 class Ranks(OtherRanks):
     """Two fake ones beside the first; `deaths` is what was said of them."""
 
+    program = FAKE
+
     def __init__(self, behaviour: str, **settings: Any) -> None:
         runner = RunnerConfig(tensor_parallel_size=3, **settings)
         config = EngineConfig(model=ModelConfig(model=behaviour), runner=runner)

@@ -32,8 +32,6 @@ from aioserve.params import SamplingParams
 from aioserve.request import ROW_VALUES, EncoderInput
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
-_RANK = "aioserve.gpu.tensor_parallel.rank_process"  # that the other processes run
-
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """The first message to a rank: load your share. It answers with `Answer`, twice."""
@@ -218,6 +216,9 @@ REASON_SECONDS = 2.0  # to learn which rank it was that left
 class OtherRanks:
     """All ranks but the first. Used on one thread at a time, but for `on_end`."""
 
+    #: Module that the other processes run.
+    program = "aioserve.gpu.tensor_parallel.rank_process"
+
     def __init__(
         self, module: str, config: EngineConfig, on_end: Callable[[RunnerDeadError], None]
     ) -> None:
@@ -256,7 +257,7 @@ class OtherRanks:
         self._connections.append(Connection(os.dup(ours.fileno())))
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", _RANK, module, str(theirs.fileno())],
+                [sys.executable, "-m", self.program, module, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno(), *([self.kv_file] if self.kv_file >= 0 else [])],
                 start_new_session=True,  # Ctrl-C is for the first rank, which drains before its end
