@@ -6,6 +6,7 @@ tensors; knows nothing about models, steps, or how ranks come to life.
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -56,7 +57,7 @@ class GroupedRanks(Ranks):
         is_on_card = self.device.type == "cuda"
         kind = distributed.ProcessGroupNCCL if is_on_card else distributed.ProcessGroupGloo
         try:
-            with nullcontext() if is_on_card else _gloo_on_loopback():
+            with nullcontext() if is_on_card else _GLOO_ON_LOOPBACK:
                 self._group = kind(store, rank, size, timedelta(seconds=timeout))
             self.told_by_first([0])  # NCCL meets when something is said
         except RuntimeError as error:
@@ -149,18 +150,37 @@ class GroupedRanks(Ranks):
         return RunnerDeadError(f"{what} (runner.rank_timeout): {error}".partition("\n")[0])
 
 
-@contextmanager
-def _gloo_on_loopback() -> Iterator[None]:
-    """Inside the block gloo listens on this machine's own interface alone. Without it, gloo takes
-    the address that the machine's name has: one that others may reach, or none.
+class _GlooOnLoopback:
+    """While a group is made, gloo listens on this machine's own interface alone. Without it, gloo
+    takes the address that the machine's name has: one that others may reach, or none.
+
+    Groups may be made on several threads at a time, which all wait for each other inside: the first
+    that comes sets the variable, and the last that leaves gives it its value back.
     """
-    before = os.environ.get(GLOO_INTERFACE)
-    loopback = (own for _, own in socket.if_nameindex() if own.startswith("lo"))
-    os.environ[GLOO_INTERFACE] = next(loopback, "lo")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[GLOO_INTERFACE]
-        else:
-            os.environ[GLOO_INTERFACE] = before
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._before: str | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside > 1:
+                return
+            self._before = os.environ.get(GLOO_INTERFACE)
+            loopback = (own for _, own in socket.if_nameindex() if own.startswith("lo"))
+            os.environ[GLOO_INTERFACE] = next(loopback, "lo")
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside:
+                return
+            if self._before is None:
+                os.environ.pop(GLOO_INTERFACE, None)
+            else:
+                os.environ[GLOO_INTERFACE] = self._before
+
+
+_GLOO_ON_LOOPBACK = _GlooOnLoopback()
