@@ -305,11 +305,18 @@ async def test_a_policy_of_a_file_takes_over(browser, tmp_path):
         assert await tab.until(f"{text_of('policy')}.endsWith('mine.py:FCFSScheduler')")
 
 
-async def test_a_server_without_admin_routes_says_so(browser):
+async def test_without_admin_routes_the_buttons_are_grey_beside_the_line_that_turns_them_on(
+    browser,
+):
     async with page(browser, server=ServerConfig()) as (_, tab):
-        await click(tab, "do-switch")
-        await tab.until(f"/--enable-admin/.test({text_of('switch-status')})")
-        tab.problems.clear()
+        await tab.until(f"/--enable-admin/.test({text_of('no-trials')})")
+        for name in ("try", "do-switch"):
+            assert await tab.run(f"document.getElementById('{name}').disabled")
+        assert await tab.run("document.getElementById('no-trials').offsetHeight > 0")
+    async with page(browser) as (_, tab):
+        for name in ("try", "do-switch"):
+            assert not await tab.run(f"document.getElementById('{name}').disabled")
+        assert await tab.run("document.getElementById('no-trials').offsetHeight == 0")
 
 
 async def test_a_policy_is_tried_on_live_requests_and_the_report_is_shown(browser):

@@ -21,6 +21,7 @@ from aioserve.server.protocol import ErrorResponse
 from aioserve.server.running import ENGINE
 
 FOLDER = Path(__file__).parent
+TRIAL = "/admin/try_policy"  # the page asks for it
 CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 # Nothing from elsewhere, nothing inline, no page around it; a report of ours in a frame.
@@ -58,9 +59,19 @@ def read_files() -> dict[str, File]:
     return files
 
 
+@cache
+def page_without_trials() -> File:
+    """Return the page of a server without admin routes: its buttons of trials are grey, beside the
+    line that turns them on.
+    """
+    content = read_files()["page.html"].content.replace(b"<body>", b'<body class="no-trials">')
+    return File(content, CONTENT_TYPES[".html"], hashlib.sha256(content).hexdigest()[:32])
+
+
 async def show_page(request: web.Request) -> web.Response:
-    """GET /: the HTML of the page."""
-    return _answer(request, read_files()["page.html"])
+    """GET /: the HTML of the page, which says whether this server has the routes of trials."""
+    has_trials = any(resource.canonical == TRIAL for resource in request.app.router.resources())
+    return _answer(request, read_files()["page.html"] if has_trials else page_without_trials())
 
 
 async def get_file(request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 // What if: another policy on the live requests, and the one that runs in their shadow.
 // @ts-check
 
-import { Refusal, post } from "./server.js";
+import { post } from "./server.js";
 import { bucketPercentile } from "./story.js";
 import { byId, count, duration, element, plural } from "./words.js";
 
@@ -20,6 +20,8 @@ export class WhatIf {
     });
     this.trying = null;
     byId("try").addEventListener("click", () => (this.trying ? this.trying.abort() : this.try()));
+    if (document.body.classList.contains("no-trials"))
+      for (const button of ["try", "do-switch"]) byId(button).disabled = true;
     byId("report-close").addEventListener("click", () => { byId("report").hidden = true; });
     byId("policies").addEventListener("change", () => {
       this.showOptions(); // those of another policy would be refused
@@ -92,11 +94,6 @@ export class WhatIf {
     byId("switch-status").classList.toggle("bad", isBad);
   }
 
-  refuse(error) {
-    const isOff = error instanceof Refusal && error.status === 404;
-    this.say(isOff ? "This server was started without --enable-admin: policies cannot be tried or switched from here." : error.message, true);
-  }
-
   async switch() {
     byId("do-switch").disabled = true;
     try {
@@ -104,7 +101,7 @@ export class WhatIf {
       const { before } = await post("admin/policy", { policy, options: this.options() });
       this.say(`${policy} decides from the next step on; before, it was ${before.policy}.`);
     } catch (error) {
-      this.refuse(error);
+      this.say(error.message, true);
     } finally {
       byId("do-switch").disabled = false;
     }
@@ -136,7 +133,7 @@ export class WhatIf {
       byId("report").scrollIntoView();
     } catch (error) {
       if (error.name === "AbortError") this.say("Stopped.");
-      else this.refuse(error);
+      else this.say(error.message, true);
     } finally {
       clearInterval(clock);
       this.trying = null;

@@ -10,11 +10,14 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.suffix in TYPES)
 
 
-async def test_the_page_is_at_the_root(server):
+async def test_the_page_is_at_the_root_and_says_whether_policies_can_be_tried(server, start_server):
+    own = (FOLDER / "page.html").read_bytes()
     answer = await server.get("/")
     assert answer.status == 200
     assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
-    assert answer.body == (FOLDER / "page.html").read_bytes()
+    assert answer.body == own.replace(b"<body>", b'<body class="no-trials">') != own
+    async with start_server(server={"enable_admin": True}) as with_admin:
+        assert (await with_admin.get("/")).body == own
 
 
 @pytest.mark.parametrize("path", ["/", *(f"/page/{name}" for name in NAMES)])
