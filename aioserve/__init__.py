@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
     from aioserve.engine.prompt import MultimodalPrompt, Video
     from aioserve.fleet.child import EngineProcess
-    from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, RequestTimes
+    from aioserve.language_model import LanguageModel
+    from aioserve.outputs import (
+        EmbeddingOutput,
+        FinishedOutput,
+        FinishReason,
+        RequestOutput,
+        RequestTimes,
+    )
     from aioserve.params import PoolingParams, SamplingParams
 
 _HOMES = {
@@ -26,6 +33,8 @@ _HOMES = {
     "EngineProcess": "aioserve.fleet.child",
     "EngineSnapshot": "aioserve.engine",
     "FinishReason": "aioserve.outputs",
+    "FinishedOutput": "aioserve.outputs",
+    "LanguageModel": "aioserve.language_model",
     "MultimodalPrompt": "aioserve.engine.prompt",
     "PoolingParams": "aioserve.params",
     "RequestOutput": "aioserve.outputs",
@@ -43,6 +52,8 @@ __all__ = [
     "EngineProcess",
     "EngineSnapshot",
     "FinishReason",
+    "FinishedOutput",
+    "LanguageModel",
     "MultimodalPrompt",
     "PoolingParams",
     "RequestOutput",
@@ -60,3 +71,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from aioserve.outputs import RequestOutput
+    from aioserve.outputs import FinishedOutput
 
 MAX_WORDS = 300  # characters of what a library says
 #: What msgspec raises for what it cannot read: bytes that are no UTF-8, and too many brackets, as
@@ -193,11 +193,11 @@ class RequestAbortedError(AioserveError):
 class PromptsFailedError(AioserveError):
     """Of many prompts that were asked together, some got an error. `__cause__` is the first one.
 
-    `results` has an entry per prompt, in their order: the `RequestOutput` with its whole text, or
+    `results` has an entry per prompt, in their order: the `FinishedOutput` with its whole text, or
     the error. `errors` are the latter alone, by the number of their prompt, from 0.
     """
 
-    def __init__(self, results: "Sequence[RequestOutput | AioserveError]") -> None:
+    def __init__(self, results: "Sequence[FinishedOutput | AioserveError]") -> None:
         self.results = list(results)
         self.errors = {i: r for i, r in enumerate(results) if isinstance(r, AioserveError)}
         number, first = next(iter(self.errors.items()))

@@ -219,6 +219,13 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         self.times = newer.times
 
 
+class FinishedOutput(RequestOutput, kw_only=True):
+    """The whole reply of one sample: all its text and tokens, why it ended, and its times."""
+
+    finish_reason: FinishReason
+    times: RequestTimes
+
+
 class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The embedding of one prompt."""
 

@@ -7,6 +7,7 @@ leaves open.
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -63,6 +64,21 @@ def _keep_tuples(params: msgspec.Struct, names: Iterable[str]) -> None:
     for name in names:
         if isinstance(value := getattr(params, name), list):
             force_setattr(params, name, tuple(value))
+
+
+def _check_types(params: msgspec.Struct) -> None:
+    """Raises `RequestError` that names the field for a value of another type than the field's."""
+    for field in _fields(type(params)):
+        if (value := getattr(params, field.name)) is not field.default:
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                expected, *_ = str(error).removeprefix("Expected ").partition(", got")
+                words = f"{field.name} must be {expected}, got {value!r:.80}"
+                raise RequestError(words.replace("null", "None"), param=field.name) from None
+
+
+_fields = cache(msgspec.structs.fields)
 
 
 class StructuredOutputs(
@@ -209,6 +225,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     output_kind: Literal["delta", "final_only"] = "delta"  # final_only: one output, at the end
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _keep_tuples(self, ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"))
         for name, numbers in RANGES.items():
             value = getattr(self, name)
@@ -321,6 +338,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     truncate_prompt_tokens: int | None = None  # tokens kept, the last ones; -1: the model's limit
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.pooling not in (None, "mean", "last"):
             raise RequestError(f"pooling must be mean or last, got {self.pooling!r}", "pooling")
         for name, numbers in POOLING_RANGES.items():

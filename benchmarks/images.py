@@ -82,7 +82,7 @@ async def measure(engine: AsyncEngine, args: Args, seed: int) -> dict[str, float
     await asyncio.sleep(1.0)
     begin = time.perf_counter()
     prompt = MultimodalPrompt(
-        f"{engine.image_placeholder} What is this?", [picture(seed, args.side, args.side)]
+        f"{engine.media.image_placeholder} What is this?", [picture(seed, args.side, args.side)]
     )
     async for output in engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0)):
         num_tokens = output.num_prompt_tokens
@@ -181,7 +181,7 @@ async def prompts(args: Args) -> dict[str, Any]:
         )
         async with AsyncEngine(config) as engine:
             images = [picture(number, 128, 128) for number in range(args.images)]
-            marks = engine.image_placeholder * len(images)
+            marks = engine.media.image_placeholder * len(images)
             seen = MultimodalPrompt(f"What are these? {marks}", images)
             await first_token(seen)  # the encoder runs this once
             text = [number % 1_000 for number in range(num_tokens)]

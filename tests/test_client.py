@@ -131,7 +131,7 @@ async def test_an_id_that_the_caller_chose_is_the_engines(engine, client, output
         await anext(running)
         with pytest.raises(RequestIdInUseError):
             await anext(client.generate("Hello", one, request_id="mine"))
-        assert engine.abort("mine")
+        assert engine.abort_now("mine")
         reasons = [output.finish_reason async for output in running]
     assert reasons[-1] is FinishReason.ABORT
 

@@ -1,9 +1,12 @@
-"""A user's typed program passes mypy --strict in the environment in which aioserve is installed."""
+"""A user's typed programs pass mypy --strict and pyright where aioserve is installed."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 PROGRAM = """
 import asyncio
@@ -47,13 +50,93 @@ asyncio.run(main())
 """
 
 
-def check(program: str, folder: Path) -> str:
-    """Return what mypy says of a program in a folder of its own."""
-    (folder / "program.py").write_text(program)
+ONE_PROTOCOL = """
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from aioserve import AsyncClient, AsyncEngine, FinishedOutput, LanguageModel, SamplingParams
+from aioserve.params import PoolingParams
+
+
+async def seconds(model: LanguageModel, question: str) -> float:
+    params = SamplingParams(max_tokens=8)
+    async with aclosing(model.generate(question, params, adapter="poet")) as outputs:
+        async for output in outputs:
+            print(output.text)
+    said = await model.generate_one([{"role": "user", "content": question}], user="ann")
+    vector = await model.embed(question, PoolingParams(pooling="mean"))
+    ids: list[int] = await model.tokenize(question)
+    print(await model.abort("x"), await model.detokenize(ids), vector.embedding.shape)
+    return said.times.duration
+
+
+async def slowest(models: Sequence[LanguageModel]) -> FinishedOutput:
+    outputs = [one for model in models for one in await model.generate_all(["a"], priority=1)]
+    return max(outputs, key=lambda output: output.times.finished)
+
+
+async def main() -> None:
+    async with AsyncEngine() as engine, AsyncClient("http://127.0.0.1:8000") as client:
+        print(await seconds(engine, "To be"), await seconds(client, "To be"))
+        print((await slowest([engine, client])).finish_reason.value)
+
+
+asyncio.run(main())
+"""
+
+A_POLICY = """
+from aioserve.scheduler import BaseScheduler, PolicyOptions, PositiveInt, SchedulerOutput
+
+
+class Mine(BaseScheduler):
+    class Options(PolicyOptions):
+        chunk_size: PositiveInt = 512
+
+    options: Options
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step(token_budget=self.options.chunk_size)
+        for request in step.run_decodes():
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()
+"""
+
+BLOCKING = """
+from aioserve import EngineConfig, EngineProcess, SamplingParams
+from aioserve.errors import EngineOverloadedError, PromptsFailedError
+
+with EngineProcess(EngineConfig()) as engine:
+    try:
+        for output in engine.generate_all(["a", [1, 2]], SamplingParams(max_tokens=4)):
+            print(output.text, output.times.to_first_token)
+    except PromptsFailedError as failed:
+        print([result.text for result in failed.results if not isinstance(result, Exception)])
+    except EngineOverloadedError as error:
+        print(error.retry_after + 1.0)
+"""
+
+PROGRAMS = {
+    "streams": PROGRAM,
+    "one protocol": ONE_PROTOCOL,
+    "a policy": A_POLICY,
+    "a program that blocks": BLOCKING,
+}
+HAS_PYRIGHT = importlib.util.find_spec("pyright") is not None
+
+
+def run(folder: Path, *command: str) -> str:
+    """Return what a checker says in a folder of its own; all runs of mypy share one cache."""
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "program.py"],
+        [sys.executable, "-m", *command],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "MYPYPATH"},
+        env={
+            **{name: value for name, value in os.environ.items() if name != "MYPYPATH"},
+            "MYPY_CACHE_DIR": str(folder.parent / "mypy"),
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -61,10 +144,28 @@ def check(program: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_a_typed_program_passes_as_it_runs(tmp_path: Path) -> None:
-    assert check(PROGRAM, tmp_path) == "Success: no issues found in 1 source file\n"
+def test_typed_programs_pass_mypy_as_they_run(tmp_path: Path) -> None:
+    for name, program in PROGRAMS.items():
+        (tmp_path / f"{name.replace(' ', '_')}.py").write_text(program)
+    said = run(tmp_path, "mypy", "--strict", ".")
+    assert said == f"Success: no issues found in {len(PROGRAMS)} source files\n"
 
 
-def test_a_wrong_argument_is_found(tmp_path: Path) -> None:
-    wrong = PROGRAM.replace("max_tokens=8", "max_tokns=8")
-    assert 'Unexpected keyword argument "max_tokns"' in check(wrong, tmp_path)
+@pytest.mark.skipif(not HAS_PYRIGHT, reason="needs pyright: pip install 'pyright[nodejs]'")
+def test_typed_programs_pass_pyright_as_they_run(tmp_path: Path) -> None:
+    for name, program in PROGRAMS.items():
+        (tmp_path / f"{name.replace(' ', '_')}.py").write_text(program)
+    assert run(tmp_path, "pyright").splitlines()[-1] == "0 errors, 0 warnings, 0 informations"
+
+
+def test_mistakes_are_found(tmp_path: Path) -> None:
+    wrong = {
+        PROGRAM.replace("max_tokens=8", "max_tokns=8"): 'Unexpected keyword argument "max_tokns"',
+        ONE_PROTOCOL.replace("adapter=", "adaptor="): 'Unexpected keyword argument "adaptor"',
+        ONE_PROTOCOL.replace("engine, client]", "engine, 5]"): '"int"; expected "LanguageModel',
+    }
+    for i, program in enumerate(wrong):
+        (tmp_path / f"wrong{i}.py").write_text(program)
+    said = run(tmp_path, "mypy", "--strict", ".")
+    for i, words in enumerate(wrong.values()):
+        assert any(f"wrong{i}.py" in line and words in line for line in said.splitlines()), said

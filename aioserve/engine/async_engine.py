@@ -132,7 +132,9 @@ class AsyncEngine(EngineClient):
         self._runner = builder.runner
         self._builder = builder
         try:
-            if told := str(self.sampling_defaults):  # which also refuses values that make no sense
+            if told := str(
+                self.model_info.sampling_defaults
+            ):  # which also refuses values that make no sense
                 logger.info(
                     "requests that do not state it are sampled as the model recommends: %s "
                     "(model.generation_config)",
@@ -221,7 +223,7 @@ class AsyncEngine(EngineClient):
         with self._arriving(1):
             yield
 
-    def abort(self, request_id: str) -> bool:
+    def abort_now(self, request_id: str) -> bool:
         self._check_place()
         parts = self._parts
         if parts is None or self._error is not None:
@@ -232,11 +234,6 @@ class AsyncEngine(EngineClient):
     def errored(self) -> BaseException | None:
         """What killed the engine; None while it lives."""
         return self._error
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether `shutdown` was called; new requests are then refused."""
-        return self._is_closing
 
     @property
     def policy_error(self) -> Exception | None:

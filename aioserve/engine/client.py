@@ -12,7 +12,7 @@ from contextlib import (
     nullcontext,
 )
 from pathlib import Path
-from typing import Protocol, TypedDict, Unpack
+from typing import Protocol, Unpack
 from uuid import uuid4
 
 import msgspec
@@ -31,9 +31,9 @@ from aioserve.engine.prompt import ReadMedia
 from aioserve.engine.stream import Claims, Origin, RequestStream, Samples
 from aioserve.errors import RequestAbortedError, RequestError, UnknownModelError
 from aioserve.model_source.info import ModelInfo
-from aioserve.outputs import EmbeddingOutput, RequestOutput
-from aioserve.params import PoolingParams, SamplingDefaults, SamplingParams
-from aioserve.request import NO_HINTS, Hints, RequestSpec
+from aioserve.outputs import EmbeddingOutput, FinishedOutput, RequestOutput
+from aioserve.params import PoolingParams, SamplingParams
+from aioserve.request import NO_HINTS, Hints, RequestFields, RequestSpec
 
 NO_HEADERS: Mapping[str, str] = {}
 
@@ -76,16 +76,9 @@ class KnownAdapters:
             raise UnknownModelError.of(name, (*self._models, *self.paths))
 
 
-class RequestFields(TypedDict, total=False):
-    """Options of a request besides its prompt and its sampling parameters."""
+class EngineFields(RequestFields, total=False):
+    """Options of a request that only an engine takes, beside those of `RequestFields`."""
 
-    request_id: str | None  # names it in logs and for `abort` (default: one that is unused)
-    priority: int  # for the policy: smaller is more urgent
-    user: str  # for the policy
-    timeout: float | None  # seconds until an unfinished one ends with finish reason `timeout`
-    cache_salt: str  # prefixes are shared within one only
-    hints: Hints  # for the policy: named values, such as `predicted_output_tokens`
-    adapter: str  # one of `EngineClient.adapters`, or the model itself
     client: str  # where it comes from, for the log
     trace_headers: Mapping[str, str]  # `traceparent`, `tracestate`: the trace that it belongs to
     key_name: str  # the server's key whose tokens are counted
@@ -104,11 +97,6 @@ class EngineClient(ABC):
     started_at: int  # in seconds since 1970; the same for all that are in front of one engine
 
     @property
-    def sampling_defaults(self) -> SamplingDefaults:
-        """Default sampling parameters: those of the model's generation config."""
-        return self.model_info.sampling_defaults
-
-    @property
     @abstractmethod
     def adapters(self) -> ServedAdapters:
         """The LoRA adapters that are served. Raises `EngineDeadError` before a start."""
@@ -119,19 +107,9 @@ class EngineClient(ABC):
         return self._alive().input_processor.media
 
     @property
-    def refuses_images(self) -> str:
-        """Why prompts cannot have images; empty if they can."""
-        return self.media.refuses_images
-
-    @property
     def supports_embeddings(self) -> bool:
         """Whether prompts can become vectors."""
         return self._alive().pooling.can_pool
-
-    @property
-    def image_placeholder(self) -> str:
-        """Placeholder of an image in a text prompt; empty if prompts cannot have images."""
-        return self.media.image_placeholder
 
     def arriving(self) -> AbstractAsyncContextManager[object]:
         """Inside the block one more request counts as waiting: what it needs is being brought. May
@@ -159,20 +137,23 @@ class EngineClient(ABC):
         """Accept a request and return its stream; all refusals are raised here.
 
         `prompt` is text, token ids, or chat messages. Without `params`, tokens are sampled as the
-        model recommends (`sampling_defaults`). With `PoolingParams` the stream is one output
-        that holds the prompt's `embedding`. Raises `RequestError`, `RequestIdInUseError`,
+        model recommends. With `PoolingParams` the stream is one output that holds the prompt's
+        `embedding`. Raises `RequestError`, `RequestIdInUseError`,
         `EngineOverloadedError` or `EngineDeadError`; for its adapter `RequestTimeoutError` or
         `RequestFailedError`.
         """
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
+        is_number = isinstance(timeout, int | float)
+        if timeout is not None and not (is_number and timeout > 0):
+            raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}", "timeout")
         parts = self._alive()
         arrival_time = parts.clock()  # before tokenizing: waiting for that is waiting, too
         sampling, pooling = NOTHING_SAMPLED, None
         if isinstance(params, PoolingParams):
             pooling = parts.pooling.complete(params)
         else:
-            params = params or self.sampling_defaults.fill({})
+            if not isinstance(params, SamplingParams | None):
+                raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+            params = params or self.model_info.sampling_defaults.fill({})
             sampling = parts.input_processor.sampling.complete(params)
         request_id = request_id or f"req-{uuid4().hex}"
         if self.config.server.log_prompts:
@@ -218,7 +199,7 @@ class EngineClient(ABC):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        **fields: Unpack[RequestFields],
+        **fields: Unpack[EngineFields],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
         stream = await self.add_request(prompt, sampling_params, **fields)
@@ -230,8 +211,8 @@ class EngineClient(ABC):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        **fields: Unpack[RequestFields],
-    ) -> RequestOutput:
+        **fields: Unpack[EngineFields],
+    ) -> FinishedOutput:
         """Return the whole reply to a prompt in one output, with its `times`. Cancelling the task
         aborts the request.
 
@@ -242,7 +223,7 @@ class EngineClient(ABC):
 
         check_one_sample(sampling_params)
         self._alive()
-        params = sampling_params or self.sampling_defaults.fill({})
+        params = sampling_params or self.model_info.sampling_defaults.fill({})
         # No delta is looked at, so that none need be made.
         params = msgspec.structs.replace(params, output_kind="final_only")
         async with await self.add_request(prompt, params, **fields) as stream:
@@ -254,8 +235,8 @@ class EngineClient(ABC):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_concurrency: int | None = None,
-        **fields: Unpack[RequestFields],
-    ) -> list[RequestOutput]:
+        **fields: Unpack[EngineFields],
+    ) -> list[FinishedOutput]:
         """Return the whole replies to many prompts, in their order, as `generate_one` gives them.
 
         At most `max_concurrency` requests are under way at a time: by default as many as a step
@@ -282,7 +263,7 @@ class EngineClient(ABC):
         self,
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
-        **fields: Unpack[RequestFields],
+        **fields: Unpack[EngineFields],
     ) -> EmbeddingOutput:
         """Embed a prompt: the vector of its pooled hidden states. Cancelling the task aborts it.
 
@@ -313,13 +294,17 @@ class EngineClient(ABC):
         """Return the text of these tokens, with the special ones. Raises `RequestError`."""
         return await self._alive().input_processor.decode(token_ids)
 
-    @abstractmethod
-    def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str) -> bool:
         """End a request from outside: its reader gets what there is, with finish reason `abort`.
 
         False if no request has that id: it has ended. One that is still being tokenized ends as
         soon as that is done, without a token; no longer does it wait for its adapter.
         """
+        return self.abort_now(request_id)
+
+    @abstractmethod
+    def abort_now(self, request_id: str) -> bool:
+        """Do what `abort` does, for code that cannot await."""
 
     @abstractmethod
     async def ask(self, command: EngineCommand[Answer]) -> Answer:

@@ -210,6 +210,12 @@ class InputProcessor:
             prompt = prompt.messages
         if isinstance(prompt, str):
             num_tokens = self._least_tokens_of(prompt)
+        elif not hasattr(prompt, "__getitem__") or isinstance(prompt, Mapping | bytes):
+            raise RequestError(
+                "the prompt must be a text, token ids or chat messages, got "
+                f"{type(prompt).__name__}",
+                param="prompt",
+            )
         elif len(prompt) == 0:
             raise RequestError("the prompt is empty", param="prompt")
         elif isinstance(prompt[0], Mapping):
@@ -327,6 +333,11 @@ class InputProcessor:
     def _least_tokens_of_messages(self, messages: Sequence[Any]) -> int:
         num_tokens = 0
         for i, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise RequestError(
+                    f'messages[{i}] must have "role" and "content", got {message!r:.80}',
+                    param="messages",
+                )
             for key in ("role", "content"):
                 if message.get(key) is None and message.get("tool_calls") and key == "content":
                     continue  # calls are all that it says

@@ -419,7 +419,7 @@ async def _serve(engine: AsyncEngine, crowd: Crowd, rng: random.Random) -> None:
 
 async def _show_images(engine: AsyncEngine, rng: random.Random) -> None:
     """Images of several sizes, alone and together, if the model sees."""
-    if engine.refuses_images:
+    if engine.media.refuses_images:
         return
     engine.switch_policy("chunked_prefill", {"chunk_size": 2048})
     random_pixels = np.random.default_rng(rng.getrandbits(32)).integers
@@ -427,7 +427,7 @@ async def _show_images(engine: AsyncEngine, rng: random.Random) -> None:
 
     async def one(width: int, height: int) -> None:
         image = random_pixels(0, 256, (height, width, 3), dtype=np.uint8)
-        prompt = MultimodalPrompt(f"{engine.image_placeholder} What is this?", [image])
+        prompt = MultimodalPrompt(f"{engine.media.image_placeholder} What is this?", [image])
         with suppress(RequestError):  # larger than the settings allow
             async for _ in engine.generate(prompt, params):
                 pass

@@ -196,7 +196,7 @@ def model_cards(engine: EngineClient, chat_format: ChatFormat | None) -> list[Mo
     no chat.
     """
     model, longest = engine.config.model, engine.max_model_len
-    sees = not engine.refuses_images
+    sees = not engine.media.refuses_images
     inputs = ("text", *(("image",) if sees else ()))
     inputs += () if engine.media.refuses_videos else ("video",)
     calls = chat_format is not None and chat_format.takes_tools
@@ -220,7 +220,7 @@ def model_cards(engine: EngineClient, chat_format: ChatFormat | None) -> list[Mo
         max_model_len=longest,
         context_length=longest,
         root=model.model,
-        sampling=engine.sampling_defaults,
+        sampling=engine.model_info.sampling_defaults,
         architecture=Architecture(modality=f"{'+'.join(inputs)}->text", input_modalities=inputs),
         capabilities=[name for name, has in capabilities.items() if has],
         supported_parameters=sorted(parameters),

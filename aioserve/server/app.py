@@ -176,7 +176,7 @@ def max_body_mib(engine: EngineClient) -> int:
     if given is not None:
         return given
     needed = math.ceil(BODY_BYTES_PER_TOKEN * engine.max_model_len / 2**20)
-    images = 0 if engine.refuses_images else engine.config.images.max_image_mib
+    images = 0 if engine.media.refuses_images else engine.config.images.max_image_mib
     return min(needed, MAX_DEFAULT_BODY_MIB) + math.ceil(images * 4 / 3)  # base64
 
 
@@ -250,7 +250,11 @@ async def site_here(
 def say_chat_limit(engine: AsyncEngine) -> None:
     """A line of the log if chats that state no limit end before the model's length."""
     limit = engine.config.server.default_chat_tokens
-    if limit and limit < engine.max_model_len and engine.sampling_defaults.max_tokens is None:
+    if (
+        limit
+        and limit < engine.max_model_len
+        and engine.model_info.sampling_defaults.max_tokens is None
+    ):
         logger.info(
             "replies of chats that state no limit end after %d tokens (server.default_chat_tokens)",
             limit,

@@ -41,7 +41,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     asked = body.prompt_logprobs
     if body.echo and (body.logprobs is not None or body.max_tokens == 0):
         asked = max(asked or 0, body.logprobs or 0)
-    defaults = request.app[ENGINE].sampling_defaults
+    defaults = request.app[ENGINE].model_info.sampling_defaults
     params = body.sampling_params(body.max_tokens, body.logprobs, defaults, prompt_logprobs=asked)
     best_of = params.n if body.best_of in (None, 1) else body.best_of
     if not params.n <= best_of <= MAX_N:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from aioserve.engine import Prompt
 from aioserve.errors import RequestAbortedError, RequestError
@@ -30,7 +31,12 @@ from aioserve.server.body import (
     decode_body,
 )
 from aioserve.server.generation import run_all
-from aioserve.server.protocol import SHARED_REQUEST_FIELDS, Int, ModelRequest
+from aioserve.server.protocol import (
+    SHARED_REQUEST_FIELDS,
+    Int,
+    ModelRequest,
+    PromptTokensDetails,
+)
 from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id
 
 MAX_INPUTS = 2048  # OpenAI's limit
@@ -100,6 +106,7 @@ class EmbeddingUsage(msgspec.Struct, kw_only=True):
 
     prompt_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # extension: some were cached
 
 
 class EmbeddingList(msgspec.Struct, kw_only=True):
@@ -132,10 +139,10 @@ async def create_embedding(request: web.Request) -> web.Response:
     ids = [own_id] if len(prompts) == 1 else [f"{own_id}-{i}" for i in range(len(prompts))]
     todo = iter(enumerate(zip(ids, prompts.items(), strict=True)))
     found: dict[int, Embedding] = {}
-    num_tokens = 0
+    num_tokens = num_cached = 0
 
     async def work() -> None:
-        nonlocal num_tokens
+        nonlocal num_tokens, num_cached
         for index, (request_id, (place, prompt)) in todo:
             if is_aborted.is_set():
                 raise RequestAbortedError(f"request {own_id} was aborted")
@@ -149,6 +156,7 @@ async def create_embedding(request: web.Request) -> web.Response:
             written: Any = _write(output.embedding, body.encoding_format)
             found[index] = Embedding(index=index, embedding=written)
             num_tokens += output.num_prompt_tokens
+            num_cached += output.num_cached_tokens
 
     num_workers = num_at_once(request, len(prompts))
     given = sum(estimated_tokens(prompt) for _, prompt in prompts.items())
@@ -160,6 +168,9 @@ async def create_embedding(request: web.Request) -> web.Response:
         model=body.model or engine.config.model.served_name,
         usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
     )
+    if num_cached:
+        details = PromptTokensDetails(cached_tokens=num_cached)
+        answer.usage.prompt_tokens_details = details
     return web.Response(body=_encoder.encode(answer), content_type="application/json")
 
 

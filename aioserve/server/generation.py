@@ -387,7 +387,7 @@ async def respond(
             )
             streams.append(await stack.enter_async_context(stream))
             if is_aborted.is_set():  # while another prompt was being tokenized
-                engine.abort(request_id)
+                engine.abort_now(request_id)
         reply.prompts = [stream.prompt_token_ids for stream in streams]
         await reply.begin()
         if body.stream:

@@ -91,7 +91,7 @@ class ImageParts:
     @classmethod
     def of(cls, engine: EngineClient) -> "ImageParts":
         """Return an empty list of such parts, with the limits of this engine."""
-        return cls(engine.config.images, engine.refuses_images, engine.media.refuses_videos)
+        return cls(engine.config.images, engine.media.refuses_images, engine.media.refuses_videos)
 
     @cached_property
     def media(self) -> MediaParts:

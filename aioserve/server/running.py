@@ -74,11 +74,11 @@ class RunningResponses:
         if reach and self._owners.get(given_id) != reach:
             return False
         if given_id not in self._running:
-            return self._engine.abort(given_id)
+            return self._engine.abort_now(given_id)
         is_aborted, request_ids = self._running[given_id]
         is_aborted.set()
         for request_id in request_ids:
-            self._engine.abort(request_id)
+            self._engine.abort_now(request_id)
         return True
 
 

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from aioserve.errors import (
     AioserveError,
     EngineDeadError,
@@ -14,7 +16,7 @@ from aioserve.errors import (
     PromptsFailedError,
     RequestError,
 )
-from aioserve.outputs import RequestOutput
+from aioserve.outputs import FinishedOutput, RequestOutput
 from aioserve.params import SamplingParams
 
 P = TypeVar("P")
@@ -23,8 +25,20 @@ P = TypeVar("P")
 ParamsOfMany = SamplingParams | Sequence[SamplingParams] | None
 
 
+def check_params(params: object) -> None:
+    """Raises `RequestError` for what is neither `SamplingParams` nor None."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"sampling_params must be SamplingParams, got {type(params).__name__}",
+            param="sampling_params",
+        )
+
+
 def check_one_sample(params: SamplingParams | None) -> None:
-    """Raises `RequestError` for parameters that ask for several samples of a prompt."""
+    """Raises `RequestError` for parameters that ask for several samples of a prompt, and for what
+    is no `SamplingParams`.
+    """
+    check_params(params)
     if params is not None and params.n != 1:
         raise RequestError(
             f"n is {params.n}, and one text comes back: repeat the prompt in generate_all, or tell "
@@ -33,7 +47,7 @@ def check_one_sample(params: SamplingParams | None) -> None:
         )
 
 
-async def whole_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+async def whole_output(outputs: AsyncIterator[RequestOutput]) -> FinishedOutput:
     """Return the outputs of one sample as one: its whole text, and the counts of its last
     output.
     """
@@ -45,16 +59,17 @@ async def whole_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
             whole.merge(output)
     if whole is None:  # a stream that its own reader has closed
         raise EngineDeadError("the stream ended before its last output")
-    return whole
+    assert whole.times is not None, "the last output of every sample has times"
+    return FinishedOutput(**msgspec.structs.asdict(whole))
 
 
 async def generate_all(
-    generate_one: Callable[[P, SamplingParams | None, dict[str, Any]], Awaitable[RequestOutput]],
+    generate_one: Callable[[P, SamplingParams | None, dict[str, Any]], Awaitable[FinishedOutput]],
     prompts: Iterable[P],
     params: ParamsOfMany,
     max_concurrency: int,
     fields: Mapping[str, Any],
-) -> list[RequestOutput]:
+) -> list[FinishedOutput]:
     """Return what `generate_one` gives for each of `prompts`, in their order, at most
     `max_concurrency` at a time. A prompt that is refused for lack of room is asked again after the
     time that the error names; after an `EngineDeadError` no other is asked.
@@ -75,7 +90,7 @@ async def generate_all(
     of_each = params if isinstance(params, Sequence) else [params] * len(asked)
     for one in of_each:
         check_one_sample(one)
-    results: dict[int, RequestOutput | AioserveError] = {}
+    results: dict[int, FinishedOutput | AioserveError] = {}
     numbers = iter(range(len(asked)))
     request_id = fields.get("request_id")
 
@@ -104,7 +119,7 @@ async def generate_all(
                 group.create_task(work())
     except ExceptionGroup as errors:  # none of ours: a mistake in a program or in aioserve
         raise errors.exceptions[0] from None
-    outputs = [out for i in range(len(asked)) if isinstance(out := results.get(i), RequestOutput)]
+    outputs = [out for i in range(len(asked)) if isinstance(out := results.get(i), FinishedOutput)]
     if len(outputs) < len(asked):
         unasked = EngineDeadError("the engine died before this prompt was asked")
         failure = PromptsFailedError([results.get(i, unasked) for i in range(len(asked))])

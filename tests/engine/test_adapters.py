@@ -162,8 +162,8 @@ async def test_who_is_aborted_waits_for_no_adapter(
         waiting = asyncio.create_task(say(engine, "b", request_id="r"))
         await until(lambda: not is_being_read or runner.asked[-1] == "b")
         await let_others_wait()
-        assert engine.abort("r")
-        assert engine.abort("r")
+        assert engine.abort_now("r")
+        assert engine.abort_now("r")
         assert await waiting is FinishReason.ABORT
         stream.close()
         runner.gate.set()

@@ -199,7 +199,7 @@ async def test_who_leaves_or_is_refused_lets_go_of_its_adapter(
         with pytest.raises(RequestError, match="limit is 64"):
             await say_long(engine)
         await engine.add_request(PROMPT, PARAMS, adapter="two", request_id="s")
-        engine.abort("s")
+        engine.abort_now("s")
         both = SamplingParams(temperature=0, n=2, max_tokens=3, detokenize=False)
         async for _ in engine.generate(PROMPT, both, adapter="three"):
             pass

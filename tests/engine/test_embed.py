@@ -174,7 +174,7 @@ async def test_whoever_is_cancelled_or_aborted_leaves_nothing_behind() -> None:
         assert stats is not None
         assert stats.num_running_reqs == 2
         cancelled.cancel()
-        assert engine.abort("x")
+        assert engine.abort_now("x")
         with pytest.raises(RequestAbortedError):
             await aborted
         with pytest.raises(asyncio.CancelledError):

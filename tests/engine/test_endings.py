@@ -100,7 +100,7 @@ def test_a_deadline_takes_no_token_that_has_come(depth: int) -> None:
 
 
 async def end_by_abort(engine: AsyncEngine, runner: Breakable) -> None:
-    assert engine.abort("a")
+    assert engine.abort_now("a")
 
 
 async def end_by_shutdown(engine: AsyncEngine, runner: Breakable) -> None:
@@ -226,15 +226,15 @@ def test_abort_ends_all_samples_of_a_request_and_no_other() -> None:
             stream = await engine.add_request([5, 6], samples, request_id="a")
             other = await engine.add_request([5, 6], SILENT, request_id="b")
             await anext(stream)
-            assert engine.abort("a")
+            assert engine.abort_now("a")
             reasons = {o.index: o.finish_reason async for o in stream}
             assert reasons == dict.fromkeys(range(3), FinishReason.ABORT)
-            assert not engine.abort("a")  # it has ended
-            assert not engine.abort("b-0")  # nobody's
+            assert not engine.abort_now("a")  # it has ended
+            assert not engine.abort_now("b-0")  # nobody's
             for _ in range(5):
                 assert not (await anext(other)).finished
             other.close()
-            assert not engine.abort("b")
-        assert not engine.abort("b")
+            assert not engine.abort_now("b")
+        assert not engine.abort_now("b")
 
     virtually(main())

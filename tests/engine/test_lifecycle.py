@@ -120,7 +120,7 @@ def test_an_engine_whose_loop_has_ended_says_so_at_once(caplog: pytest.LogCaptur
         async with asyncio.timeout(PATIENCE):
             with pytest.raises(EngineDeadError, match="the end of the event loop that the engine"):
                 await count_tokens(engine)
-            assert not engine.abort("a")
+            assert not engine.abort_now("a")
             with pytest.raises(EngineDeadError):
                 await engine.wait_ended()
             await engine.shutdown()
@@ -151,7 +151,7 @@ async def test_a_call_from_another_thread_is_refused_in_words_and_can_be_handed_
                 with pytest.raises(ForeignLoopError, match=here):
                     asyncio.run(call())
             with pytest.raises(ForeignLoopError, match=here):
-                engine.abort("a")
+                engine.abort_now("a")
             return asyncio.run_coroutine_threadsafe(count_tokens(engine), loop).result(PATIENCE)
 
         assert await asyncio.to_thread(elsewhere) == 3

@@ -160,7 +160,7 @@ async def test_a_request_whose_tokens_cannot_become_text_fails_alone(
         with pytest.raises(RequestFailedError, match=r"could not be delivered \(ValueError\)"):
             [output async for output in stream]
         assert await asyncio.gather(*others) == [PARAMS.max_tokens] * 5
-        assert not engine.abort("bad")
+        assert not engine.abort_now("bad")
         await all_are_served(engine)
 
 

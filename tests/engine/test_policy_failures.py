@@ -257,7 +257,7 @@ def test_a_policy_that_raises_once_over_a_result_fails_that_step_and_leaks_nothi
                 await read(stream)
         # The last token of each was that step's.
         assert sum(len(output.token_ids) for output in received) == 3 * 4
-        assert not engine.abort("r1")
+        assert not engine.abort_now("r1")
         for i in range(3):  # the ids are free again, and so are the blocks
             stream = await engine.add_request([i] * 20, params, request_id=f"r{i}")
             assert sum([len(output.token_ids) async for output in stream]) == 5

@@ -103,7 +103,7 @@ async def test_an_id_can_be_had_again_at_once_even_with_a_step_in_flight(depth: 
         for _ in range(8):
             stream = await add(engine, "x", ENDLESS)
             await anext(stream)
-            assert engine.abort("x")
+            assert engine.abort_now("x")
             assert await tokens(await add(engine, "x", LONGER)) == expected
 
 
@@ -154,11 +154,11 @@ async def test_a_request_that_is_being_tokenized_can_be_aborted_and_its_id_is_ta
         await asyncio.sleep(0)
         with pytest.raises(RequestIdInUseError):
             await engine.add_request("short", params, request_id="x")
-        assert engine.abort("x")
+        assert engine.abort_now("x")
         assert not adding.done()
         may_go_on.set()
         outputs = [output async for output in await adding]
         assert [output.finish_reason for output in outputs] == [FinishReason.ABORT] * n
         assert not any(output.token_ids for output in outputs)
-        assert not engine.abort("x")
+        assert not engine.abort_now("x")
         (await engine.add_request("short", params, request_id="x")).close()

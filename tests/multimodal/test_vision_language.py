@@ -632,7 +632,7 @@ async def test_without_its_processor_a_model_that_sees_serves_text(
         assert await collect(engine, "Nothing", []) == model.tokens("Nothing", [])
         with pytest.raises(RequestError, match="cannot read the image processor of"):
             await collect(engine, model.mark, [picture(0, 8, 8)])
-        assert "cannot read the image processor of" in engine.refuses_images
+        assert "cannot read the image processor of" in engine.media.refuses_images
     assert "images are refused" in caplog.text
 
 

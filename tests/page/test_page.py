@@ -490,7 +490,7 @@ async def test_ends_are_told_apart(browser):
         fields = {"ignore_eos": True, "max_tokens": 3000}
         asked = asyncio.create_task(server.complete(request_id="gone", **fields))
         await tab.until("aioserve.story.lives.size === 1")
-        server.engine.abort("gone")
+        server.engine.abort_now("gone")
         await asked
         await server.complete(timeout=0.1, **fields)
         await tab.until("[...aioserve.story.lives.values()].filter((life) => life.end).length > 1")
@@ -536,7 +536,7 @@ async def test_a_thousand_requests_are_all_drawn(browser):
         before = await tab.run("aioserve.numDraws")
         await tab.until(f"aioserve.numDraws > {before + 5}")
         for name in names:
-            server.engine.abort(name)
+            server.engine.abort_now(name)
         await tab.until("[...aioserve.story.lives.values()].every((life) => life.end !== null)")
         told = await tab.run(
             "[...aioserve.story.lives.values()].map((life) => [life.id, life.output])"

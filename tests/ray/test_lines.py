@@ -249,8 +249,8 @@ async def test_an_abort_brings_what_there_is_and_ends_what_no_replica_ends(
             await asyncio.sleep(0.3)
             if is_deaf:
                 monkeypatch.setattr(IngressClient, "_abort", lambda *_: None)
-            assert front.abort("x")
-            assert not front.abort("x")  # its end is on the way
+            assert front.abort_now("x")
+            assert not front.abort_now("x")  # its end is on the way
             [output] = await asked
             assert output.finish_reason is FinishReason.ABORT
             assert output.num_output_tokens == len(output.token_ids)
@@ -267,7 +267,7 @@ async def test_what_no_replica_has_accepted_can_be_aborted_left_or_late(
         monkeypatch.setattr(IngressClient, "_add", lambda *_: None)
         adding = asyncio.create_task(whole(front, [1], ENDLESS, request_id="x"))
         await asyncio.sleep(0.1)
-        assert front.abort("x")
+        assert front.abort_now("x")
         [output] = await adding
         assert output.finish_reason is FinishReason.ABORT
         [output] = await whole(front, [1], ENDLESS, timeout=0.05)

@@ -346,7 +346,7 @@ async def test_a_request_that_is_ended_in_any_phase_leaves_nothing(
             await asyncio.wait([asked])
         else:
             if way == "abort":
-                assert front.abort("x")
+                assert front.abort_now("x")
             [output] = await asked
             reason = FinishReason.ABORT if way == "abort" else FinishReason.TIMEOUT
             assert output.finish_reason is reason

@@ -253,7 +253,7 @@ async def test_an_abort_reaches_the_requests_of_other_workers():
     async with joined(SLOW, 2) as (engine, _, [one, other], _):
         async with await one.add_request([1], ENDLESS, request_id="x") as stream:
             await anext(stream)
-            assert not other.abort("x")
+            assert not other.abort_now("x")
             assert await other.ask(AbortElsewhere("x"))
             assert not await other.ask(AbortElsewhere("y"))
             assert [o.finish_reason async for o in stream][-1] is FinishReason.ABORT
@@ -267,7 +267,7 @@ async def test_an_abort_of_one_that_is_being_accepted_ends_that_and_no_other_wor
         def say_and_abort(message, arrays=()):
             say(message, arrays)
             if isinstance(message, Add):
-                other.abort(request_id)  # in one message with it
+                other.abort_now(request_id)  # in one message with it
 
         monkeypatch.setattr(other._end, "say", say_and_abort)
         async with await one.add_request([1], ENDLESS, request_id="x") as stream:
@@ -278,7 +278,7 @@ async def test_an_abort_of_one_that_is_being_accepted_ends_that_and_no_other_wor
             request_id = "y"
             [output] = await read(other, [1], ENDLESS, request_id="y")
             assert output.finish_reason is FinishReason.ABORT
-            assert one.abort("x")
+            assert one.abort_now("x")
             outputs = [output async for output in stream]
             assert outputs[-1].finish_reason is FinishReason.ABORT
         await idle(engine)
@@ -290,8 +290,8 @@ async def test_an_abort_brings_what_there_is_though_nobody_looked_before():
         async with await remote.add_request([1], params, request_id="x") as stream:
             while engine.get_stats().num_decode_tokens < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            assert remote.abort("x")
-            assert not remote.abort("x")  # before the engine has heard of it
+            assert remote.abort_now("x")
+            assert not remote.abort_now("x")  # before the engine has heard of it
             [output] = [output async for output in stream]
         assert output.finish_reason is FinishReason.ABORT
         assert output.num_output_tokens == len(output.token_ids) > 0

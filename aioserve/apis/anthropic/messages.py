@@ -83,7 +83,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         conversation, use = _conversation(request, body, images)
         body.messages.clear()  # images that they hold would stay as long as the stream
         params = msgspec.structs.replace(
-            body.sampling_params(request.app[ENGINE].sampling_defaults),
+            body.sampling_params(request.app[ENGINE].model_info.sampling_defaults),
             kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
         )
         params = await bind_off_loop(
@@ -103,7 +103,9 @@ async def count_tokens(request: web.Request) -> web.Response:
     await before_tools(body.tools)
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body, _ignores_unknown(request)), images.named():
-        body.sampling_params(request.app[ENGINE].sampling_defaults)  # refuses what no reply takes
+        body.sampling_params(
+            request.app[ENGINE].model_info.sampling_defaults
+        )  # refuses what no reply takes
         conversation, _ = _conversation(request, body, images)
         async with preparing(request, images):
             prompt = await request.app[IMAGES].show(conversation, images)

@@ -83,7 +83,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         await _check_id(request, body)
         params = msgspec.structs.replace(
             body.sampling_params(
-                engine.sampling_defaults, engine.config.server.default_chat_tokens
+                engine.model_info.sampling_defaults, engine.config.server.default_chat_tokens
             ),
             kept_special_tokens=chat_format.kept_special_tokens,
         )
@@ -103,7 +103,9 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     use = (await _offered(request, body)).use
     with _own_names(use, body), images.named():
         engine = request.app[ENGINE]
-        body.sampling_params(engine.sampling_defaults, None)  # refuses what no reply takes
+        body.sampling_params(
+            engine.model_info.sampling_defaults, None
+        )  # refuses what no reply takes
         _, conversation = await _conversation(request, body, use, images)
         async with preparing(request, images):
             prompt = await request.app[IMAGES].show(conversation, images)

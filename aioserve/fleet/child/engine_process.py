@@ -23,7 +23,7 @@ from typing import IO, Any, Self, TypeVar, Unpack
 
 import msgspec
 
-from aioserve.client import AsyncClient, ClientFields, ClientPrompt
+from aioserve.client import AsyncClient
 from aioserve.config import EngineConfig
 from aioserve.errors import (
     ConfigError,
@@ -32,8 +32,10 @@ from aioserve.errors import (
     ForeignLoopError,
     RequestFailedError,
 )
-from aioserve.outputs import RequestOutput
+from aioserve.language_model import ModelPrompt
+from aioserve.outputs import FinishedOutput, RequestOutput
 from aioserve.params import SamplingParams
+from aioserve.request import RequestFields
 from aioserve.support.arguments import EXIT_USAGE
 from aioserve.support.whole_texts import generate_all
 
@@ -343,9 +345,9 @@ class EngineProcess:
 
     def generate(
         self,
-        prompt: ClientPrompt,
+        prompt: ModelPrompt,
         sampling_params: SamplingParams | None = None,
-        **fields: Unpack[ClientFields],
+        **fields: Unpack[RequestFields],
     ) -> Iterator[RequestOutput]:
         """Yield the deltas of one request, as `AsyncClient.generate`; of messages, as its `chat`.
 
@@ -353,7 +355,7 @@ class EngineProcess:
         Raises what these raise, and `EngineDeadError` with the reason once the process has ended.
         """
         client = self._asked()
-        outputs = client.outputs_of(prompt, sampling_params, **fields)
+        outputs = client.generate(prompt, sampling_params, **fields)
         try:
             while (output := self._run(self._next(outputs))) is not None:
                 yield output
@@ -364,10 +366,10 @@ class EngineProcess:
 
     def generate_one(
         self,
-        prompt: ClientPrompt,
+        prompt: ModelPrompt,
         sampling_params: SamplingParams | None = None,
-        **fields: Unpack[ClientFields],
-    ) -> RequestOutput:
+        **fields: Unpack[RequestFields],
+    ) -> FinishedOutput:
         """Return the whole reply in one output, as `AsyncClient.generate_one`. Ctrl-C aborts the
         request.
 
@@ -377,12 +379,12 @@ class EngineProcess:
 
     def generate_all(
         self,
-        prompts: Iterable[ClientPrompt],
+        prompts: Iterable[ModelPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_concurrency: int | None = None,
-        **fields: Unpack[ClientFields],
-    ) -> list[RequestOutput]:
+        **fields: Unpack[RequestFields],
+    ) -> list[FinishedOutput]:
         """Return the whole replies to many prompts, in their order, as `AsyncClient.generate_all`:
         at most `max_concurrency` at a time, by default as many as a step can have. Ctrl-C aborts
         them.
@@ -394,8 +396,8 @@ class EngineProcess:
             most = self.config.scheduler.max_num_seqs
 
         def ask(
-            prompt: ClientPrompt, params: SamplingParams | None, own: Any
-        ) -> Coroutine[Any, Any, RequestOutput]:
+            prompt: ModelPrompt, params: SamplingParams | None, own: Any
+        ) -> Coroutine[Any, Any, FinishedOutput]:
             return self._generate_one(client, prompt, params, own)
 
         return self._run(generate_all(ask, prompts, sampling_params, most, fields))
@@ -422,10 +424,10 @@ class EngineProcess:
     async def _generate_one(
         self,
         client: AsyncClient,
-        prompt: ClientPrompt,
+        prompt: ModelPrompt,
         params: SamplingParams | None,
-        fields: ClientFields,
-    ) -> RequestOutput:
+        fields: RequestFields,
+    ) -> FinishedOutput:
         try:
             return await client.generate_one(prompt, params, **fields)
         except (EngineDeadError, RequestFailedError) as error:

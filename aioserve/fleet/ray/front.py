@@ -278,7 +278,7 @@ class RayFront(EngineClient):
             with suppress(RuntimeError):  # our loop has ended
                 self._loop.call_soon_threadsafe(parts.fleet.update, tickets)
 
-    def abort(self, request_id: str) -> bool:
+    def abort_now(self, request_id: str) -> bool:
         return self._parts is not None and self._abort_if_here(request_id, self._parts.claims)
 
     async def ask(self, command: EngineCommand[Answer]) -> Answer:

@@ -327,7 +327,7 @@ class Forwarder(ABC):
     def _abort(self, request_id: str) -> None:
         """What another worker has by that id goes on."""
         if request_id in self._samples or request_id in self._claiming:
-            self._engine.abort(request_id)
+            self._engine.abort_now(request_id)
 
     def _drop(self, request_id: str) -> None:
         if (task := self._adding.get(request_id)) is not None:

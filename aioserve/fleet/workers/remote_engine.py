@@ -288,7 +288,7 @@ class RemoteEngine(EngineClient):
         """Nothing is known yet: `start` learns it."""
         #: What ends one request, or a response of several, of this worker.
         self.abort_here: Callable[[str, str], bool] = lambda given_id, reach: (
-            not reach and self.abort(given_id)
+            not reach and self.abort_now(given_id)
         )
         #: Which keys are let in; known after start.
         self.access: Access
@@ -377,7 +377,7 @@ class RemoteEngine(EngineClient):
         if self._parts is not None:
             self._parts.input_processor.close()
 
-    def abort(self, request_id: str) -> bool:
+    def abort_now(self, request_id: str) -> bool:
         if self._parts is None or self._error is not None:
             return False
         samples = self._parts.claims.samples_of(request_id)

@@ -63,7 +63,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
     params = msgspec.structs.replace(
-        sampling_params(body, engine.sampling_defaults, engine.config.server.default_chat_tokens),
+        sampling_params(
+            body, engine.model_info.sampling_defaults, engine.config.server.default_chat_tokens
+        ),
         kept_special_tokens=chat_format.kept_special_tokens,
     )
     images = ImageParts.of(engine)

@@ -1,0 +1,138 @@
+"""The connections of a client to one server: HTTP, and errors from the wire struct of errors.
+
+Knows when a request that the server refused may be sent again. Knows no route.
+"""
+
+import io
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from math import inf
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from aioserve.errors import (
+    UNREADABLE,
+    AioserveError,
+    EngineDeadError,
+    RequestFailedError,
+    one_line,
+)
+from aioserve.server.errors import from_wire
+from aioserve.server.protocol import ErrorInfo, ErrorResponse
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder()
+error_decoder = msgspec.json.Decoder(ErrorResponse)
+
+
+class Connection:
+    """HTTP to the server at `base_url`. Its connections are opened by the first request."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout: float | None = None,  # seconds without a byte, waiting in its queue included
+        connect_timeout: float = 10.0,
+        api_key: str | None = None,  # one of the server's, or of what stands before it
+        headers: Mapping[str, str] | None = None,  # of every request
+    ) -> None:
+        self._headers = dict(headers or {})
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.base_url = base_url.rstrip("/")
+        self._socket_path = base_url[5:] if base_url.startswith("unix:") else None
+        self._root = self.base_url if self._socket_path is None else "http://localhost"
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=connect_timeout, sock_read=timeout
+        )
+        self._open_session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close all connections; streams that are still read end with an error."""
+        if self._open_session is not None:
+            await self._open_session.close()
+
+    def session(self) -> aiohttp.ClientSession:
+        if self._open_session is None:
+            self._open_session = aiohttp.ClientSession(
+                timeout=self._timeout,
+                headers=self._headers,
+                connector=(  # without a limit: the server says when it is full
+                    aiohttp.TCPConnector(limit=0)
+                    if self._socket_path is None
+                    else aiohttp.UnixConnector(self._socket_path, limit=0)
+                ),
+            )
+        return self._open_session
+
+    def decoded(self, decoder: Any, data: bytes, what: str = "the answer") -> Any:
+        try:
+            return decoder.decode(data)
+        except UNREADABLE as error:
+            message = f"{what} of {self.base_url} cannot be read: {one_line(error)}"
+            raise RequestFailedError(message) from error
+
+    @asynccontextmanager
+    async def request(
+        self, method: str, path: str, body: bytes | None = None, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A successful response; its connection is dropped if it was not read to the end."""
+        if body is not None:  # as a file: aiohttp sends large ones in pieces
+            options = {"data": io.BytesIO(body), "headers": {"Content-Type": "application/json"}}
+        try:
+            async with self.session().request(method, self._root + path, **options) as response:
+                if response.status != 200:
+                    raise _error_of(response, await response.read())
+                yield response
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = one_line(error)
+            raise EngineDeadError(f"no answer from {self.base_url}: {reason}") from error
+
+    async def told(self, told: type[T], path: str, body: msgspec.Struct) -> T:
+        """Return the whole answer to a body that is posted to a route, as a struct."""
+        return await self.asked(told, "POST", path, _encoder.encode(body))
+
+    async def asked(
+        self, told: type[T], method: str, path: str, body: bytes | None = None, **options: Any
+    ) -> T:
+        """Return the whole answer of a route, as a struct."""
+        async with self.request(method, path, body, **options) as response:
+            data = await response.read()
+        decoded: T = self.decoded(msgspec.json.Decoder(told), data)
+        return decoded
+
+
+def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
+    try:
+        info = error_decoder.decode(body).error
+    except UNREADABLE:  # not aioserve: a proxy, or another server
+        text = body[:200].decode("utf-8", "replace").strip()
+        message = f"HTTP {response.status} from {response.url}: {text or response.reason}"
+        info = ErrorInfo(message=message, type="http_error")
+    try:
+        retry_after = float(response.headers.get("Retry-After", "1"))
+    except ValueError:  # a date: nothing of ours sends one
+        retry_after = 1.0
+    retry_after = retry_after if 0 <= retry_after < inf else 1.0
+    return error_from_wire(response.status, info, response, retry_after)
+
+
+def error_from_wire(
+    status: int, info: ErrorInfo, response: aiohttp.ClientResponse, retry_after: float = 1.0
+) -> AioserveError:
+    """Return the error in one line, whether this server sent it or a proxy in front of it."""
+    lines = info.message.splitlines() or ["no message"]
+    one = msgspec.structs.replace(info, message=" ".join(lines))
+    return with_id(from_wire(status, one, retry_after), response)
+
+
+def with_id(error: AioserveError, response: aiohttp.ClientResponse) -> AioserveError:
+    """Add the request id of the server's log to an error; tracebacks show it."""
+    if (request_id := response.headers.get("X-Request-Id")) is not None:
+        error.request_id = request_id
+        error.add_note(f"request id: {request_id}")
+    return error
