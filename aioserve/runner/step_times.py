@@ -89,6 +89,12 @@ class StepTimeSource(ABC):
         """
         return None
 
+    def errors_of_runs(self) -> str:
+        """Return a sentence on how right whole runs were that were predicted by this source, for
+        heads of reports; "" where none was compared with a measured one.
+        """
+        return ""
+
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
         """Return the source with these options. Raises `ConfigError` that names what is wrong."""

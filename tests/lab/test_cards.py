@@ -1,5 +1,6 @@
 """Measured cards: ready profiles without the package, tables of any card with it."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from aioserve.cli.main import main
 from aioserve.errors import ConfigError
+from aioserve.lab.cards.engines import errors_of_runs, host_of
 from aioserve.lab.cards.tables import (
     CardTables,
     TableOptions,
@@ -118,6 +120,45 @@ def test_a_comparison_says_which_card_it_is_of(capsys: pytest.CaptureFixture[str
     assert "Meta-Llama-3.1-8B on l40s" in said
     assert "measured operators of aiconfigurator-core" in said
     assert re.search(r"against their source: median .*largest", said)
+    # How right such predictions were of whole runs, as the published comparison has it.
+    published = Path(__file__).parents[2] / "benchmarks" / "published" / "vllm" / "simulators.csv"
+    with published.open(newline="") as file:
+        [row] = [
+            row
+            for row in csv.DictReader(file)
+            if row["simulator"] == "aioserve --card" and row["metric"] == "ttft_mean"
+        ]
+    assert f"mean TTFT {float(row['median_error']):.1%}" in said
+    assert said.count("no run on this card has been compared") == 1  # of the L40S
+
+
+def test_a_comparison_of_no_machine_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "fcfs", "--workload", "mixed", "--limit", "5", "--seeds", "1"]
+    default = "default profile, not your machine: calibrate, or give --card"
+    assert main(words) == 0
+    assert default in capsys.readouterr().out
+    assert main([*words, "--set", "runner.profile=zoo-1"]) == 0
+    said = capsys.readouterr().out
+    assert default not in said
+    assert "profile zoo-1 says: computed from data sheets" in said
+    assert main([*words, "--set", "runner.step_base_ms=3"]) == 0
+    assert default not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("profile", "host_ms"), [(READY, 0.0), ("h100x4-llama-3.1-70b-fp8", 1.4)])
+def test_a_card_has_the_host_of_its_engine_unless_it_is_stated(
+    profile: str, host_ms: float
+) -> None:
+    assert make_step_times(profile, {}).rates.host_ms == host_ms
+    assert make_step_times(profile, {"host_ms": 0.3}).rates.host_ms == 0.3
+    assert host_of("vllm", "0.24.0", 4 if host_ms else 1)[0] == host_ms
+    assert host_of("trtllm", "1.2", 4) == (0.0, "no run of trtllm 1.2 has been compared")
+
+
+def test_no_run_was_compared_with_tables_of_another_source() -> None:
+    assert TableStepTimes(SMALL).errors_of_runs() == ""
+    assert "on this card" not in errors_of_runs("operator tables x", "RTX4090-Llama")
+    assert "on this card" in errors_of_runs("operator tables x", "MI300X-Llama")
 
 
 @pytest.mark.parametrize(
@@ -299,6 +340,13 @@ def test_a_measured_card_is_its_ready_profile() -> None:
     assert made.num_kv_tokens(2048, 1) == ready.num_kv_tokens(2048, 1)
     again = make_step_times("card", {"card": "h100_sxm", "model": "meta-llama/Llama-3.1-8B"})
     assert again.error == made.error
+
+
+@pytest.mark.usefixtures("package")
+def test_several_cards_have_the_host_of_an_engine_with_several() -> None:
+    options = {"card": "h100_sxm", "model": "meta-llama/Llama-3.1-8B", "tp": 2}
+    assert make_step_times("card", options).rates.host_ms == 1.4
+    assert make_step_times("card", {**options, "host_ms": 0}).rates.host_ms == 0
 
 
 @pytest.mark.usefixtures("package")

@@ -61,7 +61,10 @@ def run_cards(words: Sequence[str]) -> int:
     """`aioserve cards`; returns the exit code. Raises `ConfigError`."""
     arguments = _parser().parse_args(words)
     given = [("model", arguments.card_model), ("tp", arguments.card_tp), ("ep", arguments.card_ep)]
-    given += [(name, getattr(arguments, name)) for name in ("engine", "version", "weights", "kv")]
+    given += [
+        (name, getattr(arguments, name))
+        for name in ("engine", "version", "weights", "experts", "kv")
+    ]
     options = {name: value for name, value in given if value is not None}
     if arguments.ready is not None:
         return _make_ready(Path(arguments.ready))
@@ -95,6 +98,7 @@ def _parser() -> Parser:
     parser.add_argument("--engine", metavar="NAME", help="vllm (the default), sglang or trtllm")
     parser.add_argument("--version", metavar="X", help="of the engine (default: the newest whole)")
     parser.add_argument("--weights", metavar="TYPE", help="element type of matrix products")
+    parser.add_argument("--experts", metavar="TYPE", help="element type of experts (default: same)")
     parser.add_argument("--kv", metavar="TYPE", help="element type of the KV cache")
     add_output(parser, "-o", "--output", help="write the profile to this file", metavar="FILE.yaml")
     parser.add_argument(
@@ -124,8 +128,10 @@ def _list() -> None:
 
 def _show(source: StepTimeSource) -> None:
     """Print what the source is of, and what some steps take."""
-    for line in (source.machine, source.source, source.error):
+    for line in (source.machine, source.source, source.error, source.errors_of_runs()):
         print(line)
+    came = source.options.host if isinstance(source, TableStepTimes) else ""
+    print(f"host: {source.rates.host_ms:g} ms a step" + (f", {came}" if came else ""))
     for rows, context, tokens in SHOWN:
         prefills = [(tokens, tokens)] if tokens else []
         features = StepFeatures.of(rows, rows * context + tokens, prefills)

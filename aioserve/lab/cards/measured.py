@@ -16,13 +16,14 @@ from functools import lru_cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError, one_line
-from aioserve.lab.cards import tables
+from aioserve.lab.cards import engines, tables
+from aioserve.lab.cards.engines import host_of
 from aioserve.lab.cards.tables import (
     CardTables,
     TableOptions,
@@ -70,6 +71,7 @@ class Card(StepTimeOptions, frozen=True, kw_only=True):
     engine: str = "vllm"
     version: str | None = None  # of the engine (default: the newest that was measured whole)
     weights: str | None = None  # element type of matrix products (default: the model's own)
+    experts: str | None = None  # element type of a mixture's experts (default: that of `weights`)
     kv: str | None = None  # element type of the KV cache (default: the model's own)
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     graph_sizes: tuple[Count, ...] = ()  # as those of `TableStepTimes`
@@ -81,6 +83,7 @@ class Card(StepTimeOptions, frozen=True, kw_only=True):
         """The card and the model, for heads of reports."""
         count = f"{self.tp} x " if self.tp > 1 else ""
         kinds = [f"weights {self.weights}"] if self.weights else []
+        kinds += [f"experts {self.experts}"] if self.experts else []
         kinds += [f"KV {self.kv}"] if self.kv else []
         return ", ".join([f"{self.model} on {count}{self.card}", *kinds])
 
@@ -98,6 +101,17 @@ class CardStepTimes(TableStepTimes):
         if options.busy_watts is None:
             del given["busy_watts"]
         super().__init__(msgspec.structs.replace(made, **given))
+        self._usual_host_ms = made.host_ms
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
+        """Return the source with these options; where they do not say `host_ms`, it is that of the
+        engine (`engines.HOSTS`). Raises `ConfigError` that names what is wrong.
+        """
+        made = super().from_options(options)
+        if "host_ms" not in options:
+            made.rates = msgspec.structs.replace(made.rates, host_ms=made._usual_host_ms)
+        return made
 
 
 @lru_cache(maxsize=16)
@@ -125,7 +139,8 @@ def _kept(card: Card) -> Path:
     stated = config.read_bytes() if config.is_file() else b""
     places = (TOKENS, ROWS, CHUNKS, BEFORE, CONTEXTS, STEP_SIZES, NUM_CHECKED)
     parts = repr((version(EXTRA), places, card)).encode()
-    code = [Path(file).read_bytes() for file in (__file__, str(tables.__file__))]
+    modules = (__file__, tables.__file__, engines.__file__)
+    code = [Path(str(file)).read_bytes() for file in modules]
     name = sha256(b"\0".join([parts, stated, *code])).hexdigest()[:24]
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "aioserve" / "cards" / f"{name}.msgpack"
@@ -144,10 +159,13 @@ def _measure(card: Card) -> TableOptions:
         ),
         kv_tokens=package.kv_tokens(card.gpu_memory_utilization),
     )
+    host_ms, host = host_of(card.engine, package.version, card.tp)
     options = TableOptions(
         tables=made,
         machine=f"{card.words}, {card.engine} {package.version}",
         source=f"measured operators of {EXTRA} {version(EXTRA)}",
+        host_ms=host_ms,
+        host=host,
         busy_watts=package.watts(),
     )
     return msgspec.structs.replace(options, error=package.compared(TableStepTimes(options)))
@@ -212,7 +230,7 @@ class _Package:
             "moe_ep_size": ep,
             "moe_tp_size": tp // ep,
             "gemm_quant_mode": card.weights,
-            "moe_quant_mode": card.weights,
+            "moe_quant_mode": card.experts or card.weights,
             "kvcache_quant_mode": card.kv,
         }
 

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError, one_line
+from aioserve.lab.cards.engines import errors_of_runs
 from aioserve.runner.step_times import Prefills, StepTimeOptions, StepTimeSource
 from aioserve.scheduler.output import StepFeatures
 from aioserve.support.files import read_struct
@@ -115,6 +116,10 @@ class OperatorTimes(StepTimeSource):
         name = Path(options.tables).name
         self.machine = name
         self.source = f"operator tables {name}"
+
+    def errors_of_runs(self) -> str:
+        """Return a sentence on how right whole runs were that were predicted by such tables."""
+        return errors_of_runs(self.source, self.machine)
 
     def seconds(self, features: StepFeatures, prefills: Prefills) -> float:
         """Return the sum over the layers; of several ranks, that of the one that takes longest."""

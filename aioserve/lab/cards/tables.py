@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from aioserve.lab.cards.engines import errors_of_runs
 from aioserve.runner.step_times import Prefills, StepTimeOptions, StepTimeSource
 from aioserve.scheduler.output import StepFeatures
 
@@ -104,6 +105,7 @@ class TableOptions(StepTimeOptions, frozen=True, kw_only=True):
     machine: str = ""
     source: str = ""
     error: str = ""
+    host: str = ""  # where `host_ms` comes from
     busy_watts: Number = 0.0  # of all its cards together while a step runs; 0: not known
     idle_watts: Number = 0.0  # between steps
     #: Numbers of tokens to which the engine pads steps, for which it has captured graphs; a larger
@@ -179,6 +181,10 @@ class TableStepTimes(StepTimeSource):
         held = -_between(sizes, [-each for each in tokens], max_step_tokens)
         return max(int(held), 1)
 
+    def errors_of_runs(self) -> str:
+        """Return a sentence on how right whole runs were that were predicted by such tables."""
+        return errors_of_runs(self.source, self.machine)
+
     def _fixed_ms(self, num_tokens: int, num_rows: int) -> float:
         """Return the milliseconds of a step without its attention."""
         known = self._fixed.get((num_tokens, num_rows))
@@ -241,9 +247,10 @@ def write_tables(options: TableOptions, head: str) -> str:
     """Return the text of a profile with these tables, of four digits, below a comment."""
     tables = options.tables
     lines = [*(f"# {line}" for line in head.splitlines()), "step_times: tables"]
-    for name in ("machine", "source", "error"):
+    for name in ("machine", "source", "error", "host"):
         lines.append(f"{name}: {json.dumps(getattr(options, name))}")
     lines.append(f"busy_watts: {options.busy_watts:g} # the limits of the boards")
+    lines.append(f"host_ms: {options.host_ms:g}")
     lines.append("tables:")
     for name in ("dense_ms", "head_ms"):
         curve: Curve = getattr(tables, name)

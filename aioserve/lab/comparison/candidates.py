@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, SimulatorConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
@@ -168,18 +168,32 @@ def prepare(
 
 
 def machines(candidates: Sequence[Candidate]) -> list[str]:
-    """Return a sentence on each measured machine: what it is, where its step times come from, and
-    how well they fit what they were made of. Raises `ConfigError` for a profile that cannot be had.
+    """Return a sentence on each simulated machine: what it is, where its step times come from, how
+    well they fit what they were made of, and how right whole runs were that were predicted with
+    them; or that they are of no machine. Raises `ConfigError` for a profile that cannot be had.
     """
     configs = [config for candidate in candidates for config in _configs(candidate)]
-    found: dict[str, None] = {}  # in order, once each
-    for config in configs:
-        times = step_times(config.runner)
-        if times.machine:
-            host = f", and {times.rates.host_ms:g} ms of its host" if times.rates.host_ms else ""
-            said = f"Steps take what they take on {times.machine}{host}: {times.source}"
-            found[f"{said}; {times.error}."] = None
-    return list(found)
+    said = [machine_in_words(config.runner) for config in configs]
+    return list(dict.fromkeys(filter(None, said)))  # in order, once each
+
+
+def machine_in_words(config: SimulatorConfig) -> str:
+    """Return what `machines` says of one; "" where settings state the step times one by one."""
+    times, usual = step_times(config), SimulatorConfig()
+    host = times.rates.host_ms
+    if times.machine:
+        also = f", and {host:g} ms of the engine's host" if host else ""
+        words = f"Steps take what they take on {times.machine}{also}: {times.source}"
+    elif config.profile != usual.profile:
+        words = f"Steps take what profile {config.profile} says"
+        words += f": {times.source}" if times.source else ""
+    else:
+        stated = [n for n in config.__struct_fields__ if n.startswith(("step_", "profile_"))]
+        if any(getattr(config, name) != getattr(usual, name) for name in stated):
+            return ""
+        return "Steps are of the default profile, not your machine: calibrate, or give --card."
+    sentences = ["; ".join(filter(None, (words, times.error))) + ".", times.errors_of_runs()]
+    return " ".join(filter(None, sentences))
 
 
 def watts_of(candidate: Candidate) -> list[tuple[float, float]] | None:

@@ -223,7 +223,7 @@ def test_simulators_are_compared_on_the_rows_that_are_given() -> None:
     row, other, kept = ("a", -1, "e2e_mean"), ("a", 0, "e2e_mean"), ("b", -1, "e2e_mean")
     measured = {row: 100.0, other: 100.0}
     ours = {row: 110.0, other: 96.0, kept: 7.0}
-    [mine, theirs] = simulators(ours, {"other": {row: 300.0}}, measured)
+    [mine, theirs] = simulators({"a": ours, "other": {row: 300.0}}, measured)
     assert (mine.rows, theirs.rows) == (2, 1)
     assert mine.mape["e2e_mean"] == pytest.approx(0.07)
     assert mine.median["e2e_mean"] == pytest.approx(np.median([0.1, 0.04]))

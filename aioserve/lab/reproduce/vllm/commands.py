@@ -15,11 +15,13 @@ from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.vllm import runs, stages
 from aioserve.lab.reproduce.vllm.page import Results, render_page
 from aioserve.lab.reproduce.vllm.words import (
+    BY_CARD,
     OURS,
     Row,
     as_rows,
     draw_requests,
     draw_simulators,
+    heads_csv,
     render_run,
     render_simulators,
     render_stages,
@@ -75,6 +77,12 @@ def run_vllm(argv: Sequence[str]) -> int:
         metavar="FOLDER",
         help="write the predictions to CSV files in this folder",
     )
+    add_output(
+        parser,
+        "--errors",
+        help="write the errors that heads of reports on measured cards state to this CSV file "
+        "(aioserve/lab/cards/errors.csv of the checkout)",
+    )
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="write a page, and its pictures beside it"
     )
@@ -92,6 +100,8 @@ def run_vllm(argv: Sequence[str]) -> int:
         _predict_stages(arguments.data / STAGES, results, fits=arguments.fit)
     if arguments.predictions is not None:
         _write_predictions(arguments.predictions, results)
+    if arguments.errors is not None:
+        write(arguments.errors, heads_csv(results.simulators, results.own_errors).encode())
     if arguments.page is not None:
         _write_page(arguments.page, results)
     write(arguments.json, encode(_as_document(results)))
@@ -119,7 +129,10 @@ def _predict_stages(folder: Path, results: Results, *, fits: bool) -> None:
         for (stage, metric), ms in own.items()
     }
     others = stages.read_others(folder / "other_simulators.csv")
-    results.simulators = simulators(results.predicted, others, results.measured)
+    given = [experiment for experiment in experiments if experiment.is_given]
+    by_card = stages.predict_by_card(given, results.engine, num_jobs=os.cpu_count() or 1)
+    ours = {OURS: results.predicted, BY_CARD: as_rows(given, by_card)}
+    results.simulators = simulators({**ours, **others}, results.measured)
     table = render_stages(experiments, results.predicted, results.measured, results.engine)
     print(paint(table) + "\n")
     print(paint(render_simulators(results.simulators)))

@@ -7,11 +7,11 @@ import numpy as np
 
 from aioserve.lab.reproduce.vllm.runs import NUM_FITTED, Prediction
 from aioserve.lab.reproduce.vllm.stages import ALL_STAGES, METRICS, Engine, Experiment
-from aioserve.lab.reproduce.vllm.words import MEASURES, OURS, Row, Simulator, run_errors
+from aioserve.lab.reproduce.vllm.words import BY_CARD, MEASURES, OURS, Row, Simulator, run_errors
 
 COMMAND = (
     "python -m aioserve reproduce vllm --data FOLDER --predictions benchmarks/published/vllm \\\n"
-    "    --page docs/predicting-vllm.md"
+    "    --errors aioserve/lab/cards/errors.csv --page docs/predicting-vllm.md"
 )
 RUN_HEAD = [
     *("run", "measure", "measured, s", "predicted, s", "mean", "p50", "p90", "p99"),
@@ -198,7 +198,10 @@ def _stages(results: Results, name: str) -> list[str]:
             rows,
         ),
         "The median of the absolute errors over the given rows, with five other simulators whose "
-        "predictions were published beside the measurements.",
+        f"predictions were published beside the measurements. `{BY_CARD}` is what the lab's "
+        "commands say: the tables of the [card](cards.md) and the host's time per step, with the "
+        "same front end and count of tokens added, and no launches outside of CUDA graphs. The "
+        "heads of reports on such cards state these errors.",
         _table(
             ["simulator", "rows", *METRICS],
             [

@@ -6,9 +6,11 @@ every round. Step times are those of `forward`, and four numbers are fitted to g
 """
 
 import csv
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -17,7 +19,7 @@ import numpy.typing as npt
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.lab.reproduce.vllm.forward import EAGER_LAYERS
+from aioserve.lab.reproduce.vllm.forward import CARD, EAGER_LAYERS, MODELS, VERSION
 from aioserve.lab.reproduce.vllm.runs import vllm_like
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.parallel import simulate_all
@@ -29,6 +31,14 @@ METRICS = ("e2e_mean", "e2e_p90", "e2e_p99", "itl_mean", "ttft_mean", "ttft_p90"
 ALL_STAGES = -1
 #: Where step times come from: a source that takes the options of `forward.ForwardTimes`.
 SOURCE = "aioserve.lab.reproduce.vllm.forward:ForwardTimes"
+#: Element types of a card's tables, of models whose weights are not of the type that their
+#: configuration states: of experts the nearest that was measured has a scale for each block.
+FP8 = {
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": {
+        "weights": "fp8",
+        "experts": "fp8_block",
+    }
+}
 #: Of each stage this part is simulated, from its beginning: the load is the same until its end.
 SIMULATED_SHARE = 0.1
 #: The model whose replies the client counted anew from their text, and found shorter: its
@@ -205,6 +215,10 @@ def make_config(experiment: Experiment, engine: Engine, source: str = SOURCE) ->
         "launch_ms": engine.launch_ms,
         "host_ms": engine.host_ms if cards == 1 else engine.host_cards_ms,
     }
+    return _engine(experiment, source, options)
+
+
+def _engine(experiment: Experiment, source: str, options: dict[str, Any]) -> EngineConfig:
     return simulated(
         vllm_like(
             max_num_seqs=experiment.max_num_seqs,
@@ -230,11 +244,51 @@ def predict(
     """Return the milliseconds that the lab predicts, in the order of the experiments, from this
     share of each of their stages.
     """
+    configs = [make_config(experiment, engine, source) for experiment in experiments]
+    return _predict(experiments, configs, engine, share, num_jobs, report)
+
+
+def predict_by_card(
+    experiments: Sequence[Experiment],
+    engine: Engine,
+    *,
+    share: float = SIMULATED_SHARE,
+    num_jobs: int = 1,
+) -> list[dict[tuple[int, str], float]]:
+    """Return the milliseconds that the lab predicts with `--card` alone: the tables of the card,
+    and what the engine's host adds to a step unless somebody says it. Of `engine` only the front
+    end is used, and how the client counts. Raises `ConfigError` if the package is missing.
+    """
+    with TemporaryDirectory() as scratch:
+        configs = []
+        for experiment in experiments:
+            model = MODELS.get(experiment.model, experiment.model)
+            if isinstance(model, dict):
+                path = Path(scratch) / experiment.model.replace("/", "-") / "config.json"
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(json.dumps(model), "utf-8")
+                model = str(path)
+            options = {
+                "card": CARD,
+                "version": VERSION,
+                "model": model,
+                "tp": experiment.tensor_parallel,
+                **FP8.get(experiment.model, {}),
+            }
+            configs.append(_engine(experiment, "card", options))
+        return _predict(experiments, configs, engine, share, num_jobs, lambda words: None)
+
+
+def _predict(
+    experiments: Sequence[Experiment],
+    configs: Sequence[EngineConfig],
+    engine: Engine,
+    share: float,
+    num_jobs: int,
+    report: Callable[[str], None],
+) -> list[dict[tuple[int, str], float]]:
     loads = [as_workload(experiment, share) for experiment in experiments]
-    runs = [
-        (make_config(experiment, engine, source), workload, None)
-        for experiment, (workload, _) in zip(experiments, loads, strict=True)
-    ]
+    runs = [(config, load, None) for config, (load, _) in zip(configs, loads, strict=True)]
     found = []
     outcomes = simulate_all(runs, num_jobs, lambda count: None)
     for experiment, (_, stages), outcome in zip(experiments, loads, outcomes, strict=True):

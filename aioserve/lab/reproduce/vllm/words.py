@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from aioserve.lab.cards.engines import RunError as HeadError
+from aioserve.lab.cards.measured import EXTRA
 from aioserve.lab.reproduce.vllm.runs import NUM_FITTED, Floats, Prediction
 from aioserve.lab.reproduce.vllm.stages import ALL_STAGES, METRICS, Engine, Experiment
 
@@ -15,7 +17,11 @@ from aioserve.lab.reproduce.vllm.stages import ALL_STAGES, METRICS, Engine, Expe
 MEASURES = {"e2e": "end to end", "ttft": "time to first token", "tpot": "time per token"}
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
 OURS = "aioserve"
+BY_CARD = "aioserve --card"
 NO_ERROR = "-"
+#: Of what the errors of each set are: the source of step times, the runs, the cards.
+H100 = (EXTRA, "stages of runs of vLLM 0.15", "h100_sxm")
+RTX = ("operator tables", "runs of vLLM 0.19 (host fitted)", "RTX4090 RTXPRO6000")
 REQUEST_COLUMNS = (
     "request",
     "arrival_s",
@@ -179,12 +185,10 @@ class Simulator(msgspec.Struct, frozen=True):
     mape: dict[str, float | None]
 
 
-def simulators(
-    ours: Predicted, others: Mapping[str, Predicted], measured: Predicted
-) -> list[Simulator]:
+def simulators(predictions: Mapping[str, Predicted], measured: Predicted) -> list[Simulator]:
     """Return how far each simulator is off on the rows that are given."""
     found = []
-    for name, predicted in {OURS: ours, **others}.items():
+    for name, predicted in predictions.items():
         errors = errors_of(predicted, measured)
         found.append(
             Simulator(
@@ -213,6 +217,29 @@ def simulators_csv(found: Sequence[Simulator], runs: Sequence[Mapping[str, Any]]
     for line in runs:
         numbers = [line["rows"], f"{line['median']:.4f}", f"{line['mape']:.4f}"]
         writer.writerow(["vllm-rtx", line["simulator"], line["metric"], *numbers])
+    return out.getvalue()
+
+
+def heads_csv(found: Sequence[Simulator], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return what heads of reports on cards state, as `lab.cards.engines` reads it: the errors of
+    `--card` on the rows of `vllm-h100`, and those of operator tables on the runs of `vllm-rtx`.
+    """
+    lines = [
+        HeadError(*H100, metric, simulator.rows, round(median, 4))
+        for simulator in found
+        if simulator.name == BY_CARD
+        for metric, median in simulator.median.items()
+        if median is not None
+    ]
+    lines += [
+        HeadError(*RTX, line["metric"], line["rows"], round(line["median"], 4))
+        for line in runs
+        if line["simulator"] == OURS
+    ]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(HeadError.__struct_fields__)
+    writer.writerows(msgspec.structs.astuple(line) for line in lines)
     return out.getvalue()
 
 

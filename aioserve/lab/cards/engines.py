@@ -1,0 +1,92 @@
+"""What measured runs of engines say beside a card's tables: host times, and how right they are.
+
+`errors.csv` has the errors of whole runs that were predicted; `python -m aioserve reproduce vllm
+--errors` writes it. Knows sources of step times by what they say of themselves; predicts nothing.
+"""
+
+import csv
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from aioserve.errors import ConfigError
+
+ERRORS = Path(__file__).with_name("errors.csv")
+#: Measures of a run that the head of a report states, in its words.
+MEASURES: Mapping[str, str] = {
+    "e2e_mean": "mean end to end time",
+    "e2e_p99": "its p99",
+    "itl_mean": "mean time per token",
+    "tpot_mean": "mean time per token",
+    "ttft_mean": "mean TTFT",
+    "ttft_p99": "its p99",
+}
+
+
+class Host(msgspec.Struct, frozen=True):
+    """The milliseconds that an engine's host adds to each step, from a version on."""
+
+    engine: str
+    since: tuple[int, ...]  # its version
+    one_ms: float  # of an engine on one card
+    several_ms: float  # of an engine that tells the processes of several cards
+    source: str
+
+
+#: One default per engine and version. The numbers of vLLM are those of `reproduce.vllm.stages`:
+#: with asynchronous scheduling, which hides the host's work behind the card's.
+HOSTS = (Host("vllm", (0, 15), 0.0, 1.4, "fitted to six runs of vLLM 0.15 on H100 cards"),)
+
+
+def host_of(engine: str, version: str, num_cards: int) -> tuple[float, str]:
+    """Return the milliseconds that the host adds to each step, and where the number comes from; of
+    an engine of which no run has been compared, 0 and words that say so.
+    """
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    known = [host for host in HOSTS if host.engine == engine and host.since <= numbers]
+    if not known:
+        return 0.0, f"no run of {engine} {version} has been compared"
+    host = max(known, key=lambda each: each.since)
+    return host.one_ms if num_cards == 1 else host.several_ms, host.source
+
+
+class RunError(msgspec.Struct, frozen=True):
+    """The error of one measure of whole runs, predicted by one source: a line of `errors.csv`."""
+
+    source: str  # a name that is part of what the source of step times says of itself
+    runs: str  # the runs that were predicted, in words
+    cards: str  # on which they were measured, as the source calls them, with blanks between
+    metric: str
+    rows: int
+    median_error: float  # the median of the absolute errors over the rows, as a share
+
+
+def errors_of_runs(source: str, machine: str) -> str:
+    """Return a sentence on how right predictions of whole runs were that were made with step times
+    of this `source`, and whether they were of this `machine`; "" where none was compared.
+    """
+    own = [error for error in read_errors() if error.source in source]
+    shown = [error for error in own if error.metric in MEASURES]
+    if not shown:
+        return ""
+    listed = [f"{MEASURES[error.metric]} {error.median_error:.1%}" for error in shown]
+    first = shown[0]
+    same = any(card in machine for card in first.cards.split())
+    beyond = "" if same else "; no run on this card has been compared"
+    return (
+        f"So predicted, {first.runs} were off, at the median of {first.rows}, by: "
+        f"{', '.join(listed)}{beyond}."
+    )
+
+
+@lru_cache(maxsize=1)
+def read_errors() -> tuple[RunError, ...]:
+    """Return the lines of `errors.csv`. Raises `ConfigError`."""
+    try:
+        with ERRORS.open(encoding="utf-8", newline="") as file:
+            lines = list(csv.DictReader(file))
+        return tuple(msgspec.convert(lines, list[RunError], strict=False))
+    except (OSError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"cannot read {ERRORS}: {error}") from error
