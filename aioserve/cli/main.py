@@ -139,7 +139,7 @@ COMMANDS: dict[str, Command] = {"serve": _serve}
 TOOLS = {
     "compare": "aioserve.lab.comparison.commands:run_compare",
     "search": "aioserve.lab.search.commands:run_search",
-    "sweep": "aioserve.lab.comparison.commands:run_sweep",
+    "sweep": "aioserve.lab.comparison.sweep:run_sweep",
     "mispredict": "aioserve.lab.mispredict:run_mispredict",
     "bench": "aioserve.lab.bench:run_bench",
     "calibrate": "aioserve.lab.calibration:run_calibrate",

@@ -116,9 +116,7 @@ def wants_json(arguments: argparse.Namespace) -> bool:
     return bool(arguments.json) or not sys.stdout.isatty()
 
 
-def add_output(
-    parser: argparse.ArgumentParser, *flags: str, help: str, metavar: str = "FILE"
-) -> None:
+def add_output(parser: TakesArguments, *flags: str, help: str, metavar: str = "FILE") -> None:
     """Add an argument that names a file, written when the work is done."""
     parser.add_argument(*flags, metavar=metavar, type=output_file, help=help)
 

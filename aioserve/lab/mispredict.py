@@ -33,7 +33,7 @@ from aioserve.lab.comparison.document import (
     measure_runs,
 )
 from aioserve.lab.comparison.measures import Row, key, number, parse_measure, tidy
-from aioserve.lab.comparison.report import FOLDER
+from aioserve.lab.comparison.report import static_page
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
 from aioserve.lab.terminal import paint
@@ -385,14 +385,7 @@ def render_page(curves: Curves) -> str:
     for curve in curves.curves:
         parts += [f"<p>{escape(text)}</p>" for text in in_words(curve, curves)]
     parts.append(_table(curves))
-    style = (FOLDER / "style.css").read_text()
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>\n{style}\n</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return static_page(title, "\n".join(parts))
 
 
 def _table(curves: Curves) -> str:

@@ -2,17 +2,15 @@
 
 Of several seeds each run gives one value of a statistic, and the interval is Student's for the mean
 of the differences, seed by seed (the paired-t interval of independent replications; Law, Simulation
-Modeling and Analysis, section 10.2). Of many configurations all pairs are judged at once (Holm,
-1979). Of one seed, blocks of consecutive requests are drawn with replacement (a bootstrap; Davison
-and Hinkley, 1997, section 8.2), as long as requests depend on each other; both configurations get
-the same draw, so what they share cancels out. This module knows arrays; it knows nothing about
-serving.
+Modeling and Analysis, section 10.2). Of one seed, blocks of consecutive requests are drawn with
+replacement (a bootstrap; Davison and Hinkley, 1997, section 8.2), as long as requests depend on
+each other; both configurations get the same draw, so what they share cancels out. This module knows
+arrays; it knows nothing about serving.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import combinations
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -176,7 +174,7 @@ def _expanded_quantile(z: float, degrees: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return sum(term / degrees**power for power, term in enumerate(terms))
+    return math.fsum(term / float(degrees) ** power for power, term in enumerate(terms))
 
 
 def student_share(t: float, degrees: int) -> float:
@@ -281,43 +279,6 @@ def compare_seeds(
             ratio = float(np.mean(b)) / float(np.mean(a))
             ratios = ratio / factor, ratio * factor
     return Difference(value, value - reach, value + reach, *ratios)
-
-
-def surely_less(values: Mapping[str, Sequence[float]]) -> dict[str, set[str]]:
-    """Return for each name the names whose mean over the seeds is surely less. `values` has one of
-    each seed, by name; seeds are paired. All pairs are judged at once: with a probability of 95%
-    none of equal ones is called different, by Holm's procedure ("A Simple Sequentially Rejective
-    Multiple Test Procedure", Scandinavian Journal of Statistics, 1979) over the p-values of
-    Student's test of the differences, seed by seed. It holds however the pairs depend on each
-    other.
-    """
-    found: dict[str, set[str]] = {name: set() for name in values}
-    pairs = [
-        (p_value, a, b)
-        for a, b in combinations(values, 2)
-        if not math.isnan(p_value := pair_p_value(values[a], values[b]))
-    ]
-    for number, (p_value, a, b) in enumerate(sorted(pairs)):
-        if p_value > (1 - LEVEL) / (len(pairs) - number):
-            break
-        less, more = (a, b) if np.nanmean(np.subtract(values[b], values[a])) > 0 else (b, a)
-        found[more].add(less)
-    return found
-
-
-def pair_p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the probability of a mean difference at least as large between equal ones, by
-    Student's test of the differences, seed by seed; NaN of fewer than two seeds in which both are
-    known.
-    """
-    differences = np.subtract(second, first)
-    differences = differences[~np.isnan(differences)]
-    if len(differences) < MIN_SEEDS:
-        return math.nan
-    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1))
-    if not error:
-        return 0.0 if mean else 1.0
-    return 1 - student_share(abs(mean) / error * len(differences) ** 0.5, len(differences) - 1)
 
 
 def _spread(values: Floats, draws: Sequence[Floats]) -> float:

@@ -1,4 +1,4 @@
-"""The commands `compare` and `sweep`: arguments, files, and what is printed.
+"""The command `compare`: arguments, files, and what is printed.
 
 Tables go to stdout, progress to stderr if that is a terminal. Knows nothing about numbers.
 """
@@ -8,16 +8,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.fleet import available_routers
-from aioserve.lab.arguments import add_output, read_card, read_cards
+from aioserve.lab.arguments import add_output, read_cards
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
     add_common,
     add_jobs,
     add_workload,
-    is_list,
     read_jobs,
     read_num_seeds,
     read_source,
@@ -27,7 +25,7 @@ from aioserve.lab.comparison.arguments import (
 from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candidates
 from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.measures import Reader
-from aioserve.lab.comparison.words import render_sweep, render_table
+from aioserve.lab.comparison.words import render_table
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
@@ -48,7 +46,7 @@ def run_compare(words: Sequence[str]) -> int:
         help="decision log: repeat its requests with the step times and memory of its server",
     )
     add_common(parser, has_one_card=False)
-    _add_quality_and_jobs(parser)
+    add_quality_and_jobs(parser)
     add_output(parser, "--html", help="write a report with plots to this HTML file")
     parser.add_argument(
         "--live", action="store_true", help="run the real engine in real time, in rounds"
@@ -66,10 +64,10 @@ def run_compare(words: Sequence[str]) -> int:
     candidates = _on_cards(arguments, settings, limits)
     if spec is not None:
         candidates = in_fleet(candidates, spec)
-    document = _compare(arguments, candidates, workloads)
+    document = compare_all(arguments, candidates, workloads)
     document["recorded"] = recorded
     print(paint(render_table(document)))
-    _write_reports(arguments, document)
+    write_reports(arguments, document)
     return 0
 
 
@@ -131,43 +129,12 @@ def _fleet(arguments: argparse.Namespace) -> "FleetSpec | None":
     return FleetSpec.load(arguments.fleet, routers, price)
 
 
-def run_sweep(words: Sequence[str]) -> int:
-    """`aioserve sweep`; returns the exit code. Raises `AioserveError`."""
-    parser = Parser("sweep", description="Run a configuration with several values of one setting.")
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    add_workload(parser)
-    add_common(
-        parser,
-        set_help="setting to sweep, with several values separated by commas, such as "
-        "scheduler.options.chunk_size=64,128,256; a --set with one value holds for all runs",
-    )
-    _add_quality_and_jobs(parser)
-    add_output(parser, "--html", help="write a report with plots to this HTML file")
-    arguments = parser.parse_args(words)
-    swept = [(name, value) for name, value in arguments.set if is_list(value)]
-    if len(swept) != 1:
-        written = " ".join(f"--set {name}={value}" for name, value in swept or arguments.set)
-        raise ConfigError(
-            "sweep needs one --set with several values, such as "
-            f"--set scheduler.options.chunk_size=64,128,256; got {written or 'none'}"
-        )
-    setting, values = swept[0][0], [value.strip() for value in swept[0][1].split(",")]
-    others = [(name, value) for name, value in arguments.set if not is_list(value)]
-    others = [*read_card(arguments), *others]
-    candidates = [
-        Candidate(value, EngineConfig.load(arguments.config, [*others, (setting, value)]))
-        for value in values
-    ]
-    document = _compare(arguments, candidates, read_workloads(arguments))
-    document["sweep"] = {"setting": setting, "values": values}
-    print(paint(render_sweep(document)))
-    _write_reports(arguments, document)
-    return 0
-
-
-def _compare(
+def compare_all(
     arguments: argparse.Namespace, candidates: list[Candidate], workloads: list[Workload]
 ) -> Document:
+    """Return the document of the candidates on the workloads, by the arguments of a command."""
+    if arguments.requests and arguments.json is None:
+        raise ConfigError("--requests adds a row for each request to the JSON: give --json FILE")
     jobs = read_jobs(arguments, workloads, len(candidates))
     total = len(candidates) * sum(len(workload.requests) for workload in workloads)
     with running(total) as report:
@@ -181,16 +148,23 @@ def _compare(
             num_jobs=jobs,
             progress=report,
             price_per_hour=getattr(arguments, "price_per_hour", None),
+            has_requests=arguments.requests,
         )
 
 
-def _add_quality_and_jobs(parser: argparse.ArgumentParser) -> None:
+def add_quality_and_jobs(parser: argparse.ArgumentParser) -> None:
+    """Add `--reading-speed`, `--requests` and `--jobs`, which `compare_all` reads."""
     parser.add_argument(
         "--reading-speed",
         type=Reader.parse,
         metavar="TOKENS",
         help="measure the quality of experience (Andes) of readers of so many tokens per second "
         "who expect the first after 1 second: 5, or 5,ttft=2",
+    )
+    parser.add_argument(
+        "--requests",
+        action="store_true",
+        help="add a row for each request of each run to the file of --json (docs/compare-json.md)",
     )
     add_jobs(parser)
 
@@ -222,7 +196,8 @@ def _replayed(
     return cut, make_settings(traffic), make_limits(traffic), recorded
 
 
-def _write_reports(arguments: argparse.Namespace, document: Document) -> None:
+def write_reports(arguments: argparse.Namespace, document: Document) -> None:
+    """Write the files of `--json` and `--html`, if they are wanted."""
     write(arguments.json, encode(document))
     if arguments.html:
         from aioserve.lab.comparison.report import render_html

@@ -166,6 +166,36 @@ def _steps(outcome: RunOutcome, window: list[float]) -> dict[str, Any]:
     }
 
 
+def request_rows(outcome: RunOutcome, workload: Workload, run: RunMeasures) -> list[dict[str, Any]]:
+    """Return a row for each request of a run, in the order of the workload: times in seconds since
+    the start of the run, and durations in seconds. What a request does not have is None.
+    """
+    rows = []
+    for i, (request, result) in enumerate(zip(workload.requests, outcome.requests, strict=True)):
+        measured = {name: float(getattr(run, name)[i]) for name in (*PER_REQUEST, "gap")}
+        durations = {n: None if np.isnan(v) else tidy(v) for n, v in measured.items()}
+        rows.append(
+            {
+                "seed": workload.seed,
+                "request": i,
+                "user": request.user,
+                "class": request.kind,
+                "program": request.program if request.program >= 0 else None,
+                "prompt_tokens": request.num_prompt_tokens,
+                "output_tokens": request.output_tokens,
+                "cached_tokens": result.num_cached_tokens,
+                "received_tokens": len(result.token_times),
+                "arrival": result.arrival,
+                "admitted": result.admitted,
+                "end": result.end,
+                **durations,
+                "finish_reason": result.finish_reason,
+                "is_good": None if np.isnan(run.is_good[i]) else bool(run.is_good[i]),
+            }
+        )
+    return rows
+
+
 # What a server measured while a decision log was written, beside what is simulated of it. The
 # difference between the two is how far the simulation is off. Runs nothing.
 
@@ -216,13 +246,14 @@ def compare(
     num_jobs: int = 1,
     progress: Progress = lambda count: None,
     price_per_hour: float | None = None,
+    has_requests: bool = False,
 ) -> Document:
     """Run all candidates on all workloads (one per seed); the first is what the others are
     compared with. The same input gives the same document, byte for byte, unless `is_live`.
     Simulated runs are spread over `num_jobs` processes. `slo` are the limits that the command
     states, beside those of the workload; with a `reader` the quality of experience is measured.
-    `price_per_hour` is of an engine alone; a fleet states its own. Raises `ConfigError` for a class
-    that the workload does not have.
+    `price_per_hour` is of an engine alone; a fleet states its own. With `has_requests` each result
+    has a row for each request. Raises `ConfigError` for a class that the workload does not have.
     """
     levels = ServiceLevels.of(slo, classes_of(workloads))
     candidates, workloads, notes = prepare(candidates, workloads, is_live=is_live, clip=clip)
@@ -239,6 +270,7 @@ def compare(
     watts = [None if is_live else watts_of(candidate) for candidate in candidates]
     measures: list[list[RunMeasures]] = [[] for _ in candidates]
     curves: list[dict[str, Any]] = [{} for _ in candidates]
+    rows: list[list[dict[str, Any]]] = [[] for _ in candidates]
     for number, (outcome, (_, workload, fleet)) in enumerate(zip(outcomes, runs, strict=True)):
         i = number % len(candidates)
         run = RunMeasures(
@@ -251,6 +283,8 @@ def compare(
         if (drawn := watts[i]) is not None:
             run.totals |= energy_totals(drawn, *_seconds_of_replicas(outcome, fleet), outcome)
         measures[i].append(run)
+        if has_requests:
+            rows[i] += request_rows(outcome, workload, run)
         if not curves[i]:
             window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all
             curves[i] = timelines(outcome, workload, window)
@@ -268,6 +302,7 @@ def compare(
             "groups": summarize_groups(groups, measures[i]),
             "distributions": distributions(measures[i]),
             "timelines": curves[i],
+            **({"requests": rows[i]} if has_requests else {}),
         }
         for i, candidate in enumerate(candidates)
     ]

@@ -14,6 +14,7 @@ import numpy as np
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.candidates import Candidate, prepare
 from aioserve.lab.comparison.measures import PER_REQUEST, STATISTICS, RunMeasures, over_seeds, tidy
+from aioserve.lab.comparison.service import Floats
 from aioserve.lab.simulation.run import Progress, simulate
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.workloads.workload import Workload
@@ -77,7 +78,7 @@ def judged(
 ) -> Judgement:
     """Judge a run of each workload, which are one workload with several seeds."""
     kinds = np.array([request.kind for workload in workloads for request in workload.requests])
-    good = np.concatenate([_good(run) for run in runs])
+    good = np.concatenate([goods_of(run) for run in runs])
     values = [bound.value(runs) for bound in bounds]
     is_kept = all(v <= bound.limit for v, bound in zip(values, bounds, strict=True))
     shares = {
@@ -141,14 +142,14 @@ def search(
     time, or without limits and bounds.
     """
     (candidate,), fitting, _ = prepare([candidate], list(workloads), is_live=False, clip=clip)
-    base_rate = float(np.mean([_rate(workload) for workload in fitting]))
+    own_rate = float(np.mean([base_rate(workload) for workload in fitting]))
     probes: list[Probe] = []
     kinds = np.array([request.kind for workload in fitting for request in workload.requests])
     if not bounds and (slo is None or all(slo.of_class(kind) is None for kind in kinds)):
         raise ConfigError(f"{fitting[0].name}: no request has an SLO")
 
     def is_met(rate: float) -> bool:
-        scale = base_rate / rate
+        scale = own_rate / rate
         runs = [_measure(candidate, workload.scaled(scale), slo, progress) for workload in fitting]
         found = judged(runs, fitting, slo, bounds, Target(target, each_class))
         probe = Probe(
@@ -164,7 +165,7 @@ def search(
         on_probe(probe)
         return probe.is_met
 
-    low, high = _bracket(is_met, base_rate)
+    low, high = _bracket(is_met, own_rate)
     if low is not None and high is not None:
         while high > low * (1 + tolerance):
             middle = (low * high) ** 0.5
@@ -204,7 +205,10 @@ def _bracket(is_met: Callable[[float], bool], rate: float) -> tuple[float | None
     return None, rate
 
 
-def _rate(workload: Workload) -> float:
+def base_rate(workload: Workload) -> float:
+    """Return the requests, or conversations and programs that begin, per second of a workload.
+    Raises `ConfigError` where all arrive at once.
+    """
     if workload.duration <= 0:
         raise ConfigError(f"{workload.name}: all requests arrive at once, so there is no rate")
     return sum(r.follows < 0 for r in workload.requests) / workload.duration
@@ -216,9 +220,12 @@ def _measure(
     return RunMeasures(simulate(candidate.config, workload, progress), workload, slo)
 
 
-def _good(run: RunMeasures) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def goods_of(run: RunMeasures) -> Floats:
+    """Return 1 for each request within its limits and 0 for others, NaN where there are none; a
+    program with limits counts once, at its first request.
+    """
     if "programs_in_time" not in run.totals:
         return run.is_good
-    # A program counts once, at its first request, which is good if both are within their limits.
-    found: np.ndarray[tuple[int], np.dtype[np.float64]] = np.fmin(run.is_good, run.program_good)
+    # The first request of a program is good if both are within their limits.
+    found: Floats = np.fmin(run.is_good, run.program_good)
     return found

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.service import Floats, service_by_client
+from aioserve.lab.comparison.service import Floats, fairness_totals, service_by_client
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import DURATIONS
@@ -264,6 +264,7 @@ Ints = npt.NDArray[np.int64]
 GAP_EDGES = 1e-5 * 1.01 ** np.arange(1900)
 MAX_BLOCKS = 50  # of consecutive requests, for the bootstrap
 REQUESTS_PER_BLOCK = 20
+MIN_OF_CLIENT = 10  # requests with limits: a share of fewer says little of a client
 
 PER_REQUEST = ("ttft", "tpot", "e2e")
 PER_PROGRAM = ("program", "slowdown")  # at the places of the programs' first requests
@@ -311,6 +312,8 @@ class RunMeasures:
             self._measure_programs(outcome, workload, slo, alone)
         self.totals["service_difference"] = difference.largest
         self.totals["service_difference_mean"] = difference.mean
+        self.totals |= fairness_totals(self.service)
+        self.totals |= self._shares_of_groups(workload)
         self.finish_reasons = dict(sorted(Counter(r.finish_reason for r in requests).items()))
 
     def _measure_programs(
@@ -329,6 +332,40 @@ class RunMeasures:
             self.totals["programs_in_time"] = float(np.nanmean(self.program_good))
             kinds = [request.kind for request in workload.requests]
             self.totals |= _worst_class(self.is_good, self.program_good, kinds)
+
+    def _shares_of_groups(self, workload: Workload) -> dict[str, float]:
+        """Return the mean share in time over classes, where it is another one than that of all
+        requests, and the least share of a client that is large enough to have one.
+        """
+        found = {}
+        kinds = [request.kind for request in workload.requests]
+        shares = self.shares_in_time(kinds)
+        if len(shares) > 1 or "programs_in_time" in self.totals:
+            found["in_time"] = float(np.mean(list(shares.values())))
+        users = Counter(
+            request.user
+            for request, good in zip(workload.requests, self.is_good, strict=True)
+            if not np.isnan(good)
+        )
+        large = {user for user, count in users.items() if count >= MIN_OF_CLIENT}
+        if len(large) > 1:
+            names = np.array([request.user for request in workload.requests])
+            found["worst_client_share"] = min(
+                float(np.nanmean(self.is_good[names == user])) for user in large
+            )
+        return found
+
+    def shares_in_time(self, kinds: Sequence[str]) -> dict[str, float]:
+        """Return the share of each class that kept to its limits, of its requests and programs
+        together; without the classes that have no limits. `kinds` are the classes of the requests.
+        """
+        of, found = np.array(kinds), {}
+        good = [self.is_good, *([self.program_good] if hasattr(self, "program_good") else [])]
+        for kind in dict.fromkeys(kinds):
+            own = np.concatenate([values[of == kind] for values in good])
+            if not np.isnan(own).all():
+                found[kind] = float(np.nanmean(own))
+        return found
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -509,6 +546,8 @@ def _durations() -> list[Row]:
     return rows
 
 
+#: The mean over classes of the share in time; by it the zoo ranks policies.
+IN_TIME = Row("in time, %", "totals", "in_time", "points", 100, 1, 1)
 ROWS = [
     *_durations(),
     *(Row(f"program {s}, s", "program", s, "s", 1, 2, -1) for s in ("mean", "p50", "p99")),
@@ -520,10 +559,14 @@ ROWS = [
     Row("goodput, requests/s", "totals", "goodput_per_second", "requests/s", 1, 2, 1),
     Row("within the SLO, %", "totals", "good_share", "points", 100, 1, 1),
     Row("worst class, %", "totals", "worst_class_share", "points", 100, 1, 1),
+    IN_TIME,
+    Row("worst client, %", "totals", "worst_client_share", "points", 100, 1, 1),
     Row("QoE mean", "totals", "quality", "", 1, 3, 1),
     Row("QoE p10", "totals", "quality_p10", "", 1, 3, 1),
     Row("service apart max", "totals", "service_difference", "", 1, 0, -1),
     Row("service apart mean", "totals", "service_difference_mean", "", 1, 0, -1),
+    Row("Jain's index", "totals", "jains_index", "", 1, 3, 1),
+    Row("least of its due, %", "totals", "worst_client_due", "points", 100, 1, 1),
     Row("prefix hits, %", "totals", "prefix_hit_share", "points", 100, 1, 1),
     Row("wasted tokens, %", "totals", "wasted_share", "points", 100, 2, -1),
     Row("draft tokens", "totals", "draft_tokens", "", 1, 0, 0),
@@ -557,6 +600,22 @@ MEANINGS = {
     "slowdown": "That time over the program's own when it runs alone on an empty engine.",
     "programs in time": "The share of the programs that completed within their SLO's `program`.",
     "worst class": "The share within the SLO of the class of which it is the lowest.",
+    "in time": (
+        "The mean over the classes of the share of their requests and programs within all limits: "
+        "classes count alike, however many requests they have."
+    ),
+    "worst client": (
+        f"The share within the SLO of the client of which it is the lowest, among clients with at "
+        f"least {MIN_OF_CLIENT} such requests."
+    ),
+    "Jain's index": (
+        "How evenly clients got what was due to them while they competed: 1 if all got the same "
+        "share of it, 1 over their number if one got all."
+    ),
+    "least of its due": (
+        "What the worst-off client got of what was due to it by weight, while it and another one "
+        "had requests waiting."
+    ),
     "QoE": (
         "Quality of experience (Andes): 1 if every token is there when its reader comes to it, "
         "less the area that late tokens take from the curve of what was to be read."

@@ -71,6 +71,19 @@ def render_html(document: Document) -> str:
     return page
 
 
+def static_page(title: str, body: str) -> str:
+    """Return a page of HTML in the style of the reports, which needs no network and no script.
+    `title` is text, `body` is HTML.
+    """
+    style = (FOLDER / "style.css").read_text()
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}\n</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
 def _table(document: Document) -> list[dict[str, object]]:
     """Return rows with the values of all configurations and, from the second on, their
     differences.

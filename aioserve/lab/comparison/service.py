@@ -111,6 +111,24 @@ def service_by_client(
     return services, difference
 
 
+def fairness_totals(services: Mapping[str, Service]) -> dict[str, float]:
+    """Return Jain's index of what clients got of what was due to them while they competed, from 1
+    over their number to 1 (fair), and the least such share; nothing where fewer than two competed.
+    (Jain, Chiu and Hawe, "A Quantitative Measure of Fairness and Discrimination for Resource
+    Allocation in Shared Computer Systems", DEC-TR-301, 1984.) Only time in which a client has a
+    waiting request that steps leave out counts, so one that asks for less than its share is no
+    worse off for that.
+    """
+    shares = np.array([service.got / service.due for service in services.values() if service.due])
+    if len(shares) < 2:
+        return {}
+    squares = len(shares) * float(np.sum(shares**2))
+    return {
+        "jains_index": float(np.sum(shares)) ** 2 / squares if squares else 1.0,
+        "worst_client_due": float(np.min(shares)),
+    }
+
+
 def service_bound(longest_prompt: int, kv_tokens: int) -> float:
     """Return the difference of service that VTC promises not to exceed, with all weights 1: twice
     the larger of the longest prompt and of a batch that fills the KV cache with tokens of replies.

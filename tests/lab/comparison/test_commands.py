@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -193,6 +194,65 @@ def test_sweep_prints_a_line_for_each_value(
     assert len(intervals) == 2 * 7  # of all but the first value, and not of maxima
     assert all(0 < float(low) <= float(high) for low, high in intervals)
     assert "the 95% interval of its ratio to that of 64" in printed
+
+
+def test_a_sweep_over_rates_draws_attainment_and_goodput_of_several_policies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, svg, page = tmp_path / "out.json", tmp_path / "out.svg", tmp_path / "out.html"
+    words = ["sweep", FCFS, CHUNKED, "--workload", MIXED, "--limit", "120", "--seeds", "3"]
+    words += ["--slo", "ttft=0.5,gap=0.1", "--rates", "20,4,10", "--target", "0.8"]
+    files = ["--json", str(data), "--svg", str(svg), "--html", str(page)]
+    assert main([*words, *files]) == 0
+    printed = capsys.readouterr().out
+    curves = json.loads(data.read_bytes())
+    assert curves["rates"] == [4, 10, 20]
+    assert [curve["name"] for curve in curves["curves"]] == ["fcfs", "chunked_prefill"]
+    for curve in curves["curves"]:
+        shares = [point["good_share"]["value"] for point in curve["points"]]
+        assert shares == sorted(shares, reverse=True)  # less load, more within the SLO
+        for point in curve["points"]:
+            share, goodput = point["good_share"], point["goodput_per_second"]["value"]
+            assert share["low"] <= share["value"] <= share["high"]
+            assert 0 <= goodput <= 1.3 * point["rate"]
+    whole, chunked = curves["curves"]
+    assert 4 < whole["attains_to"] < 10 < chunked["attains_to"] == 20
+    assert all(point["against_first"] is None for point in whole["points"])
+    assert chunked["points"][0]["against_first"]["value"] > 0
+    assert re.search(r"^ +4 +fcfs +[\d.]+ +[\d.]+ \.\. [\d.]+", printed, re.MULTILINE)
+    assert re.search(
+        r"^fcfs has 80% within the SLO up to about [\d.]+ requests/s\.$", printed, re.MULTILINE
+    )
+    assert "chunked_prefill has 80% within the SLO at every rate, up to 20 requests/s." in printed
+    assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
+    assert svg.read_text() in page.read_text()
+    assert svg.read_text().count("<polyline") == 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rates", "4"], "no request has an SLO"),
+        (["--rates", "0"], "expected a number above 0, got '0'"),
+        (["--rates", "4", "--slo", "ttft=1", "--target", "2"], "--target must be above 0"),
+        (
+            ["--rates", "4", "--set", "scheduler.options.chunk_size=64,99"],
+            "--rates sweeps the rate",
+        ),
+        (["--target", "0.5"], "--target is for curves over load: give --rates as well"),
+        ([CHUNKED], "several configurations are swept over --rates only: give one"),
+        (["--requests", "--set", "scheduler.options.chunk_size=64,99"], "give --json FILE"),
+    ],
+)
+def test_a_sweep_refuses_what_would_do_nothing(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(["sweep", CHUNKED, *words, *SMALL])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_sweep_of_one_short_seed_says_that_it_has_no_intervals(

@@ -182,3 +182,32 @@ def test_a_request_without_tokens_has_no_durations() -> None:
     assert isnan(found.ttft[0])
     assert isnan(found.e2e[0])
     assert len(found.gaps) == 0
+
+
+def test_the_worst_client_is_one_with_enough_requests_to_have_a_share() -> None:
+    """a: all of 20 within 0.5 s; b: half of 10; c: none of 9, which are too few."""
+    users = ["a"] * 20 + ["b"] * 10 + ["c"] * 9
+    waits = [0.1] * 20 + [0.1, 9.0] * 5 + [9.0] * 9
+    requests = tuple(WorkloadRequest(0.0, (Piece(1, 10),), 1, user=user) for user in users)
+    run = RunOutcome(len(users))
+    for result, wait in zip(run.requests, waits, strict=True):
+        result.finish_reason, result.end = "length", wait
+        result.token_times = array("d", [wait])
+    run.end = 9.0
+    found = RunMeasures(run, Workload("hand-made", requests), ServiceLevels(Slo(ttft=0.5)))
+    assert found.totals["worst_client_share"] == 0.5
+    assert "in_time" not in found.totals  # one class: the share of all requests says it
+
+
+def test_classes_count_alike_in_time_however_many_requests_they_have() -> None:
+    """Four requests of one class, all within; two of another, one within."""
+    kinds = ["chat"] * 4 + ["long"] * 2
+    requests = tuple(WorkloadRequest(0.0, (Piece(1, 10),), 1, kind=kind) for kind in kinds)
+    run = RunOutcome(6)
+    for i, result in enumerate(run.requests):
+        result.finish_reason, result.end = "length", 9.0 if i == 5 else 0.1
+        result.token_times = array("d", [result.end])
+    run.end = 9.0
+    totals = RunMeasures(run, Workload("x", requests), ServiceLevels(Slo(ttft=0.5))).totals
+    assert totals["in_time"] == (1 + 0.5) / 2
+    assert totals["good_share"] == 5 / 6

@@ -1,0 +1,407 @@
+"""SLO attainment over load: how many requests each configuration keeps within limits at each rate.
+
+DistServe (OSDI'24) and the papers after it draw schedulers like that: the share of requests within
+their SLO over the rate of arrivals, and the goodput, which is how many of them there are a second.
+`search` finds the rate at which one curve crosses a target; this module shows the whole curves, in
+words, as SVG and as one HTML file.
+"""
+
+import argparse
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
+from math import ceil, floor, log10
+
+import msgspec
+import numpy as np
+
+from aioserve.errors import ConfigError
+from aioserve.lab.arguments import add_output, read_card
+from aioserve.lab.comparison.arguments import is_list, read_jobs, read_workloads, running
+from aioserve.lab.comparison.bootstrap import (
+    LEVEL,
+    MIN_SEEDS,
+    Sampling,
+    compare_seeds,
+    student_quantile,
+)
+from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
+from aioserve.lab.comparison.document import Apart, apart, classes_of, encode, measure_runs
+from aioserve.lab.comparison.knee import base_rate, goods_of
+from aioserve.lab.comparison.measures import Row, RunMeasures, tidy
+from aioserve.lab.comparison.report import static_page
+from aioserve.lab.simulation.run import Progress
+from aioserve.lab.slo import ServiceLevels, StatedSlo
+from aioserve.lab.terminal import paint
+from aioserve.lab.workloads.workload import Workload
+from aioserve.support.arguments import positive
+from aioserve.support.files import write
+
+ATTAINED = Row("within the SLO, %", "totals", "good_share", "points", 100, 1, 1)
+TARGET = 0.9  # share within the SLO; what DistServe asks for
+
+
+class Mean(msgspec.Struct, frozen=True):
+    """A mean over the seeds, with its 95% interval by Student; of one seed there is none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class LoadPoint(msgspec.Struct, frozen=True):
+    """One configuration at one rate."""
+
+    rate: float  # requests, or conversations and programs that begin, per second
+    good_share: Mean  # of the requests with limits; a program with limits counts once
+    goodput_per_second: Mean
+    against_first: Apart | None  # of the share, in percentage points; None for the first
+
+
+class LoadCurve(msgspec.Struct, frozen=True):
+    """One configuration, from the lowest rate to the highest."""
+
+    name: str
+    points: list[LoadPoint]
+    #: The highest rate up to which the share is the target or more, on straight lines between the
+    #: rates that were run; None: the share is below it at the lowest rate.
+    attains_to: float | None
+
+
+class LoadCurves(msgspec.Struct, frozen=True):
+    """Several configurations on one workload at the same rates; plain data."""
+
+    workload: str
+    num_requests: int  # of the first seed
+    seeds: list[int]
+    slo: str  # in words
+    target: float
+    rates: list[float]
+    curves: list[LoadCurve]
+
+
+def measure_load(
+    candidates: Sequence[Candidate],
+    workloads: Sequence[Workload],
+    rates: Sequence[float],
+    *,
+    slo: Sequence[StatedSlo] = (),
+    target: float = TARGET,
+    clip: bool = False,
+    num_jobs: int = 1,
+    progress: Progress = lambda count: None,
+) -> LoadCurves:
+    """Run each candidate on each workload (one per seed) at each rate, in requests per second: the
+    same requests in less or more time. Raises `ConfigError` for a workload without arrivals over
+    time, or without limits.
+    """
+    rates = sorted(set(rates))
+    ready, told, _ = prepare(list(candidates), list(workloads), is_live=False, clip=clip)
+    levels = ServiceLevels.of(slo, classes_of(told))
+    if levels is None:
+        raise ConfigError(
+            f"{told[0].name}: no request has an SLO; give one, such as --slo ttft=1,tpot=0.05"
+        )
+    loads = [[w.scaled(base_rate(w) / rate) for w in told] for rate in rates]
+    runs = [(c.config, workload) for c in ready for of_rate in loads for workload in of_rate]
+    measured = list(measure_runs(runs, levels, num_jobs, progress))
+    size = len(told)
+    groups = [measured[i : i + size] for i in range(0, len(measured), size)]
+    by_candidate = [groups[i : i + len(rates)] for i in range(0, len(groups), len(rates))]
+    curves = []
+    for number, (candidate, own) in enumerate(zip(ready, by_candidate, strict=True)):
+        points = [
+            _point(rate, runs_of_rate, first if number else None)
+            for rate, runs_of_rate, first in zip(rates, own, by_candidate[0], strict=True)
+        ]
+        curves.append(LoadCurve(candidate.name, points, _attains_to(points, target)))
+    return LoadCurves(
+        told[0].name,
+        len(told[0].requests),
+        [workload.seed for workload in told],
+        str(levels),
+        target,
+        [tidy(rate) for rate in rates],
+        curves,
+    )
+
+
+def _point(
+    rate: float, runs: Sequence[RunMeasures], first: Sequence[RunMeasures] | None
+) -> LoadPoint:
+    shares = [_share(run) for run in runs]
+    goodput = [float(np.nansum(goods_of(run))) / run.totals["seconds"] for run in runs]
+    against = None
+    if first is not None:
+        others = [_share(run) for run in first]
+        value = ATTAINED.factor * float(np.mean(others))
+        against = apart(compare_seeds(others, shares, Sampling()), ATTAINED, value)
+    return LoadPoint(tidy(rate), _mean(shares), _mean(goodput), against)
+
+
+def _share(run: RunMeasures) -> float:
+    return float(np.nanmean(goods_of(run)))
+
+
+def _mean(values: Sequence[float]) -> Mean:
+    mean = float(np.mean(values))
+    if len(values) < MIN_SEEDS:
+        return Mean(tidy(mean))
+    error = float(np.std(values, ddof=1)) / len(values) ** 0.5
+    reach = student_quantile(LEVEL, len(values) - 1) * error
+    return Mean(tidy(mean), tidy(mean - reach), tidy(mean + reach))
+
+
+def _attains_to(points: Sequence[LoadPoint], target: float) -> float | None:
+    if points[0].good_share.value < target:
+        return None
+    for before, after in pairwise(points):
+        high, low = before.good_share.value, after.good_share.value
+        if low < target:
+            part = (high - target) / (high - low)
+            return tidy(before.rate + part * (after.rate - before.rate))
+    return points[-1].rate
+
+
+# The curves in words: a table, and up to which rate each configuration attains the target.
+
+
+def headline(curves: LoadCurves) -> str:
+    """Return what was run, in one line."""
+    seeds = f"{len(curves.seeds)} seeds" if len(curves.seeds) > 1 else "1 seed, hence no intervals"
+    return (
+        f"{curves.workload}: {curves.num_requests} requests at {len(curves.rates)} rates, {seeds}, "
+        f"in virtual time. Good is a request within its SLO: {curves.slo}."
+    )
+
+
+def render(curves: LoadCurves) -> str:
+    """Return a line for each rate and configuration, and a sentence on each configuration."""
+    table = [_heads(curves), *_cells(curves)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(f"{word:>{width}}" for word, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    return "\n".join([headline(curves), "", *lines, "", *in_words(curves)])
+
+
+def in_words(curves: LoadCurves) -> list[str]:
+    """Return up to which rate each configuration keeps the target share within the SLO."""
+    wanted, last = f"{100 * curves.target:g}% within the SLO", curves.rates[-1]
+    found = []
+    for curve in curves.curves:
+        if curve.attains_to is None:
+            said = f"has less than {wanted} at every rate, from {curves.rates[0]:g} requests/s on"
+            if any(point.good_share.value >= curves.target for point in curve.points):
+                said = f"has less than {wanted} at the lowest rate, {curves.rates[0]:g} requests/s"
+        elif curve.attains_to == last:
+            said = f"has {wanted} at every rate, up to {last:g} requests/s"
+        else:
+            said = f"has {wanted} up to about {curve.attains_to:.3g} requests/s"
+        found.append(f"{curve.name} {said}.")
+    return found
+
+
+def _heads(curves: LoadCurves) -> list[str]:
+    first = curves.curves[0].name
+    heads = ["requests/s", "", ATTAINED.label, "95% interval", "goodput, requests/s"]
+    return heads + ([f"against {first}, points", ""] if len(curves.curves) > 1 else [])
+
+
+def _cells(curves: LoadCurves) -> list[list[str]]:
+    """Return a row of words for each rate and configuration, under `_heads`."""
+    rows = []
+    for i, rate in enumerate(curves.rates):
+        for number, curve in enumerate(curves.curves):
+            point = curve.points[i]
+            share, against = point.good_share, point.against_first
+            interval = ""
+            if share.low is not None and share.high is not None:
+                interval = f"{100 * max(share.low, 0):.1f} .. {100 * min(share.high, 1):.1f}"
+            cells = [f"{rate:g}" if not number else "", curve.name, f"{100 * share.value:.1f}"]
+            cells += [interval, f"{point.goodput_per_second.value:.2f}"]
+            if len(curves.curves) > 1:
+                cells += ["", ""] if against is None else [against.in_words(ATTAINED)]
+                cells += [] if against is None else [against.verdict]
+            rows.append(cells)
+    return rows
+
+
+# The curves as SVG: attainment on the left, goodput on the right, one colour for a configuration,
+# bars for the 95% intervals, and a dashed line at the target.
+
+
+WIDTH, HEIGHT = 400, 270  # of a panel
+LEFT, RIGHT, TOP, BOTTOM = 50, 14, 34, 44  # around its plot
+HEAD, LEGEND = 34, 20
+LIGHT = ("#33689c", "#c4562a", "#4b8f4e", "#8a5aa8", "#9a7b1f", "#4a5560")
+DARK = ("#7fb0e0", "#ef9560", "#86c98a", "#c39be0", "#d9bd5c", "#aab4bf")
+
+
+def draw(curves: LoadCurves) -> str:
+    """Return the two panels, with a legend; the colours follow the reader's light or dark."""
+    height = HEAD + HEIGHT + LEGEND * ceil(len(curves.curves) / 2) + 8
+    most = max(p.goodput_per_second.value for c in curves.curves for p in c.points)
+    panels = (
+        (ATTAINED.label, [0.0, 20.0, 40.0, 60.0, 80.0, 100.0], "good_share", 100.0),
+        ("goodput, requests/s", _ticks(most), "goodput_per_second", 1.0),
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {height}" role="img" '
+        'aria-label="SLO attainment and goodput over the rate of requests">',
+        f"<style>{_style()}</style>",
+        f'<rect class="paper" width="{2 * WIDTH}" height="{height}"/>',
+        f'<text class="head" x="12" y="20">{escape(curves.workload)}: {escape(curves.slo)}</text>',
+    ]
+    for number, (label, ticks, field, factor) in enumerate(panels):
+        at = f'transform="translate({number * WIDTH} {HEAD})"'
+        parts.append(f"<g {at}>{_panel(curves, label, ticks, field, factor)}</g>")
+    for number, curve in enumerate(curves.curves):
+        x, y = LEFT + (number % 2) * WIDTH, HEAD + HEIGHT + LEGEND * (number // 2) + 8
+        parts.append(
+            f'<line class="curve c{number % len(LIGHT)}" x1="{x}" x2="{x + 26}" y1="{y}" y2="{y}"/>'
+            f'<text x="{x + 34}" y="{y + 4}">{escape(curve.name)}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _ticks(most: float) -> list[float]:
+    """Round values from 0 to `most` or a little more."""
+    room = most / 4 or 1.0
+    unit = 10.0 ** floor(log10(room))
+    step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= room)
+    return [step * i for i in range(max(ceil(most / step), 1) + 1)]
+
+
+def _panel(
+    curves: LoadCurves, label: str, ticks: Sequence[float], field: str, factor: float
+) -> str:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    first, last = curves.rates[0], curves.rates[-1]
+
+    def x(rate: float) -> float:
+        return LEFT + 10 + (rate - first) / ((last - first) or 1.0) * (right - LEFT - 20)
+
+    def y(value: float) -> float:
+        return bottom - min(max(value, 0.0), ticks[-1]) / ticks[-1] * (bottom - TOP)
+
+    parts = [f'<text class="head" x="{LEFT}" y="{TOP - 12}">{escape(label)}</text>']
+    for tick in ticks:
+        at = f'y1="{y(tick):.1f}" y2="{y(tick):.1f}"'
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" {at}/>')
+        parts.append(
+            f'<text class="small end" x="{LEFT - 6}" y="{y(tick) + 4:.1f}">{tick:g}</text>'
+        )
+    if field == "good_share":
+        at = f'y1="{y(100 * curves.target):.1f}" y2="{y(100 * curves.target):.1f}"'
+        parts.append(f'<line class="target" x1="{LEFT}" x2="{right}" {at}/>')
+    for rate in curves.rates:
+        at = f'x="{x(rate):.1f}" y="{bottom + 16}"'
+        parts.append(f'<text class="small middle" {at}>{rate:g}</text>')
+    middle = (LEFT + right) / 2
+    parts.append(f'<text class="small middle" x="{middle}" y="{bottom + 34}">requests/s</text>')
+    for number, curve in enumerate(curves.curves):
+        colour = f"c{number % len(LIGHT)}"
+        places = []
+        for point in curve.points:
+            mean: Mean = getattr(point, field)
+            places.append(f"{x(point.rate):.1f},{y(factor * mean.value):.1f}")
+            if mean.low is not None and mean.high is not None:
+                ends = f'y1="{y(factor * mean.low):.1f}" y2="{y(factor * mean.high):.1f}"'
+                at = f'x1="{x(point.rate):.1f}" x2="{x(point.rate):.1f}" {ends}'
+                parts.append(f'<line class="bar {colour}" {at}/>')
+        parts.append(f'<polyline class="curve {colour}" points="{" ".join(places)}"/>')
+    return "".join(parts)
+
+
+def _style() -> str:
+    base = (
+        "text{font:12px system-ui,sans-serif;fill:var(--ink)}.head{font-size:13px;font-weight:600}"
+        ".small{font-size:11px;fill:var(--faint)}.end{text-anchor:end}.middle{text-anchor:middle}"
+        ".paper{fill:var(--paper)}.grid{stroke:var(--grid)}.target{stroke:var(--faint);"
+        "stroke-dasharray:6 4}.curve{fill:none;stroke-width:2}.bar{stroke-width:1.5;opacity:.5}"
+    )
+    light = ":root{--ink:#24272b;--faint:#5d636a;--paper:#fff;--grid:#e3e6ea}" + _colours(LIGHT)
+    dark = ":root{--ink:#e4e6e8;--faint:#a3a9b0;--paper:#17191c;--grid:#2c3137}" + _colours(DARK)
+    return f"{base}{light}@media (prefers-color-scheme: dark){{{dark}}}"
+
+
+def _colours(colours: Sequence[str]) -> str:
+    return "".join(f".c{i}{{stroke:{colour}}}" for i, colour in enumerate(colours))
+
+
+def render_page(curves: LoadCurves) -> str:
+    """Return the report on the curves as one HTML file: the chart, the words and the table."""
+    title = "SLO attainment over load"
+    parts = [f"<h1>{title}</h1>", f"<p>{escape(headline(curves))}</p>"]
+    parts.append(f'<div class="panel">{draw(curves)}</div>')
+    parts += [f"<p>{escape(text)}</p>" for text in in_words(curves)]
+    heads = "".join(f"<th>{escape(text)}</th>" for text in _heads(curves))
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in cells)}</tr>"
+        for cells in _cells(curves)
+    )
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    return static_page(title, "\n".join([*parts, f'<div class="scroll">{table}</div>']))
+
+
+# What the command `sweep` has for load: arguments in, the curves in words and files out.
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """Add `--rates` and what belongs to it, which `sweep_load` reads."""
+    group = parser.add_argument_group("attainment over load")
+    group.add_argument(
+        "--rates",
+        type=_rates,
+        metavar="R,R,...",
+        help="requests per second (or conversations and programs that begin) at which to run every "
+        "configuration, in the place of a --set with several values: the share within the SLO and "
+        "the goodput at each",
+    )
+    group.add_argument(
+        "--target",
+        type=float,
+        metavar="SHARE",
+        help=f"share within the SLO of which the highest rate is told (default: {TARGET})",
+    )
+    add_output(group, "--svg", help="write the curves over the rate to this SVG file")
+
+
+def _rates(text: str) -> list[float]:
+    """Return the type of an argument that is several rates, separated by commas."""
+    return [positive(part) for part in text.split(",")]
+
+
+def sweep_load(arguments: argparse.Namespace) -> int:
+    """Print and write the curves over load; returns the exit code. Raises `ConfigError`."""
+    if swept := [name for name, value in arguments.set if is_list(value)]:
+        raise ConfigError(f"--rates sweeps the rate: give --set {swept[0]} one value")
+    for name in ("requests", "reading_speed"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')} plays no part beside --rates")
+    target = TARGET if arguments.target is None else arguments.target
+    if not 0 < target <= 1:
+        raise ConfigError(f"--target must be above 0 and at most 1, got {target:g}")
+    candidates = load_candidates(arguments.configs, [*read_card(arguments), *arguments.set])
+    workloads = read_workloads(arguments)
+    num_runs = len(candidates) * len(arguments.rates)
+    with running(num_runs * sum(len(workload.requests) for workload in workloads)) as report:
+        curves = measure_load(
+            candidates,
+            workloads,
+            arguments.rates,
+            slo=arguments.slo,
+            target=target,
+            clip=arguments.clip,
+            num_jobs=read_jobs(arguments, workloads, num_runs),
+            progress=report,
+        )
+    print(paint(render(curves)))
+    write(arguments.json, encode(msgspec.to_builtins(curves)))
+    if arguments.svg:
+        write(arguments.svg, draw(curves).encode())
+    if arguments.html:
+        write(arguments.html, render_page(curves).encode())
+    return 0
