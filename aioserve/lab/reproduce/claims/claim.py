@@ -21,8 +21,19 @@ from aioserve.lab.workloads.workload import Workload
 #: How far a value may be from the published one, as a share of it, to count as reproduced.
 CLOSE = 0.10
 
-Verdict = Literal["reproduced", "direction only", "not reproduced"]
-WORST_FIRST: tuple[Verdict, ...] = ("not reproduced", "direction only", "reproduced")
+#: A published range is wide if its ends are further apart than by this factor, or if it has one
+#: end ("at most"): a value within it says less than one near a number.
+WIDE = 1.5
+
+Verdict = Literal[
+    "reproduced", "within the published range, which is wide", "direction only", "not reproduced"
+]
+WORST_FIRST: tuple[Verdict, ...] = (
+    "not reproduced",
+    "direction only",
+    "within the published range, which is wide",
+    "reproduced",
+)
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -45,12 +56,14 @@ class Finding(msgspec.Struct, frozen=True):
     @property
     def verdict(self) -> Verdict:
         """Whether the value is in the published range, give or take `CLOSE`, a ratio on the same
-        side of 1; if not, whether a ratio is on that side in every run.
+        side of 1, and whether that range is wide; if not, whether a ratio is on that side in every
+        run.
         """
         low, high = self.published
         is_close = low * (1 - CLOSE) <= self.ours <= high * (1 + CLOSE)
         if is_close and (not self.is_ratio or self._has_direction(self.ours)):
-            return "reproduced"
+            is_wide = high > WIDE * low
+            return "within the published range, which is wide" if is_wide else "reproduced"
         same_side = self.is_ratio and all(self._has_direction(run) for run in self.runs)
         return "direction only" if same_side else "not reproduced"
 

@@ -8,7 +8,7 @@ import msgspec
 from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.claims import optimum, routing, scheduling
-from aioserve.lab.reproduce.claims.claim import CLOSE, Claim, Finding, verdict_of
+from aioserve.lab.reproduce.claims.claim import CLOSE, WIDE, Claim, Finding, verdict_of
 from aioserve.lab.terminal import paint, progress
 from aioserve.support.arguments import Parser, count
 from aioserve.support.files import write
@@ -85,9 +85,10 @@ How far a simulation can be trusted shows in results that are known. The authors
 this page measured it on their machines, or computed it by their simulators. Here the engine, KV
 cache and clock that `compare` uses run its setting again, in virtual time. The verdict is a rule,
 not a judgement: *reproduced* is within {CLOSE:.0%} of the published number or range, in the mean
-over the seeds, and a ratio is on the same side of 1; *direction only* has the effect on the same
-side in each seed, and another size; *not reproduced* is all else. A ratio is of the new policy to
-the baseline.
+over the seeds, and a ratio is on the same side of 1; *within the published range, which is wide* is
+the same for a range whose ends are more than a factor of {WIDE:g} apart, or that has one end;
+*direction only* has the effect on the same side in each seed, and another size; *not reproduced* is
+all else. A ratio is of the new policy to the baseline.
 
 Two more are on [a page of their own](predicting-vtc.md), as predictions of single requests: VTC and
 weighted VTC on an A10G (`python -m aioserve reproduce vtc`), the end of each run within 0.4%, the
