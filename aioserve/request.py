@@ -254,9 +254,11 @@ class Request:
         "encoder_inputs",
         "hints",
         "max_total_tokens",
+        "num_accepted_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_external_tokens",
         "num_found_blocks",
         "num_preemptions",
@@ -312,6 +314,8 @@ class Request:
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache on first admission
         self.num_external_tokens = 0  # those of num_cached_tokens that a KV connector loaded
         self.draft_token_ids: list[int] = []  # draft tokens that its next step verifies
+        self.num_draft_tokens = 0  # draft tokens that were verified so far
+        self.num_accepted_tokens = 0  # those of num_draft_tokens that were right
         self.row_values = NO_ROW_VALUES  # of its newest token, those that the policy wants, by name
         self.wait_reason = WaitReason.POLICY  # why it was not admitted in step wait_step_id
         self.wait_step_id = 0  # the last step in which it was passed over with a reason

@@ -126,7 +126,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
             *("paused_requests", "estimate_offload", "pin", "unpin", "retain", "wake_at"),
             *("reorder", "reorder_all", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
-            *("max_draft_tokens", "step_time", "predicted_tokens"),
+            *("max_draft_tokens", "step_time", "predicted_tokens", "predicted_lengths"),
         ],
     ),
     (

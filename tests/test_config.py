@@ -52,6 +52,25 @@ def test_the_message_says_where_it_was_looked_for(folder: Path) -> None:
     assert f"looked in {folder / 'experiments'} and in {folder}" in str(caught.value)
 
 
+def test_a_file_that_is_like_another_engine_may_state_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("like: vllm\nscheduler: {max_num_seqs: 8}\n")
+    config = EngineConfig.load(str(path))
+    assert (config.cache.watermark, config.scheduler.victim) == (0.0, "last_admitted")
+    assert config.scheduler.max_num_seqs == 8
+    path.write_text("cache: {watermark: 0.25}\nlike: vllm\n")
+    config = EngineConfig.load(str(path), [("scheduler.victim", "policy")])
+    assert (config.cache.watermark, config.scheduler.victim) == (0.25, "policy")
+
+
+@pytest.mark.parametrize("name", ["vlm", "[vllm]", "1"])
+def test_a_file_can_be_like_no_engine_that_is_not_known(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"like: {name}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: like must be one of vllm, got"):
+        EngineConfig.load(str(path))
+
+
 def test_a_policy_that_is_not_asked_for_need_not_be_there(folder: Path) -> None:
     overrides = [("scheduler.policy", "fcfs"), ("shadow.shadow_policy", "hrrn")]
     assert load(*overrides) == ("fcfs", "hrrn")
@@ -63,7 +82,11 @@ def test_a_policy_that_is_not_asked_for_need_not_be_there(folder: Path) -> None:
         ("scheduler.policyy", "fcfs", "`policyy` - at `$.scheduler` (did you mean 'policy'?)"),
         ("schedular.policy", "fcfs", "`schedular` (did you mean 'scheduler'?)"),
         ("server.request_log", "x", "at `$.server` (it is scheduler.request_log)"),
-        ("scheduler.victim", "newst", "expected one of policy, newest, lowest_priority"),
+        (
+            "scheduler.victim",
+            "newst",
+            "expected one of policy, newest, last_admitted, lowest_priority",
+        ),
     ],
 )
 def test_the_name_that_was_probably_meant_is_said(

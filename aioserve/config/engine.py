@@ -66,10 +66,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ) -> "EngineConfig":
         """Read a YAML file and lay `overrides`, pairs of dotted name and value, over it.
 
-        A `path` that is a bare word is the name of a file in `configs/`, which comes with us. The
-        file of a policy that it names may lie beside it, or in the working directory. Overrides
-        may be strings, as they come from a command line: they are converted to the type of the
-        field. Raises `ConfigError` that names the file or the setting.
+        A `path` that is a bare word is the name of a file in `configs/`, which comes with us. Its
+        key `like` names another engine, whose settings count where the file states none. The file
+        of a policy that it names may lie beside it, or in the working directory. Overrides may be
+        strings, as they come from a command line: they are converted to the type of the field.
+        Raises `ConfigError` that names the file or the setting.
         """
         from aioserve.config.load import convert, find_policies, read_sections, set_value
         from aioserve.support.files import find_config
@@ -78,6 +79,10 @@ class EngineConfig(Section, frozen=True, kw_only=True):
         if path is not None:
             path = find_config(path)
             tree = read_sections(path)
+            if "like" in tree:
+                from aioserve.config.presets import lay_preset
+
+                lay_preset(tree, str(path))
             convert(tree, cls, str(path))  # a bad file is named before a bad flag
             find_policies(tree, path, {dotted for dotted, _ in overrides})
         for dotted, value in overrides:

@@ -253,13 +253,23 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = None
     victim: Annotated[
         Literal[
-            "policy", "newest", "lowest_priority", "least_computed", "most_remaining", "least_lost"
+            "policy",
+            "newest",
+            "last_admitted",
+            "lowest_priority",
+            "least_computed",
+            "most_remaining",
+            "least_lost",
         ],
         doc(
             "preemption: which request loses its KV blocks when they run out; policy: the last one "
-            "in the policy's order"
+            "in the policy's order; newest: the last to arrive; last_admitted: as in vLLM"
         ),
     ] = "policy"
+    admit_beside_preemption: Annotated[
+        bool,
+        doc("admit requests in a step that has preempted one; vLLM waits for the next step"),
+    ] = True
     max_leased_share: Annotated[
         float, doc("share of the KV cache that prefixes pinned by a policy may hold", ge=0, le=1)
     ] = 0.5

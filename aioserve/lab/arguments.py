@@ -15,7 +15,7 @@ from aioserve.support.arguments import TakesArguments, assignment, output_file, 
 def add_settings(
     parser: argparse.ArgumentParser, help: str = "set any setting of serve; repeatable"
 ) -> None:
-    """Add the argument `--set`, a list of (dotted name, value)."""
+    """Add the argument `--set`, a list of (dotted name, value), and `--like`, which adds to it."""
     parser.add_argument(
         "--set",
         metavar="SECTION.NAME=VALUE",
@@ -24,6 +24,21 @@ def add_settings(
         type=assignment,
         help=help,
     )
+    parser.add_argument(
+        "--like",
+        action="extend",
+        dest="set",
+        type=_preset,
+        metavar="ENGINE",
+        help="have requests admitted and preempted as by another engine's scheduler, vllm; a --set "
+        "behind it wins (docs/vllm.md)",
+    )
+
+
+def _preset(engine: str) -> list[tuple[str, str]]:
+    from aioserve.config.presets import preset
+
+    return [(name, str(value)) for name, value in preset(engine, "--like")]
 
 
 def add_card(parser: argparse.ArgumentParser, *, is_one: bool = True) -> None:

@@ -55,11 +55,11 @@ from aioserve.scheduler.table import (
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
     from aioserve.kv_cache import KVCacheManager, KVConnectorBase, OffloadPrice
-    from aioserve.scheduler.estimates import OnlineStepTime
+    from aioserve.scheduler.estimates import OnlineStepTime, PredictedLengths
 
 #: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
-#: ties broken by the policy's order. Under each but the last one some request is never the victim,
-#: and finishes; under `least_lost` the request that takes the blocks gets a token.
+#: ties broken by the policy's order; `last_admitted` is the end of `running`. Under all but
+#: `least_lost` one request is never the victim; there the one that takes the blocks gets a token.
 VICTIM_KEYS: dict[str, Callable[[Request, KVCacheManager], Any]] = {
     "newest": lambda r, _: (r.arrival_time, r.order_key),
     "lowest_priority": lambda r, _: (r.priority, r.order_key),
@@ -97,7 +97,7 @@ class BaseScheduler(SchedulerInterface):
     #: for keys that depend on the time. None: only on entry, and by `reorder` and `reorder_all`.
     #: May be set in `__init__`, from an option.
     reorder_every: float | None = None
-    #: True if the policy asks `predicted_tokens`: it then learns from each reply that ends.
+    #: True if the policy asks for predicted lengths: it then learns from each reply that ends.
     uses_predicted_tokens: ClassVar[bool] = False
     #: Names of the values that the policy reads as `request.row_values`: `"entropy"` of the model's
     #: distribution of the next token, in nats, or `"package.module:function"`, which is given float
@@ -140,7 +140,6 @@ class BaseScheduler(SchedulerInterface):
         self._ranks = Ranks(kv_cache, name, asking(self, "retention") if is_ranked else None)
         has_gauges = cls.gauges is not BaseScheduler.gauges
         self._gauges = GaugeReader(self) if has_gauges else None
-        self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
         self._reorder_at: float | None = None  # None: no request has waited yet
         self._wake_time: float | None = None  # of the newest step
         # The state that the verbs write; a policy reads the part of it that follows.
@@ -353,6 +352,15 @@ class BaseScheduler(SchedulerInterface):
             expected = 2.0 * so_far
         return min(expected, request.max_total_tokens - request.num_prompt_tokens)
 
+    def predicted_lengths(self, request: Request, default: float) -> PredictedLengths:
+        """Return the distribution around `predicted_tokens`, for this step: `quantile(share)`, and
+        `chance(num_tokens)` of an end within the next tokens. The hint is one length.
+        """
+        from aioserve.scheduler.estimates import PredictedLengths
+
+        told, history = self.predicted_tokens(request, default), self.book.reply_lengths
+        return PredictedLengths.of(request, told, history, _alike(request))
+
     def estimate_offload(self, request: Request) -> OffloadPrice:
         """Return what `step.offload` would keep of a running or paused request: `num_tokens`, and
         their `save_seconds`, `load_seconds` and, in place of both, `compute_seconds`; 0 seconds:
@@ -553,9 +561,10 @@ class BaseScheduler(SchedulerInterface):
 
     def choose_victim(self) -> Request | None:
         """Return the request to preempt when KV blocks run out: by `--victim` or the policy."""
-        key = self._victim_key
-        if key is None:
-            return self.victim()
+        rule = self._config.victim
+        if rule in ("policy", "last_admitted"):
+            return self.victim() if rule == "policy" else next(reversed(self.running), None)
+        key = VICTIM_KEYS[rule]
         return max(self.running, key=lambda request: key(request, self.kv_cache), default=None)
 
     # What a step is told besides the policy's choice, and what the policy is told.

@@ -5,17 +5,19 @@ prefill tokens + decodes + context read`, fitted by recursive least squares that
 Python: about 15 microseconds a step. Errors are taken relative to the step, so one slow outlier
 moves it little. `RecomputePrice` says what preempting costs, `PeakMemory` how much KV memory
 requests will hold at most (LightLLM's rule, its `_can_add_new_req`, which S-LoRA took over, and the
-test inside of Past-Future and MC-SF), `LengthHistory` how long replies of a kind were lately.
+test inside of Past-Future and MC-SF), `LengthHistory` how long replies of a kind were lately
+and, as `PredictedLengths`, how they were distributed.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
-from itertools import islice
+from itertools import accumulate, islice
+from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from aioserve.request import Request
+from aioserve.request import PREDICTED_OUTPUT_TOKENS, Request, hinted_number
 from aioserve.scheduler.output import SchedulerOutput, count_tokens
 
 if TYPE_CHECKING:
@@ -255,26 +257,28 @@ WEIGHT_OF_ALL = 4.0
 
 
 class _Newest:
-    """The newest lengths of a group, and their sum."""
+    """The newest lengths of a group: how many are above a number, and their sum, by bisection."""
 
-    __slots__ = ("lengths", "total")
+    __slots__ = ("_arrived", "_sums", "lengths")
 
     def __init__(self, count: int) -> None:
-        self.lengths: deque[int] = deque(maxlen=count)
-        self.total = 0
+        self._arrived: deque[int] = deque(maxlen=count)
+        self.lengths: list[int] = []  # sorted
+        self._sums: list[int] | None = [0]  # of the first 0, 1, 2, ...; None: one has come since
 
     def add(self, length: int) -> None:
-        if len(self.lengths) == self.lengths.maxlen:
-            self.total -= self.lengths[0]
-        self.lengths.append(length)
-        self.total += length
+        if len(self._arrived) == self._arrived.maxlen:
+            del self.lengths[bisect_left(self.lengths, self._arrived[0])]
+        self._arrived.append(length)
+        insort(self.lengths, length)
+        self._sums = None
 
-    def beyond(self, so_far: int) -> tuple[int, int]:
-        """Return number and sum of the lengths above `so_far`."""
-        if so_far <= 0:
-            return len(self.lengths), self.total
-        longer = [length for length in self.lengths if length > so_far]
-        return len(longer), sum(longer)
+    def between(self, low: float, high: float = inf) -> tuple[int, int]:
+        """Return number and sum of the lengths above `low` and up to `high`."""
+        if self._sums is None:
+            self._sums = [0, *accumulate(self.lengths)]
+        first, last = bisect_right(self.lengths, low), bisect_right(self.lengths, high)
+        return max(last - first, 0), max(self._sums[last] - self._sums[first], 0)
 
 
 class LengthHistory:
@@ -305,9 +309,85 @@ class LengthHistory:
         """Return the mean length of replies that got beyond `so_far` tokens: of the group's, drawn
         towards that of all groups while there are few. None if none got there.
         """
-        count, total = self._all.beyond(so_far)
+        count, total = self._all.between(so_far)
         own = self._groups.get(group)
-        own_count, own_total = (0, 0) if own is None else own.beyond(so_far)
+        own_count, own_total = (0, 0) if own is None else own.between(so_far)
         if not count:
             return own_total / own_count if own_count else None
         return (own_total + WEIGHT_OF_ALL * total / count) / (own_count + WEIGHT_OF_ALL)
+
+    def lengths(self, group: Hashable, so_far: int, most: int) -> "PredictedLengths | None":
+        """Return the distribution whose mean `expect` returns, up to `most` tokens, with the same
+        weights. None if no reply got beyond `so_far` tokens.
+        """
+        found = []
+        if (own := self._groups.get(group)) is not None and own.between(so_far)[0]:
+            found.append((own, 1.0))
+        if count := self._all.between(so_far)[0]:
+            found.append((self._all, WEIGHT_OF_ALL / count))
+        return PredictedLengths(found, so_far, most) if found else None
+
+
+class PredictedLengths:
+    """How long a reply may become that has `so_far` tokens: a distribution of its tokens in all, by
+    the replies that got beyond as many. Holds until the next reply ends; each question costs
+    O(log n) of n lengths, and a quantile the square of that.
+    """
+
+    def __init__(self, samples: list[tuple[_Newest, float]], so_far: int, most: int) -> None:
+        """`samples` are lengths with the weight of each; `most` is what the request may have."""
+        self.so_far = so_far  # tokens that the reply has
+        self.most = max(most, so_far)  # tokens that the reply may have
+        self._samples = samples
+        self._total = sum(weight * sample.between(so_far)[0] for sample, weight in samples)
+
+    @classmethod
+    def of(
+        cls, request: Request, told: float, history: LengthHistory | None, group: Hashable
+    ) -> "PredictedLengths":
+        """Return what is known of a request's reply: by the history of its group, unless the client
+        states a length or no reply got as far; then `told` is its one length.
+        """
+        so_far = request.num_output_tokens
+        most = request.max_total_tokens - request.num_prompt_tokens
+        if history is not None and hinted_number(request, PREDICTED_OUTPUT_TOKENS, 0.0) <= 0:
+            if (found := history.lengths(group, so_far, most)) is not None:
+                return found
+        one = _Newest(1)
+        one.add(max(round(told), so_far + 1))
+        return cls([(one, 1.0)], so_far, most)
+
+    @property
+    def mean(self) -> float:
+        """Tokens expected in all."""
+        return self.so_far + self.expected(self.most - self.so_far)
+
+    def chance(self, num_tokens: float) -> float:
+        """Return the probability that the reply ends within its next `num_tokens` tokens."""
+        end = self.so_far + num_tokens
+        if end >= self.most:
+            return 1.0
+        found = sum(w * sample.between(self.so_far, end)[0] for sample, w in self._samples)
+        return min(found / self._total, 1.0)
+
+    def expected(self, num_tokens: float) -> float:
+        """Return how many of its next `num_tokens` tokens the reply is expected to have: fewer than
+        all, because it may end before. `chance` divided by this is the hazard: the rate of ends per
+        token over these tokens, whose maximum over `num_tokens` is the Gittins index.
+        """
+        so_far, num_tokens = self.so_far, max(min(num_tokens, self.most - self.so_far), 0)
+        end, found = so_far + num_tokens, 0.0
+        for sample, weight in self._samples:
+            count, total = sample.between(so_far, end)
+            found += weight * (total - so_far * count + num_tokens * sample.between(end)[0])
+        return found / self._total
+
+    def quantile(self, share: float) -> int:
+        """Return the smallest number of tokens in all at which at least this share of such replies
+        has ended; `share` is from 0 to 1.
+        """
+        return bisect_left(
+            range(self.so_far + 1, self.most),
+            min(share, 1.0) - 1e-12,
+            key=lambda end: self.chance(end - self.so_far),
+        ) + min(self.so_far + 1, self.most)

@@ -154,6 +154,8 @@ def settle_drafts(book: RequestTable, request: Request, num_drafts: int, num_rig
     """Drafts were verified: all tokens but the newest are computed, the rest were wrong."""
     book.num_draft_tokens += num_drafts
     book.num_accepted_tokens += num_right
+    request.num_draft_tokens += num_drafts
+    request.num_accepted_tokens += num_right
     if request.status in (RequestStatus.RUNNING, RequestStatus.PAUSED):
         request.num_computed_tokens = request.num_tokens - 1
         request.num_target_tokens = min(request.num_tokens, request.max_total_tokens - 1)

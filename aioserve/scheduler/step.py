@@ -220,6 +220,10 @@ class Step(OpenStep):
             return self.hold(request, WaitReason.PAUSED if is_paused else WaitReason.PREEMPTED)
         if request.status is not RequestStatus.WAITING and book.in_flight.carries(request):
             return self.hold(request, WaitReason.IN_FLIGHT)  # its next token is on the way
+        if not self._config.admit_beside_preemption and any(
+            other.status is RequestStatus.PREEMPTED for other in self._preempted
+        ):
+            return self.hold(request, WaitReason.BLOCKS)
         place = self._find_place(request, max_tokens, whole)
         if isinstance(place, WaitReason):
             if displacing or book.paused or self._kv_cache.leases.held:

@@ -63,7 +63,10 @@ EXTRAS = (
     "window",
 )
 
-VICTIMS = ("policy", "newest", "lowest_priority", "least_computed", "most_remaining", "least_lost")
+VICTIMS = (
+    *("policy", "newest", "last_admitted", "lowest_priority"),
+    *("least_computed", "most_remaining", "least_lost"),
+)
 
 
 # Hints that requests carry: a client may state all of them, so a policy meets all of them.

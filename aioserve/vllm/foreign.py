@@ -31,7 +31,13 @@ from aioserve.outputs import (
     SchedulerStats,
 )
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler import PolicyOptions, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler import (
+    BaseScheduler,
+    PolicyOptions,
+    SchedulerInterface,
+    SchedulerOutput,
+    load_policy,
+)
 from aioserve.scheduler.registry import make_options
 from aioserve.scheduler.table import Timers, check_size
 
@@ -94,6 +100,7 @@ class VLLMScheduler(SchedulerInterface):
         watermark: float = (
             0.0  # share of the KV blocks left free by admissions; cache.watermark is aioserve's
         )
+        order: str | None = None  # policy whose order sorts vLLM's queue before each step: zoo.sjf
 
     def __init__(
         self,
@@ -108,7 +115,7 @@ class VLLMScheduler(SchedulerInterface):
         """
         options = make_options(config.options, self.Options, "policy vllm")
         assert isinstance(options, self.Options)
-        _check_settings(config, kv_cache)
+        _check_settings(config, options, kv_cache)
         self._config, self._kv_cache = config, kv_cache
         self._max_model_len, self._clock = max_model_len, clock
         self._timers = Timers(config.queue_timeout)
@@ -131,6 +138,9 @@ class VLLMScheduler(SchedulerInterface):
         self._num_added = 0
         self._adapters: dict[str, int] = {}  # vLLM's number of each adapter
         self._planned: dict[int, TheirSchedulerOutput] = {}  # by step, until its result comes
+        self._order: Callable[[Request], Any] | None = None
+        if options.order is not None:
+            self._order = _order_of(options.order, kv_cache, max_model_len, clock)
 
     # Requests come and go.
 
@@ -222,11 +232,20 @@ class VLLMScheduler(SchedulerInterface):
     # Steps.
 
     def schedule(self) -> SchedulerOutput:
+        if self._order is not None:
+            self._sort_queue(self._order)
         plan = self._theirs.schedule()
         output = self._observed.planned(plan)
         if output.num_scheduled_tokens:
             self._planned[output.step_id] = plan
         return output
+
+    def _sort_queue(self, order: Callable[[Request], Any]) -> None:
+        """Put vLLM's waiting queue, a deque, into the order of a policy."""
+        queue, known = self._theirs.waiting, self._observed.requests
+        line = sorted(queue, key=lambda theirs: order(known[theirs.request_id]))
+        queue.clear()
+        queue.extend(line)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -300,10 +319,16 @@ class VLLMScheduler(SchedulerInterface):
 # How vLLM is set up.
 
 
-def _check_settings(config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
+def _check_settings(
+    config: SchedulerConfig, options: VLLMScheduler.Options, kv_cache: KVCacheManager
+) -> None:
     """Raises `ConfigError` for what vLLM's scheduler, as it is set up here, would pass over."""
+    own_victims = {"fcfs": ("policy", "last_admitted"), "priority": ("policy",)}[options.policy]
     refused = {
-        f"victim={config.victim}": config.victim != "policy",
+        f"victim={config.victim}": config.victim not in own_victims,
+        f"the order {options.order} beside policy: priority": (
+            options.order is not None and options.policy == "priority"
+        ),
         f"num_lookahead_tokens={config.num_lookahead_tokens}": config.num_lookahead_tokens > 0,
         "a KV connector": kv_cache.connector is not None,
         "layers with states": kv_cache.states is not None,
@@ -311,6 +336,24 @@ def _check_settings(config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
     }
     if found := [name for name, is_given in refused.items() if is_given]:
         raise ConfigError(f"the scheduler vllm does not take {', '.join(found)}")
+
+
+def _order_of(
+    name: str, kv_cache: KVCacheManager, max_model_len: int, clock: Callable[[], float]
+) -> Callable[[Request], Any]:
+    """Return the method `order` of a policy with its default options, which is asked about requests
+    and the clock alone: it plans no step and hears of no reply. Raises `ConfigError`.
+    """
+    policy = load_policy(name)
+    if not issubclass(policy, BaseScheduler) or policy.order is BaseScheduler.order:
+        raise ConfigError(
+            f"the scheduler vllm: {name} has no order of its own to sort the queue by"
+        )
+    if policy.uses_predicted_tokens or policy.uses_step_time:
+        raise ConfigError(f"the scheduler vllm: the order of {name} depends on what it has learned")
+    made: Callable[..., BaseScheduler] = policy
+    blocks = KVCacheManager(kv_cache.pool.num_blocks, kv_cache.block_size)
+    return made(SchedulerConfig(), blocks, max_model_len=max_model_len, clock=clock).order
 
 
 def _check_request(request: Request) -> None:

@@ -70,3 +70,14 @@ def test_at_depth_2_a_request_whose_drafts_are_not_wanted_is_in_every_step() -> 
         harness.run_until_idle()
         nums_of_steps.append(len(harness.steps))
     assert nums_of_steps[0] == nums_of_steps[1]
+
+
+def test_a_request_says_how_many_of_its_drafts_were_right() -> None:
+    harness = SchedulerHarness(ChunkedPrefillScheduler, drafter=lambda token_ids: [1, 1, 1])
+    requests = [harness.add_request(name, [3, len(name)], max_tokens=40) for name in ("a", "bc")]
+    harness.run_until_idle()
+    stats = harness.scheduler.make_stats()
+    assert stats is not None
+    assert sum(r.num_draft_tokens for r in requests) == stats.num_draft_tokens > 20
+    assert sum(r.num_accepted_tokens for r in requests) == stats.num_accepted_tokens
+    assert all(0 <= r.num_accepted_tokens < r.num_draft_tokens for r in requests)

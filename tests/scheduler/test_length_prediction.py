@@ -11,7 +11,7 @@ from aioserve.errors import PolicyError
 from aioserve.outputs import FinishReason
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.request import Request, RequestSpec
-from aioserve.scheduler import BaseScheduler
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.scheduler.estimates import (
     MAX_GROUPS,
     NEWEST,
@@ -19,7 +19,7 @@ from aioserve.scheduler.estimates import (
     WEIGHT_OF_ALL,
     LengthHistory,
 )
-from aioserve.testing import SchedulerHarness
+from aioserve.testing import SchedulerHarness, cost
 
 
 class Learning(ChunkedPrefillScheduler):
@@ -156,6 +156,105 @@ def test_the_mean_is_that_of_the_newest_lengths_beyond_what_there_is() -> None:
         assert found == pytest.approx(
             (sum(own) + WEIGHT_OF_ALL * fmean(of_all)) / (len(own) + WEIGHT_OF_ALL)
         )
+
+
+def test_the_distribution_is_that_of_the_lengths_beyond_what_there_is() -> None:
+    rng, history = random.Random(5), LengthHistory()
+    lengths: dict[str, list[int]] = {"a": [], "b": []}
+    everything: list[int] = []
+    for _ in range(400):
+        group = rng.choice(list(lengths))
+        length = rng.randint(2, 90) // (1 + (group == "b"))
+        history.note(group, length)
+        lengths[group].append(length)
+        everything.append(length)
+        so_far, most = rng.choice([0, 5, 40]), rng.choice([60, 500])
+        found = history.lengths(group, so_far, most)
+        own = [n for n in lengths[group][-NEWEST:] if n > so_far]
+        of_all = [n for n in everything[-NEWEST_OF_ALL:] if n > so_far]
+        if not own and not of_all:
+            assert found is None
+            continue
+        assert found is not None
+        weights = [(min(n, most), 1.0) for n in own]
+        weights += [(min(n, most), WEIGHT_OF_ALL / len(of_all)) for n in of_all]
+        total = sum(weight for _, weight in weights)
+        for ahead in (1, 10, 33, 1000):
+            ended = sum(w for n, w in weights if n - so_far <= ahead) / total
+            made = sum(w * min(n - so_far, ahead) for n, w in weights) / total
+            assert found.chance(ahead) == pytest.approx(ended)
+            assert found.expected(ahead) == pytest.approx(made)
+        assert found.mean == pytest.approx(sum(n * w for n, w in weights) / total)
+        for share in (0.1, 0.5, 0.9, 1.0):
+            least = found.quantile(share)
+            assert sum(w for n, w in weights if n <= least) >= (share - 1e-9) * total
+            assert sum(w for n, w in weights if n < least) < share * total
+
+
+def test_a_distribution_narrows_while_the_reply_goes_on() -> None:
+    harness = SchedulerHarness(Learning)
+    have_replies(harness, 2, 2, 10, 20)
+    request = harness.add_request("now", [1], max_tokens=60)
+    seen = {}
+    while request.num_output_tokens < 25:
+        lengths = scheduler_of(harness).predicted_lengths(request, 17.0)
+        seen[request.num_output_tokens] = (lengths.quantile(0.5), lengths.chance(8), lengths.mean)
+        harness.step()
+    assert seen[0] == (2, 0.5, 8.5)
+    assert seen[2] == (10, 0.5, 15)
+    assert seen[10] == (20, 0.0, 20)
+    assert seen[12] == (20, 1.0, 20)
+    assert seen[20] == (40, 0.0, 40)  # it has outgrown all: as much again
+
+
+def test_a_stated_length_is_a_distribution_of_one() -> None:
+    harness = SchedulerHarness(Learning)
+    have_replies(harness, 4, 9)
+    spec = RequestSpec("new", [1], SamplingParams(max_tokens=50))
+    request = Request(msgspec.structs.replace(spec, hints={"predicted_output_tokens": 31}))
+    request.bound_length(harness.max_model_len)
+    lengths = scheduler_of(harness).predicted_lengths(request, 17.0)
+    assert [lengths.quantile(share) for share in (0.01, 0.5, 1.0)] == [31, 31, 31]
+    assert (lengths.chance(30), lengths.chance(31), lengths.mean) == (0.0, 1.0, 31.0)
+
+
+class Trail(ChunkedPrefillScheduler):
+    """Ranks by the tokens to come, which it predicts anew for each running request in each step, as
+    TRAIL (ICLR'25) does from the embeddings of the model.
+    """
+
+    uses_predicted_tokens = True
+    keeps_decoding = False
+
+    def order(self, request: Request) -> float:
+        return self.predicted_tokens(request, 50.0) - request.num_output_tokens
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in sorted(self.running, key=self.order):
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()
+
+
+def test_a_prediction_for_each_request_in_each_step_is_within_the_cost_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cost, "MOST_TIMES", 4.5)
+    cost.check_cost(Trail, {})
+
+
+def test_the_cost_of_a_prediction_does_not_grow_with_what_is_remembered() -> None:
+    lines = []
+    for count in (10, 5 * NEWEST_OF_ALL):
+        history = LengthHistory()
+        for i in range(count):
+            history.note("group", 1 + 7 * i % 50)
+        lines.append(cost.Lines())
+        cost.count_lines(lambda known=history: known.expect("group", 3), lines[-1])
+    assert lines[0].total() == lines[1].total()
 
 
 def test_memory_is_bounded_and_the_group_that_was_quiet_longest_is_forgotten() -> None:

@@ -3,6 +3,7 @@
 import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve.policies.fcfs import FCFSScheduler
+from aioserve.policies.priority import PriorityScheduler
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, EngineOverloadedError, RequestError
@@ -69,6 +70,7 @@ def test_a_deadline_ends_a_request_wherever_it_is_and_only_then() -> None:
     [
         ("policy", "late"),
         ("newest", "late"),
+        ("last_admitted", "late"),
         ("lowest_priority", "calm"),
         ("least_computed", "late"),
         ("most_remaining", "endless"),
@@ -95,6 +97,40 @@ def test_the_victim_may_be_whoever_would_compute_the_least_again() -> None:
         chosen = harness.scheduler.choose_victim()  # type: ignore[attr-defined]
         assert chosen.request_id == expected
         harness.run_until_idle()
+
+
+def test_last_admitted_is_whoever_began_last_not_whoever_came_last() -> None:
+    for victim, expected in (("last_admitted", "came first"), ("newest", "came last")):
+        harness = make_harness(PriorityScheduler, victim=victim)
+        harness.add_request("came first", [1] * 5, max_tokens=9, priority=5)
+        harness.now += 1
+        harness.add_request("came last", [2] * 5, max_tokens=9, priority=1)
+        harness.step()
+        chosen = harness.scheduler.choose_victim()  # type: ignore[attr-defined]
+        assert chosen.request_id == expected
+        harness.run_until_idle()
+
+
+@pytest.mark.parametrize("may_admit", [True, False])
+def test_a_step_that_has_preempted_admits_others_if_the_setting_says_so(may_admit: bool) -> None:
+    class ShortestFirst(ChunkedPrefillScheduler):
+        def order(self, request: Request) -> int:
+            return request.num_tokens
+
+    harness = SchedulerHarness(
+        ShortestFirst,
+        num_blocks=12,
+        watermark=0,
+        victim="last_admitted",
+        admit_beside_preemption=may_admit,
+    )
+    for i in range(24):
+        harness.add_request(f"r{i}", [i] * (3 + 5 * i % 11), max_tokens=14)
+        harness.step()
+    harness.run_until_idle()
+    steps = [step for step in harness.steps if step.preempted_req_ids]
+    assert steps, "the pool is there to run out"
+    assert any(step.scheduled_new_reqs for step in steps) == may_admit
 
 
 def test_the_victim_setting_wins_over_a_policy_that_has_its_own_idea() -> None:

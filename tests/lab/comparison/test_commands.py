@@ -58,6 +58,20 @@ def test_a_policy_stands_for_the_default_settings_with_it(
     assert "other.py" in capsys.readouterr().err
 
 
+def test_like_vllm_stands_for_settings_which_set_overrides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "out.json"
+    words = ["compare", FCFS, *SMALL, "--seeds", "1", "--like", "vllm", "--json", str(data)]
+    assert main([*words, "--set", "cache.watermark=0.125"]) == 0
+    (result,) = json.loads(data.read_bytes())["results"]
+    assert result["settings"]["scheduler"]["victim"] == "last_admitted"
+    assert result["settings"]["scheduler"]["admit_beside_preemption"] is False
+    assert result["settings"]["cache"]["watermark"] == 0.125
+    assert main(["compare", FCFS, *SMALL, "--like", "sglang"]) == 2
+    assert "--like: like must be one of vllm, got 'sglang'" in capsys.readouterr().err
+
+
 def test_search_finds_the_knee_between_two_probes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

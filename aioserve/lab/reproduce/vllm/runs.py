@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioserve.config import EngineConfig
+from aioserve.config.presets import LIKE
 from aioserve.errors import ConfigError, one_line
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.parallel import simulate_all
@@ -294,8 +295,8 @@ def vllm_like(
     settings: Sequence[tuple[str, Any]],
 ) -> EngineConfig:
     """Return the settings under which this project's scheduler decides as vLLM's does by default:
-    first come, first served in chunks, running requests first; no blocks kept free; two steps under
-    way, as its asynchronous scheduling has them.
+    first come, first served in chunks, running requests first, with the preset `like: vllm`; two
+    steps under way, as its asynchronous scheduling has them.
     """
     overrides: list[tuple[str, Any]] = [
         ("scheduler.policy", "chunked_prefill"),
@@ -305,7 +306,7 @@ def vllm_like(
         ("scheduler.max_waiting_requests", 10**6),
         ("scheduler.pipeline_depth", 2),
         ("cache.num_kv_blocks", num_kv_blocks),
-        ("cache.watermark", 0.0),
+        *LIKE["vllm"],
         ("model.max_model_len", min(MOST_REQUEST_TOKENS, BLOCK_TOKENS * num_kv_blocks)),
         *settings,
     ]
