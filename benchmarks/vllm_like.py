@@ -76,7 +76,9 @@ def measure(config: EngineConfig, workload: Workload) -> tuple[float, float, flo
 def candidates(name: str, args: argparse.Namespace) -> dict[str, EngineConfig]:
     """Return the three that serve an order."""
     policy, order = ORDERS[name]
-    options = {"chunk_size": args.step_tokens} if policy == "chunked_prefill" else {}
+    options: dict[str, Any] = {}
+    if policy == "chunked_prefill":
+        options["chunk_size"] = args.step_tokens
     return {
         "vLLM": configure("vllm", {} if order is None else {"order": order}, (), args),
         "like: vllm": configure(policy, options, LIKE["vllm"], args),
@@ -90,8 +92,8 @@ def show_victims(seeds: int) -> None:
     print("| KV blocks | vLLM | newest preempted, as the claim has it |\n|---|---|---|")
     for blocks in VICTIMS_PUBLISHED:
         shares = [
-            statistics.mean(wasted(policy, options, blocks, seed)[1] for seed in range(seeds))
-            for policy, options in (("vllm", {}), (VICTIMS_POLICY, {}))
+            statistics.mean(wasted(policy, {}, blocks, seed)[1] for seed in range(seeds))
+            for policy in ("vllm", VICTIMS_POLICY)
         ]
         print(f"| {blocks} | {shares[0]:.3f} | {shares[1]:.3f} |", flush=True)
         document[blocks] = shares
