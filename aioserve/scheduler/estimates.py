@@ -329,9 +329,9 @@ class LengthHistory:
 
 
 class PredictedLengths:
-    """The distribution of a reply's length, in tokens in all, once it has `so_far` tokens: that of the
-    replies that got beyond as many. Holds until the next reply ends; each question costs O(log n)
-    of n lengths, and a quantile the square of that.
+    """The distribution of a reply's length in all, in tokens, once it has `so_far` tokens: that of
+    the replies that got beyond as many. Holds until the next reply ends; each question costs
+    O(log n) of n lengths, and a quantile the square of that.
     """
 
     def __init__(self, samples: list[tuple[_Newest, float]], so_far: int, most: int) -> None:
