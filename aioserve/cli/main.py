@@ -39,8 +39,8 @@ EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
-Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, cards,
-calibrate, replay, trace, fetch, doctor and completion have a --help of their own.
+Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, evaluate,
+cards, calibrate, replay, trace, fetch, doctor and completion have a --help of their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for invalid settings, 3 if the
 engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if the
@@ -141,6 +141,7 @@ TOOLS = {
     "search": "aioserve.lab.search.commands:run_search",
     "sweep": "aioserve.lab.comparison.sweep:run_sweep",
     "mispredict": "aioserve.lab.mispredict:run_mispredict",
+    "evaluate": "aioserve.lab.evaluate.commands:run_evaluate",
     "bench": "aioserve.lab.bench:run_bench",
     "calibrate": "aioserve.lab.calibration:run_calibrate",
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",

@@ -108,12 +108,13 @@ def fleet_names() -> set[str]:
 
 
 def _shipped(folder: str) -> dict[str, Path]:
-    found = {file.stem: file for file in (_configs() / folder).glob("*.yaml")}
-    zoo = () if folder else (_configs() / "zoo").glob("*.yaml")
+    found = {file.stem: file for file in (configs_folder() / folder).glob("*.yaml")}
+    zoo = () if folder else (configs_folder() / "zoo").glob("*.yaml")
     return found | {PREFIX + file.stem: file for file in zoo}
 
 
-def _configs() -> Path:
+def configs_folder() -> Path:
+    """Return the folder of the files of settings that come with the package."""
     installed = HERE / "configs"
     return installed if installed.is_dir() else HERE.parent / "configs"
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.kv_cache import KVCacheManager
+from aioserve.lab.comparison.candidates import options_of
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.request import PREDICTED_OUTPUT_TOKENS, PROGRAM, SESSION, Request, RequestSpec
@@ -49,7 +51,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 def measure_costs(configs: Sequence[EngineConfig], waiting: int = WAITING) -> list[Cost]:
     """Return the cost of each configured policy, in CPU time of this process, on this machine."""
-    machine, found = _machine(), []
+    machine, found = f"{processor()}, {datetime.now(UTC):%Y-%m-%d}", []
     reference = EngineConfig.load(REFERENCE)
     for config in configs:
         reference_us, _, _ = _measure(reference, waiting)
@@ -179,17 +181,18 @@ class _Work:
 def _wide(config: EngineConfig) -> dict[str, Any]:
     """Return the options, with room in a step for all decodes and some prompts."""
     options = dict(config.scheduler.options)
-    if options.get("chunk_size") is not None:
+    if options_of(config).get("chunk_size") is not None:  # stated, or by default
         options["chunk_size"] = 2 * RUNNING
     return options
 
 
-def _machine() -> str:
-    """Return the processor, and the day."""
+@cache
+def processor() -> str:
+    """Return the name of this machine's processor."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return f"{name}, {datetime.now(UTC):%Y-%m-%d}"
+    return name
