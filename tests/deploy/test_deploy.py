@@ -183,6 +183,7 @@ def test_pods_have_settings_that_load_and_flags_that_exist(tmp_path: Path) -> No
     (container,) = pod()["containers"]
     arguments = build_parser().parse_args(container["args"])
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert len(set(mounts.values())) == len(mounts)  # no folder is in two places
     assert mounts[str(Path(arguments.config).parent)] == "config"
     assert Path(arguments.config).name in manifests()["ConfigMap"]["data"]
     assert config_of_pods(tmp_path).model.model == "embedded"
