@@ -52,6 +52,7 @@ from aioserve.lab.comparison.measures import (
     price_totals,
     programs_of,
     signed,
+    span,
     tidy,
     value_of,
     verdict,
@@ -545,8 +546,7 @@ class Apart(msgspec.Struct, frozen=True):
         """Return the difference and its interval, with the digits of the row."""
         if self.low is None or self.high is None:
             return signed(self.value, row)
-        ends = f"{signed(self.low, row)} .. {signed(self.high, row)}"
-        return f"{signed(self.value, row)} ({ends})"
+        return f"{signed(self.value, row)} ({span(self.low, self.high, row)})"
 
 
 def apart(difference: Difference, row: Row, first: float) -> Apart:

@@ -720,6 +720,9 @@ def difference_of(result: dict[str, Any], row: Row) -> dict[str, Any] | None:
     return found if found is None or found["value"] is not None else None
 
 
+EQUAL = "equal"  # an interval within which no digit that is shown differs
+
+
 def number(value: float, row: Row) -> str:
     """Return a value with the digits of the row."""
     return "-" if math.isnan(value) else f"{value:.{row.digits}f}"
@@ -729,3 +732,9 @@ def signed(value: float, row: Row) -> str:
     """Return a difference: with its sign, unless it rounds to nothing."""
     text = f"{value:+.{row.digits}f}"
     return text if float(text) else text[1:]
+
+
+def span(low: float, high: float, row: Row) -> str:
+    """Return the ends of an interval of differences; `EQUAL` if both round to nothing."""
+    ends = [signed(end, row) for end in (low, high)]
+    return " .. ".join(ends) if any(map(float, ends)) else EQUAL

@@ -22,12 +22,13 @@ from aioserve.lab.comparison.commands import add_quality_and_jobs, compare_all, 
 from aioserve.lab.comparison.document import Document
 from aioserve.lab.comparison.load_curves import add_load, sweep_load
 from aioserve.lab.comparison.measures import (
+    EQUAL,
     ROWS,
     UNKNOWN,
     Row,
     difference_of,
     number,
-    signed,
+    span,
     value_of,
 )
 from aioserve.lab.comparison.words import headline, remarks
@@ -149,6 +150,7 @@ def _interval(other: dict[str, Any], row: Row) -> str:
     difference = difference_of(other, row)
     if difference is None or difference["low"] is None:
         return ""
-    if difference["low_ratio"] is None or row.unit == "points":
-        return " .. ".join(signed(difference[end] * row.factor, row) for end in ("low", "high"))
+    absolute = span(difference["low"] * row.factor, difference["high"] * row.factor, row)
+    if difference["low_ratio"] is None or row.unit == "points" or absolute == EQUAL:
+        return absolute
     return " .. ".join(f"{difference[end]:.2f}x" for end in ("low_ratio", "high_ratio"))

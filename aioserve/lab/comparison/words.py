@@ -19,6 +19,7 @@ from aioserve.lab.comparison.measures import (
     number,
     shown_rows,
     signed,
+    span,
     value_of,
     verdict,
 )
@@ -282,7 +283,7 @@ def _pair(
             delta = signed(difference["value"] * row.factor, row)
             if difference["low"] is not None:
                 low, high = (difference[end] * row.factor for end in ("low", "high"))
-                interval = f"{signed(low, row)} .. {signed(high, row)}"
+                interval = span(low, high, row)
         if recorded is not None:
             beside = f"{number(value_of(recorded, row), row):>9}  "
         lines.append(

@@ -269,6 +269,14 @@ def test_a_sweep_refuses_what_would_do_nothing(
     assert message in capsys.readouterr().err
 
 
+def test_a_sweep_says_where_two_values_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", CHUNKED, *SMALL, "--seeds", "3", "--slo", "e2e=3600"]
+    assert main([*words, "--set", "scheduler.options.chunk_size=4000,4001"]) == 0
+    printed = capsys.readouterr().out
+    assert "equal" in printed
+    assert ".." not in printed  # neither 1.00x .. 1.00x nor 0.0 .. 0.0
+
+
 def test_a_sweep_of_one_short_seed_says_that_it_has_no_intervals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
