@@ -101,8 +101,9 @@ def add_slo(parser: argparse.ArgumentParser) -> None:
         type=StatedSlo.parse,
         metavar="[CLASS:]LIMITS",
         help="limits that goodput counts against, for all requests or one class of the workload; "
-        "repeatable: chat:ttft=0.5,gap=0.2 batch:e2e=60. Seconds of ttft, tpot, e2e, gap (the "
-        "largest between two tokens of a request); deadline: the request's own timeout is kept",
+        "repeatable: chat:ttft=0.5,gap=200ms batch:e2e=60. Seconds, or ms, of ttft, tpot, "
+        "e2e, gap (the largest between two tokens of a request); deadline: the "
+        "request's own timeout is kept",
     )
 
 

@@ -3,6 +3,7 @@
 Knows how limits are written, and which requests they hold for. Measures nothing.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
@@ -12,9 +13,45 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
+from aioserve.lab.terminal import say
 
 Limit = Annotated[float, Meta(gt=0)]
 Floats = npt.NDArray[np.float64]
+
+# Limits without a unit from which on milliseconds were meant: a reply may take hours, but nobody
+# asks for a first token within 100 s. A guess.
+MILLISECONDS_FROM = {"ttft": 100.0, "tpot": 5.0, "gap": 20.0, "e2e": 10_000.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds in `0.5`, `0.5s` or `500ms`. Raises `ValueError` for anything else, and
+    for what is not above 0 or has no end.
+    """
+    number = text.strip()
+    try:
+        if number.endswith("ms"):
+            seconds = float(number.removesuffix("ms")) / 1000.0
+        else:
+            seconds = float(number.removesuffix("s"))
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"expected a time above 0 such as 0.5, 0.5s or 500ms, got {text!r}")
+    return seconds
+
+
+def warn_of_milliseconds(stated: str, name: str, text: str) -> None:
+    """Warn on stderr if a limit on `name` has no unit, and so many seconds that it must have been
+    meant in milliseconds. `stated` is the argument in whole that says so, such as `--slo ttft=500`.
+    """
+    if text.strip()[-1:] == "s":  # it says its unit
+        return
+    seconds = parse_seconds(text)
+    if seconds >= MILLISECONDS_FROM.get(name, math.inf):
+        say(
+            f"aioserve: warning: {stated} is {seconds:g} seconds: write {text}ms for "
+            f"milliseconds, or {text}s if seconds are meant"
+        )
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,17 +72,28 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
-        """Parse limits in seconds: `ttft=0.5,gap=0.2`, or `deadline`. Raises `ConfigError`."""
+        """Parse limits in seconds: `ttft=0.5,gap=200ms`, or `deadline`. Warns on stderr of a limit
+        that must have been meant in milliseconds. Raises `ConfigError`.
+        """
         parts = [part.strip() for part in text.split(",") if part.strip()]
-        pairs = {name: value or "true" for name, _, value in (p.partition("=") for p in parts)}
+        pairs = {name.strip(): value for name, _, value in (p.partition("=") for p in parts)}
+        limits: dict[str, float | bool] = {}
         try:
             if without := [part for part in parts if "=" not in part and part != "deadline"]:
                 raise ValueError(f"{without[0]} has no value")
-            return msgspec.convert(pairs, cls, strict=False)
+            for name, value in pairs.items():
+                if name == "deadline":
+                    limits[name] = msgspec.convert(value or True, bool, strict=False)
+                elif name in cls.__struct_fields__:
+                    limits[name] = parse_seconds(value)
+                    warn_of_milliseconds(f"--slo {name}={value}", name, value)
+                else:
+                    raise ValueError(f"there is no limit {name!r}")
+            return cls(**limits)  # type: ignore[arg-type]
         except (ValueError, msgspec.ValidationError) as error:
             raise ConfigError(
-                "an SLO looks like ttft=0.5,tpot=0.05,gap=0.2,e2e=10,program=60 (seconds, above 0) "
-                f"or deadline, got {text!r}: {error}"
+                "an SLO looks like ttft=0.5,tpot=50ms,gap=0.2,e2e=10,program=60 (seconds unless "
+                f"they say ms, above 0) or deadline, got {text!r}: {error}"
             ) from error
 
     def is_met(self, durations: Mapping[str, Floats]) -> npt.NDArray[np.bool_]:

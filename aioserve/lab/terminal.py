@@ -55,7 +55,7 @@ def progress(
     how many more are done.
     """
     if title and not is_terminal(sys.stderr):
-        lines: Lines[None] = Lines(desc=title, total=total, say=_say)
+        lines: Lines[None] = Lines(desc=title, total=total, say=say)
         try:
             yield lines.update
         finally:
@@ -76,7 +76,8 @@ def progress(
         bar.close()
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line beside the results, on stderr."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 

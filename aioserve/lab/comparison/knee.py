@@ -16,7 +16,7 @@ from aioserve.lab.comparison.candidates import Candidate, prepare
 from aioserve.lab.comparison.measures import PER_REQUEST, STATISTICS, RunMeasures, over_seeds, tidy
 from aioserve.lab.comparison.service import Floats
 from aioserve.lab.simulation.run import Progress, simulate
-from aioserve.lab.slo import ServiceLevels
+from aioserve.lab.slo import ServiceLevels, parse_seconds, warn_of_milliseconds
 from aioserve.lab.workloads.workload import Workload
 
 MAX_DOUBLINGS = 12  # away from the workload's own rate, before giving up
@@ -31,19 +31,22 @@ class Bound(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Bound":
-        """Parse a bound such as `gap:p99=0.2`. Raises `ConfigError` for anything else."""
+        """Parse a bound such as `gap:p99=0.2` or `gap:p99=200ms`. Warns on stderr of a bound that
+        must have been meant in milliseconds. Raises `ConfigError` for anything else.
+        """
         name, _, limit = text.partition("=")
         measure, _, statistic = name.partition(":")
         try:
-            seconds = float(limit)
+            seconds = parse_seconds(limit)
         except ValueError:
             seconds = 0.0
         measures = (*PER_REQUEST, "gap")
-        if measure not in measures or statistic not in STATISTICS or not 0 < seconds < np.inf:
+        if measure not in measures or statistic not in STATISTICS or not seconds:
             raise ConfigError(
-                "a bound looks like gap:p99=0.2 (seconds, above 0), of "
+                "a bound looks like gap:p99=0.2 or gap:p99=200ms (above 0), of "
                 f"{', '.join(measures)} and {', '.join(STATISTICS)}; got {text!r}"
             )
+        warn_of_milliseconds(f"--bound {text}", measure, limit)
         return cls(measure, statistic, seconds)
 
     def value(self, runs: Sequence[RunMeasures]) -> float:

@@ -364,8 +364,8 @@ def _parser() -> Parser:
         default=[],
         type=Bound.parse,
         metavar="MEASURE:STATISTIC=S",
-        help="what a statistic over all requests, or gaps, may be at most, in seconds, such as "
-        "gap:p99=0.2 and ttft:p50=2; repeatable, and instead of --slo or beside it",
+        help="what a statistic over all requests, or gaps, may be at most, in seconds or ms, such "
+        "as gap:p99=200ms and ttft:p50=2; repeatable, and instead of --slo or beside it",
     )
     parser.add_argument(
         "--each-class",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from aioserve.errors import ConfigError
+from aioserve.lab.comparison.knee import Bound
 from aioserve.lab.comparison.measures import Reader, RunMeasures, block_numbers, quantile
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.slo import ServiceLevels, Slo, StatedSlo
@@ -77,7 +78,40 @@ def test_goodput_counts_requests_within_all_limits(slo: str, good: list[int]) ->
     assert measures(slo).is_good.tolist() == good
 
 
-@pytest.mark.parametrize("text", ["", "ttft", "ttft=soon", "tftt=1", "ttft=0", "deadline=false"])
+@pytest.mark.parametrize(
+    ("text", "slo"),
+    [
+        ("ttft=0.5s", Slo(ttft=0.5)),
+        ("ttft=500ms, tpot=50 ms", Slo(ttft=0.5, tpot=0.05)),
+        ("gap=0.2,e2e=60s,program=1e3ms", Slo(gap=0.2, e2e=60, program=1)),
+    ],
+)
+def test_a_limit_may_say_its_unit(text: str, slo: Slo) -> None:
+    assert Slo.parse(text) == slo
+    assert Bound.parse("gap:p99=200ms") == Bound.parse("gap:p99=0.2s") == ("gap", "p99", 0.2)
+
+
+def test_a_limit_that_must_have_been_meant_in_ms_gets_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for right in ("ttft=0.5,tpot=0.05", "ttft=500ms", "ttft=500s", "e2e=3600,program=90000"):
+        Slo.parse(right)
+    Bound.parse("gap:p99=0.2")
+    assert capsys.readouterr().err == ""
+    for wrong in ("ttft=500", "e2e=60,tpot=50", "gap=200"):
+        Slo.parse(wrong)
+        assert "ms for milliseconds" in capsys.readouterr().err, wrong
+    Bound.parse("ttft:p99=500")
+    assert "is 500 seconds: write 500ms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "ttft", "ttft=soon", "tftt=1", "ttft=0", "deadline=false", "ttft=5m", "ttft=s"),
+        *("ttft=nan", "ttft=inf", "ttft=-1s", "ttft=", "deadline=500ms"),
+    ],
+)
 def test_a_bad_slo_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="SLO"):
         Slo.parse(text)
