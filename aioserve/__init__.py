@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
     from aioserve.engine.prompt import MultimodalPrompt, Video
     from aioserve.fleet.child import EngineProcess
-    from aioserve.language_model import LanguageModel
+    from aioserve.language_model import ChatOutput, FinishedChat, LanguageModel, ToolCall
     from aioserve.outputs import (
         EmbeddingOutput,
         FinishedOutput,
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncClient": "aioserve.client",
     "AsyncEngine": "aioserve.engine",
+    "ChatOutput": "aioserve.language_model",
     "EmbeddingOutput": "aioserve.outputs",
     "EngineConfig": "aioserve.config",
     "EngineProcess": "aioserve.fleet.child",
     "EngineSnapshot": "aioserve.engine",
     "FinishReason": "aioserve.outputs",
+    "FinishedChat": "aioserve.language_model",
     "FinishedOutput": "aioserve.outputs",
     "LanguageModel": "aioserve.language_model",
     "MultimodalPrompt": "aioserve.engine.prompt",
@@ -41,17 +43,20 @@ _HOMES = {
     "RequestStream": "aioserve.engine",
     "RequestTimes": "aioserve.outputs",
     "SamplingParams": "aioserve.params",
+    "ToolCall": "aioserve.language_model",
     "Video": "aioserve.engine.prompt",
 }
 
 __all__ = [
     "AsyncClient",
     "AsyncEngine",
+    "ChatOutput",
     "EmbeddingOutput",
     "EngineConfig",
     "EngineProcess",
     "EngineSnapshot",
     "FinishReason",
+    "FinishedChat",
     "FinishedOutput",
     "LanguageModel",
     "MultimodalPrompt",
@@ -60,6 +65,7 @@ __all__ = [
     "RequestStream",
     "RequestTimes",
     "SamplingParams",
+    "ToolCall",
     "Video",
     "__version__",
 ]

@@ -16,6 +16,7 @@
     ├── PromptsFailedError      some of many prompts got an error: `results` has the other texts
     ├── RequestAbortedError     it was aborted before there was anything to tell: HTTP 400
     ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
+    │   └── EngineUnavailableError  a server loads, drains or is not there: `retry_after` says when
     ├── EngineStartError        an engine was started twice, or after its end, or ended meanwhile
     ├── ForeignLoopError        an engine was called from a thread or event loop that is not its own
     ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
@@ -209,6 +210,14 @@ class PromptsFailedError(AioserveError):
 
 class EngineDeadError(AioserveError):
     """The engine has stopped, is shutting down, or was not started. `__cause__` says why."""
+
+
+class EngineUnavailableError(EngineDeadError):
+    """A server cannot be reached, loads or drains. `retry_after` is a guess in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class PolicyError(AioserveError):

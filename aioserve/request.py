@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import msgspec
@@ -23,19 +23,6 @@ from aioserve.params import PoolingParams, SamplingParams
 
 Hints: TypeAlias = dict[str, str | bool | int | float]
 NO_HINTS: Hints = {}
-
-
-class RequestFields(TypedDict, total=False):
-    """Options of a request besides its prompt and its parameters, for an engine and a client."""
-
-    request_id: str | None  # names it in logs and for `abort` (default: one that is unused)
-    priority: int  # for the policy: smaller is more urgent
-    user: str  # for the policy
-    timeout: float | None  # seconds until an unfinished one ends with finish reason `timeout`
-    cache_salt: str  # prefixes are shared within one only
-    hints: Hints  # for the policy: named values, such as `predicted_output_tokens`
-    adapter: str  # the LoRA adapter to use, by its name (default: the model itself)
-
 
 MAX_HINTS = 16
 MAX_TEXT = 256  # characters of a value that is a text

@@ -78,10 +78,12 @@ SCENARIOS = {
 #: 140 and 18,000, 25 and 4,000.
 LIMITS = {
     "an embedded engine, one text prompt": Loaded(95, 22_750),
-    "the server, one streamed chat completion": Loaded(144, 33_850),
+    # 50 lines more than before: parsers of replies are where Python callers reach them as well.
+    "the server, one streamed chat completion": Loaded(144, 33_900),
     # One module more than before: the seam of step times, so that cards are no part of the formula.
     "compare fcfs chunked_prefill": Loaded(96, 24_050),
-    "importing a policy": Loaded(17, 4_350),
+    # 40 lines more than before: parameters check their types, and `FinishedOutput` is in `outputs`.
+    "importing a policy": Loaded(17, 4_390),
 }
 
 _TELL = """

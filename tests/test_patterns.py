@@ -25,7 +25,7 @@ MADE = {
         1,
         "words of the code, and repetitions with an end",
     ),
-    "aioserve/server/chat/reply_format.py": (1, "marks of the tokenizer, escaped, one or another"),
+    "aioserve/engine/chat/reply_format.py": (1, "marks of the tokenizer, escaped, one or another"),
     "aioserve/features/formats/harmony.py": (2, "marks that stand in the code, escaped"),
     "aioserve/features/formats/text.py": (1, "marks of a format, escaped, one or another"),
     "aioserve/features/lora/peft_directory.py": (

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from aioserve import AsyncEngine, SamplingParams
+from aioserve.engine.chat.reply_format import ReplyParser
 from aioserve.engine.step_loop import Observers
 from aioserve.errors import ConfigError, PolicyError, RequestFailedError
 from aioserve.features.formats.json_formats import HermesParser
@@ -18,7 +19,6 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import BaseScheduler
-from aioserve.server.chat.reply_format import ReplyParser
 from aioserve.testing import SchedulerHarness
 from tests.server.serving import SIMULATED
 

@@ -386,7 +386,7 @@ class Conversation:
         messages = [*system, *self._messages]
         if self.has_template:
             try:
-                async with aclosing(self.client.chat(messages, params)) as outputs:
+                async with aclosing(self.client.generate(messages, params)) as outputs:
                     async for output in outputs:
                         yield output
                 return

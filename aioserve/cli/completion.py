@@ -99,13 +99,13 @@ def _policies() -> Iterable[str]:
 
 
 def _call_formats() -> Iterable[str]:
-    from aioserve.server.chat.format_choice import available_formats
+    from aioserve.engine.chat.reply_format import available_formats
 
     return ("auto", "none", *available_formats())
 
 
 def _reasoning_formats() -> Iterable[str]:
-    from aioserve.server.chat.reply_format import MARKS
+    from aioserve.engine.chat.reply_format import MARKS
 
     return ("auto", "none", *MARKS)
 

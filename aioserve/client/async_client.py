@@ -21,8 +21,23 @@ from aioserve.client.connection import Connection, error_decoder, error_from_wir
 from aioserve.client.files_and_batches import ClientBatches, ClientFiles
 from aioserve.engine.operations import OperatorCommand, OperatorMethods
 from aioserve.engine.operations.command import Told
-from aioserve.errors import EngineDeadError, RequestError, RequestFailedError
-from aioserve.language_model import Messages, ModelPrompt
+from aioserve.errors import UNREADABLE, EngineDeadError, RequestError, RequestFailedError
+from aioserve.language_model import (
+    NOT_ENDED,
+    ChatOptions,
+    ChatOutput,
+    FinishedChat,
+    Messages,
+    ModelPrompt,
+    RequestFields,
+    T,
+    ToolCall,
+    ToolChoice,
+    parse,
+    schema_of,
+    tool_of,
+    whole_chat,
+)
 from aioserve.outputs import (
     EmbeddingOutput,
     FinishedOutput,
@@ -31,7 +46,6 @@ from aioserve.outputs import (
     TokenLogprobs,
 )
 from aioserve.params import PoolingParams, SamplingDefaults, SamplingParams
-from aioserve.request import RequestFields
 from aioserve.server.chat.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -39,7 +53,11 @@ from aioserve.server.chat.protocol import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatMessage,
+    FunctionCall,
+    NamedToolChoice,
+    ToolCallDelta,
 )
+from aioserve.server.chat.protocol import ToolCall as WireCall
 from aioserve.server.errors import UnknownRequestError
 from aioserve.server.protocol import (
     SHARED_SAMPLING_FIELDS,
@@ -48,9 +66,11 @@ from aioserve.server.protocol import (
     CompletionChoice,
     CompletionRequest,
     Envelope,
+    JsonSchema,
     ModelCard,
     ModelList,
     PromptLogprobs,
+    ResponseFormat,
     StreamOptions,
 )
 from aioserve.support.whole_texts import (
@@ -65,6 +85,8 @@ _completion_decoder = msgspec.json.Decoder(Completion)
 _chat_decoder = msgspec.json.Decoder(ChatCompletion)
 _chat_chunk_decoder = msgspec.json.Decoder(ChatCompletionChunk)
 
+_OF_CHATS = ChatOptions.__annotations__.keys() - RequestFields.__annotations__
+_CHAT = "/v1/chat/completions"
 _STREAM_OPTIONS = StreamOptions(continuous_usage_stats=True)
 
 
@@ -73,7 +95,10 @@ class AsyncClient(OperatorMethods):
 
     All methods raise what the engine raises: `RequestError` (with `param`),
     `RequestIdInUseError`, `EngineOverloadedError` (with `retry_after`), `RequestFailedError`, and
-    `EngineDeadError`, also for a server that cannot be reached or goes away. Of all samples of a
+    `EngineDeadError` for a server that goes away: `EngineUnavailableError` (with `retry_after`) for
+    one that cannot be reached, loads or drains. With `retries`, a request that is refused for lack
+    of room, or by a server that is unavailable, is sent again after `retry_after` seconds, so many
+    times at most; one that the server may have begun with is not. Of all samples of a
     request that asks for `final_only`, the outputs come together, when the last one has ended.
 
         async with AsyncClient("http://127.0.0.1:8000") as client:
@@ -95,6 +120,7 @@ class AsyncClient(OperatorMethods):
         connect_timeout: float = 10.0,
         api_key: str | None = None,  # one of the server's, or of what stands before it
         headers: Mapping[str, str] | None = None,  # of every request
+        retries: int = 0,  # how often a request that is refused for now is sent again
     ) -> None:
         self.model = model
         self._connection = Connection(
@@ -103,6 +129,7 @@ class AsyncClient(OperatorMethods):
             connect_timeout=connect_timeout,
             api_key=api_key,
             headers=headers,
+            retries=retries,
         )
 
     @property
@@ -144,27 +171,59 @@ class AsyncClient(OperatorMethods):
         if is_conversation(prompt):
             chat = _chat_body(prompt, params, shared)
             chat.separate_reasoning = False  # as the engine's own text
-            if chat.stream:
-                return self._deltas("/v1/chat/completions", chat, _chat_chunk_decoder)
-            return self._whole("/v1/chat/completions", chat, _chat_decoder)
+            return self._outputs(_CHAT, chat)
         body = CompletionRequest(
             prompt=_text_or_ids(prompt),
             max_tokens=params.max_tokens,
             logprobs=params.logprobs,
             **shared,
         )
-        if body.stream:
-            return self._deltas("/v1/completions", body, _completion_decoder)
-        return self._whole("/v1/completions", body, _completion_decoder)
+        return self._outputs("/v1/completions", body)
 
     def chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
-        **fields: Unpack[RequestFields],
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Like `generate`, for a conversation of `{"role": ..., "content": ...}` mappings."""
-        return self.generate(messages, sampling_params, **fields)
+        **options: "Unpack[ChatOptions[T]]",
+    ) -> "AsyncGenerator[ChatOutput[T], None]":
+        """Return what the reply to a conversation says, told apart into text, reasoning and calls
+        of `tools`, as `AsyncEngine.chat` yields it; with `response_type`, the last output has
+        `parsed`. Leaving the loop aborts the request at the server.
+        """
+        check_params(sampling_params)
+        is_conversation(messages)
+        params = sampling_params or SamplingParams()
+        fields = {name: value for name, value in options.items() if name not in _OF_CHATS}
+        for name in fields.keys() - RequestFields.__annotations__:
+            raise TypeError(f"chat() got an unexpected keyword argument {name!r}")
+        is_given = sampling_params is not None
+        shared = self._shared(params, cast(RequestFields, fields), is_given=is_given)
+        body, kind = _chat_body(messages, params, shared), options.get("response_type")
+        if tools := options.get("tools"):
+            body.tools = [tool_of(tool) for tool in tools]
+            body.tool_choice = _tool_choice(options.get("tool_choice", "auto"))
+        elif options.get("tool_choice", "auto") not in ("auto", "none"):
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        body.chat_template_kwargs = cast(Any, options.get("chat_template_kwargs") or None)
+        body.reasoning_effort = cast(Any, options.get("reasoning_effort"))  # the server checks it
+        if kind is not None:
+            if params.structured_outputs is not None:
+                words = "give response_type or structured_outputs, not both"
+                raise RequestError(words, param="response_type")
+            schema = JsonSchema(name="reply", schema=schema_of(kind))
+            body.response_format = ResponseFormat(type="json_schema", json_schema=schema)
+        return self._chat(body, kind)
+
+    async def chat_one(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        **options: "Unpack[ChatOptions[T]]",
+    ) -> "FinishedChat[T]":
+        """Return the whole reply to a conversation in one output, as `chat` tells it. Cancelling
+        the task aborts the request. Raises `RequestError` if `n` is not 1.
+        """
+        return await whole_chat(self.chat(messages, sampling_params, **options), sampling_params)
 
     async def generate_one(
         self,
@@ -388,53 +447,126 @@ class AsyncClient(OperatorMethods):
             "return_token_ids": True,
         }
 
-    async def _deltas(
-        self,
-        path: str,
-        body: CompletionRequest | ChatCompletionRequest,
-        decoder: msgspec.json.Decoder[Completion] | msgspec.json.Decoder[ChatCompletionChunk],
+    async def _outputs(
+        self, path: str, body: CompletionRequest | ChatCompletionRequest
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a reply whose text is the engine's own."""
+        async with aclosing(self._choices(path, body)) as choices:
+            async for output, _ in choices:
+                yield output
+
+    async def _chat(
+        self, body: ChatCompletionRequest, response_type: "type[T] | None"
+    ) -> "AsyncGenerator[ChatOutput[T], None]":
+        readers: dict[int, ChatReader] = {}
+        async with aclosing(self._choices(_CHAT, body)) as choices:
+            async for output, choice in choices:
+                if output.index not in readers:
+                    readers[output.index] = ChatReader(response_type)
+                yield readers[output.index].read(output, choice)
+
+    async def _choices(
+        self, path: str, body: CompletionRequest | ChatCompletionRequest
+    ) -> AsyncGenerator[tuple[RequestOutput, Choice], None]:
+        """Yield the outputs of a reply, each with the choice on the wire that it is of."""
         sent, first_tokens = time.monotonic(), dict[int, float]()
+        is_chat = isinstance(body, ChatCompletionRequest)
+        reply: Completion | ChatCompletion | ChatCompletionChunk
         async with self._connection.request("POST", path, _encoder.encode(body)) as response:
+            if not body.stream:
+                decoder: Any = _chat_decoder if is_chat else _completion_decoder
+                reply = self._connection.decoded(decoder, await response.read())
+                for choice in reply.choices:
+                    output = _output(reply, choice, body.prompt_logprobs)
+                    output.num_output_tokens = len(output.token_ids)
+                    output.times = RequestTimes(sent, time.monotonic())
+                    yield output, choice
+                return
+            decoder = _chat_chunk_decoder if is_chat else _completion_decoder
             async for data in _events(response.content):
                 if data == b"[DONE]":
                     return
                 if data.startswith(b'{"error"'):
                     info = self._connection.decoded(error_decoder, data, "an event").error
                     raise error_from_wire(500, info, response)
-                chunk: Completion | ChatCompletionChunk = self._connection.decoded(
-                    decoder, data, "an event"
-                )
-                for choice in chunk.choices:
-                    if choice.token_ids is UNSET and choice.finish_reason is None:
+                reply = self._connection.decoded(decoder, data, "an event")
+                for choice in reply.choices:
+                    if isinstance(choice, ChatChunkChoice) and choice.delta.role is not UNSET:
                         continue  # it only says the role
-                    output = _output(chunk, choice, body.prompt_logprobs)
-                    if chunk.usage:  # of this sample so far
-                        output.num_output_tokens = chunk.usage.completion_tokens
+                    output = _output(reply, choice, body.prompt_logprobs)
+                    if reply.usage:  # of this sample so far
+                        output.num_output_tokens = reply.usage.completion_tokens
                     if output.token_ids and output.index not in first_tokens:
                         first_tokens[output.index] = time.monotonic()
                     if output.finished:
                         first = first_tokens.get(output.index)
                         output.times = RequestTimes(sent, time.monotonic(), first)
-                    yield output
+                    yield output, choice
         broken = RequestFailedError(f"{self.base_url} ended the stream before the last output")
         raise with_id(broken, response)
 
-    async def _whole(
-        self,
-        path: str,
-        body: CompletionRequest | ChatCompletionRequest,
-        decoder: msgspec.json.Decoder[Completion] | msgspec.json.Decoder[ChatCompletion],
-    ) -> AsyncGenerator[RequestOutput, None]:
-        sent = time.monotonic()
-        async with self._connection.request("POST", path, _encoder.encode(body)) as response:
-            data = await response.read()
-        reply: Completion | ChatCompletion = self._connection.decoded(decoder, data)
-        for choice in reply.choices:
-            output = _output(reply, choice, body.prompt_logprobs)
-            output.num_output_tokens = len(output.token_ids)
-            output.times = RequestTimes(sent, time.monotonic())
-            yield output
+
+class ChatReader:
+    """A reader of one choice of a chat on the wire: its text, reasoning and whole calls."""
+
+    def __init__(self, response_type: type[Any] | None) -> None:
+        self._type = response_type
+        self._texts: list[str] = []
+        self._calls: list[WireCall] = []  # of a stream, the last of them perhaps in part
+        self._num_told = 0
+
+    def read(self, output: RequestOutput, choice: Choice) -> ChatOutput[Any]:
+        """Return what the next output of the choice says."""
+        told: ChatOutput[Any] = ChatOutput(**msgspec.structs.asdict(output))
+        match choice:
+            case ChatChoice(message=message):
+                told.reasoning = message.reasoning_content or ""
+                self._calls = list(message.tool_calls or ())
+            case ChatChunkChoice(delta=delta):
+                told.reasoning = delta.reasoning_content or ""
+                for piece in delta.tool_calls or ():
+                    self._add(piece)
+        num_whole = len(self._calls) - (not output.finished)
+        for call in self._calls[self._num_told : num_whole]:
+            name, text = call.function.name, call.function.arguments
+            try:
+                arguments = msgspec.json.decode(text, type=dict[str, Any])
+                told.tool_calls.append(ToolCall(call.id, name, arguments))
+            except UNREADABLE:  # the reply was cut in them: it is text, as in the engine's
+                quoted = msgspec.json.encode(name).decode()
+                told.text += f'{{"name": {quoted}, "arguments": {text}'
+        self._num_told = max(self._num_told, num_whole)
+        if self._type is not None:
+            self._texts.append(told.text)
+            if told.finished:
+                parse(told, "".join(self._texts), self._type)
+            else:
+                told.unparsed = NOT_ENDED
+        return told
+
+    def _add(self, call: ToolCallDelta) -> None:
+        if call.index == len(self._calls):
+            function = FunctionCall(name=call.function.name or "", arguments="")
+            self._calls.append(WireCall(id=call.id or "", function=function))
+        self._calls[call.index].function.arguments += call.function.arguments
+
+
+def _tool_choice(choice: ToolChoice) -> Any:
+    if isinstance(choice, Mapping):
+        try:
+            return msgspec.convert(choice, NamedToolChoice)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"tool_choice: {error}", param="tool_choice") from error
+    return choice
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the data of each event. Splits by itself: aiohttp's line reader has a length limit."""
+    rest = b""
+    async for received in content.iter_any():
+        *events, rest = (rest + received).split(b"\n\n")
+        for event in events:
+            yield event.removeprefix(b"data: ")
 
 
 def is_conversation(prompt: object) -> TypeGuard[Messages]:
@@ -468,15 +600,6 @@ def _chat_body(
         top_logprobs=params.logprobs,
         **shared,
     )
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each event. Splits by itself: aiohttp's line reader has a length limit."""
-    rest = b""
-    async for received in content.iter_any():
-        *events, rest = (rest + received).split(b"\n\n")
-        for event in events:
-            yield event.removeprefix(b"data: ")
 
 
 def _output(reply: Envelope, choice: Choice, num_prompt_logprobs: int | None) -> RequestOutput:

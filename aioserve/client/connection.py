@@ -3,6 +3,7 @@
 Knows when a request that the server refused may be sent again. Knows no route.
 """
 
+import asyncio
 import io
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from aioserve.errors import (
     UNREADABLE,
     AioserveError,
     EngineDeadError,
+    EngineOverloadedError,
+    EngineUnavailableError,
     RequestFailedError,
     one_line,
 )
@@ -39,7 +42,9 @@ class Connection:
         connect_timeout: float = 10.0,
         api_key: str | None = None,  # one of the server's, or of what stands before it
         headers: Mapping[str, str] | None = None,  # of every request
+        retries: int = 0,  # how often a request that is refused for now is sent again
     ) -> None:
+        self._retries = retries
         self._headers = dict(headers or {})
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -80,17 +85,46 @@ class Connection:
     async def request(
         self, method: str, path: str, body: bytes | None = None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A successful response; its connection is dropped if it was not read to the end."""
+        """A successful response; its connection is dropped if it was not read to the end.
+
+        A request that the server refuses for now is sent again, `retries` times at most, each after
+        the time that the server asks for. One that it may have begun with is not sent again.
+        """
+        retries = 0 if "data" in options else self._retries  # a file is read once
+        while True:
+            try:
+                response = await self._sent(method, path, body, options)
+                break
+            except (EngineOverloadedError, EngineUnavailableError) as error:
+                if retries == 0:
+                    raise
+                retries -= 1
+                seconds = error.retry_after
+            await asyncio.sleep(seconds)
+        try:
+            async with response:
+                yield response
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineDeadError(f"no answer from {self.base_url}: {one_line(error)}") from error
+
+    async def _sent(
+        self, method: str, path: str, body: bytes | None, options: dict[str, Any]
+    ) -> aiohttp.ClientResponse:
+        """Return the beginning of a successful response; raise the error of another one."""
         if body is not None:  # as a file: aiohttp sends large ones in pieces
             options = {"data": io.BytesIO(body), "headers": {"Content-Type": "application/json"}}
         try:
-            async with self.session().request(method, self._root + path, **options) as response:
-                if response.status != 200:
-                    raise _error_of(response, await response.read())
-                yield response
+            response = await self.session().request(method, self._root + path, **options)
+            if response.status == 200:
+                return response
+            async with response:
+                refusal = _error_of(response, await response.read())
+        except aiohttp.ClientConnectorError as error:
+            words = f"no answer from {self.base_url}: {one_line(error)}"
+            raise EngineUnavailableError(words) from error
         except (aiohttp.ClientError, TimeoutError) as error:
-            reason = one_line(error)
-            raise EngineDeadError(f"no answer from {self.base_url}: {reason}") from error
+            raise EngineDeadError(f"no answer from {self.base_url}: {one_line(error)}") from error
+        raise refusal
 
     async def told(self, told: type[T], path: str, body: msgspec.Struct) -> T:
         """Return the whole answer to a body that is posted to a route, as a struct."""

@@ -169,6 +169,8 @@ class AsyncEngine(EngineClient):
         self.internals.close()
         if self._builder is not None:
             await self._builder.close_adapters()
+        if "_chat_format" in self.__dict__:
+            await self._chat_format.close()
         if self._parts is not None and self._task is not None:
             await self._drain(self._parts, drain_timeout)
             self._task.cancel()

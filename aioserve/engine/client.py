@@ -11,8 +11,9 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 from uuid import uuid4
 
 import msgspec
@@ -24,7 +25,6 @@ from aioserve.engine.input_processor import (
     InputProcessor,
     PoolingValidator,
     Prompt,
-    read_embedding,
 )
 from aioserve.engine.operations.command import Answer, EngineCommand
 from aioserve.engine.prompt import ReadMedia
@@ -33,7 +33,18 @@ from aioserve.errors import RequestAbortedError, RequestError, UnknownModelError
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EmbeddingOutput, FinishedOutput, RequestOutput
 from aioserve.params import PoolingParams, SamplingParams
-from aioserve.request import NO_HINTS, Hints, RequestFields, RequestSpec
+from aioserve.request import NO_HINTS, Hints, RequestSpec
+
+if TYPE_CHECKING:
+    from aioserve.engine.chat.chat_format import ChatFormat
+    from aioserve.language_model import (
+        ChatOptions,
+        ChatOutput,
+        EngineFields,
+        FinishedChat,
+        Messages,
+        T,
+    )  # fmt: skip
 
 NO_HEADERS: Mapping[str, str] = {}
 
@@ -74,14 +85,6 @@ class KnownAdapters:
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
         if name not in self._models and name not in self.paths:
             raise UnknownModelError.of(name, (*self._models, *self.paths))
-
-
-class EngineFields(RequestFields, total=False):
-    """Options of a request that only an engine takes, beside those of `RequestFields`."""
-
-    client: str  # where it comes from, for the log
-    trace_headers: Mapping[str, str]  # `traceparent`, `tracestate`: the trace that it belongs to
-    key_name: str  # the server's key whose tokens are counted
 
 
 class EngineClient(ABC):
@@ -199,7 +202,7 @@ class EngineClient(ABC):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        **fields: Unpack[EngineFields],
+        **fields: "Unpack[EngineFields]",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
         stream = await self.add_request(prompt, sampling_params, **fields)
@@ -211,7 +214,7 @@ class EngineClient(ABC):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        **fields: Unpack[EngineFields],
+        **fields: "Unpack[EngineFields]",
     ) -> FinishedOutput:
         """Return the whole reply to a prompt in one output, with its `times`. Cancelling the task
         aborts the request.
@@ -235,7 +238,7 @@ class EngineClient(ABC):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_concurrency: int | None = None,
-        **fields: Unpack[EngineFields],
+        **fields: "Unpack[EngineFields]",
     ) -> list[FinishedOutput]:
         """Return the whole replies to many prompts, in their order, as `generate_one` gives them.
 
@@ -259,20 +262,60 @@ class EngineClient(ABC):
             fields,
         )
 
+    async def chat(
+        self,
+        messages: "Messages",
+        sampling_params: SamplingParams | None = None,
+        **options: "Unpack[ChatOptions[T]]",
+    ) -> "AsyncGenerator[ChatOutput[T], None]":
+        """Yield what the reply to a conversation says, told apart into text, reasoning and calls of
+        `tools`; with `response_type`, the last output has `parsed`. Leaving the loop, or cancelling
+        the task, aborts the request. Raises what `add_request` raises.
+        """
+        from aioserve.engine.chat.replies import prepare_chat
+
+        self._alive()
+        params = sampling_params or self.model_info.sampling_defaults.fill({})
+        chat, fields = await prepare_chat(self._chat_format, messages, params, options)
+        async with await self.add_request(chat.conversation, chat.params, **fields) as stream:
+            async for output in stream:
+                yield chat.read(output, stream.prompt_token_ids)
+
+    async def chat_one(
+        self,
+        messages: "Messages",
+        sampling_params: SamplingParams | None = None,
+        **options: "Unpack[ChatOptions[T]]",
+    ) -> "FinishedChat[T]":
+        """Return the whole reply to a conversation in one output, as `chat` tells it."""
+        from aioserve.language_model import whole_chat
+
+        return await whole_chat(self.chat(messages, sampling_params, **options), sampling_params)
+
+    @cached_property
+    def _chat_format(self) -> "ChatFormat":
+        """What reads replies to chats: made for the first of them."""
+        from aioserve.engine.chat.chat_format import ChatFormat
+
+        return ChatFormat.of(self.model_info.tokenizer, self.config)
+
     async def embed(
         self,
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
-        **fields: Unpack[EngineFields],
+        **fields: "Unpack[EngineFields]",
     ) -> EmbeddingOutput:
         """Embed a prompt: the vector of its pooled hidden states. Cancelling the task aborts it.
 
         The arguments are those of `add_request`. Raises what that does, and `RequestTimeoutError`
         or `RequestAbortedError` where a stream would have ended without a vector.
         """
+        from aioserve.support.whole_texts import read_embedding
+
         stream = await self.add_request(prompt, pooling_params or PoolingParams(), **fields)
         try:
-            return await read_embedding(stream)
+            async with stream:
+                return await read_embedding(stream.request_id, stream)
         except RequestAbortedError:
             self._alive()  # that it shuts down is what the caller should know
             raise

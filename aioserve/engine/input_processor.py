@@ -25,20 +25,14 @@ from aioserve.engine.prompt import (
     ReadMedia,
     unmarked,
 )
-from aioserve.engine.stream import RequestStream
 from aioserve.errors import (
-    RequestAbortedError,
     RequestError,
-    RequestFailedError,
-    RequestTimeoutError,
     first_line,
     is_panic,
 )
 from aioserve.model_source.info import ModelInfo
-from aioserve.outputs import EmbeddingOutput, FinishReason
 from aioserve.params import (
     MAX_BAD_WORD_TOKENS,
-    MAX_FORCED_TOKENS,
     PoolingParams,
     SamplingParams,
 )
@@ -461,6 +455,8 @@ class SamplingValidator:
             bad = tuple(dict.fromkeys([*params.bad_words_ids, *self._spell(params.bad_words)]))
             params = msgspec.structs.replace(params, bad_words_ids=bad, bad_words=())
         if params.thinking_budget is not None and self._has_tokenizer:
+            from aioserve.engine.chat.chat_format import spell_budget
+
             params = spell_budget(params, self._encode, self._decode)
         if params.min_tokens and params.allowed_token_ids:
             ending = set(params.stop_token_ids)
@@ -504,47 +500,8 @@ class SamplingValidator:
         return spelled
 
 
-# Thinking budgets at the engine's door: the end mark as the tokens that will be forced. Knows a
-# tokenizer's words. Knows nothing about when a budget is spent.
-
-
-def spell_budget(
-    params: SamplingParams,
-    encode: Callable[[str], list[int]],
-    decode: Callable[[list[int]], str],
-) -> SamplingParams:
-    """`params` with the tokens of the mark that ends reasoning. Raises `RequestError` if they are
-    none, too many, or not allowed.
-    """
-    budget = params.thinking_budget
-    assert budget is not None, "it is given"
-    token_ids = encode(budget.text)
-    if budget.end not in decode(token_ids):
-        _refuse(f"the tokenizer of this model cannot spell {budget.text!r}")
-    if len(token_ids) > MAX_FORCED_TOKENS:
-        _refuse(
-            f"the text that ends reasoning must have at most {MAX_FORCED_TOKENS} tokens, it has "
-            f"{len(token_ids)}"
-        )
-    _check_allowed(token_ids, params.allowed_token_ids)
-    budget = msgspec.structs.replace(budget, forced_token_ids=tuple(token_ids))
-    return msgspec.structs.replace(params, thinking_budget=budget)
-
-
-def _check_allowed(token_ids: Collection[int], allowed: Collection[int]) -> None:
-    if allowed and (missing := set(token_ids).difference(allowed)):
-        _refuse(
-            "allowed_token_ids must hold the tokens that end reasoning; they lack "
-            + ", ".join(map(str, sorted(missing)))
-        )
-
-
-def _refuse(why: str) -> None:
-    raise RequestError(f"thinking_budget cannot be enforced: {why}", param="thinking_budget")
-
-
-# Embeddings at the engine's door and at its exit: what may be asked, what a stream amounts to.
-# Knows what a model says of its vectors. Knows nothing about states, steps or HTTP.
+# Embeddings at the engine's door: what may be asked. Knows what a model says of its vectors. Knows
+# nothing about states, steps or HTTP.
 
 
 #: What stands for sampling parameters where a prompt is pooled.
@@ -590,23 +547,3 @@ class PoolingValidator:
             raise RequestError(
                 f"dimensions must be one of {known}, got {dimensions}", param="dimensions"
             )
-
-
-async def read_embedding(stream: RequestStream) -> EmbeddingOutput:
-    """Return what a stream of a request that is pooled amounts to. Raises where there is no
-    vector.
-    """
-    async with stream:
-        [output] = [output async for output in stream]
-    if output.finish_reason is FinishReason.TIMEOUT:
-        raise RequestTimeoutError(f"request {stream.request_id} has timed out")
-    if output.finish_reason is FinishReason.ABORT:
-        raise RequestAbortedError(f"request {stream.request_id} was aborted")
-    if output.embedding is None:
-        raise RequestFailedError("the runner computed the prompt but gave no vector of it")
-    return EmbeddingOutput(
-        request_id=stream.request_id,
-        embedding=output.embedding,
-        num_prompt_tokens=output.num_prompt_tokens,
-        num_cached_tokens=output.num_cached_tokens,
-    )

@@ -11,15 +11,15 @@ from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aioserve.engine import EngineClient
+from aioserve.engine.chat.chat_format import ChatFormat
 from aioserve.engine.operations import HealthCheck, ShowMetrics
 from aioserve.engine.operations.command import Health, Readiness
 from aioserve.errors import UnknownKeyError, UnknownModelError
 from aioserve.params import RANGES
 from aioserve.server.body import Route
-from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
 from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.protocol import Architecture, Capability, ModelCard, ModelList
-from aioserve.server.running import ENGINE
+from aioserve.server.running import CHAT_FORMAT, ENGINE
 from aioserve.support.version import __version__
 
 _encoder = msgspec.json.Encoder()

@@ -19,6 +19,7 @@ from aiohttp import web
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.engine.builder import check_policies
+from aioserve.engine.chat.chat_format import ChatFormat, check_formats, say_format
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import ACCESS, Access, MainAccess
 from aioserve.server.access.connections import Connections, Site, allow_connections, tell_connection
@@ -31,7 +32,6 @@ from aioserve.server.access.origins import (
     check_exposure,
     tell_origin,
 )
-from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, check_formats, say_format
 from aioserve.server.images import IMAGES, Images
 from aioserve.server.loading import Loading, answering_while_loading
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts
@@ -47,6 +47,7 @@ from aioserve.server.middleware import (
 from aioserve.server.process import Signals, notify, tell_that_the_loop_turns
 from aioserve.server.routes import Routes, open_apis
 from aioserve.server.running import (
+    CHAT_FORMAT,
     DOCUMENT,
     ENGINE,
     NEEDS,
@@ -112,13 +113,7 @@ def build_app(
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
     app[IMAGES] = Images(engine.config.images)
     app.on_cleanup.append(lambda _: app[IMAGES].close())
-    server = engine.config.server
-    app[CHAT_FORMAT] = ChatFormat(
-        engine.model_info.tokenizer,
-        server.tool_call_parser,
-        server.reasoning_parser,
-        closes_objects=engine.config.structured_outputs.json_objects == "closed",
-    )
+    app[CHAT_FORMAT] = ChatFormat.of(engine.model_info.tokenizer, engine.config)
     app.on_cleanup.append(lambda _: app[CHAT_FORMAT].close())
     app.on_response_prepare.extend((add_request_id, say_when_to_come_again))
     if allows_origins:
@@ -330,7 +325,7 @@ async def serve(
             notify("READY=1", f"STATUS=serves {config.model.served_name} on {url}")
             serving.callback(asyncio.create_task(tell_that_the_loop_turns()).cancel)
             say_chat_limit(engine)
-            say_format(engine)
+            say_format(engine.model_info.tokenizer, engine.config.server)
             for sock in doors.admin:
                 told = url_of(sock, is_encrypted=access.tls is not None)
                 logger.info("the admin routes are on %s", told)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from aiohttp import web
 
+from aioserve.engine.chat.tools import blame
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import MAX_N
@@ -17,7 +18,6 @@ from aioserve.server.body import (
     BodyDecoder,
     Route,
 )
-from aioserve.server.chat.tools import blame
 from aioserve.server.generation import Reply, event, read_body, respond
 from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
 from aioserve.server.protocol import (

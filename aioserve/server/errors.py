@@ -14,6 +14,7 @@ from aioserve.errors import (
     EngineDeadError,
     EngineOverloadedError,
     EnginePausedError,
+    EngineUnavailableError,
     ForbiddenError,
     GrammarLimitError,
     KeyLimitError,
@@ -173,4 +174,6 @@ def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> Aioserv
         return cls(info.message, param=info.param)
     if issubclass(error, EngineOverloadedError):
         return error(info.message, retry_after=retry_after)
+    if error is EngineDeadError and status == 503:  # else it died in the middle of a stream
+        return EngineUnavailableError(info.message, retry_after)
     return error(info.message)

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from aiohttp import web
 
 from aioserve.engine import EngineClient
+from aioserve.engine.chat.chat_format import ChatFormat
 from aioserve.errors import RequestError, RequestIdInUseError
 from aioserve.server.access.keys import Key
 
@@ -86,6 +87,7 @@ ENGINE = web.AppKey("ENGINE", EngineClient)
 RUNNING = web.AppKey("RUNNING", RunningResponses)
 NEEDS = web.AppKey("NEEDS", dict[str, str])  # by route: which key it needs, as `Route.needs` says
 KEY = web.RequestKey("KEY", Key)  # on a request: its key, where keys are required
+CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
 
 MADE_ID = web.RequestKey("MADE_ID", str)  # on one that has no such answer: made for it

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from aioserve.engine import Conversation, Prompt
+from aioserve.engine.chat.tools import before_tools
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.server.access.gate import entered
 from aioserve.server.body import (
@@ -25,7 +26,7 @@ from aioserve.server.chat.protocol import (
     ToolEntry,
     template_messages,
 )
-from aioserve.server.chat.tools import before_tools, chat_tool_use
+from aioserve.server.chat.routes import chat_tool_use
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.protocol import Int, ModelRequest
 from aioserve.server.running import ENGINE

@@ -14,9 +14,12 @@ from aioserve.errors import (
     EngineDeadError,
     EngineOverloadedError,
     PromptsFailedError,
+    RequestAbortedError,
     RequestError,
+    RequestFailedError,
+    RequestTimeoutError,
 )
-from aioserve.outputs import FinishedOutput, RequestOutput
+from aioserve.outputs import EmbeddingOutput, FinishedOutput, FinishReason, RequestOutput
 from aioserve.params import SamplingParams
 
 P = TypeVar("P")
@@ -61,6 +64,25 @@ async def whole_output(outputs: AsyncIterator[RequestOutput]) -> FinishedOutput:
         raise EngineDeadError("the stream ended before its last output")
     assert whole.times is not None, "the last output of every sample has times"
     return FinishedOutput(**msgspec.structs.asdict(whole))
+
+
+async def read_embedding(request_id: str, outputs: AsyncIterator[RequestOutput]) -> EmbeddingOutput:
+    """Return what a stream of a request that is pooled amounts to. Raises where there is no
+    vector.
+    """
+    [output] = [output async for output in outputs]
+    if output.finish_reason is FinishReason.TIMEOUT:
+        raise RequestTimeoutError(f"request {request_id} has timed out")
+    if output.finish_reason is FinishReason.ABORT:
+        raise RequestAbortedError(f"request {request_id} was aborted")
+    if output.embedding is None:
+        raise RequestFailedError("the runner computed the prompt but gave no vector of it")
+    return EmbeddingOutput(
+        request_id=request_id,
+        embedding=output.embedding,
+        num_prompt_tokens=output.num_prompt_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+    )
 
 
 async def generate_all(

@@ -125,7 +125,7 @@ def test_a_format_of_another_package_is_found_by_name_and_asked_first(tmp_path, 
         EntryPoint("broken", "no_such_module:Marked", "aioserve.formats"),
     ]
     monkeypatch.setattr(
-        "aioserve.server.chat.format_choice.installed_entry_points", lambda group: found
+        "aioserve.engine.chat.reply_format.installed_entry_points", lambda group: found
     )
     monkeypatch.setattr("aioserve.support.plugins.installed_entry_points", lambda group: found)
     assert available_formats().keys() == {*SHIPPED, "strange", "broken"}

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioserve.features.formats import SHIPPED, Arguments, Call, Content, Function
-from aioserve.server.chat.format_choice import load_format
-from aioserve.server.chat.reply_format import (
+from aioserve.engine.chat.reply_format import (
     Marks,
     ReasoningParser,
     Reply,
     ReplyFormat,
     SaidCall,
+    load_format,
 )
-from aioserve.server.chat.reply_reader import HeldCalls
+from aioserve.engine.chat.reply_reader import HeldCalls
+from aioserve.features.formats import SHIPPED, Arguments, Call, Content, Function
 
 TEXT, LIST, OBJECT = ({"type": name} for name in ("string", "array", "object"))
 FUNCTION = Function("f", {"type": "object", "properties": {"a": TEXT, "b": LIST, "c": OBJECT}})

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from aioserve.config import ModelConfig
+from aioserve.engine.chat.chat_format import ChatFormat
 from aioserve.features.formats import Function, Reply, SaidCall, load_format
 from aioserve.features.grammars import GrammarCompiler
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
-from aioserve.server.chat.chat_format import ChatFormat
 from tests.server.scripted import make_model
 
 FORMATS = ["qwen3_coder", "seed_oss", "glm", "glm47", "minimax_m2", "deepseek_v32", "deepseek_v4"]

@@ -10,15 +10,16 @@ from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioserve.engine.chat.chat_format import ChatFormat
 from aioserve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from aioserve.params import SamplingParams
-from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat
 from aioserve.server.chat.protocol import ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.routes import ChatReply
 from aioserve.server.completions import CompletionReply
 from aioserve.server.generation import Reply, best_outputs
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts
 from aioserve.server.protocol import Completion, CompletionRequest, StreamOptions
+from aioserve.server.running import CHAT_FORMAT
 
 # A name that looks like the fields it stands next to.
 MODEL = '"text":"\0","content":"\0"'

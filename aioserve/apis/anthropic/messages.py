@@ -39,6 +39,8 @@ from aioserve.apis.anthropic.protocol import (
     to_messages_error,
 )
 from aioserve.engine import Conversation
+from aioserve.engine.chat.reply_reader import ReplyReader
+from aioserve.engine.chat.tools import ToolUse, before_tools, bind_off_loop, blame
 from aioserve.errors import RequestError
 from aioserve.features.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
@@ -49,16 +51,14 @@ from aioserve.server.body import (
     Route,
     decode_body,
 )
-from aioserve.server.chat.chat_format import CHAT_FORMAT
-from aioserve.server.chat.reply_reader import ReplyReader, with_budget
-from aioserve.server.chat.tools import ToolUse, before_tools, bind_off_loop, blame
+from aioserve.server.chat.routes import with_budget
 from aioserve.server.errors import to_wire
 from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import Answer, respond, typed_event
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.protocol import Usage
-from aioserve.server.running import ENGINE
+from aioserve.server.running import CHAT_FORMAT, ENGINE
 from aioserve.server.tokenization import preparing
 
 create_decoder = BodyDecoder(MessagesRequest, "messages")

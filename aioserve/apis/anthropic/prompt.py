@@ -14,10 +14,10 @@ from aioserve.apis.anthropic.protocol import (
     ToolChoice,
     ToolDefinition,
 )
+from aioserve.engine.chat.tools import Choice, Names, ToolUse, tool_use
 from aioserve.errors import RequestError
 from aioserve.server.body import convert_part, refuse_all_but
 from aioserve.server.chat.protocol import FunctionDefinition
-from aioserve.server.chat.tools import Choice, Names, ToolUse, tool_use
 from aioserve.server.fields import is_vendors
 from aioserve.server.images import ImageParts, Part, content_of, joined, text_part
 

@@ -41,17 +41,17 @@ from aioserve.apis.responses.protocol import (
     TextConfig,
     TextFormat,
 )
+from aioserve.engine.chat.reply_reader import ReplyReader
 from aioserve.features.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import SamplingParams
 from aioserve.server.access.gate import owner_of
-from aioserve.server.chat.chat_format import CHAT_FORMAT
-from aioserve.server.chat.reply_reader import ReplyReader, tell_reasoning
+from aioserve.server.chat.routes import tell_reasoning
 from aioserve.server.errors import to_wire
 from aioserve.server.generation import Answer, typed_event
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts, chat_logprobs
 from aioserve.server.protocol import ChatTokenLogprob, Usage
-from aioserve.server.running import CHAIN, RESPONSES, Kept
+from aioserve.server.running import CHAIN, CHAT_FORMAT, RESPONSES, Kept
 
 _encoder = msgspec.json.Encoder()
 

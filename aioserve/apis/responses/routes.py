@@ -30,6 +30,7 @@ from aioserve.apis.responses.protocol import (
     Whole,
 )
 from aioserve.engine import Conversation
+from aioserve.engine.chat.tools import ToolUse, before_tools, bind_off_loop, blame
 from aioserve.errors import RequestError, RequestIdInUseError
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import (
@@ -40,15 +41,13 @@ from aioserve.server.body import (
     decode_body,
     decode_query,
 )
-from aioserve.server.chat.chat_format import CHAT_FORMAT
-from aioserve.server.chat.reply_reader import with_budget
-from aioserve.server.chat.tools import ToolUse, before_tools, bind_off_loop, blame
+from aioserve.server.chat.routes import with_budget
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.fields import pass_over_tools
 from aioserve.server.generation import respond
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.protocol import RequestPart
-from aioserve.server.running import CHAIN, ENGINE, RESPONSES, Kept
+from aioserve.server.running import CHAIN, CHAT_FORMAT, ENGINE, RESPONSES, Kept
 from aioserve.server.tokenization import preparing
 
 

@@ -8,23 +8,16 @@ when they are asked for.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from aioserve.features.formats.text import JsonValue, any_of, match_end, skip_space, typed_json
-from aioserve.server.chat.format_choice import (
-    SHIPPED,
-    Choice,
-    available_formats,
-    check_names,
-    choose,
-    load_format,
-)
-from aioserve.server.chat.reply_format import (
+from aioserve.engine.chat.reply_format import (
     ANY,
     MARKS,
     MAX_FORCED_CALLS,
+    SHIPPED,
     SPACE,
     Arguments,
     Beginning,
     Call,
+    Choice,
     Content,
     Event,
     Function,
@@ -37,7 +30,10 @@ from aioserve.server.chat.reply_format import (
     ReplyParser,
     SaidCall,
     alternatives,
+    available_formats,
     called,
+    check_names,
+    choose,
     choose_reasoning,
     dumps,
     free_reply,
@@ -45,11 +41,13 @@ from aioserve.server.chat.reply_format import (
     json_rule,
     leads,
     literal_with,
+    load_format,
     object_of,
     overlap,
     repeated,
     text_until,
 )
+from aioserve.features.formats.text import JsonValue, any_of, match_end, skip_space, typed_json
 
 if TYPE_CHECKING:
     from aioserve.features.formats.call_block import CallBlockParser

@@ -8,9 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from aioserve.features.formats.call_parser import CallParser
-from aioserve.features.formats.text import JsonValue, any_of, match_end
-from aioserve.server.chat.reply_format import (
+from aioserve.engine.chat.reply_format import (
     Arguments,
     Beginning,
     Call,
@@ -21,6 +19,8 @@ from aioserve.server.chat.reply_format import (
     json_rule,
     repeated,
 )
+from aioserve.features.formats.call_parser import CallParser
+from aioserve.features.formats.text import JsonValue, any_of, match_end
 
 _HEADER = re.compile(r"[^<\n]*")
 

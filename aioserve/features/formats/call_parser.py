@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from aioserve.errors import UNREADABLE
-from aioserve.features.formats.text import JsonValue, skip_space
-from aioserve.server.chat.reply_format import (
+from aioserve.engine.chat.reply_format import (
     SPACE,
     Arguments,
     Beginning,
@@ -24,6 +22,8 @@ from aioserve.server.chat.reply_format import (
     ReplyFormat,
     overlap,
 )
+from aioserve.errors import UNREADABLE
+from aioserve.features.formats.text import JsonValue, skip_space
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS = {"name", "type", "id", "description", *ARGUMENT_KEYS}

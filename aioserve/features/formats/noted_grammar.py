@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from aioserve.features.formats.notation import Notation, noted
-from aioserve.features.formats.text import referred
-from aioserve.server.chat.reply_format import (
+from aioserve.engine.chat.reply_format import (
     ANY,
     Function,
     Literal,
@@ -21,6 +19,8 @@ from aioserve.server.chat.reply_format import (
     text_until,
     whole_pattern,
 )
+from aioserve.features.formats.notation import Notation, noted
+from aioserve.features.formats.text import referred
 
 MAX_DEPTH = 8  # of schemas that refer to schemas, in one
 MAX_NESTED = 40  # schemas in schemas; what is deeper is not bound

@@ -9,17 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from aioserve.features.formats.call_parser import CallParser
-from aioserve.features.formats.text import (
-    JsonValue,
-    any_of,
-    argument_types,
-    forms,
-    match_end,
-    skip_space,
-    typed_json,
-)
-from aioserve.server.chat.reply_format import (
+from aioserve.engine.chat.reply_format import (
     ANY,
     Arguments,
     Beginning,
@@ -36,6 +26,16 @@ from aioserve.server.chat.reply_format import (
     split_literal,
     text_until,
     whole_pattern,
+)
+from aioserve.features.formats.call_parser import CallParser
+from aioserve.features.formats.text import (
+    JsonValue,
+    any_of,
+    argument_types,
+    forms,
+    match_end,
+    skip_space,
+    typed_json,
 )
 
 NAME = re.compile(r'[^<>"\n]*')  # of a function or an argument

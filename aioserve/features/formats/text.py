@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from aioserve.server.chat.reply_format import SPACE
+from aioserve.engine.chat.reply_format import SPACE
 
 
 def skip_space(text: str, start: int) -> int:

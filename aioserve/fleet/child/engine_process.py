@@ -32,10 +32,9 @@ from aioserve.errors import (
     ForeignLoopError,
     RequestFailedError,
 )
-from aioserve.language_model import ModelPrompt
+from aioserve.language_model import ModelPrompt, RequestFields
 from aioserve.outputs import FinishedOutput, RequestOutput
 from aioserve.params import SamplingParams
-from aioserve.request import RequestFields
 from aioserve.support.arguments import EXIT_USAGE
 from aioserve.support.whole_texts import generate_all
 

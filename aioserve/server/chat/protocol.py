@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from aioserve.errors import UNREADABLE, RequestError
+from aioserve.engine.chat.tools import template_call
+from aioserve.errors import RequestError
 from aioserve.server.body import refuse_all_but
 from aioserve.server.images import Content, ImageParts, Part, content_of, text_part
 from aioserve.server.protocol import (
@@ -281,20 +282,6 @@ def _template_message(
         if message.name is None and message.tool_call_id in names:
             rendered["name"] = names[message.tool_call_id]  # some templates say it
     return rendered
-
-
-def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call as chat templates know it. Arguments that are no JSON object stay text: a model
-    once wrote them, and the conversation goes on.
-    """
-    decoded: Any = {}
-    if arguments.strip():
-        try:
-            decoded = msgspec.json.decode(arguments, type=dict[str, Any])
-        except UNREADABLE:
-            decoded = arguments
-    function = {"name": name, "arguments": decoded}
-    return {"id": call_id, "type": "function", "function": function}
 
 
 def _content(message: ChatMessage, path: str, images: ImageParts) -> Content | None:

@@ -4,7 +4,7 @@ Knows the shape of that endpoint; the chat template is the engine's, admission a
 `generation`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -13,15 +13,32 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from aioserve.engine import Conversation
+from aioserve.engine.chat.reply_format import Arguments, Call, Content, Event, Reasoning
+from aioserve.engine.chat.reply_reader import ReplyReader
+from aioserve.engine.chat.tools import (
+    Names,
+    ToolUse,
+    before_tools,
+    bind_off_loop,
+    blame,
+    leaves_room_for_reasoning,
+    tool_use,
+)
 from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.params import MAX_LOGPROBS, NO_DEFAULTS, SamplingDefaults, SamplingParams
+from aioserve.params import (
+    MAX_LOGPROBS,
+    NO_DEFAULTS,
+    SamplingDefaults,
+    SamplingParams,
+    ThinkingBudget,
+)
 from aioserve.server.body import (
     GENERATION_ERRORS,
     BodyDecoder,
     Route,
+    convert_part,
 )
-from aioserve.server.chat.chat_format import CHAT_FORMAT
 from aioserve.server.chat.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -30,23 +47,26 @@ from aioserve.server.chat.protocol import (
     ChatCompletionRequest,
     ChatDelta,
     ChatReplyMessage,
+    FunctionCall,
+    FunctionCallDelta,
+    NamedToolChoice,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
     template_messages,
 )
-from aioserve.server.chat.reply_reader import ReplyReader, tell_reasoning, with_budget
-from aioserve.server.chat.tools import (
-    ToolUse,
-    before_tools,
-    bind_off_loop,
-    blame,
-    chat_tool_use,
-    leaves_room_for_reasoning,
-)
-from aioserve.server.fields import pass_over_tools
+from aioserve.server.fields import is_vendors, pass_over_tools
 from aioserve.server.generation import Reply, event, read_body, respond
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
-from aioserve.server.protocol import ChatLogprobs, ErrorResponse, PromptLogprobs, Usage
-from aioserve.server.running import ENGINE
+from aioserve.server.protocol import (
+    ChatLogprobs,
+    CompletionTokensDetails,
+    ErrorResponse,
+    PromptLogprobs,
+    Usage,
+)
+from aioserve.server.running import CHAT_FORMAT, ENGINE
 
 decoder = BodyDecoder(ChatCompletionRequest, "chat")
 # What the engine calls the rendered messages, and other fields.
@@ -93,6 +113,21 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         error.param = _NAMES.get(error.param or "", error.param)
         blame(error, use, body.bound_by)
         raise
+
+
+def chat_tool_use(body: ChatCompletionRequest, *, ignore_unknown: bool = False) -> ToolUse | None:
+    """Return what a chat request asks for, without the tools of vendors."""
+    tools = {
+        i: convert_part(entry, Tool, f"tools[{i}]", ignore_unknown=ignore_unknown)
+        for i, entry in enumerate(body.tools or ())
+        if not is_vendors(entry.get("type"))
+    }
+    offered = {f"tools[{i}].function": tool.function for i, tool in tools.items()}
+    ask = partial(tool_use, offered, names=Names(chosen="tool_choice.function.name"))
+    if not isinstance(body.tool_choice, NamedToolChoice):
+        return ask(body.tool_choice or "auto", is_parallel=body.parallel_tool_calls is not False)
+    name = body.tool_choice.function.name
+    return ask("required", only=[name], is_parallel=False)
 
 
 def sampling_params(
@@ -172,7 +207,7 @@ class ChatReply(Reply):
         self._use = use
         self._separates = separates_reasoning and body.separate_reasoning is not False
         self._includes_reasoning = body.include_reasoning is not False
-        self._readers: dict[int, ReplyReader] = {}  # by choice
+        self._readers: dict[int, MessageReader] = {}  # by choice
         self._opened: set[int] = set()  # choices whose role was said
         # Whether a reply is text and nothing else.
         self._is_plain = use is None and not self._format.tells_apart
@@ -285,10 +320,10 @@ class ChatReply(Reply):
         self.extend(choice, output)
         return choice
 
-    def _reader(self, index: int) -> ReplyReader:
+    def _reader(self, index: int) -> "MessageReader":
         reader = self._readers.get(index)
         if reader is None:
-            reader = self._readers[index] = ReplyReader.of(
+            reader = self._readers[index] = MessageReader.of(
                 self._format,
                 self._use,
                 self.prompt_end,
@@ -308,3 +343,94 @@ class ChatReply(Reply):
         if found is None:
             return UNSET
         return prompt_logprobs(self.texts, self.prompts[0], found, self._num_prompt_logprobs)
+
+
+class MessageReader(ReplyReader):
+    """A reader of the outputs of one choice, which tells them in wire structs."""
+
+    _index = -1  # of the last call that was told
+
+    def deltas(self, events: list[Event]) -> list[ChatDelta]:
+        """Return one for each event, as OpenAI streams them."""
+        return [self._delta(event) for event in events]
+
+    def _delta(self, event: Event) -> ChatDelta:
+        match event:
+            case Content():
+                return ChatDelta(content=event.text)
+            case Reasoning():
+                return ChatDelta(reasoning_content=event.text)
+            case Call():
+                self._index += 1
+                call = ToolCallDelta(
+                    index=self._index,
+                    id=event.id or "",
+                    type="function",
+                    function=FunctionCallDelta(name=event.name, arguments=""),
+                )
+            case Arguments():
+                function = FunctionCallDelta(arguments=event.text)
+                call = ToolCallDelta(index=self._index, function=function)
+        return ChatDelta(tool_calls=[call])
+
+    def message(self, events: list[Event]) -> ChatReplyMessage:
+        """Return all events of a reply as one message."""
+        content = "".join(each.text for each in events if isinstance(each, Content))
+        reasoning = "".join(each.text for each in events if isinstance(each, Reasoning))
+        calls: list[ToolCall] = []
+        for each in events:
+            if isinstance(each, Call):
+                function = FunctionCall(name=each.name, arguments="")
+                calls.append(ToolCall(id=each.id or "", function=function))
+            elif isinstance(each, Arguments):
+                calls[-1].function.arguments += each.text
+        return ChatReplyMessage(
+            content=content or (None if calls else ""),
+            reasoning_content=reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
+
+
+# Thinking budgets and reasoning tokens of conversations, for every protocol. Knows the marks of the
+# model and what a request may ask of them; which fields ask, the routes know.
+
+
+UNLIMITED = -1
+
+
+def with_budget(
+    request: web.Request, params: SamplingParams, max_tokens: int | None, field: str
+) -> SamplingParams:
+    """`params` of a reply that reasons for at most `max_tokens` tokens; None, or -1: any number.
+
+    Raises `RequestError` that names `field` if the model's reasoning is not known, or for fewer.
+    """
+    if max_tokens is None or max_tokens == UNLIMITED:
+        return params
+    if max_tokens < UNLIMITED:
+        raise RequestError(f"{field} must be at least -1, got {max_tokens}", param=field)
+    chat_format = request.app[CHAT_FORMAT]
+    marks = chat_format.thinking
+    if marks is None:
+        raise RequestError(
+            f"{field} cannot be enforced: the chat template of this model has no known marks of "
+            "reasoning (see --reasoning-parser)",
+            param=field,
+        )
+    message = request.app[ENGINE].config.server.reasoning_budget_message
+    budget = ThinkingBudget(
+        max_tokens=max_tokens,
+        start=marks.start,
+        end=marks.end,
+        is_implied=marks.is_implied,
+        is_repeated=marks.is_repeated,
+        forced=message + marks.end + chat_format.after_thinking,
+    )
+    return msgspec.structs.replace(params, thinking_budget=budget)
+
+
+def tell_reasoning(usage: Usage, counts: Iterable[int | None]) -> None:
+    """Add the reasoning tokens of each choice to `usage`, unless they are not counted."""
+    known = [count for count in counts if count is not None]
+    details = CompletionTokensDetails(reasoning_tokens=sum(known)) if known else UNSET
+    usage.completion_tokens_details = details

@@ -13,7 +13,7 @@ import pytest
 
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig, ServerConfig
-from aioserve.server.chat.chat_format import say_format
+from aioserve.engine.chat.chat_format import say_format
 from tests import processes
 from tests.processes import PATIENCE
 from tests.server.scripted import HERMES, THINKING, TWO_CALLS, make_model, saying
@@ -68,7 +68,7 @@ async def test_a_parser_of_tools_that_the_model_never_hears_of_is_said_at_the_st
     async with AsyncEngine(config) as engine:
         caplog.clear()
         caplog.set_level("INFO")
-        say_format(engine)
+        say_format(engine.model_info.tokenizer, engine.config.server)
     said = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
     assert [line for line in said if line.startswith("format of replies: ")]
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

@@ -7,20 +7,13 @@ Knows the grammars of bound replies, and counts malformed calls. Which format it
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import web
 
-from aioserve.config import ServerConfig
-from aioserve.engine import AsyncEngine, Conversation
-from aioserve.engine.chat_template import ChatTemplate
-from aioserve.engine.detokenizer import special_token_ids
-from aioserve.engine.operations.command import Counted
-from aioserve.errors import RequestError
-from aioserve.server.chat.format_choice import check_names, choose
-from aioserve.server.chat.reply_format import (
+from aioserve.config import EngineConfig, ServerConfig
+from aioserve.engine.chat.reply_format import (
     ANY,
     Beginning,
     Function,
@@ -29,11 +22,19 @@ from aioserve.server.chat.reply_format import (
     ReplyFormat,
     ReplyParser,
     called,
+    check_names,
+    choose,
     free_reply,
     leads,
     literal_with,
     text_until,
 )
+from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.detokenizer import special_token_ids
+from aioserve.engine.operations.command import Counted
+from aioserve.engine.prompt import Conversation
+from aioserve.errors import RequestError
+from aioserve.params import MAX_FORCED_TOKENS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,10 @@ def check_formats(settings: ServerConfig) -> None:
     check_names(settings.tool_call_parser, settings.reasoning_parser)
 
 
-def say_format(engine: AsyncEngine) -> None:
+def say_format(tokenizer: Any, settings: ServerConfig) -> None:
     """A line of the log about which format reads replies, and by which evidence; another if calls
     are looked for of tools that the model never hears of.
     """
-    tokenizer, settings = engine.model_info.tokenizer, engine.config.server
     names = settings.tool_call_parser, settings.reasoning_parser
     logger.info("format of replies: %s", choose(*names, _templates_of(tokenizer)).why)
     if (why := untold_tools(tokenizer, settings.tool_call_parser)) is not None:
@@ -91,7 +91,7 @@ class ChatFormat:
         for `for_grammar`. Raises `ConfigError` for what names no format.
         """
         self.closes_objects = closes_objects
-        self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
+        self.tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
         choice = choose(tool_call_parser, reasoning_parser, _templates_of(tokenizer))
         self.malformed = MalformedCalls(choice.name)
         self.marks: Marks | None = choice.marks
@@ -104,6 +104,16 @@ class ChatFormat:
         self._special = {marker: ids[marker] for marker in markers if ids.get(marker) in special}
         #: How a grammar writes a text.
         self.literal = literal_with(self._special)
+
+    @classmethod
+    def of(cls, tokenizer: Any, config: EngineConfig) -> "ChatFormat":
+        """Return the format that the settings name, or that the chat template shows."""
+        return cls(
+            tokenizer,
+            config.server.tool_call_parser,
+            config.server.reasoning_parser,
+            closes_objects=config.structured_outputs.json_objects == "closed",
+        )
 
     async def close(self) -> None:
         """End what renders templates, if anything had to."""
@@ -245,7 +255,7 @@ class ChatFormat:
         reasoning, calls = None, None
         reads_all = with_reasoning and self._reads_all
         if (self.marks is not None and with_reasoning) or functions is not None or reads_all:
-            end = self._tokenizer.decode(prompt_end)
+            end = self.tokenizer.decode(prompt_end)
         if self.marks is not None and with_reasoning:
             reasoning = ReasoningParser(self.marks, end)
         if functions is not None:
@@ -253,9 +263,6 @@ class ChatFormat:
         elif reads_all and self._format is not None:
             calls = self._format((), end)
         return ReplyParser(reasoning, calls)
-
-
-CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
 
 
 def _templates_of(tokenizer: Any) -> str:
@@ -291,3 +298,42 @@ class MalformedCalls:
         if self._name is not None:
             counted.counts += [((self._name, way), self._counts[way]) for way in ways]
         return [counted]
+
+
+# Thinking budgets at the engine's door: the end mark as the tokens that will be forced. Knows a
+# tokenizer's words. Knows nothing about when a budget is spent.
+
+
+def spell_budget(
+    params: SamplingParams,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+) -> SamplingParams:
+    """`params` with the tokens of the mark that ends reasoning. Raises `RequestError` if they are
+    none, too many, or not allowed.
+    """
+    budget = params.thinking_budget
+    assert budget is not None, "it is given"
+    token_ids = encode(budget.text)
+    if budget.end not in decode(token_ids):
+        _refuse(f"the tokenizer of this model cannot spell {budget.text!r}")
+    if len(token_ids) > MAX_FORCED_TOKENS:
+        _refuse(
+            f"the text that ends reasoning must have at most {MAX_FORCED_TOKENS} tokens, it has "
+            f"{len(token_ids)}"
+        )
+    _check_allowed(token_ids, params.allowed_token_ids)
+    budget = msgspec.structs.replace(budget, forced_token_ids=tuple(token_ids))
+    return msgspec.structs.replace(params, thinking_budget=budget)
+
+
+def _check_allowed(token_ids: Collection[int], allowed: Collection[int]) -> None:
+    if allowed and (missing := set(token_ids).difference(allowed)):
+        _refuse(
+            "allowed_token_ids must hold the tokens that end reasoning; they lack "
+            + ", ".join(map(str, sorted(missing)))
+        )
+
+
+def _refuse(why: str) -> None:
+    raise RequestError(f"thinking_budget cannot be enforced: {why}", param="thinking_budget")

@@ -1,30 +1,17 @@
-"""One choice of a chat reply: its text read into content, reasoning and calls, in wire structs.
+"""One choice of a chat reply: its text read into content, reasoning and calls.
 
-Knows ids and numbers of calls, which of them are let through, and which are malformed; the marks
-of reasoning, and its budget. Knows no format and no envelope.
+Knows ids of calls, which of them are let through, and which are malformed; counts the tokens of
+reasoning. Knows no format and no protocol.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import msgspec
-from aiohttp import web
-from msgspec import UNSET
 
-from aioserve.errors import UNREADABLE, RequestError
-from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.params import SamplingParams, ThinkingBudget
-from aioserve.server.chat.chat_format import CHAT_FORMAT, ChatFormat, MalformedCalls
-from aioserve.server.chat.protocol import (
-    ChatDelta,
-    ChatReplyMessage,
-    FunctionCall,
-    FunctionCallDelta,
-    ToolCall,
-    ToolCallDelta,
-)
-from aioserve.server.chat.reply_format import (
+from aioserve.engine.chat.chat_format import ChatFormat, MalformedCalls
+from aioserve.engine.chat.reply_format import (
     Arguments,
     Call,
     Content,
@@ -33,9 +20,9 @@ from aioserve.server.chat.reply_format import (
     ReplyParser,
     joined,
 )
-from aioserve.server.chat.tools import ToolUse
-from aioserve.server.protocol import CompletionTokensDetails, Usage
-from aioserve.server.running import ENGINE
+from aioserve.engine.chat.tools import ToolUse
+from aioserve.errors import UNREADABLE
+from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.support.tokens import ReasoningTokens, TokenBytes
 
 
@@ -66,7 +53,6 @@ class ReplyReader:
         self._with_reasoning = with_reasoning
         self._held = HeldCalls(until_whole=holds_calls)
         self._num_calls = 0  # that were made, left out or not
-        self._index = -1  # of the last that was let through
         self._ids: set[str] = set()
         self._error: Exception | None = None  # of the format
         self._arguments: list[str] = []  # of the last call, in pieces
@@ -82,7 +68,7 @@ class ReplyReader:
         separates_reasoning: bool = True,
         includes_reasoning: bool = True,
         holds_calls: bool = False,
-    ) -> "ReplyReader":
+    ) -> Self:
         """Return what reads a reply to a prompt with these last tokens, and with these tools.
         `pieces` are the bytes of tokens.
         """
@@ -179,46 +165,6 @@ class ReplyReader:
             return FinishReason.TOOL_CALLS
         return output.finish_reason
 
-    def deltas(self, events: list[Event]) -> list[ChatDelta]:
-        """Return one for each event, as OpenAI streams them."""
-        return [self._delta(event) for event in events]
-
-    def _delta(self, event: Event) -> ChatDelta:
-        match event:
-            case Content():
-                return ChatDelta(content=event.text)
-            case Reasoning():
-                return ChatDelta(reasoning_content=event.text)
-            case Call():
-                self._index += 1
-                call = ToolCallDelta(
-                    index=self._index,
-                    id=event.id or "",
-                    type="function",
-                    function=FunctionCallDelta(name=event.name, arguments=""),
-                )
-            case Arguments():
-                function = FunctionCallDelta(arguments=event.text)
-                call = ToolCallDelta(index=self._index, function=function)
-        return ChatDelta(tool_calls=[call])
-
-    def message(self, events: list[Event]) -> ChatReplyMessage:
-        """Return all events of a reply as one message."""
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-        calls: list[ToolCall] = []
-        for event in events:
-            if isinstance(event, Call):
-                function = FunctionCall(name=event.name, arguments="")
-                calls.append(ToolCall(id=event.id or "", function=function))
-            elif isinstance(event, Arguments):
-                calls[-1].function.arguments += event.text
-        return ChatReplyMessage(
-            content=content or (None if calls else ""),
-            reasoning_content=reasoning or UNSET,
-            tool_calls=calls or UNSET,
-        )
-
 
 # Holds calls back until they can be one: a call whose arguments are no JSON object becomes text. An
 # agent runs a tool as soon as it is told to, and one that cannot read what it is told goes no
@@ -307,44 +253,6 @@ def _is_object(text: str) -> bool:
     return True
 
 
-# Thinking budgets and reasoning tokens of conversations, for every protocol. Knows the marks of the
-# model and what a request may ask of them; which fields ask, the routes know.
-
-
-UNLIMITED = -1
-
-
-def with_budget(
-    request: web.Request, params: SamplingParams, max_tokens: int | None, field: str
-) -> SamplingParams:
-    """`params` of a reply that reasons for at most `max_tokens` tokens; None, or -1: any number.
-
-    Raises `RequestError` that names `field` if the model's reasoning is not known, or for fewer.
-    """
-    if max_tokens is None or max_tokens == UNLIMITED:
-        return params
-    if max_tokens < UNLIMITED:
-        raise RequestError(f"{field} must be at least -1, got {max_tokens}", param=field)
-    chat_format = request.app[CHAT_FORMAT]
-    marks = chat_format.thinking
-    if marks is None:
-        raise RequestError(
-            f"{field} cannot be enforced: the chat template of this model has no known marks of "
-            "reasoning (see --reasoning-parser)",
-            param=field,
-        )
-    message = request.app[ENGINE].config.server.reasoning_budget_message
-    budget = ThinkingBudget(
-        max_tokens=max_tokens,
-        start=marks.start,
-        end=marks.end,
-        is_implied=marks.is_implied,
-        is_repeated=marks.is_repeated,
-        forced=message + marks.end + chat_format.after_thinking,
-    )
-    return msgspec.structs.replace(params, thinking_budget=budget)
-
-
 def reasoning_counter(
     chat_format: ChatFormat, pieces: TokenBytes, prompt_end: Sequence[int]
 ) -> ReasoningTokens | None:
@@ -353,10 +261,3 @@ def reasoning_counter(
     """
     marks = chat_format.thinking
     return None if marks is None else ReasoningTokens(marks, pieces, prompt_end)
-
-
-def tell_reasoning(usage: Usage, counts: Iterable[int | None]) -> None:
-    """Add the reasoning tokens of each choice to `usage`, unless they are not counted."""
-    known = [count for count in counts if count is not None]
-    details = CompletionTokensDetails(reasoning_tokens=sum(known)) if known else UNSET
-    usage.completion_tokens_details = details

@@ -7,24 +7,16 @@ protocol wraps its tools.
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from aioserve.engine import Conversation
+from aioserve.engine.chat.chat_format import ChatFormat
+from aioserve.engine.chat.reply_format import Function, json_rule
+from aioserve.engine.prompt import Conversation
 from aioserve.errors import UNREADABLE, RequestError
 from aioserve.params import SamplingParams, StructuredOutputs
-from aioserve.server.body import convert_part
-from aioserve.server.chat.chat_format import ChatFormat
-from aioserve.server.chat.protocol import (
-    ChatCompletionRequest,
-    FunctionDefinition,
-    NamedToolChoice,
-    Tool,
-)
-from aioserve.server.chat.reply_format import Function, json_rule
-from aioserve.server.fields import is_vendors
 from aioserve.support.parts import load
 
 # What every way to write calls can tell from what stands around it.
@@ -60,6 +52,19 @@ async def before_tools(tools: Sequence[Any] | None) -> None:
         await asyncio.to_thread(schema_rules)
 
 
+class OfferedFunction(Protocol):
+    """A function that a request offers, in the struct of its protocol."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def description(self) -> str | None: ...
+    @property
+    def parameters(self) -> dict[str, Any] | None: ...  # a JSON schema; None: it takes none
+    @property
+    def strict(self) -> bool | None: ...  # whether calls that are not forced keep to the schema
+
+
 class Names(NamedTuple):
     """The names that a protocol gives its parts, for error messages to its clients."""
 
@@ -82,7 +87,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
 
 def tool_use(
-    offered: Mapping[str, FunctionDefinition],
+    offered: Mapping[str, OfferedFunction],
     choice: Choice,
     *,
     only: Sequence[str] | None = None,
@@ -128,22 +133,7 @@ def tool_use(
     )
 
 
-def chat_tool_use(body: ChatCompletionRequest, *, ignore_unknown: bool = False) -> ToolUse | None:
-    """Return what a chat request asks for, without the tools of vendors."""
-    tools = {
-        i: convert_part(entry, Tool, f"tools[{i}]", ignore_unknown=ignore_unknown)
-        for i, entry in enumerate(body.tools or ())
-        if not is_vendors(entry.get("type"))
-    }
-    offered = {f"tools[{i}].function": tool.function for i, tool in tools.items()}
-    ask = partial(tool_use, offered, names=Names(chosen="tool_choice.function.name"))
-    if not isinstance(body.tool_choice, NamedToolChoice):
-        return ask(body.tool_choice or "auto", is_parallel=body.parallel_tool_calls is not False)
-    name = body.tool_choice.function.name
-    return ask("required", only=[name], is_parallel=False)
-
-
-def _parameters(function: FunctionDefinition, path: str, field: str) -> dict[str, Any]:
+def _parameters(function: OfferedFunction, path: str, field: str) -> dict[str, Any]:
     """Checked, and the name as well."""
     if not _NAME.fullmatch(function.name):
         raise RequestError(
@@ -162,10 +152,24 @@ def _parameters(function: FunctionDefinition, path: str, field: str) -> dict[str
     return parameters
 
 
-def _template_tool(function: FunctionDefinition, parameters: dict[str, Any]) -> dict[str, Any]:
+def _template_tool(function: OfferedFunction, parameters: dict[str, Any]) -> dict[str, Any]:
     told = {"name": function.name, "description": function.description, "parameters": parameters}
     told = {key: value for key, value in told.items() if value is not None}
     return {"type": "function", "function": told}
+
+
+def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as chat templates know it. Arguments that are no JSON object stay text: a model
+    once wrote them, and the conversation goes on.
+    """
+    decoded: Any = {}
+    if arguments.strip():
+        try:
+            decoded = msgspec.json.decode(arguments, type=dict[str, Any])
+        except UNREADABLE:
+            decoded = arguments
+    function = {"name": name, "arguments": decoded}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 # Whether a JSON schema is one, as far as its shape tells, and where it is not. Knows the keywords
