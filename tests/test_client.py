@@ -86,7 +86,10 @@ async def test_outputs_are_those_of_the_engine(engine, client, prompt, params):
 @pytest.mark.parametrize("params", PARAMS)
 async def test_chat_outputs_are_those_of_the_engine(engine, client, params):
     local = await gather(engine.generate(MESSAGES, params))
-    assert await gather(client.chat(MESSAGES, params)) == local
+    assert await gather(client.generate(MESSAGES, params)) == local
+    told = await gather(engine.chat(MESSAGES, params))
+    assert await gather(client.chat(MESSAGES, params)) == told
+    assert (told.text, told.token_ids) == (local.text, local.token_ids)
 
 
 async def test_samples_are_told_apart(client):

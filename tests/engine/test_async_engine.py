@@ -390,8 +390,8 @@ async def test_a_prompt_of_anything_but_token_ids_is_refused(
 #: What `AsyncEngine` has for programs; docs/embedding.md, images.md and operations.md say what for.
 PUBLIC = """
     start shutdown wait_ended errored health state metrics
-    add_request generate generate_one generate_all chat chat_one embed tokenize detokenize abort abort_now
-    arriving adapters media supports_embeddings
+    add_request generate generate_one generate_all chat chat_one embed tokenize detokenize
+    abort abort_now arriving adapters media supports_embeddings
     get_stats inspect policy_error replaced_policy_error
     switch_policy switch_shadow pause resume sleep wake reload reset_prefix_cache ask
     config model_info max_model_len started_at internals

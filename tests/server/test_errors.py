@@ -4,8 +4,8 @@ import pytest
 
 from aioserve.errors import (
     AioserveError,
-    EngineDeadError,
     EngineOverloadedError,
+    EngineUnavailableError,
     ForbiddenError,
     GrammarLimitError,
     KeyLimitError,
@@ -33,7 +33,7 @@ from aioserve.server.protocol import ErrorInfo
         (EngineOverloadedError("full"), 429),
         (GrammarLimitError("too many states"), 400),
         (RequestFailedError("step"), 500),
-        (EngineDeadError("dead"), 503),
+        (EngineUnavailableError("loading", retry_after=3), 503),
     ],
 )
 def test_an_error_arrives_as_it_was_raised(error, status):
@@ -63,7 +63,7 @@ def test_other_errors_are_500_and_only_ours_are_described(error):
         (429, EngineOverloadedError),
         (413, RequestError),
         (502, RequestFailedError),
-        (503, EngineDeadError),
+        (503, EngineUnavailableError),
     ],
 )
 def test_an_answer_that_is_not_ours_is_told_by_its_status(status, cls):
