@@ -80,3 +80,28 @@ def test_mc_sf_holds_a_reply_back_whose_peak_would_not_fit() -> None:
         add(harness, name, predicted, max_tokens=40)
     harness.step()
     assert plans(harness) == [{"b": 4}]  # 33 and 34 tokens at their ends, of 64
+
+
+@pytest.mark.parametrize(
+    ("policy", "first"), [("svf", ["small", "large"]), ("sjf", ["large", "small"])]
+)
+def test_svf_weighs_the_memory_of_the_prompt_and_not_the_length_of_the_reply_alone(
+    policy: str, first: list[str]
+) -> None:
+    """Volumes: 40 * 8 + 36 = 356 token-steps for the long prompt, 4 * 12 + 78 = 126."""
+    harness = harness_of(policy, max_num_seqs=1, options={"ageing": 0.0})
+    for name, prompt, reply in (("large", 40, 8), ("small", 4, 12)):
+        hints = {"predicted_output_tokens": reply}
+        harness.add_request(name, [7] * prompt, max_tokens=20, hints=hints)
+    harness.run_until_idle()
+    assert first_served(harness) == first
+
+
+def test_a_large_volume_has_its_turn_in_svf_once_it_has_waited() -> None:
+    harness = harness_of("svf", max_num_seqs=1, options={"ageing": 5.0})
+    add(harness, "large", 25)
+    add(harness, "small", 5)
+    harness.wait(100)  # worth 500 token-steps; the large volume is 4 * 25 + 325 = 425
+    add(harness, "late", 5)
+    harness.run_until_idle()
+    assert first_served(harness) == ["small", "large", "late"]
