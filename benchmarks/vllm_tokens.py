@@ -53,7 +53,7 @@ TIE = {"float32": 0.001, "bfloat16": 0.5}
 #: The least part of the requests that has to end under both: the rest are those that are aborted.
 ENDED = 0.6
 
-#: A pool in which requests are preempted, and steps in which prompts are split.
+#: A pool in which some of 300 requests are preempted, and steps in which prompts are split.
 TIGHT = {
     "num_gpu_blocks_override": 48,
     "max_num_batched_tokens": 192,
@@ -268,6 +268,8 @@ def run_kind(
     own, usual = KINDS[kind]
     policy = policy or usual
     settings = {"model": str(model_directory()), "dtype": dtype, **TIGHT, **own}
+    if num_prompts < 100:  # fewer requests fill the pool at once less often
+        settings["num_gpu_blocks_override"] = 36
     llm = make_engine(**settings)
     # vLLM's sampler of drafts takes no `top_k` on a CPU.
     load = a_load(num_prompts, llm.get_tokenizer(), samples=kind != "drafts")

@@ -40,7 +40,7 @@ EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
 Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, evaluate,
-cards, calibrate, replay, trace, fetch, doctor and completion have a --help of their own.
+cards, calibrate, replay, trace, fetch, settings, doctor and completion have a --help of their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for invalid settings, 3 if the
 engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if the
@@ -152,6 +152,7 @@ TOOLS = {
     "chat": "aioserve.cli.chat:run_chat",
     "completion": "aioserve.cli.completion:run_completion",
     "doctor": "aioserve.cli.doctor:run_doctor",
+    "settings": "aioserve.cli.settings:run_settings",
     "fetch": "aioserve.model_source.downloads:run_fetch",
 }
 
@@ -269,12 +270,12 @@ def _add_flag(
     group: TakesArguments, section: str, field: msgspec.structs.FieldInfo
 ) -> list[argparse.Action]:
     """Add the flag of a setting; returns the actions that were added: one, or none."""
-    kind, description = _read_annotation(field.type)
+    kind, description = read_annotation(field.type)
     if typing.get_origin(kind) is dict:
         return []  # --set reaches inside of mappings
     help_text = description.replace("%", "%%")
     if field.default not in (None, ()):  # None is explained in the description
-        help_text += f" (default: {_show(field.default)})"
+        help_text += f" (default: {show_default(field.default)})"
     options: dict[str, Any] = {"dest": f"{section}.{field.name}", "help": help_text}
     if typing.get_origin(kind) is tuple:
         metavar = "NAME=PATH" if "NAME=PATH" in description else "NAME"
@@ -292,7 +293,7 @@ def _add_flag(
     return [group.add_argument(f"--{field.name.replace('_', '-')}", **options)]
 
 
-def _read_annotation(annotation: Any) -> tuple[Any, str]:
+def read_annotation(annotation: Any) -> tuple[Any, str]:
     """Return the type under `Annotated` and `| None`, and the description on the way there."""
     description = ""
     while True:
@@ -306,7 +307,7 @@ def _read_annotation(annotation: Any) -> tuple[Any, str]:
             return annotation, description
 
 
-def _show(default: Any) -> str:
+def show_default(default: Any) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return f"{default:g}" if isinstance(default, float) else str(default)

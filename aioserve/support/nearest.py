@@ -80,6 +80,13 @@ def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str,
     return where, f"expected {expected}, got {value!r}"
 
 
+def unknown_name(error: msgspec.ValidationError) -> str | None:
+    """Return where a field stands that is not known, as `server.hosst`, or None."""
+    if (match := _UNKNOWN.match(str(error))) is None:
+        return None
+    return ".".join([*re.findall(r"\.(\w+)", match["path"] or ""), match["name"]])
+
+
 def _elsewhere(name: str, kind: type) -> str:
     """`" (it is scheduler.policy)"`, if the name is right but stands in another section."""
     found = [

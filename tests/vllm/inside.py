@@ -7,6 +7,7 @@ differs is the scheduler. Prompts share prefixes, some clients leave, and the KV
 import contextlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,8 +73,26 @@ def make_engine(*, asynchronous: bool = False, **settings: Any) -> LLM:
         "async_scheduling": False,
         **settings,
     }
-    with _as_on_a_card() if asynchronous else contextlib.nullcontext():
+    with (
+        _without_llvmlites_library(),
+        _as_on_a_card() if asynchronous else contextlib.nullcontext(),
+    ):
         return LLM(**given)
+
+
+@contextlib.contextmanager
+def _without_llvmlites_library() -> Iterator[None]:
+    """vLLM 0.32 looks through the values of all loaded modules and takes `__dict__` for a mapping.
+    That of llvmlite's library, which numba loads for n-gram drafts, is a function: a process that
+    had such an engine could not make another one with drafts.
+    """
+    name = "llvmlite.binding.ffi"
+    hidden = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            sys.modules[name] = hidden
 
 
 @contextlib.contextmanager

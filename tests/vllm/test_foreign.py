@@ -217,7 +217,7 @@ def test_the_limit_of_a_long_prompt_is_not_vllms_while_the_request_is_alone() ->
 
 def test_vllm_leaves_min_tokens_to_what_samples() -> None:
     harness = SchedulerHarness(VLLMScheduler)
-    harness.add_request("r0", [2], stop_token_ids=range(50), min_tokens=3)
+    harness.add_request("r0", [2], stop_token_ids=[*range(50)], min_tokens=3)
     with pytest.raises(ContractViolation, match="finish and stop reason 'stop'"):
         harness.run_until_idle()
 
