@@ -2,9 +2,11 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from aioserve.support.process import way_out
 
@@ -44,3 +46,20 @@ def test_a_missing_package_is_named_by_what_pip_calls_it(monkeypatch: pytest.Mon
     monkeypatch.setattr("aioserve.support.process.CLONE", Path("/nowhere"))
     assert way_out(ModuleNotFoundError(name="zmq.asyncio")).endswith("-m pip install pyzmq")
     assert way_out(ModuleNotFoundError(name="msgspec")).endswith("-m pip install msgspec")
+
+
+def test_a_citation_names_the_project_as_its_package_does() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    assert citation["authors"] == project["authors"]
+    assert (
+        f"## {project['version']} ({citation['date-released']})"
+        in (ROOT / "CHANGELOG.md").read_text()
+    )
+
+
+def test_the_file_about_security_leads_to_the_page_that_says_how_to_report() -> None:
+    (link,) = re.findall(r"\]\(([^)#]+)#reporting\)", (ROOT / "SECURITY.md").read_text())
+    assert "\n## Reporting\n" in (ROOT / link).read_text()
