@@ -256,6 +256,15 @@ def say_chat_limit(engine: AsyncEngine) -> None:
         )
 
 
+#: Settings that a running server takes over with SIGHUP.
+FOLLOWED = {
+    "scheduler.policy",
+    "scheduler.options",
+    "shadow.shadow_policy",
+    "shadow.shadow_options",
+}
+
+
 async def serve(
     config: EngineConfig,
     site: MakeSite = site_here,
@@ -263,7 +272,8 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs. Whatever
     hangs, the process ends in the times of `signals` and of the server's settings. With SIGHUP the
-    keys are read again, and by `read_again` the settings, for the policy and its shadow.
+    keys are read again, and by `read_again` the settings, for the policy and its shadow; a
+    line in the log names the other changes, which wait for a restart.
 
     Raises `ConfigError` if the engine or the site cannot start as configured, and, after every
     client was told, `EngineDeadError` if the engine dies.
@@ -314,7 +324,7 @@ async def serve(
             await answering.aclose()
             reloads = [access.reload]
             if read_again is not None:
-                reloads.append(lambda: follow_policy(engine, read_again()))
+                reloads.append(lambda: follow_settings(engine, config, read_again()))
             signals.call_on_hangup(*reloads)
             logger.info(
                 "listening on %s (model %s, policy %s)",
@@ -349,6 +359,26 @@ async def serve(
             signals.leave(is_dead=True)
     signals.leave(is_dead=False)
     logger.info("stopped")
+
+
+def follow_settings(engine: AsyncEngine, started: EngineConfig, wanted: EngineConfig) -> None:
+    """Have what of `wanted` a running engine can have, which is its policies, and log which other
+    settings differ from those that the server has started with. Raises as `follow_policy` does.
+    """
+    follow_policy(engine, wanted)
+    if waiting := waiting_changes(started, wanted):
+        logger.warning("SIGHUP: these changes wait for a restart: %s", ", ".join(waiting))
+
+
+def waiting_changes(started: EngineConfig, wanted: EngineConfig) -> list[str]:
+    """Return the settings that differ and that no running server can change, as `section.name`."""
+    return [
+        f"{section}.{name}"
+        for section in started.__struct_fields__
+        for name in getattr(started, section).__struct_fields__
+        if f"{section}.{name}" not in FOLLOWED
+        and getattr(getattr(started, section), name) != getattr(getattr(wanted, section), name)
+    ]
 
 
 def follow_policy(engine: AsyncEngine, wanted: EngineConfig) -> None:

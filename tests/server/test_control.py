@@ -149,6 +149,8 @@ def test_a_hangup_has_the_policy_read_again(words, tmp_path):
         hang_up(f"scheduler: {{policy: priority}}\n{shadow}", "shadow policy is now hrrn")
         both = [("", "priority"), ("shadow_", "hrrn")]
         assert policies() == both
+        waiting = "these changes wait for a restart: scheduler.max_num_seqs, server.drain_timeout"
+        hang_up(f"scheduler: {{policy: priority}}\nserver: {{drain_timeout: 7}}\n{shadow}", waiting)
         hang_up("scheduler: {policy: fcsf}", "unknown policy 'fcsf'")
         hang_up("scheduler: [", "config.yaml")
         assert policies() == both
