@@ -22,6 +22,7 @@ from aioserve.errors import AioserveError, ConfigError, EngineDeadError, Setting
 from aioserve.support.arguments import (
     EXIT_ENGINE_DEAD,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_USAGE,
     Parser,
     TakesArguments,
@@ -35,7 +36,6 @@ from aioserve.support.version import __version__
 
 logger = logging.getLogger(__name__)
 
-EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\

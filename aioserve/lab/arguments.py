@@ -9,7 +9,7 @@ from typing import Any
 
 from aioserve.errors import ConfigError
 from aioserve.lab.slo import StatedSlo
-from aioserve.support.arguments import TakesArguments, assignment, output_file, positive
+from aioserve.support.arguments import TakesArguments, assignment, count, output_file, positive
 
 
 def add_settings(
@@ -115,6 +115,22 @@ def add_time_scale(group: TakesArguments) -> None:
         default=1.0,
         metavar="X",
         help="factor on the times between arrivals; 0.5: twice the request rate",
+    )
+
+
+def add_cut(group: TakesArguments, of: str = "") -> None:
+    """Add `--start`, `--duration` and `--limit`, which cut a workload; `of` says of which."""
+    group.add_argument(
+        "--start", type=float, default=0.0, metavar="S", help=f"seconds of arrivals to skip{of}"
+    )
+    group.add_argument(
+        "--duration",
+        type=positive,
+        metavar="S",
+        help=f"seconds of arrivals to keep{of} (default: all)",
+    )
+    group.add_argument(
+        "--limit", type=count, metavar="N", help=f"requests to keep{of} (default: all)"
     )
 
 

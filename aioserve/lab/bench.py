@@ -20,7 +20,14 @@ import msgspec
 import numpy as np
 
 from aioserve.errors import UNREADABLE, AioserveError, ConfigError
-from aioserve.lab.arguments import add_json, add_output, add_slo, add_time_scale, wants_json
+from aioserve.lab.arguments import (
+    add_cut,
+    add_json,
+    add_output,
+    add_slo,
+    add_time_scale,
+    wants_json,
+)
 from aioserve.lab.comparison.measures import STATISTICS, good_totals, statistics_of
 from aioserve.lab.comparison.service import Floats
 from aioserve.lab.simulation.outcome import RequestOutcome
@@ -38,7 +45,7 @@ from aioserve.lab.workloads.synthetic import (
     generate,
 )
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest, build_prompt
-from aioserve.support.arguments import Parser, count, mapping, natural, positive
+from aioserve.support.arguments import EXIT_INTERRUPTED, Parser, count, mapping, natural, positive
 from aioserve.support.files import write
 
 # Common words, a token each for most tokenizers: prompts for servers that take no token ids.
@@ -555,7 +562,6 @@ def _ms(seconds: float) -> str:
 
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 WARMUP_SEED = 1 << 32  # other texts: what is measured must not find them in the prefix cache
 DEFAULT_RATE_REQUESTS = 100
 
@@ -674,8 +680,9 @@ def _parser() -> Parser:
         type=count,
         metavar="N",
         help="requests to measure (default: 4 per client, at least 10; 100 with --rate; all with "
-        "--workload)",
+        "--workload, where --limit means the same)",
     )
+    add_cut(load, " of --workload")
     add_time_scale(load)
     load.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of prompts and arrivals"
@@ -717,11 +724,18 @@ def _target(arguments: argparse.Namespace) -> Target:
 
 def _workload(arguments: argparse.Namespace, seed: int) -> Workload:
     if arguments.workload is not None:
+        if arguments.limit is not None and arguments.num_requests is not None:
+            raise ConfigError("--limit and --num-requests mean the same with --workload: give one")
         return WorkloadSource(
             path=arguments.workload,
             time_scale=arguments.time_scale,
-            limit=arguments.num_requests,
+            start=arguments.start,
+            duration=arguments.duration,
+            limit=arguments.limit or arguments.num_requests,
         ).load(seed)
+    for name in ("start", "duration", "limit"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name} cuts a workload: give --workload as well")
     clients = arguments.concurrency or 1
     closed_requests = max(4 * clients, 10)
     prefixes = arguments.prefix_tokens and Prefixes(

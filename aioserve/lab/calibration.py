@@ -29,7 +29,7 @@ from aioserve.errors import ConfigError, RequestError
 from aioserve.kv_cache import Ahead
 from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
 from aioserve.lab.simulation.outcome import DelegatingRunner
-from aioserve.lab.terminal import progress
+from aioserve.lab.terminal import progress, say
 from aioserve.lab.workloads.workload import text_tokens
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
@@ -37,7 +37,7 @@ from aioserve.request import EncoderInput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_features
-from aioserve.support.arguments import Parser
+from aioserve.support.arguments import EXIT_INTERRUPTED, Parser
 
 Array = npt.NDArray[np.float64]
 
@@ -235,6 +235,7 @@ class Measurements(NamedTuple):
     steps: list[TimedStep]
     first_tokens: list[tuple[StepFeatures, float]]  # seconds to them, from an idle engine
     what: str
+    is_partial: bool = False  # interrupted before the end of the plan
 
 
 class Batch(NamedTuple):
@@ -280,11 +281,13 @@ async def measure(
     begin: Callable[[int], Callable[[int], object]] = lambda total: lambda more: None,
     *,
     is_quick: bool = False,
+    keeps_partial: bool = False,
 ) -> Measurements:
     """Run the design, and some traffic, on the engine that `config` describes.
 
-    `begin` is told how many loads there are, and what it returns how many more are done. Raises
-    `ConfigError` for a simulated runner.
+    `begin` is told how many loads there are, and what it returns how many more are done. With
+    `keeps_partial`, a cancellation ends the measurement, and what was measured until then is
+    returned if a model can be fitted to it. Raises `ConfigError` for a simulated runner.
     """
     if config.runner.runner != "model":
         raise ConfigError("calibrate measures a real model: runner.runner must be 'model'")
@@ -296,23 +299,39 @@ async def measure(
         rng.shuffle(plan)
         await _serve(engine, CROWDS[0], rng)
         timer.steps.clear()  # a first time is never like a second
-        advance = begin(len(plan) + 1)
-        for load in plan:
-            if isinstance(load, Batch):
-                await _run(engine, load, rng)
-            else:
-                await _serve(engine, load, rng)
+        advance, num_done = begin(len(plan) + 1), 0
+        first_tokens: list[tuple[StepFeatures, float]] = []
+        num_steps: int | None = None  # before the engine is left idle
+        try:
+            for load in plan:
+                if isinstance(load, Batch):
+                    await _run(engine, load, rng)
+                else:
+                    await _serve(engine, load, rng)
+                num_done += 1
+                advance(1)
+            await _show_images(engine, rng)
+            num_steps = len(timer.steps)
+            for _ in range(NUM_IDLE):
+                first_tokens.append(await _first_token(engine, rng))
+            num_done += 1
             advance(1)
-        await _show_images(engine, rng)
-        steps = list(timer.steps)
-        first_tokens = [await _first_token(engine, rng) for _ in range(NUM_IDLE)]
-        advance(1)
+        except asyncio.CancelledError:
+            num_plain = sum(not step.num_encoder_tokens for step in timer.steps[:num_steps])
+            task = asyncio.current_task()
+            if not keeps_partial or num_plain < MIN_STEPS or task is None:
+                raise
+            task.uncancel()
+        steps = timer.steps[:num_steps]
         threads = config.runner.threads or "one per core"
         what = (
             f"{config.model.served_name}, dtype {config.model.dtype}, threads: {threads}, on "
             f"{platform.processor() or platform.machine()}"
         )
-        return Measurements(steps, first_tokens, what)
+        is_partial = num_done <= len(plan)
+        if is_partial:
+            what += f", interrupted after {num_done} of {len(plan) + 1} loads"
+        return Measurements(steps, first_tokens, what, is_partial)
 
 
 def calibrate(measured: Measurements) -> StepTimeModel:
@@ -462,7 +481,8 @@ def run_calibrate(argv: Sequence[str]) -> int:
         "calibrate",
         description="Run a designed set of batches on a real model and fit what a step takes. "
         "Simulated runs use the result with --set runner.profile=FILE.",
-        epilog="A minute and a half with the embedded model. Where stdout is no terminal, the last "
+        epilog="A minute and a half with the embedded model. Ctrl-C ends the measurement and fits "
+        "to the loads that were measured until then. Where stdout is no terminal, the last "
         "line is JSON.",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, as for serve")
@@ -493,7 +513,7 @@ def run_calibrate(argv: Sequence[str]) -> int:
     )
     add_json(parser)
     args = parser.parse_args(argv)
-    overrides = list(args.set)
+    is_partial, overrides = False, list(args.set)
     if args.model is not None:
         overrides.append(("model.model", args.model))
     if args.output is not None and not args.output.endswith((".yaml", ".yml")):
@@ -513,8 +533,10 @@ def run_calibrate(argv: Sequence[str]) -> int:
                     config,
                     lambda total: stack.enter_context(progress(total, "loads", "Measuring loads")),
                     is_quick=args.quick,
+                    keeps_partial=True,
                 )
             )
+        is_partial = measured.is_partial
         model = calibrate(measured)
     for name, value in msgspec.structs.asdict(model).items():
         print(f"{name:20} {value:.4g}" if isinstance(value, float) else f"{name:20} {value}")
@@ -523,6 +545,9 @@ def run_calibrate(argv: Sequence[str]) -> int:
         print(f"written to {args.output}")
     if wants_json(args):
         print(json.dumps(msgspec.to_builtins(model)))
+    if is_partial:
+        say("aioserve: interrupted: the profile is of the loads that were measured until then")
+        return EXIT_INTERRUPTED
     return 0
 
 

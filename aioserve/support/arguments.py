@@ -17,6 +17,7 @@ from aioserve.support.nearest import did_you_mean
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
 EXIT_ENGINE_DEAD = 3
+EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 
 T = TypeVar("T")
 

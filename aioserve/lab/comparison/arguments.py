@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_card, add_output, add_settings, add_slo, add_time_scale
+from aioserve.lab.arguments import (
+    add_card,
+    add_cut,
+    add_output,
+    add_settings,
+    add_slo,
+    add_time_scale,
+)
 from aioserve.lab.simulation.parallel import choose_num_jobs
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.terminal import progress
@@ -42,13 +49,7 @@ def add_workload(parser: argparse.ArgumentParser, *, predict: bool = True) -> Ta
         "sessions of agents",
     )
     add_time_scale(group)
-    group.add_argument(
-        "--start", type=float, default=0.0, metavar="S", help="seconds of arrivals to skip"
-    )
-    group.add_argument(
-        "--duration", type=positive, metavar="S", help="seconds of arrivals to keep (default: all)"
-    )
-    group.add_argument("--limit", type=count, metavar="N", help="requests to keep (default: all)")
+    add_cut(group)
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the first repetition"
     )

@@ -5,6 +5,7 @@ Arguments in, words and files out.
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.claims.commands import ALL, CLAIMS, run_claims
 from aioserve.lab.reproduce.vtc import predict
 from aioserve.lab.reproduce.vtc_words import as_document, draw, render, summary, tabulate
-from aioserve.lab.terminal import paint, progress
+from aioserve.lab.terminal import paint, progress, say
 from aioserve.support.arguments import Parser, count, positive
 from aioserve.support.files import write
 
@@ -84,7 +85,8 @@ def run_reproduce(argv: Sequence[str]) -> int:
             f"{arguments.data} is no folder: the outcomes are in benchmarks/published/vtc of the "
             "repository; name a copy with --data"
         )
-    with progress(None) as report:
+    say("Fitting step times to the outcomes first come, first served")
+    with ExitStack() as stack:
         model, sessions, predictions = predict(
             arguments.data,
             num_runs=arguments.runs,
@@ -92,7 +94,9 @@ def run_reproduce(argv: Sequence[str]) -> int:
             speed=arguments.speed,
             names=arguments.workloads,
             num_jobs=os.cpu_count() or 1,
-            progress=report,
+            begin=lambda total: stack.enter_context(
+                progress(total, title="Simulating the requests of all workloads")
+            ),
         )
     tables = [tabulate(prediction) for prediction in predictions]
     speeds = ", ".join(

@@ -8,7 +8,7 @@ arrivals, and for what is printed beside the prediction.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -313,12 +313,13 @@ def predict(
     speed: float = 1.0,
     names: Sequence[str] = (),
     num_jobs: int = 1,
-    progress: Progress = lambda count: None,
+    begin: Callable[[int], Progress] = lambda total: lambda count: None,
 ) -> tuple[StepTimeModel, dict[str, Session], list[Prediction]]:
     """Return the profile, the sessions by file, and the predictions of all targets (or of `names`).
 
     Times of steps vary by `jitter`, another way in each of the `num_runs`. `speed` divides what
-    the host takes in every session: 1.03 is a machine that is 3% quicker. Raises `ConfigError`.
+    the host takes in every session: 1.03 is a machine that is 3% quicker. `begin` is told how many
+    requests are simulated in all, and what it returns how many more are done. Raises `ConfigError`.
     """
     logs = read_logs(folder)
     files = [file for file in logs if file.endswith(".fcfs")]
@@ -345,6 +346,7 @@ def predict(
             for order in ("vtc", "fcfs")
             for seed in range(num_runs)
         ]
+        progress = begin(sum(len(workload.requests) for _, workload, _ in runs))
         outcomes = _as_runs(simulate_all(runs, num_jobs, progress))
         predictions = [
             Prediction(

@@ -304,6 +304,14 @@ def test_the_command_prints_a_table_and_json(
     assert main(["bench", url, "--workload", str(trace), "-o", str(output)]) == 0
     assert json.loads(output.read_bytes())["tokens"]["output"] == 9
     assert "{" not in capsys.readouterr().out
+    lines = (
+        '{"arrival": %s, "prompt_tokens": 20, "output_tokens": 3}\n' % (i / 10) for i in range(9)
+    )
+    trace.write_text("".join(lines))
+    for cut, left in [("--start 0.35", 5), ("--duration 0.25", 3), ("--start 0.15 --limit 2", 2)]:
+        command = ["bench", url, "--workload", str(trace), "-o", str(output), *cut.split()]
+        assert main(command) == 0
+        assert json.loads(output.read_bytes())["requests"]["finished"] == left, cut
     assert main(["bench", url, "--rate", "200", "--num-requests", "5", "-o", str(output)]) == 0
     assert json.loads(output.read_bytes())["requests"]["finished"] == 5
 
@@ -340,6 +348,12 @@ def test_ctrl_c_prints_what_was_measured_so_far(url: str) -> None:
         (["bench", "http://h", "--workload", "none.yaml"], "cannot read workload none.yaml"),
         (["bench", "http://h", "--header", "nothing"], "NAME:VALUE"),
         (["bench", "http://h", "--slo", "fast"], "an SLO looks like"),
+        (["bench", "http://h", "--limit", "3"], "--limit cuts a workload"),
+        (["bench", "http://h", "--start", "3"], "--start cuts a workload"),
+        (
+            ["bench", "http://h", "--workload", "mixed", "--limit", "3", "--num-requests", "4"],
+            "--limit and --num-requests mean the same",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(

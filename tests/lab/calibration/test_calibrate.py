@@ -1,6 +1,9 @@
 """Calibration: the timer sees only steps of a busy engine, and a profile can be used at once."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.output import StepFeatures
+from tests import processes
 from tests.lab.traffic import record
 from tests.seeing_models import make_seeing_model
 
@@ -128,6 +132,56 @@ async def test_loads_of_a_real_model_are_counted_as_they_are_done(
     assert len(measured.first_tokens) == 2
     assert any(step.features.num_decodes for step in measured.steps)
     assert "embedded" in measured.what
+
+
+@pytest.mark.parametrize("num_loads", [0, 3])
+async def test_an_interrupted_measurement_keeps_the_loads_that_it_has(
+    num_loads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = [Batch(64, 2, 100, 9)] * 9
+    monkeypatch.setattr("aioserve.lab.calibration.make_plan", lambda *_, **__: loads)
+    monkeypatch.setattr("aioserve.lab.calibration.CROWDS", [Crowd(512, 1, 2)])
+    monkeypatch.setattr("aioserve.lab.calibration.MAX_HANDOVER_SECONDS", 60.0)
+
+    def begin(total: int) -> Callable[[int], None]:
+        assert total == 10
+        task, done = asyncio.current_task(), 0
+        assert task is not None
+        if not num_loads:
+            task.cancel()
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            if done == num_loads:
+                task.cancel()
+
+        return advance
+
+    config = EngineConfig(runner=RunnerConfig(threads=1))
+    if not num_loads:  # nothing to fit a model to
+        with pytest.raises(asyncio.CancelledError):
+            await measure(config, begin, keeps_partial=True)
+        return
+    measured = await measure(config, begin, keeps_partial=True)
+    assert measured.is_partial
+    assert measured.first_tokens == []
+    assert "interrupted after 3 of 10 loads" in calibrate(measured).source
+
+
+@pytest.mark.slow
+def test_ctrl_c_writes_the_profile_of_the_loads_so_far(tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    command = (sys.executable, "-m", "aioserve", "calibrate", "-o", str(path))
+    with processes.started(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while "Measuring loads" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        printed, told = process.communicate(timeout=processes.PATIENCE)
+    assert process.returncode == 130
+    assert "the profile is of the loads that were measured until then" in told
+    assert "interrupted after" in load_profile(str(path)).source
+    assert f"written to {path}" in printed
 
 
 async def test_images_are_shown_to_a_model_that_sees(
