@@ -29,7 +29,7 @@ from aioserve.engine.input_processor import (
 from aioserve.engine.operations.command import Answer, EngineCommand
 from aioserve.engine.prompt import ReadMedia
 from aioserve.engine.stream import Claims, Origin, RequestStream, Samples
-from aioserve.errors import RequestAbortedError, RequestError, UnknownModelError
+from aioserve.errors import RequestAbortedError, RequestError
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EmbeddingOutput, FinishedOutput, RequestOutput
 from aioserve.params import PoolingParams, SamplingParams
@@ -71,20 +71,6 @@ class ServedAdapters(Protocol):
 
     def check_name(self, name: str) -> None:
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
-
-
-class KnownAdapters:
-    """Adapters of an engine in another process, as last reported."""
-
-    def __init__(self, models: Sequence[str], paths: Mapping[str, Path]) -> None:
-        """`models` are the names of the base model."""
-        self._models = models
-        self.paths = paths
-
-    def check_name(self, name: str) -> None:
-        """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
-        if name not in self._models and name not in self.paths:
-            raise UnknownModelError.of(name, (*self._models, *self.paths))
 
 
 class EngineClient(ABC):
@@ -217,10 +203,8 @@ class EngineClient(ABC):
         **fields: "Unpack[EngineFields]",
     ) -> FinishedOutput:
         """Return the whole reply to a prompt in one output, with its `times`. Cancelling the task
-        aborts the request.
-
-        Raises what `add_request` and the stream raise, and `RequestError` if `n` is not 1. One
-        that a time limit or `abort` has ended is an output as well: its finish reason says so.
+        aborts the request. Raises what `add_request` and the stream raise, and `RequestError` if
+        `n` is not 1. A reply that a time limit or `abort` has ended has that finish reason.
         """
         from aioserve.support.whole_texts import check_one_sample, whole_output
 
@@ -242,14 +226,12 @@ class EngineClient(ABC):
     ) -> list[FinishedOutput]:
         """Return the whole replies to many prompts, in their order, as `generate_one` gives them.
 
-        At most `max_concurrency` requests are under way at a time: by default as many as a step
-        can have (`scheduler.max_num_seqs`). A sequence of parameters has those of each prompt. One
-        that is refused for lack of room is asked again later. With a `request_id` prompt i has
-        `request_id-i`. Cancelling the task aborts all of them.
+        At most `max_concurrency` requests are under way at a time (default: as many as a step can
+        have). A sequence of parameters has those of each prompt. One that is refused for lack of
+        room is asked again. With a `request_id` prompt i has `request_id-i`. Cancelling aborts all.
 
         An error of one prompt does not end the others: after all have ended, `PromptsFailedError`
-        is raised, whose `results` has the texts and the errors. Raises `RequestError` at once for
-        what cannot be meant, as a single text in the place of a list.
+        is raised, whose `results` has texts and errors. Raises `RequestError` for a single text.
         """
         from aioserve.support.whole_texts import generate_all
 
@@ -306,9 +288,8 @@ class EngineClient(ABC):
         **fields: "Unpack[EngineFields]",
     ) -> EmbeddingOutput:
         """Embed a prompt: the vector of its pooled hidden states. Cancelling the task aborts it.
-
-        The arguments are those of `add_request`. Raises what that does, and `RequestTimeoutError`
-        or `RequestAbortedError` where a stream would have ended without a vector.
+        Raises what `add_request` does, and `RequestTimeoutError` or `RequestAbortedError` where a
+        stream would have ended without a vector.
         """
         from aioserve.support.whole_texts import read_embedding
 

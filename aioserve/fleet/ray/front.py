@@ -14,7 +14,7 @@ import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from aioserve.config import EngineConfig
-from aioserve.engine.client import EngineClient, KnownAdapters
+from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
 from aioserve.engine.operations import AbortElsewhere, EngineCommand, HealthCheck, ShowMetrics
@@ -28,7 +28,7 @@ from aioserve.fleet.ray.kv_feed import model_of
 from aioserve.fleet.ray.replica import ReplicaInfo
 from aioserve.fleet.ray.settings import ModelSettings
 from aioserve.fleet.routing import Dispatcher, RoutedRequest, load_router, short_name
-from aioserve.fleet.workers.remote_engine import RemoteDelivery
+from aioserve.fleet.workers.remote_engine import KnownAdapters, RemoteDelivery
 from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.model_source.info import ModelInfo
 from aioserve.request import SESSION, Request, RequestSpec

@@ -6,15 +6,16 @@ this process.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import zmq
 
 from aioserve.engine import RequestStream
-from aioserve.engine.client import EngineClient, KnownAdapters
+from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
 from aioserve.engine.metric_families import Histogram
@@ -23,7 +24,7 @@ from aioserve.engine.operations.command import Answer, Command, Counted, Health
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.stream import Claims, Origin, Samples, SampleState
 from aioserve.engine.watchdog import LoopMonitor
-from aioserve.errors import ConfigError, EngineDeadError
+from aioserve.errors import ConfigError, EngineDeadError, UnknownModelError
 from aioserve.fleet.workers.messages import (
     NO_ANSWER,
     TO_WORKER,
@@ -258,6 +259,20 @@ logger = logging.getLogger(__name__)
 HEALTH_SECONDS = 5.0
 
 _command = decoder(TO_WORKER)
+
+
+class KnownAdapters:
+    """Adapters of an engine in another process, as last reported."""
+
+    def __init__(self, models: Sequence[str], paths: Mapping[str, Path]) -> None:
+        """`models` are the names of the base model."""
+        self._models = models
+        self.paths = paths
+
+    def check_name(self, name: str) -> None:
+        """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
+        if name not in self._models and name not in self.paths:
+            raise UnknownModelError.of(name, (*self._models, *self.paths))
 
 
 class RemoteParts(NamedTuple):
