@@ -40,7 +40,8 @@ EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
 Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, evaluate,
-cards, calibrate, replay, trace, fetch, settings, doctor and completion have a --help of their own.
+evolve, cards, calibrate, replay, trace, fetch, settings, doctor and completion have a --help of
+their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for invalid settings, 3 if the
 engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if the
@@ -142,6 +143,7 @@ TOOLS = {
     "sweep": "aioserve.lab.comparison.sweep:run_sweep",
     "mispredict": "aioserve.lab.mispredict:run_mispredict",
     "evaluate": "aioserve.lab.evaluate.commands:run_evaluate",
+    "evolve": "aioserve.lab.evolve.commands:run_evolve",
     "bench": "aioserve.lab.bench:run_bench",
     "calibrate": "aioserve.lab.calibration:run_calibrate",
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",

@@ -376,7 +376,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._source, self._name, "exec"), module.__dict__)  # noqa: S102 - that is the aim
 
 
-#: Events of the interpreter at which a candidate's process ends, whoever causes them.
+#: Events of the interpreter that nobody may cause in a candidate's process.
 NEVER = (
     *("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.get"),
     *("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill"),
@@ -396,7 +396,8 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 class Hook:
     """An audit hook (PEP 578) that ends the process, which no `except` sees, at the first event
-    that a policy has no use for. It is a tripwire: it sees what the interpreter tells it.
+    that a policy causes and has no use for; where none of its code is running, the event is
+    refused. It is a tripwire: it sees what the interpreter tells it.
     """
 
     def __init__(self, end: Callable[[str], NoReturn]) -> None:
@@ -418,7 +419,9 @@ class Hook:
         self._is_busy = True
         try:
             if why := self._why(event, arguments):
-                self._end(why)
+                if place := _place():
+                    self._end(why + place)
+                raise PermissionError(why)  # a library asks for itself, and can do without
         finally:
             self._is_busy = False
 
@@ -428,16 +431,16 @@ class Hook:
             path, _, flags = arguments
             if self._may_read(path, flags):
                 return ""
-            return f"it opens the file {path!r}{_place()}"
+            return f"it opens the file {path!r}"
         if event.startswith(NEVER):
-            return f"it causes {event}{arguments!r:.200}{_place()}"
+            return f"it causes {event}{arguments!r:.200}"
         if event == "import":
             importer = _importer()
             if importer is not None and _is_candidate(importer) and arguments[0] not in MODULES:
-                return f"it imports {arguments[0]}{_place()}"
+                return f"it imports {arguments[0]}"
             return ""
         if event.startswith(NOT_BY_A_POLICY) and _is_candidate(sys._getframe(2)):
-            return f"it causes {event}{_place()}"
+            return f"it causes {event}"
         return ""
 
     def _may_read(self, path: Any, flags: Any) -> bool:
