@@ -5,6 +5,7 @@ Knows argparse and what the arguments are for. Knows no command.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from aioserve.errors import ConfigError
@@ -90,6 +91,15 @@ def read_card(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
     if len(cards) > 1:
         raise ConfigError("one --card at a time: compare takes several")
     return cards[0][1]
+
+
+def refuse_card(argv: Sequence[str], why: str) -> None:
+    """Refuse `--card` and what goes with it, for a command to which a card means nothing: `why` it
+    does. Raises `ConfigError`.
+    """
+    for word in argv:
+        if word.partition("=")[0] in ("--card", "--card-model", "--card-tp"):
+            raise ConfigError(f"{word.partition('=')[0]} plays no part here: {why}")
 
 
 def add_slo(parser: argparse.ArgumentParser) -> None:

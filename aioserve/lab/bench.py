@@ -26,6 +26,7 @@ from aioserve.lab.arguments import (
     add_output,
     add_slo,
     add_time_scale,
+    refuse_card,
     wants_json,
 )
 from aioserve.lab.comparison.measures import STATISTICS, good_totals, statistics_of
@@ -568,6 +569,7 @@ DEFAULT_RATE_REQUESTS = 100
 
 def run_bench(words: Sequence[str]) -> int:
     """`aioserve bench URL ...`; returns the exit code. Raises `ConfigError`."""
+    refuse_card(words, "bench measures a server that runs; `compare --card` simulates one")
     arguments = _parser().parse_args(words)
     target = _target(arguments)
     workload = _workload(arguments, arguments.seed)

@@ -27,7 +27,7 @@ from aioserve.engine.clock import clock_of
 from aioserve.engine.prompt import MultimodalPrompt
 from aioserve.errors import ConfigError, RequestError
 from aioserve.kv_cache import Ahead
-from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
+from aioserve.lab.arguments import add_json, add_output, add_settings, refuse_card, wants_json
 from aioserve.lab.simulation.outcome import DelegatingRunner
 from aioserve.lab.terminal import progress, say
 from aioserve.lab.workloads.workload import text_tokens
@@ -477,6 +477,9 @@ async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFea
 
 def run_calibrate(argv: Sequence[str]) -> int:
     """`python -m aioserve calibrate [-o FILE]`; returns the exit code. Raises `ConfigError`."""
+    refuse_card(
+        argv, "calibrate measures this machine; `cards --card NAME -o FILE` writes a card's"
+    )
     parser = Parser(
         "calibrate",
         description="Run a designed set of batches on a real model and fit what a step takes. "

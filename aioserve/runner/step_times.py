@@ -206,3 +206,24 @@ def step_times(config: SimulatorConfig) -> StepTimeSource:
         if field.startswith(prefix) and (value := getattr(config, field)) is not None
     }
     return make_step_times(config.profile, {**config.profile_options, **given})
+
+
+def machine_in_words(config: SimulatorConfig) -> str:
+    """Return what is simulated, for heads of reports: the machine, where its step times come from,
+    how well they fit, and how right whole runs were; "" where settings state them one by one.
+    """
+    times, usual = step_times(config), SimulatorConfig()
+    host = times.rates.host_ms
+    if times.machine:
+        also = f", and {host:g} ms of the engine's host" if host else ""
+        words = f"Steps take what they take on {times.machine}{also}: {times.source}"
+    elif config.profile != usual.profile:
+        words = f"Steps take what profile {config.profile} says"
+        words += f": {times.source}" if times.source else ""
+    else:
+        stated = [n for n in config.__struct_fields__ if n.startswith(("step_", "profile_"))]
+        if any(getattr(config, name) != getattr(usual, name) for name in stated):
+            return ""
+        return "Steps are of the default profile, not your machine: calibrate, or give --card."
+    sentences = ["; ".join(filter(None, (words, times.error))) + ".", times.errors_of_runs()]
+    return " ".join(filter(None, sentences))

@@ -17,9 +17,11 @@ from aioserve.lab.cards.tables import (
     rising_grid,
     write_tables,
 )
+from aioserve.lab.zoo import standing
 from aioserve.runner.step_times import make_step_times
 from aioserve.scheduler.output import StepFeatures
 from aioserve.testing.step_times import StepTimesContract, StepTimesSubject
+from tests.lab.traffic import record
 
 READY = "h100-llama-3.1-8b"
 SMALL = TableOptions(
@@ -312,6 +314,68 @@ def test_a_search_for_replicas_refuses_what_it_would_not_use(
 ) -> None:
     assert main(["search", "fcfs", *words, *SEARCH]) != 0
     assert message in capsys.readouterr().err
+
+
+def test_recorded_traffic_is_replayed_on_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    path, toy = tmp_path / "log", tmp_path / "toy.yaml"
+    record(path, num_requests=150, policy="chunked_prefill")
+    toy.write_text(write_tables(SMALL, "a toy"))
+
+    def replayed(*words: str) -> dict[str, dict[str, float]]:
+        assert main(["replay", str(path), *words]) == 0
+        table, last = capsys.readouterr().out.rsplit("\n", 2)[:2]
+        assert "on a toy" in table
+        found: dict[str, dict[str, float]] = json.loads(last)
+        return found
+
+    found = replayed("--card", str(toy))
+    assert found["simulated"]["preemptions"] > 0
+    assert found["what_if"]["preemptions"] == 0  # the toy holds 8,000 tokens
+    slower = tmp_path / "slower.yaml"
+    slower.write_text(toy.read_text().replace("host_ms: 0", "host_ms: 50"))
+    again = replayed("--card", str(slower), "--policy", "fcfs")
+    assert again["what_if"]["gap p50 ms"] > found["what_if"]["gap p50 ms"] + 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "http://127.0.0.1:1"], "bench measures a server that runs"),
+        (["calibrate"], "calibrate measures this machine"),
+        (["trace", "log"], "trace shows a log as it was written"),
+        (["reproduce", "vtc"], "a published result is of its own machine"),
+    ],
+)
+def test_a_card_is_refused_where_it_means_nothing(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--card", READY]) == 2
+    error = capsys.readouterr().err
+    assert f"--card plays no part here: {message}" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow  # every workload of the standard, three times
+def test_the_zoo_is_run_on_a_card_with_energy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+
+    monkeypatch.setattr(standing, "NUM_HALVINGS", 1)
+    monkeypatch.setattr(standing, "LEAST_SCALE", 0.5)  # so that few requests come at once
+    found = tmp_path / "found.json"
+    assert main(["zoo", "fcfs", "--card", READY, "--quick", "--json", str(found)]) == 0
+    said = capsys.readouterr().out
+    assert "on meta-llama/Meta-Llama-3.1-8B on h100_sxm" in said
+    assert "J a token" in said
+    scores = json.loads(found.read_text())["policies"]["fcfs"]["scores"]
+    for of_workload in scores.values():
+        [joules] = of_workload["joules_per_output_token"]
+        assert 0 < joules < 10
 
 
 # What follows needs the package.

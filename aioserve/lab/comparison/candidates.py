@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioserve.config import EngineConfig, SimulatorConfig
+from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_source.info import ModelInfo
-from aioserve.runner.step_times import step_times
+from aioserve.runner.step_times import machine_in_words, step_times
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.scheduler.registry import FOREIGN
 from aioserve.support.files import config_names
@@ -175,25 +175,6 @@ def machines(candidates: Sequence[Candidate]) -> list[str]:
     configs = [config for candidate in candidates for config in _configs(candidate)]
     said = [machine_in_words(config.runner) for config in configs]
     return list(dict.fromkeys(filter(None, said)))  # in order, once each
-
-
-def machine_in_words(config: SimulatorConfig) -> str:
-    """Return what `machines` says of one; "" where settings state the step times one by one."""
-    times, usual = step_times(config), SimulatorConfig()
-    host = times.rates.host_ms
-    if times.machine:
-        also = f", and {host:g} ms of the engine's host" if host else ""
-        words = f"Steps take what they take on {times.machine}{also}: {times.source}"
-    elif config.profile != usual.profile:
-        words = f"Steps take what profile {config.profile} says"
-        words += f": {times.source}" if times.source else ""
-    else:
-        stated = [n for n in config.__struct_fields__ if n.startswith(("step_", "profile_"))]
-        if any(getattr(config, name) != getattr(usual, name) for name in stated):
-            return ""
-        return "Steps are of the default profile, not your machine: calibrate, or give --card."
-    sentences = ["; ".join(filter(None, (words, times.error))) + ".", times.errors_of_runs()]
-    return " ".join(filter(None, sentences))
 
 
 def watts_of(candidate: Candidate) -> list[tuple[float, float]] | None:

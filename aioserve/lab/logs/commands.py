@@ -11,13 +11,23 @@ from typing import Any
 
 import msgspec
 
+from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
+from aioserve.lab.arguments import (
+    add_card,
+    add_json,
+    add_output,
+    add_settings,
+    read_card,
+    refuse_card,
+    wants_json,
+)
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import Divergence, replay
 from aioserve.lab.logs.perfetto import write_trace
 from aioserve.lab.logs.what_if import Measures, WhatIf, what_if
 from aioserve.lab.terminal import legend
+from aioserve.runner.step_times import machine_in_words, step_times
 from aioserve.support.arguments import Parser
 
 # Of these the relative difference between reality and simulation says how far to trust the rest.
@@ -33,8 +43,9 @@ def run_replay(argv: Sequence[str]) -> int:
     """
     parser = Parser(
         "replay",
-        description="Check that today's code decides as recorded, step by step. With --policy or "
-        "--set: what another policy would have done with the same traffic, in virtual time.",
+        description="Check that today's code decides as recorded, step by step. With --policy, "
+        "--set or --card: what another policy, or the recorded one on another machine, would have "
+        "done with the same traffic, in virtual time.",
         epilog="Where stdout is no terminal, the last line is JSON. Exit code 1: some step came "
         "out differently.",
     )
@@ -45,13 +56,15 @@ def run_replay(argv: Sequence[str]) -> int:
     add_settings(
         parser, "change a scheduler or cache setting, or scheduler.options.NAME; repeatable"
     )
+    add_card(parser)
     add_json(parser)
     args = parser.parse_args(argv)
+    card = read_card(args)
     log = DecisionLog(args.log)
-    if args.policy is None and not args.set:
+    if args.policy is None and not args.set and not card:
         exit_code, document = _check(log)
     else:
-        exit_code, document = _compare(log, args.policy, args.set)
+        exit_code, document = _compare(log, args.policy, args.set, card)
     if wants_json(args):
         print(json.dumps(document))
     return exit_code
@@ -59,6 +72,7 @@ def run_replay(argv: Sequence[str]) -> int:
 
 def run_trace(argv: Sequence[str]) -> int:
     """`python -m aioserve trace FILE [-o OUT]`; returns the exit code. Raises `ConfigError`."""
+    refuse_card(argv, "trace shows a log as it was written; `replay --card` simulates another one")
     parser = Parser(
         "trace",
         description="Turn a decision log into a trace for ui.perfetto.dev or chrome://tracing.",
@@ -123,13 +137,22 @@ def _say_if_cut(log: DecisionLog) -> None:
 
 
 def _compare(
-    log: DecisionLog, policy: str | None, settings: list[tuple[str, str]]
+    log: DecisionLog,
+    policy: str | None,
+    settings: list[tuple[str, str]],
+    card: Sequence[tuple[str, Any]],
 ) -> tuple[int, dict[str, Any]]:
-    """Print what the traffic measures under `policy` and `settings`; exit code and JSON."""
-    result = what_if(log, policy, settings)
+    """Print what the traffic measures under `policy` and `settings`, on the machine that the
+    settings of a `card` name; exit code and JSON.
+    """
+    runner = EngineConfig.load(None, card).runner
+    machine = step_times(runner) if card else None
+    result = what_if(log, policy, settings, machine)
     name = policy or result.policies
     if settings:
         name += f" with {', '.join(f'{n}={v}' for n, v in settings)}"
+    if machine is not None:
+        name += f" on {machine.machine or runner.profile}"
     header = ("", "recorded", "simulated", "what if")
     print("{:22}{:>14}{:>14}{:>14}".format(*header))
     for measure, real in result.recorded.items():
@@ -138,6 +161,8 @@ def _compare(
     print(legend([_label(measure) for measure in result.recorded]))
     print(f"recorded, simulated: {result.policies}; what if: {name}")
     print(f"step times: {result.step_time.error}")
+    if card:
+        print(f"what if: {machine_in_words(runner)}")
     errors = _errors(result)
     if result.same is None:
         print(

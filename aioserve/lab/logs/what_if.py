@@ -226,6 +226,7 @@ class RepliesRunner(RunnerInterface):
         self._busy_until = max(loop.time(), self._busy_until)
         if scheduler_output.total_num_scheduled_tokens:
             self._busy_until += self._step_time.seconds(*step_content(scheduler_output))
+            self._busy_until += 1e-3 * self._step_time.rates.host_ms
         loop.call_at(self._busy_until, future.set_result, self._compute(scheduler_output))
         return future
 
@@ -280,6 +281,7 @@ class Plan(NamedTuple):
 
     config: EngineConfig
     switches: list[tuple[float, SchedulerConfig]]
+    step_time: StepTimeSource | None = None  # of another machine; None: as fitted to the log
 
 
 class WhatIf(NamedTuple):
@@ -293,8 +295,14 @@ class WhatIf(NamedTuple):
     num_refused: int
 
 
-def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]]) -> WhatIf:
-    """Simulate `policy`, and `settings` (dotted name, value), beside what was recorded.
+def what_if(
+    log: DecisionLog,
+    policy: str | None,
+    settings: list[tuple[str, str]],
+    machine: StepTimeSource | None = None,
+) -> WhatIf:
+    """Simulate `policy`, and `settings` (dotted name, value), beside what was recorded; with a
+    `machine`, on that one, whose KV cache is what it holds unless a setting says it.
 
     Call it outside of a loop. Raises `ConfigError` for settings that cannot work, a damaged log, or
     one with too few steps to learn from.
@@ -308,7 +316,9 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
     except ConfigError:
         if log.config.policy not in FOREIGN:
             raise
-    other = make_plan(traffic, policy, settings)
+    if machine is not None:
+        settings = [*_memory_of(machine, log.header, policy, settings), *settings]
+    other = make_plan(traffic, policy, settings)._replace(step_time=machine)
     return WhatIf(
         traffic.chronicle.policies,
         measure(traffic.chronicle, traffic.lives),
@@ -317,6 +327,18 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
         traffic.step_time,
         traffic.chronicle.num_refused,
     )
+
+
+def _memory_of(
+    machine: StepTimeSource, header: Header, policy: str | None, settings: list[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Return the KV blocks that the machine holds, as a setting; none where it does not know."""
+    config = make_config(header, policy, settings)
+    budget = config.scheduler.step_budget(header.max_model_len)
+    held = machine.num_kv_tokens(budget, config.scheduler.max_num_seqs)
+    if held is None:
+        return []
+    return [("cache.num_kv_blocks", str(held // config.cache.block_size))]
 
 
 def make_plan(traffic: Traffic, policy: str | None, settings: list[tuple[str, str]]) -> Plan:
@@ -396,7 +418,8 @@ class _Rerun:
         self._traffic = traffic
         self._is_recorded = is_recorded
         self._error: BaseException | None = None  # the first of the policy
-        self._config, self._switches = plan
+        self._config, self._switches, machine = plan
+        self._step_time = machine or LinearStepTimes(traffic.step_time)
         self._recording = _Recording()
         self._num_left: dict[str, int] = {}  # tokens until the reply is complete
         self._replies: dict[str, array[int]] = {}
@@ -467,7 +490,7 @@ class _Rerun:
             clock=clock,
             stall_timeout=scheduler.stall_timeout,
         )
-        runner = RepliesRunner(self._replies, LinearStepTimes(self._traffic.step_time), info)
+        runner = RepliesRunner(self._replies, self._step_time, info)
         return EngineCore(loop, runner, self, clock=clock)
 
     def _add(self, number: int, life: Life) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output
+from aioserve.lab.arguments import add_output, refuse_card
 from aioserve.lab.calibration import write_profile
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.claims.commands import ALL, CLAIMS, run_claims
@@ -30,6 +30,7 @@ VLLM = "vllm"  # measured runs of vLLM, which have a command of their own
 
 def run_reproduce(argv: Sequence[str]) -> int:
     """`python -m aioserve reproduce`; returns the exit code. Raises `ConfigError`."""
+    refuse_card(argv, "a published result is of its own machine")
     if argv and argv[0] in (*CLAIMS, ALL):
         return run_claims(argv)
     if argv and argv[0] == VLLM:

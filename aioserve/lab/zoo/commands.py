@@ -3,15 +3,17 @@
 Arguments in, words and files out.
 """
 
+import argparse
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output
+from aioserve.lab.arguments import add_card, add_output, read_card
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.terminal import paint, progress
@@ -19,6 +21,7 @@ from aioserve.lab.zoo.cost import measure_costs
 from aioserve.lab.zoo.page import as_document, render_board, render_page, render_policy
 from aioserve.lab.zoo.standing import (
     FILE,
+    MEASURED,
     SEEDS,
     VERSION,
     WORKLOADS,
@@ -27,12 +30,15 @@ from aioserve.lab.zoo.standing import (
     code_digest,
     load_policies,
     load_workload,
+    match_load,
+    measured_file,
     policy_names,
     read_results,
     run_standard,
     stale,
     write_results,
 )
+from aioserve.runner.step_times import step_times
 from aioserve.support.arguments import Parser, count
 from aioserve.support.files import write
 
@@ -43,27 +49,53 @@ from aioserve.support.files import write
 def run_zoo(words: Sequence[str]) -> int:
     """`aioserve zoo`; returns the exit code. Raises `AioserveError`."""
     arguments = _parser().parse_args(words)
-    shipping = policy_names()
-    candidates = load_policies(arguments.policies or shipping)
-    if arguments.store and (arguments.quick or {c.name for c in candidates} - set(shipping)):
+    shipping, machine = policy_names(), read_card(arguments)
+    candidates = load_policies(arguments.policies or shipping, machine)
+    others = {c.name for c in candidates} - set(shipping)
+    if arguments.store and (others or (arguments.quick and not machine)):
         raise ConfigError("--store keeps results of policies that ship, with every seed")
     seeds = SEEDS[:1] if arguments.quick else SEEDS
-    is_first = not arguments.policies or (arguments.store and not FILE.exists())
-    results = Results() if is_first else read_results().only(len(seeds))
+    file = measured_file(_card_name(arguments)) if machine else FILE
+    is_first = not arguments.policies or ((arguments.store or machine) and not file.exists())
+    if not is_first:
+        results = read_results(file).only(len(seeds))
+    elif machine:
+        results = _on_machine(candidates[0], machine, arguments.jobs)
+    else:
+        results = Results()
     if not is_first and (old := stale(results, shipping)) and not arguments.store:
         print(f"not stored, or stored of other code: {', '.join(old)}", file=sys.stderr)
-    has_costs = bool(arguments.policies) or not arguments.quick
-    results = results.with_entries(_measure(candidates, seeds, arguments.jobs, has_costs))
+    has_costs = not machine and (bool(arguments.policies) or not arguments.quick)
+    scales = results.scales
+    measured = _measure(candidates, seeds, arguments.jobs, has_costs, scales)
+    results = results.with_entries(measured)
     names = [candidate.name for candidate in candidates] if arguments.policies else []
     print(paint(render_board(results)))
     for name in names:
         print("\n" + paint(render_policy(results, name)))
     if arguments.store:
-        write_results(results, FILE)
+        write_results(results, file)
     write(arguments.json, encode(msgspec.to_builtins(as_document(results, names))))
     if arguments.html:
         write(arguments.html, render_page(results, names).encode())
     return 0
+
+
+def _on_machine(candidate: Candidate, machine: Sequence[tuple[str, Any]], num_jobs: int) -> Results:
+    """Return no results yet of a measured machine, with the factors on the times between arrivals
+    that make it as busy as the standard's. Raises `ConfigError` for step times of no card.
+    """
+    times = step_times(candidate.config.runner)
+    if not times.machine:
+        raise ConfigError("--card must name a measured machine; `cards` lists what there is")
+    scales = match_load(machine, read_results(), num_jobs)
+    return Results(standard=MEASURED, machine=times.machine, scales=scales)
+
+
+def _card_name(arguments: argparse.Namespace) -> str:
+    """Return the name of the card's file: of a ready profile or a YAML file, its name."""
+    words = [arguments.card[0], arguments.card_model, arguments.card_tp]
+    return "-".join(str(word).replace("/", "-") for word in words if word is not None)
 
 
 def _parser() -> Parser:
@@ -96,13 +128,18 @@ def _parser() -> Parser:
         action="store_true",
         help="keep the results of policies that ship, in the installed package: for its authors",
     )
+    add_card(parser)
     add_output(parser, "--html", help="write a report to this HTML file")
     add_output(parser, "--json", help="write all numbers to this JSON file")
     return parser
 
 
 def _measure(
-    candidates: list[Candidate], seeds: Sequence[int], num_jobs: int, has_costs: bool
+    candidates: list[Candidate],
+    seeds: Sequence[int],
+    num_jobs: int,
+    has_costs: bool,
+    scales: Mapping[str, float],
 ) -> dict[str, Entry]:
     """Return the scores of each policy, and what it costs; costs while nothing else runs here."""
     thresholds = gc.get_threshold()
@@ -111,7 +148,7 @@ def _measure(
     try:
         sizes = (len(load_workload(w, seed).requests) for w in WORKLOADS for seed in seeds)
         with progress(len(candidates) * sum(sizes)) as report:
-            scores = run_standard(candidates, seeds, jobs, report)
+            scores = run_standard(candidates, seeds, jobs, report, scales=scales)
         configs = [candidate.config for candidate in candidates]
         costs = measure_costs(configs) if has_costs else [None] * len(configs)
     finally:

@@ -8,12 +8,14 @@ import ast
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from aioserve.lab.workloads.synthetic import read_spec
+from aioserve.lab.zoo.page import joules, num_seeds
 from aioserve.lab.zoo.standing import (
     BUDGET,
     MEASURES,
@@ -26,6 +28,8 @@ from aioserve.lab.zoo.standing import (
     Standing,
     leaderboard,
     meaning,
+    measured_file,
+    read_results,
 )
 from aioserve.scheduler.descriptions import OptionField, read_options
 from aioserve.support.files import find_workload
@@ -95,6 +99,8 @@ zoo has {published} schedulers of papers and other engines, one file each in
 are compared on one engine in virtual time, on {workloads} workloads with {seeds} seeds each. Any
 of them runs on a server: `python -m aioserve --policy zoo.srpt`, or `--config zoo.srpt` for the
 file in [configs/zoo](../configs/zoo).
+
+{measured}
 
 ```bash
 python -m aioserve zoo path/to/mine.py:Mine --html mine.html   # yours: half a minute on two cores
@@ -214,6 +220,20 @@ NINE = {
 # the stored results and of what the policies say of themselves. Measures nothing.
 
 
+#: The card of which results are stored beside those of the standard's machine.
+MEASURED_CARD = "h100-llama-3.1-8b"
+NUM_MOVED = 4  # policies that moved most, which are named
+BOUNDED = 30  # times faster, from which arrivals do not make a workload of conversations harder
+MEASURED_WORDS = """\
+The ranking moves on a measured card. On {machine} ([cards](cards.md)),
+with the card's memory, 256 seats and {seeds}, {agreeing}% of the pairs of policies are in the order
+that they have here with the same. `{first}` is first (here {before}); the largest moves are
+{moved}.
+Requests come {faster} times faster there, so that `chunked_prefill` serves as many in time as
+here; {bounded} are easier at any rate, as pauses between turns stay. Energy hardly tells
+the policies apart: {least} to {most} joules per output token.
+`python -m aioserve zoo --card {card} --quick` prints that. Four H100 with 70B in FP8
+(`--card h100x4-llama-3.1-70b-fp8`), and more seeds, have not been run yet."""
 MAX_NAMED = 3  # policies that a question names
 QUARTER = 4  # a policy wins where it is in the first quarter, whatever chance does
 
@@ -230,6 +250,7 @@ def render(results: Results) -> str:
             seeds=len(SEEDS),
             standard=results.standard,
             digest=results.digest,
+            measured=_measured(results),
         ),
         *_limits(),
         *_questions(results, board, cards),
@@ -243,6 +264,38 @@ def render(results: Results) -> str:
         *[_described(card) for card in cards.values()],
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _measured(results: Results) -> str:
+    """Return whether the ranking is another one on a measured card, by the seeds that both have."""
+    there = read_results(measured_file(MEASURED_CARD))
+    seeds = num_seeds(there)
+    old, new = (
+        {standing.name: standing.overall.rank for standing in leaderboard(board)}
+        for board in (results.only(seeds), there)
+    )
+    shared = sorted(old.keys() & new.keys(), key=lambda name: (-abs(new[name] - old[name]), name))
+    pairs = [(old[a] - old[b]) * (new[a] - new[b]) for a, b in combinations(shared, 2)]
+    agreeing = sum(pair > 0 for pair in pairs) / sum(pair != 0 for pair in pairs)
+    moved = ", ".join(f"`{n}` from {old[n]} to {new[n]}" for n in shared[:NUM_MOVED])
+    energy = [joules(entry) for entry in there.policies.values()]
+    fastest = {w: 1 / scale for w, scale in there.scales.items()}
+    bounded = [w for w, faster in fastest.items() if faster > BOUNDED]
+    others = [faster for faster in fastest.values() if faster <= BOUNDED]
+    first = min(new, key=lambda name: (new[name], name))
+    return MEASURED_WORDS.format(
+        machine=there.machine,
+        seeds=f"{seeds} seed" + "s" * (seeds > 1),
+        agreeing=f"{100 * agreeing:.0f}",
+        first=first,
+        before=old[first],
+        moved=moved,
+        least=f"{min(energy):.3f}",
+        most=f"{max(energy):.3f}",
+        faster=f"{min(others):.0f} to {max(others):.0f}",
+        bounded=" and ".join(bounded),
+        card=MEASURED_CARD,
+    )
 
 
 def _limits() -> list[str]:

@@ -4,6 +4,7 @@ Knows results and ranks; measures nothing. The report has the style of the lab's
 no network and no script.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -12,8 +13,10 @@ from aioserve.lab.comparison.measures import Row, number
 from aioserve.lab.comparison.report import FOLDER
 from aioserve.lab.zoo.standing import (
     IN_TIME,
+    JOULES,
     MEASURES,
     OVERALL,
+    REFERENCE,
     UNFINISHED,
     WORKLOADS,
     Entry,
@@ -35,14 +38,35 @@ def render_board(results: Results) -> str:
     board = leaderboard(results)
     name_width = max(len(standing.name) for standing in board)
     head = [f"{'rank':14}{'policy':{name_width}}"]
-    head += [f"{name:>11}" for name in (*WORKLOADS, OVERALL, "us a step")]
-    lines = [f"{title(results)}: in time, %", "".join(head)]
+    has_energy = any(not math.isnan(joules(e)) for e in results.policies.values())
+    last = "J a token" if has_energy else "us a step"
+    head += [f"{name:>11}" for name in (*WORKLOADS, OVERALL, last)]
+    lines = [f"{title(results)}: in time, %", *on_machine(results), "".join(head)]
     for standing in board:
         cells = [f"{100 * standing.ranks[w].value:11.1f}" for w in (*WORKLOADS, OVERALL)]
         cost = results.policies[standing.name].cost
-        cells.append(f"{cost.us:11,.0f}" if cost is not None else f"{'-':>11}")
+        if has_energy:
+            cells.append(f"{joules(results.policies[standing.name]):11.3f}")
+        else:
+            cells.append(f"{cost.us:11,.0f}" if cost is not None else f"{'-':>11}")
         lines.append(f"{standing.overall!s:14}{standing.name:{name_width}}{''.join(cells)}")
     return "\n".join(lines)
+
+
+def joules(entry: Entry) -> float:
+    """Return joules per output token, the mean over the workloads; NaN: not known."""
+    return mean_of(entry, OVERALL, JOULES)
+
+
+def on_machine(results: Results) -> list[str]:
+    """Return what a measured machine is, and how much faster requests come to it."""
+    if not results.machine:
+        return []
+    faster = ", ".join(f"{w} {1 / scale:.2f}" for w, scale in results.scales.items())
+    return [
+        f"on {results.machine}; arrivals as many times faster as leave {REFERENCE} as many in "
+        f"time: {faster}"
+    ]
 
 
 def title(results: Results) -> str:

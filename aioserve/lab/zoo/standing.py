@@ -7,7 +7,7 @@ what changes one of them is a new version.
 import ast
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +19,14 @@ import numpy as np
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.bootstrap import MIN_SEEDS, Sampling, compare_seeds
-from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
+from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare, watts_of
 from aioserve.lab.comparison.document import classes_of
 from aioserve.lab.comparison.measures import (
     MEANINGS,
     ROWS,
     Row,
     RunMeasures,
+    energy_totals,
     fleet_totals,
     quantile,
     statistics_of,
@@ -60,6 +61,7 @@ BUDGET = "scheduler.max_num_batched_tokens"
 SCORING = "share in time: mean over classes of the requests and programs within their limits"
 #: Laid over the settings of every policy: the machine, its memory, its seats, and the tokens of a
 #: step, which may be more for a policy that runs whole prompts: as many as the longest request has.
+Settings = Sequence[tuple[str, Any]]
 SETTINGS: tuple[tuple[str, Any], ...] = (
     ("runner.profile", VERSION),
     ("cache.block_size", "16"),
@@ -68,10 +70,22 @@ SETTINGS: tuple[tuple[str, Any], ...] = (
     (BUDGET, "512"),
 )
 
+# zoo-2: the same requests on a measured machine. A card is several times faster than the standard's
+# machine, so arrivals come faster as well: by as much as leaves the reference as many in time.
 
-def load_workload(name: str, seed: int) -> Workload:
-    """Return a standard workload for one of the `SEEDS`."""
-    return WorkloadSource(path=f"{VERSION}-{name}").load(seed)
+MEASURED = "zoo-2"
+OF_MACHINE = ("runner.profile", "cache.num_kv_blocks", "scheduler.max_num_seqs")
+MEASURED_SEATS = "256"
+#: The policy whose share in time says how hard a workload is, and the factors on the times between
+#: arrivals among which the one of a machine is found by halving.
+REFERENCE, LEAST_SCALE, MOST_SCALE, NUM_HALVINGS = "chunked_prefill", 1 / 32, 2.0, 7
+
+
+def load_workload(name: str, seed: int, time_scale: float = 1.0) -> Workload:
+    """Return a standard workload for one of the `SEEDS`; on another machine than the standard's,
+    with this factor on the times between arrivals.
+    """
+    return WorkloadSource(path=f"{VERSION}-{name}", time_scale=time_scale).load(seed)
 
 
 def policy_names() -> list[str]:
@@ -81,9 +95,15 @@ def policy_names() -> list[str]:
     return sorted((available_policies().keys() & config_names()) - {"composed"})
 
 
-def load_policies(names: list[str]) -> list[Candidate]:
-    """Configurations on the standard machine, by policy, file or name. Raises `ConfigError`."""
-    return [_with_whole_prompts(candidate) for candidate in load_candidates(names, SETTINGS)]
+def load_policies(names: list[str], machine: Settings = ()) -> list[Candidate]:
+    """Configurations on the standard machine, or on a `machine` of these settings with the memory
+    that it has, by policy, file or name. Raises `ConfigError`.
+    """
+    settings = [*SETTINGS]
+    if machine:
+        settings = [(name, value) for name, value in SETTINGS if name not in OF_MACHINE]
+        settings += [*machine, ("scheduler.max_num_seqs", MEASURED_SEATS)]
+    return [_with_whole_prompts(candidate) for candidate in load_candidates(names, settings)]
 
 
 def _with_whole_prompts(candidate: Candidate) -> Candidate:
@@ -144,10 +164,10 @@ _LABELS = (
     *("TTFT mean, ms", "TTFT p99, ms", "TPOT p99, ms", "gap p99, ms", "end to end mean, ms"),
     *("end to end p99, ms", "program mean, s", "goodput, requests/s", "output tokens/s"),
     *("service apart max", "prefix hits, %", "wasted tokens, %", "preemptions", "busy, %"),
-    "unfinished requests",
+    *("J per output token", "unfinished requests"),
 )
 MEASURES = (IN_TIME, *(next(row for row in ROWS if row.label == label) for label in _LABELS))
-UNFINISHED = MEASURES[-1]
+JOULES, UNFINISHED = MEASURES[-2:]
 IN_TIME_MEANING = (
     "The share of the requests, and of the programs of agents, that kept to all limits of their "
     "class; classes count alike, however many requests they have. A request that is rejected or "
@@ -174,12 +194,20 @@ def run_standard(
     num_jobs: int = 1,
     progress: Progress = lambda count: None,
     workloads: Sequence[str] = WORKLOADS,
+    scales: Mapping[str, float] | None = None,
 ) -> list[Scores]:
-    """Run each candidate on the workloads with each seed; its scores, in the same order.
+    """Run each candidate on the workloads with each seed; its scores, in the same order. `scales`
+    are factors on the times between arrivals, by workload.
 
     Raises `PolicyError` when a policy fails, `ConfigError` if a request can never run under it.
     """
-    loaded = {(name, seed): load_workload(name, seed) for name in workloads for seed in seeds}
+    scales = scales or {}
+    loaded = {
+        (name, seed): load_workload(name, seed, scales.get(name, 1.0))
+        for name in workloads
+        for seed in seeds
+    }
+    watts = [_watts(candidate) for candidate in candidates]
     places = [(i, name, seed) for i in range(len(candidates)) for name, seed in loaded]
     runs = [
         (prepared(candidates[i], loaded[name, seed]).config, loaded[name, seed], ONE_ENGINE)
@@ -188,17 +216,45 @@ def run_standard(
     found: list[Scores] = [{name: {} for name in workloads} for _ in candidates]
     outcomes = simulate_all(runs, num_jobs, progress)
     for (i, name, seed), outcome in zip(places, outcomes, strict=True):
-        for measure, value in measure_run(outcome, loaded[name, seed]).items():
+        for measure, value in measure_run(outcome, loaded[name, seed], watts[i]).items():
             found[i][name].setdefault(measure, []).append(value)
     return found
 
 
-def measure_run(outcome: RunOutcome, workload: Workload) -> dict[str, float]:
-    """The measures of one run by their `key`."""
+def match_load(machine: Settings, wanted: "Results", num_jobs: int) -> dict[str, float]:
+    """Return, by workload, the factor on the times between arrivals with which the reference serves
+    as many in time on this machine as in the results `wanted`, by the first seed of the standard.
+    """
+    least, most = dict.fromkeys(WORKLOADS, LEAST_SCALE), dict.fromkeys(WORKLOADS, MOST_SCALE)
+    targets = {w: wanted.policies[REFERENCE].scores[w][key(IN_TIME)][0] for w in WORKLOADS}
+    [candidate] = load_policies([REFERENCE], machine)
+    for _ in range(NUM_HALVINGS):
+        middle = {w: math.sqrt(least[w] * most[w]) for w in WORKLOADS}
+        [found] = run_standard([candidate], SEEDS[:1], num_jobs, scales=middle)
+        for w in WORKLOADS:
+            side = least if found[w][key(IN_TIME)][0] < targets[w] else most
+            side[w] = middle[w]
+    return {w: round(math.sqrt(least[w] * most[w]), 4) for w in WORKLOADS}
+
+
+def _watts(candidate: Candidate) -> tuple[float, float] | None:
+    drawn = watts_of(candidate)
+    return drawn[0] if drawn else None
+
+
+def measure_run(
+    outcome: RunOutcome, workload: Workload, watts: tuple[float, float] | None = None
+) -> dict[str, float]:
+    """The measures of one run by their `key`; energy where it is known how many `watts` the machine
+    draws while a step runs, and between steps.
+    """
     levels = ServiceLevels.of((), classes_of([workload]))
     run = RunMeasures(outcome, workload, levels, workload.weights)
     if isinstance(outcome, FleetOutcome):
         run.totals |= fleet_totals(outcome, ONE_ENGINE, run.totals)
+    if watts is not None:
+        busy = [sum(outcome.steps.seconds)]
+        run.totals |= energy_totals([watts], busy, [outcome.end], outcome)
     good = [run.is_good, *([run.program_good] if hasattr(run, "program_good") else [])]
     kinds = np.array([request.kind for request in workload.requests])
     shares = [float(np.nanmean([of[kinds == kind] for of in good])) for kind in workload.classes]
@@ -241,6 +297,8 @@ class Results(msgspec.Struct, frozen=True):
     standard: str = VERSION
     digest: str = DIGEST
     aioserve: str = __version__
+    machine: str = ""  # measured machine, in the place of the standard's
+    scales: dict[str, float] = {}  # on it, factors on the times between arrivals, by workload
     policies: dict[str, Entry] = {}
 
     def only(self, num_seeds: int) -> "Results":
@@ -272,12 +330,17 @@ def read_results(path: Path = FILE) -> Results:
         found = msgspec.convert(_known(msgspec.json.decode(path.read_bytes())), Results)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"no stored results in {path}: {error}; {AGAIN}") from error
-    if (found.standard, found.digest) != (VERSION, DIGEST):
+    if (found.standard, found.digest) not in ((VERSION, DIGEST), (MEASURED, DIGEST)):
         raise ConfigError(
             f"the stored results in {path} are those of {found.standard} {found.digest}, and the "
             f"standard is {VERSION} {DIGEST}; {AGAIN}"
         )
     return found
+
+
+def measured_file(card: str) -> Path:
+    """Return the file of the results on a measured card."""
+    return FILE.with_name(f"{MEASURED}-{card}.json")
 
 
 def write_results(results: Results, path: Path = FILE) -> None:
@@ -422,8 +485,8 @@ def rank_of(results: Results, name: str, workload: str, row: Row) -> Rank | None
 def values_of(entry: Entry, workload: str, row: Row) -> Values:
     """Of each seed; of `overall`, the mean over the workloads."""
     if workload != OVERALL:
-        return entry.scores[workload][key(row)]
-    of_workloads = [entry.scores[name][key(row)] for name in WORKLOADS]
+        return entry.scores[workload].get(key(row), [math.nan])
+    of_workloads = [values_of(entry, name, row) for name in WORKLOADS]
     return [fmean(values) for values in zip(*of_workloads, strict=True)]
 
 
