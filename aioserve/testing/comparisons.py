@@ -230,6 +230,29 @@ def check_repeatable(bench: Bench) -> None:
                 )
 
 
+NUM_PLACES = 256  # requests for which there is room in memory, in an order that is chosen
+
+
+def check_addresses(bench: Bench) -> None:
+    """The same calls give the same plans wherever requests lie in memory."""
+    calls = [call for call in bench.calls if not call.method.startswith("check_")]
+    for step in (1, -1):
+        again = type(bench)(bench.policy, **bench.setup)
+        again.reads_gauges = False
+        places: list[Any] = [object.__new__(again.writes.request_type) for _ in range(NUM_PLACES)]
+        places.sort(key=id, reverse=step < 0)
+        while places:  # what is freed last is taken first
+            places.pop()
+        make_calls(again, calls)
+        for planned, expected in zip(again.steps, bench.steps, strict=False):
+            if differ := differences(planned, expected):
+                raise ContractViolation(
+                    f"step {expected.step_id}: the same events gave another plan where requests "
+                    f"lie elsewhere in memory: {differ}; does the policy order by id(), or walk "
+                    "through a set of requests?"
+                )
+
+
 def check_own_time(bench: Bench) -> None:
     """The same calls without a call of the process' clocks, dice or sleep by the policy."""
     again = type(bench)(bench.policy, **bench.setup)
@@ -242,6 +265,7 @@ def check_foresees_no_end(bench: Bench) -> None:
     plans until the first request has ended: a policy cannot know how long a reply will be.
     """
     check_repeatable(bench)  # dice would look like foresight
+    check_addresses(bench)  # and so would the places of requests in memory
     calls = [call for call in bench.calls if not call.method.startswith("check_")]
     again = type(bench)(bench.policy, **bench.setup)
     make_calls(again, with_other_ends(calls))

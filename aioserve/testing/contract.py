@@ -29,6 +29,7 @@ from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.testing.harness import FAILURES, PausesAll, SchedulerHarness, sound_policies
 from aioserve.testing.state_machine import (
     DEFAULT_EXAMPLES,
+    PATIENT,
     STRANGE,
     USUAL,
     accepted_settings,
@@ -134,6 +135,7 @@ class ClientRules:
         """Each hint of those that tools share, with each kind of value, beside requests without."""
         stated = [(name, value) for name, values in USUAL.items() for value in values]
         stated += [(name, value) for name, values in STRANGE.items() for value in values]
+        stated += [(name, value) for name, values in PATIENT.items() for value in values]
         with subject.harness(
             pipeline_depth=pipeline_depth, num_blocks=16, max_num_seqs=4, max_model_len=40
         ) as harness:
@@ -605,7 +607,9 @@ class PolicyContract(ClientRules, PolicyRules):
     def test_schedule_costs_in_proportion_to_the_requests(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        """By lines that run, not by seconds; without steps in flight, which change nothing."""
+        """By lines that run and lists that are walked through in C, not by seconds; without steps
+        in flight, which change nothing.
+        """
         if pipeline_depth == 1:
             with subject.harness() as harness:
                 harness.check_cost()
@@ -613,12 +617,28 @@ class PolicyContract(ClientRules, PolicyRules):
     def test_memory_does_not_grow_with_requests_that_have_ended(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        """By bytes behind the policy's attributes, after some requests and after many more; without
-        steps in flight, which change nothing.
+        """By bytes behind the policy's attributes, after some requests and after many more, of a
+        few clients and of as many clients; without steps in flight, which change nothing.
         """
         if pipeline_depth == 1:
             with subject.harness() as harness:
                 harness.check_memory()
+
+    def test_what_is_kept_by_request_id_goes_with_the_request(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Ids come again, of requests that ended or left; and those of others in their place."""
+        if pipeline_depth == 1:
+            with subject.harness() as harness:
+                harness.check_forgets_ids()
+
+    def test_engines_of_one_process_share_nothing(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Requests are served, and the containers of the policy's classes and modules compared."""
+        if pipeline_depth == 1:
+            with subject.harness() as harness:
+                harness.check_shares_nothing()
 
     # What takes long.
 

@@ -6,7 +6,7 @@ zero. Lines and bytes are the same on every machine; no seconds are judged.
 
 import gc
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +31,16 @@ T = TypeVar("T")
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 SECONDS = 0.01  # that a step takes
+
+
+class Told(Request):
+    """A request that says when it is compared, in a line: `request in some_list` is a loop in C."""
+
+    __slots__ = ()
+    __hash__ = Request.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 class BareRun:
@@ -60,10 +70,12 @@ class BareRun:
             f"r{number}", prompt[:num_prompt], params, arrival_time=self.now, **fields
         )
         with suppress(EngineOverloadedError):  # a policy may refuse any request
-            self.scheduler.add_request(Request(spec))
+            self.scheduler.add_request(Told(spec))
 
-    def step(self, schedule: Callable[[], SchedulerOutput] | None = None) -> None:
-        """Plan one step, by `schedule` if it is given, and bring its result."""
+    def step(self, schedule: Callable[[], SchedulerOutput] | None = None) -> dict[str, int]:
+        """Plan one step, by `schedule` if it is given, and bring its result. Returns the tokens of
+        each request, in their order.
+        """
         scheduler = self.scheduler
         output = (schedule or scheduler.schedule)()
         for request_id in scheduler.take_rejections():
@@ -73,6 +85,7 @@ class BareRun:
             rows = list(output.num_scheduled_tokens)
             result = ModelRunnerOutput(rows, [self._sample(name) for name in rows])
             scheduler.update_from_output(output, result)
+        return output.num_scheduled_tokens
 
     def _sample(self, request_id: str) -> list[int]:
         request = self.scheduler.get_request(request_id)
@@ -103,13 +116,17 @@ class SlowestCall:
 
 SLOWEST: dict[type, SlowestCall] = {}  # by policy, for the report at the end of a test run
 
-#: How often each line ran, by the code that it is of.
+#: Methods in C that look at a whole list, tuple or deque: one call counts as a line for each item.
+WALKS = frozenset({"count", "index", "remove", "insert", "copy"})
+
+#: How often each line ran, by the code that it is of, and what its calls walked through in C.
 Lines = Counter[tuple[CodeType, int]]
 
 
 def count_lines(call: Callable[[], T], lines: Lines, skips: Container[str] = ()) -> T:
     """Make a call and add the lines of Python that it runs to `lines`, but for those of the modules
-    that it `skips`, by name. Returns what the call returns.
+    that it `skips`, by name, and the items of lists that it walks through by `WALKS`. Returns what
+    the call returns.
     """
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -119,11 +136,19 @@ def count_lines(call: Callable[[], T], lines: Lines, skips: Container[str] = ())
             lines[frame.f_code, frame.f_lineno] += 1
         return trace
 
-    before = sys.gettrace()
+    def walk(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__name__", "") in WALKS:
+            line = getattr(function, "__self__", None)
+            if isinstance(line, list | tuple | deque):
+                lines[frame.f_code, frame.f_lineno] += len(line)
+
+    before, was_profiled = sys.gettrace(), sys.getprofile()
     sys.settrace(trace)
+    sys.setprofile(walk)
     try:
         return call()
     finally:
+        sys.setprofile(was_profiled)
         sys.settrace(before)
 
 
@@ -198,16 +223,18 @@ CODE = (ModuleType, type, FunctionType, BuiltinFunctionType, CodeType)
 
 
 def check_memory(policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
-    """Raise `ContractViolation` if an attribute of the policy grows with requests that have ended.
-    Where one seems to after 2,000 of them, it is asked again after many more.
+    """Raise `ContractViolation` if an attribute of the policy grows with requests that have ended,
+    of a few clients, or with clients and classes, of which each comes once. Where one seems to
+    after 2,000 of them, it is asked again after many more.
     """
-    run = _Waves(policy, options)
-    for name, (before, after) in kept(run.serve).items():
-        raise ContractViolation(
-            f"{policy.__name__}: {name} grows with requests that have ended: it takes "
-            f"{before:,} bytes after {run.num_served - MANY:,} of them and {after:,} after "
-            f"{run.num_served:,}; what is kept of requests needs a bound, of 10,000 at most"
-        )
+    for num_users, what in ((NUM_USERS, "requests"), (None, "clients")):
+        run = _Waves(policy, options, num_users)
+        for name, (before, after) in kept(run.serve).items():
+            raise ContractViolation(
+                f"{policy.__name__}: {name} grows with {what} that have ended: it takes "
+                f"{before:,} bytes after {run.num_served - MANY:,} of them and {after:,} after "
+                f"{run.num_served:,}; what is kept of {what} needs a bound, of 10,000 at most"
+            )
 
 
 def kept(serve: Callable[[int], dict[str, int]]) -> dict[str, tuple[int, int]]:
@@ -230,8 +257,12 @@ def kept(serve: Callable[[int], dict[str, int]]) -> dict[str, tuple[int, int]]:
 class _Waves:
     """A policy that serves request after request."""
 
-    def __init__(self, policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, policy: type[BaseScheduler], options: Mapping[str, Any], num_users: int | None
+    ) -> None:
+        """`num_users` clients come again; None: each request is of a new client and class."""
         self.num_served = 0
+        self._num_users = num_users
         self._run = BareRun(policy, options, NUM_SEATS)
 
     def serve(self, count: int) -> dict[str, int]:
@@ -242,9 +273,13 @@ class _Waves:
                 number,
                 1 + number % 9,
                 1 + number % 3,
-                user=f"u{number % NUM_USERS}",
+                user=f"u{number % self._num_users if self._num_users else number}",
                 priority=number % 3,
-                hints={"session": f"s{number}", "program": f"p{number}"},
+                hints={
+                    "session": f"s{number}",
+                    "program": f"p{number}",
+                    **({} if self._num_users else {"slo_class": f"c{number}"}),
+                },
             )
             if number % NUM_SEATS == NUM_SEATS - 1:
                 for _ in range(8):
@@ -294,3 +329,90 @@ def size_of(value: object, theirs: set[int]) -> int:
         size += sys.getsizeof(item)
         line += gc.get_referents(item)
     return size
+
+
+# Whether a policy remembers what it must forget: of a request whose id comes again, and, in its
+# class, of another engine.
+
+
+NUM_PASTS = 12  # requests that come, and of which every third leaves before its end
+
+
+def check_forgets_ids(policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
+    """Raise `ContractViolation` if requests are served otherwise because of ids that come again."""
+    plans = []
+    for first_ids in ("r", "q"):
+        run = BareRun(policy, options, NUM_PASTS // 4)
+        _serve_some(run, first_ids, 0)
+        run.now += REST_SECONDS
+        plans.append(_serve_some(run, "r", 1))
+    for number, (again, anew) in enumerate(zip(*plans, strict=False), start=1):
+        if again != anew:
+            raise ContractViolation(
+                f"{policy.__name__}: step {number} gives {again} tokens to requests whose ids were "
+                f"those of ended ones, and {anew} to the same requests otherwise: what is kept by "
+                "request id has to go in on_finish(), since an id may come again"
+            )
+
+
+def _serve_some(run: BareRun, ids: str, wave: int) -> list[dict[str, int]]:
+    """Serve some requests, which come in the opposite order in the second wave, and of which every
+    third is aborted; what each step gave to each.
+    """
+    plans = []
+    for place in range(NUM_PASTS):
+        number = NUM_PASTS - 1 - place if wave else place
+        name = f"{ids}{number:02}"
+        params = SamplingParams(max_tokens=3 + (number + wave) % 7, ignore_eos=True)
+        spec = RequestSpec(
+            name,
+            [40 + wave, number] * (1 + (number + wave) % 5),
+            params,
+            arrival_time=run.now,
+            priority=(number + wave) % 3,
+            user=f"u{(number + wave) % 4}",
+            hints={"session": f"s{wave}-{number}"},
+        )
+        with suppress(EngineOverloadedError):
+            run.scheduler.add_request(Told(spec))
+        if place % 3 == 2:
+            run.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            plans.append(run.step())
+        run.now += SECONDS
+    for _ in range(100 * NUM_PASTS):
+        if not run.scheduler.has_requests():
+            break
+        plans.append(run.step())
+    return plans
+
+
+def check_shares_nothing(policy: type[BaseScheduler], options: Mapping[str, Any]) -> None:
+    """Raise `ContractViolation` if serving requests changes a container of the policy's classes or
+    of their modules, which all engines of a process share.
+    """
+    BareRun(policy, options, 4)  # what a class keeps from its first instance on may stay
+    before = _shared(policy)
+    run = BareRun(policy, options, NUM_PASTS // 4)
+    _serve_some(run, "r", 0)
+    for name, now in _shared(policy).items():
+        if before.get(name, now) != now:
+            raise ContractViolation(
+                f"{policy.__name__}: {name} has changed from {before[name]:.80} to {now:.80} while "
+                "requests were served: all engines of a process share it; what belongs to one "
+                "engine is set in __init__, on self"
+            )
+
+
+def _shared(policy: type[BaseScheduler]) -> dict[str, str]:
+    """Return what the containers of the policy's classes and modules hold, in words, by name."""
+    found: dict[str, Any] = {}
+    for kind in policy.__mro__:
+        if not is_ours(kind.__module__) and kind is not object:
+            module = vars(sys.modules[kind.__module__])
+            found |= {f"{kind.__module__}.{name}": value for name, value in module.items()}
+            found |= {f"{kind.__name__}.{name}": value for name, value in vars(kind).items()}
+    return {
+        name: repr(value)
+        for name, value in found.items()
+        if isinstance(value, dict | list | set | deque) and "__" not in name
+    }

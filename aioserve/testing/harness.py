@@ -33,7 +33,12 @@ from aioserve.scheduler import (
 from aioserve.testing import comparisons, invariants
 from aioserve.testing.bench import Bench
 from aioserve.testing.calls import kept
-from aioserve.testing.cost import check_cost, check_memory
+from aioserve.testing.cost import (
+    check_cost,
+    check_forgets_ids,
+    check_memory,
+    check_shares_nothing,
+)
 from aioserve.testing.hash_order import check_hash_order
 from aioserve.testing.invariants import MAX_RETRY_SECONDS, ask_again
 from aioserve.testing.ledger import Life, Masked, Reply
@@ -554,6 +559,22 @@ class SchedulerHarness(EngineCalls):
         """The policy keeps nothing of requests that have ended, on requests of the kit's own."""
         if issubclass(self.policy, BaseScheduler):
             check_memory(self.policy, self.config.options)
+
+    @kept
+    def check_forgets_ids(self) -> None:
+        """The policy keeps nothing by the id of a request that has ended, which may come again, on
+        requests of the kit's own.
+        """
+        if issubclass(self.policy, BaseScheduler):
+            check_forgets_ids(self.policy, self.config.options)
+
+    @kept
+    def check_shares_nothing(self) -> None:
+        """The policy keeps nothing where all engines of a process see it, on requests of the kit's
+        own.
+        """
+        if issubclass(self.policy, BaseScheduler):
+            check_shares_nothing(self.policy, self.config.options)
 
     @kept
     def check_idle(self) -> None:

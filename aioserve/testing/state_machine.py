@@ -101,6 +101,15 @@ STRANGE: Mapping[str, tuple[Value, ...]] = {
 }
 
 
+#: By name, what a client states that can wait: its requests have to be served all the same.
+PATIENT: Mapping[str, tuple[Value, ...]] = {
+    SLO_TTFT: (61.0, 90, 600.0),
+    SLO_TPOT: (10.0, 61.0),
+    PREDICTED_OUTPUT_TOKENS: (1000, 100_000),
+    READING_SPEED: (0.01, 1000),
+}
+
+
 @st.composite
 def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
     """Keyword arguments of `SchedulerHarness`: pools from exactly one request's worth upwards."""

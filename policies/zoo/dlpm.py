@@ -30,6 +30,7 @@ from aioserve.scheduler import (
 )
 
 FORGET_EVERY = 256  # steps
+MAX_DEBTORS = 4096  # clients that are away whose debts are kept
 
 
 class DLPMScheduler(BaseScheduler):
@@ -84,8 +85,11 @@ class DLPMScheduler(BaseScheduler):
             self.deficit[user] += quanta * self.options.quantum
 
     def forget(self) -> None:
-        """Drop clients that are away with a full deficit, to bound memory; a debt is kept."""
+        """Drop clients that are away with a full deficit, and of those in debt beyond so many the
+        ones that owe least, to bound memory.
+        """
         present = {request.user for request in self.running} | {r.user for r in self.waiting}
-        quantum = self.options.quantum
-        for user in [u for u, d in self.deficit.items() if d >= quantum and u not in present]:
-            del self.deficit[user]
+        away = sorted((d, u) for u, d in self.deficit.items() if u not in present)
+        for place, (deficit, user) in enumerate(away):
+            if deficit >= self.options.quantum or place >= MAX_DEBTORS:
+                del self.deficit[user]

@@ -5,7 +5,8 @@ As those of `broken`, with the same register.
 
 import random
 import time
-from typing import Any
+from collections import OrderedDict
+from typing import Any, ClassVar
 
 from aioserve.errors import EngineOverloadedError
 from aioserve.request import Request
@@ -124,6 +125,79 @@ class ComparesEveryPair(SoundScheduler):
         return super().schedule()
 
 
+@caught_by(r"schedule\(\) runs [\d,]+ lines with .*: \d+ times as many for 4 times the requests")
+class CountsInC(SoundScheduler):
+    """Counts the requests of each client that waits by `list.count`."""
+
+    def schedule(self) -> SchedulerOutput:
+        users = [request.user for request in self.waiting]
+        self.crowds = [users.count(request.user) for request in self.waiting]
+        return super().schedule()
+
+
+@caught_by(r"schedule\(\) runs [\d,]+ lines with .*: \d+ times as many for 4 times the requests")
+class LooksForItInAList(SoundScheduler):
+    """Asks for each request whether it stands in a list of those that wait."""
+
+    def schedule(self) -> SchedulerOutput:
+        line = list(self.waiting)
+        self.num_waiting = sum(request in line for request in line[::-1])
+        return super().schedule()
+
+
+@caught_by(r"KeepsInTheClass.served has changed from .* all engines of a process share it")
+class KeepsInTheClass(SoundScheduler):
+    """Counts the requests of each client in a dictionary of its class."""
+
+    served: ClassVar[dict[str, int]] = {}
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        for new in output.scheduled_new_reqs:
+            request = self.get_request(new.request_id)
+            user = "" if request is None else request.user[:1]
+            self.served[user] = self.served.get(user, 0) + 1
+        return output
+
+
+@caught_by(r"requests whose ids were those of ended ones, .* an id may come again")
+class RemembersIds(SoundScheduler):
+    """Keeps the first key of a request by its id, of the last hundred requests."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def order(self, request: Request) -> tuple[float, int]:
+        found = self.keys.setdefault(request.request_id, (request.arrival_time, request.priority))
+        while len(self.keys) > 100:
+            self.keys.popitem(last=False)
+        return found
+
+
+@caught_by(r"self.debts grows with clients that have ended: it takes [\d,]+ bytes after 14,000")
+class RemembersEveryClient(SoundScheduler):
+    """Keeps what each client had, and forgets none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.debts: dict[str, int] = {}
+
+    def on_finish(self, request: Request, reason: str) -> None:
+        self.debts[request.user] = self.debts.get(request.user, 0) + request.num_tokens
+
+
+@caught_by(
+    r"where requests lie elsewhere in memory: .* order by id\(\)"
+    "|the same events gave another plan the second time"  # by chance
+)
+class OrdersByAddress(SoundScheduler):
+    """Breaks ties by where a request lies in memory."""
+
+    def order(self, request: Request) -> tuple[float, int]:
+        return (request.arrival_time, id(request))
+
+
 @caught_by(
     r"self.seen grows with requests that have ended: it takes [\d,]+ bytes after 14,000 of them"
 )
@@ -187,6 +261,14 @@ class PinsForAges(SoundScheduler):
 
     def on_finish(self, request: Request, reason: str) -> None:
         self.pin(request, self.clock() + 1e9)
+
+
+@caught_by(r"pin\(\) keeps the prefix of .* for 82800 s: a lease has to end")
+class PinsUntilTomorrow(SoundScheduler):
+    """Pins what each request has computed for 23 hours."""
+
+    def on_finish(self, request: Request, reason: str) -> None:
+        self.pin(request, self.clock() + 23 * 3600)
 
 
 # At the door.

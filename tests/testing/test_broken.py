@@ -46,6 +46,8 @@ LONG = {
     *("DraftsToTheEnd", "TiresOfLongSteps", "RemembersDecodes", "FindsNoAge", "PausesToBreathe"),
     *("TakesSeatsAway", "ServesTheEnded", "FreesTheInFlight", "AgesIntoNothing"),
     *("IgnoresDeadlines", "SharesBetweenTenants", "SharesWhatIsNotComputed"),
+    *("RemembersEveryClient", "CountsInC", "LooksForItInAList", "KeepsInTheClass"),
+    *("RemembersIds", "OrdersByAddress"),
     *("LearnsBeforeTheEnd", "LetsNewcomersPass", "PredictsTheTruth", "ForeseesEnds"),
 }
 

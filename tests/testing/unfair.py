@@ -30,6 +30,21 @@ class NeverServesOffline(SoundScheduler):
         return step.output()
 
 
+@caught_by(r"no request was scheduled for 30 s although \['\w+'")
+class NeverServesThePatient(SoundScheduler):
+    """Leaves requests that can wait for more than a minute to the next minute, for ever."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            if hinted_number(request, "slo_ttft", 1.0) in (61.0, 90.0, 600.0):
+                continue
+            step.admit(request)
+        return step.output()
+
+
 @caught_by(r"DividesByTheSpeed raised ZeroDivisionError\(.*\) in order\(\)")
 class DividesByTheSpeed(SoundScheduler):
     """Takes the reader's speed for a number above 0."""
