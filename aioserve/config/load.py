@@ -11,16 +11,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from aioserve.errors import ConfigError, SettingError
+from aioserve.errors import ConfigError
 from aioserve.support.files import read_yaml
-from aioserve.support.nearest import explain, misfit, unknown_name
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 #: Settings that are mappings whose keys another's code knows.
 OPTIONS = ("scheduler.options", "shadow.shadow_options", "runner.profile_options")
-MOST_ERRORS = 20  # of one file, each in a line
 
 
 def read_sections(path: Path) -> dict[str, Any]:
@@ -64,48 +62,9 @@ def convert(tree: dict[str, Any], cls: type[T], where: str | None, strict: bool 
     try:
         return msgspec.convert(tree, cls, strict=strict)
     except msgspec.ValidationError as error:
-        first = _told(error, tree, cls, where)
-        if where is not None and (others := _further_errors(error, tree, cls, where)):
-            words = "\n  ".join([f"{1 + len(others)} errors:", str(first), *others])
-            raise ConfigError(words) from error
-        raise first from error
+        from aioserve.config.mistakes import mistakes
 
-
-def _told(
-    error: msgspec.ValidationError, tree: dict[str, Any], cls: type, where: str | None
-) -> ConfigError:
-    if (found := misfit(error, tree, cls)) is not None:
-        return SettingError(where, *found)
-    return ConfigError(f"{where or 'settings'}: {explain(error, cls)}")
-
-
-def _further_errors(
-    error: msgspec.ValidationError, tree: dict[str, Any], cls: type, where: str
-) -> list[str]:
-    """Return what else of a tree cannot be, in words: it is read again without what was wrong."""
-    errors: list[str] = []
-    while len(errors) < MOST_ERRORS:
-        found = misfit(error, tree, cls)
-        wrong = unknown_name(error) if found is None else found[0]
-        if wrong is None:
-            break
-        tree = _without(tree, wrong)
-        try:
-            msgspec.convert(tree, cls)
-        except msgspec.ValidationError as another:
-            error = another
-            errors.append(str(_told(error, tree, cls, where)))
-        else:
-            break
-    return errors
-
-
-def _without(tree: dict[str, Any], dotted: str) -> dict[str, Any]:
-    """Return a copy of the tree without the value at `a.b`; without `a`, if that is no mapping."""
-    name, _, rest = dotted.partition(".")
-    inner = tree.get(name)
-    kept = {key: value for key, value in tree.items() if key != name}
-    return kept | {name: _without(inner, rest)} if rest and isinstance(inner, dict) else kept
+        raise mistakes(error, tree, cls, where) from error
 
 
 WORDS = {"scheduler": "policy", "shadow": "policy", "runner": "step-time source"}
