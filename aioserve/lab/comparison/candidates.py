@@ -18,7 +18,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.runner.step_times import machine_in_words, step_times
 from aioserve.scheduler import BaseScheduler, available_policies, load_policy
 from aioserve.scheduler.registry import FOREIGN
-from aioserve.support.files import config_names
+from aioserve.support.files import config_names, find_config, read_yaml
 from aioserve.support.plugins import is_zoo_name
 
 if TYPE_CHECKING:
@@ -81,6 +81,22 @@ def in_fleet(candidates: list[Candidate], spec: "FleetSpec") -> list[Candidate]:
             words += [scaler.shown] if scaler is not None and len(spec.scalers) > 1 else []
             found.append(Candidate(" ".join(words), candidate.config, spec.behind(choice, scaler)))
     return found
+
+
+def with_whole_prompts(candidate: Candidate) -> Candidate:
+    """Return the candidate without a budget for steps, if its policy runs whole prompts."""
+    scheduler = candidate.config.scheduler
+    if not getattr(load_policy(scheduler.policy), "runs_whole_prompts", False):
+        return candidate
+    scheduler = msgspec.structs.replace(scheduler, max_num_batched_tokens=None)
+    return _with_config(candidate, msgspec.structs.replace(candidate.config, scheduler=scheduler))
+
+
+def settings_of(name: str) -> list[tuple[str, Any]]:
+    """Return what a file of settings states, by dotted names. Raises `ConfigError`."""
+    path = find_config(name)
+    EngineConfig.load(path)  # says what is wrong with it
+    return list(_flat(read_yaml(path, "config") or {}).items())
 
 
 def _load(

@@ -22,7 +22,13 @@ from aioserve.lab.comparison.arguments import (
     read_workloads,
     running,
 )
-from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candidates
+from aioserve.lab.comparison.candidates import (
+    Candidate,
+    in_fleet,
+    load_candidates,
+    settings_of,
+    with_whole_prompts,
+)
 from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.measures import Reader
 from aioserve.lab.comparison.words import render_table
@@ -46,6 +52,12 @@ def run_compare(words: Sequence[str]) -> int:
         help="decision log: repeat its requests with the step times and memory of its server",
     )
     add_common(parser, has_one_card=False)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="settings of the machine, laid over those of every configuration and under --set: "
+        "zoo-1 is the machine of the zoo. A policy that runs whole prompts has no budget for steps",
+    )
     add_quality_and_jobs(parser)
     add_output(parser, "--html", help="write a report with plots to this HTML file")
     parser.add_argument(
@@ -78,13 +90,16 @@ def _on_cards(
     those of a server whose log is repeated.
     """
     cards = read_cards(arguments)
+    machine = [] if arguments.config is None else settings_of(arguments.config)
     if arguments.card:
-        machine = ("runner.step_", "cache.num_kv_blocks")
-        settings = [(name, value) for name, value in settings if not name.startswith(machine)]
+        of_server = ("runner.step_", "cache.num_kv_blocks")
+        settings = [(name, value) for name, value in settings if not name.startswith(of_server)]
     found = []
     for card, own in cards:
-        overrides = [*settings, *own, *arguments.set]
+        overrides = [*settings, *machine, *own, *arguments.set]
         for candidate in load_candidates(arguments.configs, overrides, limits):
+            if arguments.config is not None:
+                candidate = with_whole_prompts(candidate)
             name = candidate.name if len(cards) == 1 else f"{candidate.name} {card}"
             found.append(Candidate(name, candidate.config))
     return found

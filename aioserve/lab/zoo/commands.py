@@ -34,6 +34,7 @@ from aioserve.lab.zoo.standing import (
     measured_file,
     policy_names,
     read_results,
+    reproducing,
     run_standard,
     stale,
     write_results,
@@ -71,8 +72,11 @@ def run_zoo(words: Sequence[str]) -> int:
     results = results.with_entries(measured)
     names = [candidate.name for candidate in candidates] if arguments.policies else []
     print(paint(render_board(results)))
-    for name in names:
+    for name, policy in zip(names, arguments.policies, strict=True):
         print("\n" + paint(render_policy(results, name)))
+        print(f"\na cell of this row again: {reproducing(policy, len(seeds))}")
+    if not names:
+        print(f"\na cell again: {reproducing('POLICY', len(seeds))}")
     if arguments.store:
         write_results(results, file)
     write(arguments.json, encode(msgspec.to_builtins(as_document(results, names))))

@@ -108,6 +108,15 @@ python -m aioserve zoo zoo.srpt fcfs --quick                   # a first look wi
 python -m aioserve zoo                                         # measure all again: some minutes
 ```
 
+The next command prints a cell of two rows by every measure of `compare`, with the intervals of
+their differences. Its row *in time* is the number of the cell; where a workload has one class,
+that is *within the SLO*:
+
+```bash
+python -m aioserve compare fcfs zoo.srpt --config zoo-1 \\
+    --workload zoo-1-chat --seed 1 --seeds {seeds}
+```
+
 The workloads, seeds and step times are frozen as **{standard}**, digest `{digest}`: results with
 this digest can be compared. The ranking measure is **in time**: the share of requests, and of
 programs of agents, that met all [limits](#the-limits-in-seconds) of their class. It is the mean
@@ -116,10 +125,12 @@ every workload is near the engine's capacity, where policies differ.
 
 ![Share of requests in time, by policy and workload](zoo.svg)
 
-A frame marks a policy if no other one is significantly better on that workload: the 95% interval
-of each difference, over the same seeds (Student), includes 0 or favours the policy. A frame means
-that {seeds} seeds cannot decide the question, not that the policies are equal: a policy whose
-shares vary from seed to seed may have a frame where another one with the same mean has none.
+A frame marks a policy if no other one is surely better on that workload. All pairs of policies of
+a column are tested at once: Student's test of the differences, seed by seed, with Holm's
+correction ([Holm, 1979](https://www.jstor.org/stable/4615733)), so that with a probability of 95%
+no frame of the column is missing by chance. A frame means that {seeds} seeds cannot decide the
+question, not that the policies are equal: a policy whose shares vary from seed to seed may have a
+frame where another one with the same mean has none.
 """
 
 LIMITS = """\
@@ -183,12 +194,13 @@ QUESTIONS = [
 ]
 
 MACHINE = """\
-**rank**: by the share in time over all workloads; in parentheses the range of possible ranks,
-from the 95% interval of each difference over the seeds. **wins**, **loses**: workloads on which
-the policy is significantly in the first, or last, quarter of all. **us a step**: microseconds of
-CPU for one `schedule()` with 1,000 requests running and 10,000 waiting, of which 15 end and 15
-arrive in each step; **ratio**: this time divided by that of `chunked_prefill` just before
-({costs}; other programs ran at the same time, so read the ratio, not the time).
+**rank**: by the share in time over all workloads; in parentheses the range of possible ranks:
+with a probability of 95% all ranges hold, because all pairs of policies are tested at once (Holm).
+**wins**, **loses**: workloads on which the policy is significantly in the first, or last, quarter
+of all. **us a step**: microseconds of CPU for one `schedule()` with 1,000 requests running and
+10,000 waiting, of which 15 end and 15 arrive in each step; **ratio**: this time divided by that
+of `chunked_prefill` just before ({costs}; other programs ran at the same time, so read the ratio,
+not the time).
 
 Keep in mind: step times are computed from a data sheet (`{standard}` in
 `aioserve/runner/profiles`), not measured on a card. The policies have the defaults of their

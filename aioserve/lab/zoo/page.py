@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from aioserve.lab.comparison.bootstrap import MIN_SEEDS, Sampling, compare_seeds
+from aioserve.lab.comparison.bootstrap import MIN_SEEDS
 from aioserve.lab.comparison.measures import Row, number
 from aioserve.lab.comparison.report import FOLDER
 from aioserve.lab.zoo.standing import (
@@ -22,12 +22,13 @@ from aioserve.lab.zoo.standing import (
     Entry,
     Results,
     Standing,
+    columns_of,
     key,
     leaderboard,
     mean_of,
     meaning,
-    rank_of,
-    values_of,
+    ranks_of,
+    surely_less,
 )
 
 NUM_NEIGHBOURS = 2  # policies above, and below, that are named beside one
@@ -127,16 +128,11 @@ def against_in_words(results: Results, name: str) -> list[str]:
     """
     if num_seeds(results) < MIN_SEEDS:
         return [_between(leaderboard(results), name)]
-    kinds: dict[str, list[str]] = {"better than": [], "worse than": [], "not told apart from": []}
-    own = values_of(results.policies[name], OVERALL, IN_TIME)
-    for other, entry in results.policies.items():
-        if other == name:
-            continue
-        difference = compare_seeds(values_of(entry, OVERALL, IN_TIME), own, Sampling())
-        if not difference.is_distinguishable:
-            kinds["not told apart from"].append(other)
-        else:
-            kinds["better than" if difference.value > 0 else "worse than"].append(other)
+    less = surely_less(columns_of(results, OVERALL, IN_TIME))
+    better = [other for other in results.policies if other in less[name]]
+    worse = [other for other in results.policies if name in less[other]]
+    left = [other for other in results.policies if other not in (name, *better, *worse)]
+    kinds = {"better than": better, "worse than": worse, "not told apart from": left}
     return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
 
 
@@ -168,12 +164,13 @@ def cell(results: Results, name: str, workload: str, row: Row) -> str:
     """Value and rank, such as `68.0 (5)`; `-`: undefined there."""
     value = mean_of(results.policies[name], workload, row)
     text = number(value * row.factor, row)
-    rank = rank_of(results, name, workload, row)
+    rank = ranks_of(results, workload, row).get(name)
     return text if rank is None else f"{text} ({rank.rank})"
 
 
 def as_document(results: Results, names: list[str]) -> dict[str, object]:
     """Return all of it as plain data: the board, and for the named policies each value and rank."""
+    ranks = {w: {key(row): ranks_of(results, w, row) for row in MEASURES} for w in WORKLOADS}
     return {
         "standard": results.standard,
         "digest": results.digest,
@@ -186,8 +183,8 @@ def as_document(results: Results, names: list[str]) -> dict[str, object]:
                 "cost": results.policies[name].cost,
                 "scores": results.policies[name].scores,
                 "ranks": {
-                    workload: {key(row): rank_of(results, name, workload, row) for row in MEASURES}
-                    for workload in WORKLOADS
+                    workload: {measure: of.get(name) for measure, of in by_measure.items()}
+                    for workload, by_measure in ranks.items()
                 },
             }
             for name in names
@@ -205,8 +202,8 @@ LEAST, MOST = 0.4, 0.96  # shares from the first shade to the last: most policie
 COLUMNS = (*WORKLOADS, OVERALL)
 TITLE = "In time, % of requests and programs, mean over classes: the bluer, the better"
 FRAME = (
-    "A frame: no policy of the column is surely better, by the 95% interval of the differences, "
-    "seed by seed.",
+    "A frame: no policy of the column is surely better, where all pairs of it are tested at once "
+    "(Holm, 95%).",
     "A low share can have one, where seeds differ much, and a higher share none, where they differ "
     "little.",
 )
@@ -311,8 +308,10 @@ def _shades(colours: list[tuple[str, str]]) -> str:
 
 
 RANKS = (
-    "A rank has a range where chance leaves one open: it counts the policies that are better or "
-    "worse beyond the 95% interval of the difference, seed by seed."
+    "A rank has a range where chance leaves one open: it counts the policies that are surely "
+    "better or worse, where all pairs of policies are tested at once (Student's test of the "
+    "differences, seed by seed, with Holm's correction): with a probability of 95% all ranges of a "
+    "column hold."
 )
 
 
@@ -361,7 +360,7 @@ def _measures(results: Results, name: str) -> str:
         cells = []
         for workload in WORKLOADS:
             value = mean_of(results.policies[name], workload, row) * row.factor
-            rank = rank_of(results, name, workload, row)
+            rank = ranks_of(results, workload, row).get(name)
             place = "" if rank is None else f" <span class='faint'>#{rank}</span>"
             cells.append(number(value, row) + place)
         rows.append([escape(row.label), *cells])

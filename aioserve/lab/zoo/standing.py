@@ -9,6 +9,7 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,10 +19,17 @@ import numpy as np
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.bootstrap import MIN_SEEDS, Sampling, compare_seeds
-from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare, watts_of
+from aioserve.lab.comparison.bootstrap import LEVEL, MIN_SEEDS, student_share
+from aioserve.lab.comparison.candidates import (
+    Candidate,
+    load_candidates,
+    prepare,
+    watts_of,
+    with_whole_prompts,
+)
 from aioserve.lab.comparison.document import classes_of
 from aioserve.lab.comparison.measures import (
+    IN_TIME,
     MEANINGS,
     ROWS,
     Row,
@@ -42,7 +50,7 @@ from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.lab.zoo.cost import Cost
 from aioserve.runner.profile import load_profile
-from aioserve.scheduler import available_policies, load_policy
+from aioserve.scheduler import available_policies
 from aioserve.support.files import config_names
 from aioserve.support.version import __version__
 
@@ -103,17 +111,17 @@ def load_policies(names: list[str], machine: Settings = ()) -> list[Candidate]:
     if machine:
         settings = [(name, value) for name, value in SETTINGS if name not in OF_MACHINE]
         settings += [*machine, ("scheduler.max_num_seqs", MEASURED_SEATS)]
-    return [_with_whole_prompts(candidate) for candidate in load_candidates(names, settings)]
+    return [with_whole_prompts(candidate) for candidate in load_candidates(names, settings)]
 
 
-def _with_whole_prompts(candidate: Candidate) -> Candidate:
-    """Return the candidate without a budget for steps, if its policy runs whole prompts."""
-    scheduler = candidate.config.scheduler
-    if not getattr(load_policy(scheduler.policy), "runs_whole_prompts", False):
-        return candidate
-    scheduler = msgspec.structs.replace(scheduler, max_num_batched_tokens=None)
-    config = msgspec.structs.replace(candidate.config, scheduler=scheduler)
-    return msgspec.structs.replace(candidate, config=config)
+def reproducing(policy: str, num_seeds: int) -> str:
+    """Return the command that prints what a policy reaches in a cell of the board, by every measure
+    of `compare`; WORKLOAD stands for a name of `WORKLOADS`.
+    """
+    return (
+        f"python -m aioserve compare {policy} --config {VERSION} --workload {VERSION}-WORKLOAD "
+        f"--seed {SEEDS[0]} --seeds {num_seeds}"
+    )
 
 
 def prepared(candidate: Candidate, workload: Workload) -> Candidate:
@@ -158,8 +166,6 @@ def _stated(struct: msgspec.Struct) -> list[tuple[str, Any]]:
 Values = list[float]
 Scores = dict[str, dict[str, Values]]
 
-#: The measure by which policies are ranked.
-IN_TIME = Row("in time, %", "totals", "in_time", "points", 100, 1, 1)
 _LABELS = (
     *("TTFT mean, ms", "TTFT p99, ms", "TPOT p99, ms", "gap p99, ms", "end to end mean, ms"),
     *("end to end p99, ms", "program mean, s", "goodput, requests/s", "output tokens/s"),
@@ -255,11 +261,10 @@ def measure_run(
     if watts is not None:
         busy = [sum(outcome.steps.seconds)]
         run.totals |= energy_totals([watts], busy, [outcome.end], outcome)
+    shares = run.shares_in_time([request.kind for request in workload.requests])
+    run.totals["in_time"] = float(np.mean(list(shares.values())))
     good = [run.is_good, *([run.program_good] if hasattr(run, "program_good") else [])]
-    kinds = np.array([request.kind for request in workload.requests])
-    shares = [float(np.nanmean([of[kinds == kind] for of in good])) for kind in workload.classes]
-    run.totals["in_time"] = float(np.mean(shares))
-    run.totals["goodput_per_second"] = float(np.nansum(good)) / max(outcome.end, 1e-9)
+    run.totals["goodput_per_second"] = sum(map(np.nansum, good)) / max(outcome.end, 1e-9)
     return {key(row): tidy(_value(run, row)) for row in MEASURES}
 
 
@@ -415,8 +420,11 @@ def _known(data: Any) -> Any:
 
 # Where a policy stands among others: ranks with what chance leaves open, by measure and workload. A
 # rank counts the policies that are better on average over the seeds. Its range counts those that
-# are better or worse beyond the 95% interval of the difference, seed by seed (Student), each by
-# itself; of one seed there is no range. Knows results; knows nothing about how they are shown.
+# are surely better or worse, where all pairs of policies are judged at once (Holm), so that with a
+# probability of 95% all ranges of a column hold together. Mogstad, Romano, Shaikh and Wilhelm,
+# "Inference for Ranks with Applications to Mobility across Neighbourhoods and Academic Achievement
+# across Countries", Review of Economic Studies, 2024, make ranges of ranks from pairs like that. Of
+# one seed there is no range. Knows results; knows nothing about how they are shown.
 
 
 OVERALL = "overall"  # the mean over the workloads
@@ -453,33 +461,80 @@ class Standing(msgspec.Struct, frozen=True):
 
 def leaderboard(results: Results) -> list[Standing]:
     """Return all policies, the best one overall first; equal ones by name."""
-    made = []
-    for name in results.policies:
-        ranks = {w: rank_of(results, name, w, IN_TIME) for w in (*WORKLOADS, OVERALL)}
-        made.append(Standing(name, {w: rank for w, rank in ranks.items() if rank is not None}))
+    columns = {w: ranks_of(results, w, IN_TIME) for w in (*WORKLOADS, OVERALL)}
+    made = [
+        Standing(name, {w: ranks[name] for w, ranks in columns.items() if name in ranks})
+        for name in results.policies
+    ]
     return sorted(made, key=lambda standing: (standing.overall.rank, standing.name))
 
 
-def rank_of(results: Results, name: str, workload: str, row: Row) -> Rank | None:
-    """Return where a policy stands by one measure on one workload; None: the measure is undefined
-    there, or more of it is neither better nor worse.
+def ranks_of(results: Results, workload: str, row: Row) -> dict[str, Rank]:
+    """Return where each policy stands by one measure on one workload, by its name; without those
+    for which the measure is undefined there. Empty where more of it is neither better nor worse.
     """
-    own = values_of(results.policies[name], workload, row)
-    others = [values_of(e, workload, row) for n, e in results.policies.items() if n != name]
-    others = [values for values in others if not math.isnan(_mean(values))]
-    if math.isnan(mean := _mean(own)) or not row.good:
-        return None
-    better = ahead = behind = 0
-    if len(own) < MIN_SEEDS:
-        better = sum(row.good * (_mean(values) - mean) > TINY for values in others)
-        return Rank(mean, better + 1, better + 1, better + 1, 1 + len(others))
-    for values in others:
-        better += row.good * (_mean(values) - mean) > TINY
-        difference = compare_seeds(own, values, Sampling())
-        if difference.is_distinguishable:
-            ahead += row.good * difference.value > 0
-            behind += row.good * difference.value < 0
-    return Rank(mean, better + 1, ahead + 1, 1 + len(others) - behind, 1 + len(others))
+    if not row.good:
+        return {}
+    values = columns_of(results, workload, row)
+    means = {name: _mean(own) for name, own in values.items()}
+    less = surely_less(values)
+    found = {}
+    for name, mean in means.items():
+        more = {other for other, of in less.items() if name in of}
+        ahead, behind = (more, less[name]) if row.good > 0 else (less[name], more)
+        rank = 1 + sum(row.good * (other - mean) > TINY for other in means.values())
+        ends = (1 + len(ahead), len(means) - len(behind))
+        if all(len(own) < MIN_SEEDS for own in values.values()):
+            ends = rank, rank
+        found[name] = Rank(mean, rank, *ends, len(means))
+    return found
+
+
+def columns_of(results: Results, workload: str, row: Row) -> dict[str, Values]:
+    """Return the values of each policy of which some is known, by its name, for the seeds that all
+    policies were measured with.
+    """
+    found = {name: values_of(entry, workload, row) for name, entry in results.policies.items()}
+    size = min(map(len, found.values()))
+    found = {name: values[:size] for name, values in found.items()}
+    return {name: values for name, values in found.items() if not math.isnan(_mean(values))}
+
+
+def surely_less(values: Mapping[str, Sequence[float]]) -> dict[str, set[str]]:
+    """Return for each name the names whose mean over the seeds is surely less. `values` has one of
+    each seed, by name; seeds are paired. All pairs are judged at once: with a probability of 95%
+    none of equal ones is called different, by Holm's procedure ("A Simple Sequentially Rejective
+    Multiple Test Procedure", Scandinavian Journal of Statistics, 1979) over the p-values of
+    Student's test of the differences, seed by seed. It holds however the pairs depend on each
+    other.
+    """
+    found: dict[str, set[str]] = {name: set() for name in values}
+    pairs = [
+        (p_value, a, b)
+        for a, b in combinations(values, 2)
+        if not math.isnan(p_value := pair_p_value(values[a], values[b]))
+    ]
+    for number, (p_value, a, b) in enumerate(sorted(pairs)):
+        if p_value > (1 - LEVEL) / (len(pairs) - number):
+            break
+        less, more = (a, b) if np.nanmean(np.subtract(values[b], values[a])) > 0 else (b, a)
+        found[more].add(less)
+    return found
+
+
+def pair_p_value(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the probability of a mean difference at least as large between equal ones, by
+    Student's test of the differences, seed by seed; NaN of fewer than two seeds in which both are
+    known.
+    """
+    differences = np.subtract(second, first)
+    differences = differences[~np.isnan(differences)]
+    if len(differences) < MIN_SEEDS:
+        return math.nan
+    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1))
+    if not error:
+        return 0.0 if mean else 1.0
+    return 1 - student_share(abs(mean) / error * len(differences) ** 0.5, len(differences) - 1)
 
 
 def values_of(entry: Entry, workload: str, row: Row) -> Values:

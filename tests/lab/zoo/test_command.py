@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from aioserve.cli.main import main
+from aioserve.lab.comparison.candidates import settings_of
 from aioserve.lab.comparison.document import compare
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.zoo import commands
@@ -19,6 +20,7 @@ from aioserve.lab.zoo.standing import (
     MEASURES,
     ONE_ENGINE,
     SEEDS,
+    SETTINGS,
     WORKLOADS,
     key,
     load_policies,
@@ -26,6 +28,8 @@ from aioserve.lab.zoo.standing import (
     measure_run,
     policy_names,
     prepared,
+    read_results,
+    reproducing,
     run_standard,
 )
 from tests.slow import mostly_slow
@@ -103,6 +107,26 @@ def test_the_share_in_time_is_the_mean_over_classes_of_requests_or_programs() ->
     by_class = document["results"][0]["slo"]["by_class"]
     shares = [by_class["agent"]["programs_in_time"], by_class["chat"]["good_share"]]
     assert scores_of("agents")["in_time"] == [pytest.approx(sum(shares) / 2, rel=1e-5)]
+
+
+def test_compare_on_the_machine_of_the_zoo_prints_a_cell_of_its_board(tmp_path: Path) -> None:
+    """By the command that `zoo` prints; with a policy that runs whole prompts, and one that does
+    not.
+    """
+    data = tmp_path / "cell.json"
+    command = reproducing("fcfs", 1).replace("WORKLOAD", "documents").replace("fcfs", "fcfs mlfq")
+    assert main([*command.split()[3:], "--json", str(data)]) == 0
+    stored = read_results().policies
+    for result in json.loads(data.read_bytes())["results"]:
+        scores = stored[result["name"]].scores["documents"]
+        assert result["totals"]["in_time"] == scores["in_time"][0]
+        for measure in ("goodput_per_second", "output_tokens_per_second", "unfinished"):
+            assert result["totals"][measure] == scores[measure][0]
+        assert result["durations"]["e2e"]["p99"] == scores["e2e.p99"][0]
+
+
+def test_the_machine_of_the_zoo_has_the_settings_of_the_standard() -> None:
+    assert {name: str(value) for name, value in settings_of("zoo-1")} == dict(SETTINGS)
 
 
 @pytest.mark.parametrize(
