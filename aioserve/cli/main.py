@@ -40,8 +40,8 @@ EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
 Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, evaluate,
-evolve, cards, calibrate, replay, trace, fetch, settings, doctor and completion have a --help of
-their own.
+evolve, certify, cards, calibrate, replay, trace, fetch, settings, doctor and completion have a
+--help of their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for invalid settings, 3 if the
 engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if the
@@ -149,6 +149,7 @@ TOOLS = {
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",
     "cards": "aioserve.lab.cards.commands:run_cards",
     "zoo": "aioserve.lab.zoo.commands:run_zoo",
+    "certify": "aioserve.lab.certificates.commands:run_certify",
     "replay": "aioserve.lab.logs.commands:run_replay",
     "trace": "aioserve.lab.logs.commands:run_trace",
     "chat": "aioserve.cli.chat:run_chat",

@@ -12,7 +12,7 @@ from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -53,6 +53,9 @@ from aioserve.runner.profile import load_profile
 from aioserve.scheduler import available_policies
 from aioserve.support.files import config_names
 from aioserve.support.version import __version__
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
 
 # The standard of the zoo: six workloads, their seeds, and the machine that they are simulated on.
 # Frozen under a version and a digest, so that numbers of two papers can be compared: what changes
@@ -138,12 +141,26 @@ def standard_digest() -> str:
     found = sha256(repr((SCORING, SETTINGS, _stated(model))).encode())
     for name in WORKLOADS:
         for seed in SEEDS:
-            workload = load_workload(name, seed)
-            classes = {kind: _stated(slo) for kind, slo in workload.classes.items() if slo}
-            found.update(repr((name, seed, classes, workload.weights)).encode())
-            for request in workload.requests:
-                found.update(repr(_stated(request)).encode())
+            _add_workload(found, name, seed)
     return found.hexdigest()[:16]
+
+
+def workload_digest(name: str, seeds: Sequence[int]) -> str:
+    """Return the SHA-256 of all requests of a workload with these seeds, and of their service
+    levels, in hexadecimal.
+    """
+    found = sha256()
+    for seed in seeds:
+        _add_workload(found, name, seed)
+    return found.hexdigest()
+
+
+def _add_workload(found: "Hash", name: str, seed: int) -> None:
+    workload = load_workload(name, seed)
+    classes = {kind: _stated(slo) for kind, slo in workload.classes.items() if slo}
+    found.update(repr((name, seed, classes, workload.weights)).encode())
+    for request in workload.requests:
+        found.update(repr(_stated(request)).encode())
 
 
 def _stated(struct: msgspec.Struct) -> list[tuple[str, Any]]:
@@ -374,10 +391,10 @@ def code_digest(name: str) -> str:
     assert spec.origin is not None
     source = Path(spec.origin).read_text(encoding="utf-8")
     options = EngineConfig.load(name).scheduler.options
-    return sha256(f"{_code(source)}\n{options}".encode()).hexdigest()[:12]
+    return sha256(f"{bare_code(source)}\n{options}".encode()).hexdigest()[:12]
 
 
-def _code(source: str) -> str:
+def bare_code(source: str) -> str:
     """Return the source without docstrings, comments and empty lines."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):

@@ -1,0 +1,1 @@
+"""Certificates of policies: contract, cost and standing of one file, for papers and galleries."""

@@ -1,0 +1,208 @@
+"""A certificate says what a policy keeps and reaches, and a check of it does that again."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from aioserve.cli.main import main
+from aioserve.lab.certificates import certificate as module
+from aioserve.lab.certificates.certificate import (
+    Certificate,
+    Contract,
+    Rule,
+    check,
+    file_digest,
+    files_beside,
+    read_certificate,
+    rule_versions,
+    run_contract,
+)
+from aioserve.lab.certificates.commands import encode_certificate
+from aioserve.lab.certificates.gallery import badge, render_gallery
+from aioserve.lab.zoo.standing import SEEDS, WORKLOADS, run_standard, workload_digest
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+FILES = sorted((DOCS / "certificates").glob("*.json"))
+
+FORGETS = """
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
+
+
+class Forgets(BaseScheduler):
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in step.run_decodes():
+            step.run(request)
+        for request in list(self.waiting)[:1]:
+            if len(request.prompt_token_ids) % 2:
+                step.admit(request)
+        return step.output()
+"""
+
+
+@pytest.fixture
+def short_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `documents`, the shortest workload, gives stands for all six."""
+    monkeypatch.setattr(module, "run_standard", run_documents)
+
+
+def run_documents(candidates: Any, seeds: Any, num_jobs: int = 1, progress: Any = None) -> Any:
+    found = run_standard(candidates, seeds, num_jobs, workloads=["documents"])
+    return [dict.fromkeys(WORKLOADS, scores["documents"]) for scores in found]
+
+
+def test_a_policy_that_loses_requests_has_a_broken_rule_with_its_story(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FORGETS)
+    contract = run_contract(file, "Forgets", {}, 1)
+    assert not contract.is_kept
+    assert [rule.name for rule in contract.rules] == sorted(rule_versions())
+    broken = [rule for rule in contract.rules if rule.outcome == "broken"]
+    assert len(broken) == len(contract.rules) - contract.num_kept
+    assert all(re.search(r"\br\w+", rule.story) for rule in broken[:1])
+    assert all(re.fullmatch(r"[0-9a-f]{12}", rule.version) for rule in contract.rules)
+
+
+@pytest.mark.usefixtures("short_zoo")
+def test_a_certificate_is_of_its_file_and_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "policies/fcfs.py", "mine.py")
+    words = ["certify", "mine.py", "--examples", "1", "--no-cost"]
+    assert main(words) == 0
+    made = read_certificate(Path("mine.certificate.json"))
+    assert made.sha256 == file_digest(Path("mine.py"))
+    assert (made.policy, made.file, made.cost) == ("FCFSScheduler", "mine.py", None)
+    assert made.contract.is_kept
+    assert made.zoo.seeds == list(SEEDS[:1])
+    assert encode_certificate(made) == Path("mine.certificate.json").read_bytes()
+    assert f"{len(made.contract.rules)} of {len(made.contract.rules)} rules kept" in (
+        capsys.readouterr().out
+    )
+    checking = ["certify", "--check", "mine.certificate.json", "mine.py"]
+    assert main(checking) == 0
+    assert "is a certificate of mine.py" in capsys.readouterr().out
+    data = json.loads(Path("mine.certificate.json").read_bytes())
+    data["zoo"]["scores"]["agents"]["in_time"] = [0.99]
+    data["contract"]["rules"][0]["outcome"] = "broken"
+    Path("mine.certificate.json").write_text(json.dumps(data))
+    assert main(checking) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"scores in the zoo +DIFFERS +agents, in_time: \[0\.99\]", printed)
+    assert re.search(r"rules of the contract +DIFFERS +\w+: broken in the certificate", printed)
+    Path("mine.py").write_text(Path("mine.py").read_text() + "# another one\n")
+    assert main(checking) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"file +DIFFERS", printed)
+    assert "is no certificate of mine.py" in printed
+
+
+def test_files_that_a_policy_imports_from_its_folder_are_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import json\nimport lengths\n")
+    (tmp_path / "lengths.py").write_text("from tables import ONE\n")
+    (tmp_path / "tables.py").write_text("ONE = 1\n")
+    found = files_beside(tmp_path / "mine.py")
+    assert list(found) == ["lengths.py", "tables.py"]
+    assert found["tables.py"] == file_digest(tmp_path / "tables.py")
+
+
+def test_a_workload_of_other_seeds_has_another_digest() -> None:
+    assert workload_digest("agents", [1]) == workload_digest("agents", [1])
+    assert workload_digest("agents", [1]) != workload_digest("agents", [2])
+
+
+def test_the_badge_is_red_where_a_rule_is_broken_and_says_how_many_are_kept() -> None:
+    kept = read_certificate(FILES[0])
+    broken = msgspec.structs.replace(
+        kept, contract=Contract("v", 1, [Rule("a", "", "kept"), Rule("b", "", "broken")])
+    )
+    for found, words, colour in (
+        (kept, f"{len(kept.contract.rules)} of {len(kept.contract.rules)} rules", "#2b7a4b"),
+        (broken, "1 of 2 rules", "#b3372b"),
+    ):
+        drawn = badge(found)
+        assert ElementTree.fromstring(drawn).tag.endswith("svg")
+        assert words in drawn
+        assert colour in drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fcfs", "mlfq"], "certify takes one policy"),
+        (["fcfs", "--set", "cache.block_size=4"], "certify takes the policy's options alone"),
+        (["--check", "nowhere.json", "fcfs"], "cannot read certificate nowhere.json"),
+        (["fcfs", "--output", "/nowhere/x"], "cannot write certificate /nowhere/x.json"),
+        (["--gallery", "x.md", f"{ROOT}/mkdocs.yml"], "is no certificate"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused_before_the_work(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certify", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_certificate_of_another_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(FILES[0].read_bytes()) | {"format": "aioserve-certificate-9"}
+    (tmp_path / "other.json").write_text(json.dumps(data))
+    assert main(["certify", "--check", str(tmp_path / "other.json"), "fcfs"]) == 2
+    assert "has the format 'aioserve-certificate-9'" in capsys.readouterr().err
+
+
+# The committed certificates and their gallery.
+
+
+def policy_file(made: Certificate) -> Path:
+    """The file of a policy that ships."""
+    folder = ROOT / "policies"
+    return folder / made.file if (folder / made.file).exists() else folder / "zoo" / made.file
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_committed_certificate_is_of_the_policy_of_today(file: Path) -> None:
+    made = read_certificate(file)
+    assert made.sha256 == file_digest(policy_file(made)), (
+        f"python -m aioserve certify {policy_file(made)} --output docs/certificates/{file.stem}"
+    )
+    assert made.contract.is_kept
+    assert file.with_suffix(".svg").read_text() == badge(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_committed_certificate_passes_its_check(file: Path) -> None:
+    made = read_certificate(file)
+    found = check(made, str(policy_file(made)))
+    assert all(finding.is_same for finding in found), found
+
+
+def test_the_gallery_is_made_of_the_committed_certificates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (DOCS / "gallery.md").read_text()
+    again = "python -m aioserve certify --gallery docs/gallery.md docs/certificates/*.json"
+    assert page == render_gallery(DOCS / "gallery.md", FILES), again
+    assert len(FILES) == 3
+
+
+def test_the_page_on_certificates_lists_every_key() -> None:
+    page = (DOCS / "certify.md").read_text()
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`([\w.\[\]]+)`", cell)}
+    data = json.loads(FILES[0].read_bytes())
+    keys = {key for key in data if key not in ("contract", "zoo")}
+    keys |= {f"contract.{key}" for key in data["contract"] if key != "rules"}
+    keys |= {f"zoo.{key}" for key in data["zoo"]} | {"contract.rules[]"}
+    assert listed == keys
