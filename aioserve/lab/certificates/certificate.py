@@ -326,7 +326,7 @@ def read_certificate(path: Path) -> Certificate:
 
 
 def _with_nan(data: Any) -> Any:
-    """What is undefined is null in the file, and NaN here."""
+    """Return the data with NaN in lists where the file has null."""
     if isinstance(data, dict):
         return {name: _with_nan(value) for name, value in data.items()}
     return [math.nan if v is None else v for v in data] if isinstance(data, list) else data
