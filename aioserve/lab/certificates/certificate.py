@@ -32,11 +32,11 @@ from aioserve.lab.comparison.candidates import (
     options_of,
     with_whole_prompts,
 )
+from aioserve.lab.comparison.measures import IN_TIME
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.zoo.cost import Cost, measure_costs
 from aioserve.lab.zoo.standing import (
     DIGEST,
-    IN_TIME,
     OVERALL,
     SETTINGS,
     VERSION,
@@ -253,7 +253,8 @@ def _rules(report: str) -> list[Rule]:
         outcome: Literal["kept", "broken", "not run"] = "kept" if told is None else "broken"
         if case.find("skipped") is not None:
             outcome = "not run"
-        story = "" if told is None else (told.text or told.get("message", "")).strip()[:STORY]
+        text = "" if told is None else told.text or told.get("message") or ""
+        story = text.strip()[:STORY]
         known = found.get(name)
         if known is None or (known.outcome == "kept" and outcome != "kept"):
             found[name] = Rule(name, versions.get(name, ""), outcome, story)

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from aioserve.lab.comparison.bootstrap import MIN_SEEDS
-from aioserve.lab.comparison.measures import Row, number
+from aioserve.lab.comparison.measures import IN_TIME, Row, number
 from aioserve.lab.comparison.report import FOLDER
 from aioserve.lab.zoo.standing import (
-    IN_TIME,
     JOULES,
     MEASURES,
     OVERALL,

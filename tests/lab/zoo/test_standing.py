@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from aioserve.lab.comparison.measures import IN_TIME
 from aioserve.lab.zoo.cost import Cost
 from aioserve.lab.zoo.page import against_in_words, render_board, render_policy
 from aioserve.lab.zoo.standing import (
-    IN_TIME,
     MEASURES,
     OVERALL,
     WORKLOADS,

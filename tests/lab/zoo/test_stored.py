@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from aioserve.errors import ConfigError
+from aioserve.lab.comparison.measures import IN_TIME
 from aioserve.lab.zoo import standing
 from aioserve.lab.zoo.standing import (
     FILE,
-    IN_TIME,
     SEEDS,
     WORKLOADS,
     Entry,
