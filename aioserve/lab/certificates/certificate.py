@@ -88,7 +88,7 @@ class Contract(msgspec.Struct, frozen=True):
 
 
 class Zoo(msgspec.Struct, frozen=True):
-    """Where the policy stands on the standard workloads, among the policies that ship."""
+    """The standing of a policy on the standard workloads, among the policies that ship."""
 
     standard: str
     digest: str  # of the standard: workloads of all seeds, service levels, step times, settings
