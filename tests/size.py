@@ -77,13 +77,13 @@ SCENARIOS = {
 #: The most that each scenario may load. The aims: 110 modules and 18,000 lines, 180 and 28,000,
 #: 140 and 18,000, 25 and 4,000.
 LIMITS = {
-    "an embedded engine, one text prompt": Loaded(95, 22_750),
+    "an embedded engine, one text prompt": Loaded(95, 22_760),
     # 50 lines more than before: parsers of replies are where Python callers reach them as well.
-    "the server, one streamed chat completion": Loaded(144, 33_900),
+    "the server, one streamed chat completion": Loaded(144, 33_950),
     # One module more than before: the seam of step times, so that cards are no part of the formula.
-    "compare fcfs chunked_prefill": Loaded(96, 24_050),
+    "compare fcfs chunked_prefill": Loaded(96, 24_250),
     # 40 lines more than before: parameters check their types, and `FinishedOutput` is in `outputs`.
-    "importing a policy": Loaded(17, 4_390),
+    "importing a policy": Loaded(17, 4_410),
 }
 
 _TELL = """
