@@ -34,6 +34,8 @@ from aioserve.scheduler import (
     SchedulerOutput,
 )
 
+MOST_CLIENTS = 4096  # whose counters are kept: more only while that many have requests
+
 
 class PromptRoundsScheduler(BaseScheduler):
     """Whole prompts in rounds, then decodes; admission by peak memory, order by FCFS or VTC."""
@@ -138,6 +140,17 @@ class PromptRoundsScheduler(BaseScheduler):
                 others = [self.served[u] for u in standing if u != user]
                 self.served[user] = max(self.served[user], min(others, default=0.0))
                 standing.add(user)
+        if len(self.served) > MOST_CLIENTS:
+            self._forget_the_absent()
+
+    def _forget_the_absent(self) -> None:
+        """Drop counters of clients without requests, those that came first; the artifact, which has
+        27 clients, keeps all.
+        """
+        present = {request.user for request in (*self.waiting, *self.running)}
+        absent = [user for user in self.served if user not in present]
+        for user in absent[: len(self.served) - MOST_CLIENTS * 15 // 16]:
+            del self.served[user]
 
     def _charge_for_ends(self, running: set[str]) -> None:
         """The artifact charges all that run once more whenever a request ends."""
