@@ -203,7 +203,7 @@ class LanguageModel(Protocol):
         """Return the token ids that a request of this prompt would have."""
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, with the special ones."""
+        """Return the text of these tokens, special tokens included."""
 
     async def abort(self, request_id: str) -> bool:
         """End a request from outside; False if no running request has that id."""
@@ -293,9 +293,8 @@ async def whole_chat(
             whole.reasoning += output.reasoning
             whole.tool_calls = [*whole.tool_calls, *output.tool_calls]
             whole.value, whole.unparsed = output.value, output.unparsed
-    if whole is None:
+    if whole is None or whole.times is None:
         raise EngineDeadError("the stream ended before its last output")
-    assert whole.times is not None, "the last output of every sample has times"
     return FinishedChat(**msgspec.structs.asdict(whole))
 
 

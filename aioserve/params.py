@@ -73,9 +73,10 @@ def _check_types(params: msgspec.Struct) -> None:
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
-                expected, *_ = str(error).removeprefix("Expected ").partition(", got")
-                words = f"{field.name} must be {expected}, got {value!r:.80}"
-                raise RequestError(words.replace("null", "None"), param=field.name) from None
+                from aioserve.support.nearest import expected
+
+                words = f"{field.name} must be {expected(error)}, got {value!r:.80}"
+                raise RequestError(words, param=field.name) from None
 
 
 _fields = cache(msgspec.structs.fields)

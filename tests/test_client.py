@@ -278,14 +278,24 @@ async def test_a_server_that_drains_is_not_healthy_and_refuses(engine, client):
 async def test_a_server_that_is_not_there_is_an_engine_dead_error():
     [sock] = bind("127.0.0.1", 0)  # bound, but nobody listens
     with sock:
-        async with AsyncClient(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
+        # What is asked now is answered now: retries are for requests.
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        async with AsyncClient(url, retries=10**6) as client, asyncio.timeout(60):
             assert await client.health() is False
+        async with AsyncClient(url) as client:
             with pytest.raises(EngineDeadError, match="no answer from http://127"):
                 await anext(client.generate("Hello"))
 
 
-async def answer_with(data: bytes, client_timeout: float | None = None):
-    """The client's outputs from a server that says `data` and hangs up, or hangs.
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+async def answer_with(
+    data: bytes,
+    client_timeout: float | None = None,
+    ask=lambda client: client.generate("Hello"),
+):
+    """What `ask` yields of a client whose server says `data` and hangs up, or hangs.
 
     Nobody knows how far a client comes that gives up: it may not even have connected.
     """
@@ -306,7 +316,7 @@ async def answer_with(data: bytes, client_timeout: float | None = None):
         host, port = server.sockets[0].getsockname()
         try:
             async with AsyncClient(f"http://{host}:{port}", timeout=client_timeout) as client:
-                return [output async for output in client.generate("Hello")]
+                return [output async for output in ask(client)]
         finally:
             if handlers:
                 await asyncio.wait(handlers)
@@ -343,6 +353,31 @@ def chunk(data: bytes) -> bytes:
 async def test_a_broken_answer_is_an_error_of_ours(data, error, message):
     with pytest.raises(error, match=message):
         await answer_with(data)
+
+
+CHUNK = '{"id":"a","object":"chat.completion.chunk","created":1,"model":"m","choices":[%s]}'
+CALL = '{"index":0,"delta":{"tool_calls":[{"index":%d,"function":{"arguments":"{}"}}]}}'
+
+
+@pytest.mark.parametrize("index", [1, -1])
+async def test_a_call_that_a_server_never_began_is_an_error_of_ours(index):
+    event = f"data: {CHUNK % (CALL % index)}\n\n".encode()
+    with pytest.raises(RequestFailedError, match=f"tool call {index} before its beginning"):
+        await answer_with(HEAD + chunk(event) + END, ask=lambda client: client.chat(MESSAGES))
+
+
+async def test_a_stream_that_is_done_without_a_last_output_is_an_error_of_ours():
+    text = '{"index":0,"delta":{"content":"Hi"}}'
+    event = f"data: {CHUNK % text}\n\ndata: [DONE]\n\n".encode()
+    for ask in (AsyncClient.generate_one, AsyncClient.chat_one):
+        with pytest.raises(EngineDeadError, match="before its last output"):
+            await answer_with(
+                HEAD + chunk(event) + END, ask=lambda client, ask=ask: once(ask(client, MESSAGES))
+            )
+
+
+async def once(awaitable):
+    yield await awaitable
 
 
 async def test_silence_beyond_the_timeout_is_an_engine_dead_error():

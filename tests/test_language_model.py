@@ -87,12 +87,12 @@ async def test_parameters_of_another_type_are_refused_in_words(pair):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("temperature", "hot", "temperature must be `float`, got 'hot'"),
-        ("max_tokens", 2.5, "max_tokens must be `int | None`, got 2.5"),
-        ("n", True, "n must be `int`, got True"),
-        ("stop", 5, "stop must be `str | array`, got 5"),
-        ("stop_token_ids", ["a"], "stop_token_ids must be `int`, got ['a']"),
-        ("logit_bias", [1], "logit_bias must be `object | None`, got [1]"),
+        ("temperature", "hot", "temperature must be a number, got 'hot'"),
+        ("max_tokens", 2.5, "max_tokens must be a whole number or None, got 2.5"),
+        ("n", True, "n must be a whole number, got True"),
+        ("stop", 5, "stop must be a text or a list, got 5"),
+        ("stop_token_ids", ["a"], "stop_token_ids must be a list of whole numbers, got ['a']"),
+        ("logit_bias", [1], "logit_bias must be a mapping or None, got [1]"),
     ],
 )
 def test_a_sampling_parameter_of_another_type_is_refused_by_its_name(field, value, words):

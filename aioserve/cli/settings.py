@@ -6,6 +6,7 @@ setting by name.
 
 import re
 import textwrap
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -46,29 +47,29 @@ class Setting(NamedTuple):
 
     section: str
     name: str
-    kind: Any  # the type under `Annotated` and `| None`
+    annotation: Any
     default: Any
     description: str
 
     @property
     def has_flag(self) -> bool:
         """Whether the command line has a flag of this name: mappings have none."""
-        return typing.get_origin(self.kind) is not dict
+        return typing.get_origin(read_annotation(self.annotation)[0]) is not dict
 
     @property
     def kind_in_words(self) -> str:
         """What may be written, as `number` or `one of none, memory, disk`."""
-        return _in_words(self.kind)
+        return _in_words(self.annotation)
 
 
 def all_settings() -> Iterator[Setting]:
     """Yield every setting, section by section."""
     for section, field in iter_settings():
-        kind, description = read_annotation(field.type)
+        _, description = read_annotation(field.type)
         default = field.default
         if default is msgspec.NODEFAULT:
             default = field.default_factory()
-        yield Setting(section, field.name, kind, default, description)
+        yield Setting(section, field.name, field.type, default, description)
 
 
 def as_yaml() -> str:
@@ -92,7 +93,7 @@ def as_yaml() -> str:
 
 
 def as_markdown() -> str:
-    """Return docs/settings.md."""
+    """Return the text of docs/settings.md: a table of the settings of each section."""
     lines = [HEAD]
     section = None
     for setting in all_settings():
@@ -148,8 +149,12 @@ def run_settings(words: Sequence[str]) -> int:
 
 
 def _in_words(kind: Any) -> str:
-    kind, _ = read_annotation(kind)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _in_words(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        words = dict.fromkeys(_in_words(each) for each in inner if each is not type(None))
+        return " or ".join(words)
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, inner))
     if origin in (tuple, list):

@@ -96,10 +96,10 @@ class AsyncClient(OperatorMethods):
     All methods raise what the engine raises: `RequestError` (with `param`),
     `RequestIdInUseError`, `EngineOverloadedError` (with `retry_after`), `RequestFailedError`, and
     `EngineDeadError` for a server that goes away: `EngineUnavailableError` (with `retry_after`) for
-    one that cannot be reached, loads or drains. With `retries`, a request that is refused for lack
-    of room, or by a server that is unavailable, is sent again after `retry_after` seconds, so many
-    times at most; one that the server may have begun with is not. Of all samples of a
-    request that asks for `final_only`, the outputs come together, when the last one has ended.
+    one that cannot be reached, loads or drains. A request that is refused for lack of room, or by
+    a server that is unavailable, is sent again after `retry_after` seconds, up to `retries` times;
+    a request that the server may have begun with is not. If a request asks for `final_only`, the
+    outputs of all its samples come together, when the last sample has ended.
 
         async with AsyncClient("http://127.0.0.1:8000") as client:
             async for output in client.generate("Once", SamplingParams(max_tokens=32)):
@@ -324,7 +324,7 @@ class AsyncClient(OperatorMethods):
         return (await self._connection.told(Tokenized, "/tokenize", body)).tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, with the special ones. Raises `RequestError`."""
+        """Return the text of these tokens, special tokens included. Raises `RequestError`."""
         from aioserve.server.tokenization import Detokenized, DetokenizeRequest
 
         body = DetokenizeRequest(model=self.model, tokens=list(token_ids))
@@ -395,7 +395,7 @@ class AsyncClient(OperatorMethods):
         is in trouble or is away.
         """
         try:
-            async with self._connection.request("GET", "/ready"):
+            async with self._connection.request("GET", "/ready", retries=0):
                 return True
         except EngineDeadError:
             return False
@@ -548,6 +548,10 @@ class ChatReader:
         if call.index == len(self._calls):
             function = FunctionCall(name=call.function.name or "", arguments="")
             self._calls.append(WireCall(id=call.id or "", function=function))
+        elif not 0 <= call.index < len(self._calls):
+            raise RequestFailedError(
+                f"the server sent a piece of tool call {call.index} before its beginning"
+            )
         self._calls[call.index].function.arguments += call.function.arguments
 
 

@@ -83,14 +83,22 @@ class Connection:
 
     @asynccontextmanager
     async def request(
-        self, method: str, path: str, body: bytes | None = None, **options: Any
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        retries: int | None = None,
+        **options: Any,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A successful response; its connection is dropped if it was not read to the end.
 
-        A request that the server refuses for now is sent again, `retries` times at most, each after
-        the time that the server asks for. One that it may have begun with is not sent again.
+        A request that the server refuses for now is sent again, `retries` times at most (default:
+        those of the client), each after the time that the server asks for. A request that the
+        server may have begun with is not sent again.
         """
-        retries = 0 if "data" in options else self._retries  # a file is read once
+        if retries is None:
+            retries = 0 if "data" in options else self._retries  # a file is read once
         while True:
             try:
                 response = await self._sent(method, path, body, options)

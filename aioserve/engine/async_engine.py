@@ -132,9 +132,8 @@ class AsyncEngine(EngineClient):
         self._runner = builder.runner
         self._builder = builder
         try:
-            if told := str(
-                self.model_info.sampling_defaults
-            ):  # which also refuses values that make no sense
+            # This also refuses values that make no sense.
+            if told := str(self.model_info.sampling_defaults):
                 logger.info(
                     "requests that do not state it are sampled as the model recommends: %s "
                     "(model.generation_config)",
@@ -169,13 +168,12 @@ class AsyncEngine(EngineClient):
         self.internals.close()
         if self._builder is not None:
             await self._builder.close_adapters()
-        if "_chat_format" in self.__dict__:
-            await self._chat_format.close()
         if self._parts is not None and self._task is not None:
             await self._drain(self._parts, drain_timeout)
             self._task.cancel()
             if not self._task.done():  # else its event loop may be closed
                 await asyncio.wait([self._task])
+        await self._close_chat_format()  # chats that were accepted have ended
         self.internals.loop_monitor.stop()
         if self._watchdog is not None:
             self._watchdog.close()

@@ -3,6 +3,7 @@
 From a prompt to a stream of its outputs. Knows no scheduler and no steps.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
@@ -11,7 +12,6 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Unpack
 from uuid import uuid4
@@ -84,6 +84,7 @@ class EngineClient(ABC):
     model_info: ModelInfo
     max_model_len: int  # known after start
     started_at: int  # in seconds since 1970; the same for all that are in front of one engine
+    _chat_format: "ChatFormat | None" = None
 
     @property
     @abstractmethod
@@ -258,7 +259,8 @@ class EngineClient(ABC):
 
         self._alive()
         params = sampling_params or self.model_info.sampling_defaults.fill({})
-        chat, fields = await prepare_chat(self._chat_format, messages, params, options)
+        chat_format = await self._read_chat_format()
+        chat, fields = await prepare_chat(chat_format, messages, params, options)
         async with await self.add_request(chat.conversation, chat.params, **fields) as stream:
             async for output in stream:
                 yield chat.read(output, stream.prompt_token_ids)
@@ -274,12 +276,21 @@ class EngineClient(ABC):
 
         return await whole_chat(self.chat(messages, sampling_params, **options), sampling_params)
 
-    @cached_property
-    def _chat_format(self) -> "ChatFormat":
-        """What reads replies to chats: made for the first of them."""
-        from aioserve.engine.chat.chat_format import ChatFormat
+    async def _read_chat_format(self) -> "ChatFormat":
+        """Return what reads replies to chats. It is made for the first of them, on a thread: to
+        look through a large vocabulary takes tens of milliseconds.
+        """
+        if self._chat_format is None:
+            from aioserve.engine.chat.chat_format import ChatFormat
 
-        return ChatFormat.of(self.model_info.tokenizer, self.config)
+            tokenizer = self.model_info.tokenizer
+            made = await asyncio.to_thread(ChatFormat.of, tokenizer, self.config)
+            self._chat_format = self._chat_format or made  # another chat may have been faster
+        return self._chat_format
+
+    async def _close_chat_format(self) -> None:
+        if self._chat_format is not None:
+            await self._chat_format.close()
 
     async def embed(
         self,
@@ -315,7 +326,7 @@ class EngineClient(ABC):
         return await processor.encode(prompt, room, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, with the special ones. Raises `RequestError`."""
+        """Return the text of these tokens, special tokens included. Raises `RequestError`."""
         return await self._alive().input_processor.decode(token_ids)
 
     async def abort(self, request_id: str) -> bool:

@@ -18,8 +18,8 @@ from aioserve.lab.terminal import say
 Limit = Annotated[float, Meta(gt=0)]
 Floats = npt.NDArray[np.float64]
 
-# Limits without a unit from which on milliseconds were meant: a reply may take hours, but nobody
-# asks for a first token within 100 s. A guess.
+# Numbers without a unit that are probably milliseconds, from here on: a limit of 100 s for the
+# first token is not usual, while a whole reply may take hours. A guess.
 MILLISECONDS_FROM = {"ttft": 100.0, "tpot": 5.0, "gap": 20.0, "e2e": 10_000.0}
 
 
@@ -41,8 +41,8 @@ def parse_seconds(text: str) -> float:
 
 
 def warn_of_milliseconds(stated: str, name: str, text: str) -> None:
-    """Warn on stderr if a limit on `name` has no unit, and so many seconds that it must have been
-    meant in milliseconds. `stated` is the argument in whole that says so, such as `--slo ttft=500`.
+    """Warn on stderr if a limit on `name` has no unit and is at least `MILLISECONDS_FROM` seconds,
+    so that milliseconds were probably meant. `stated` is the whole argument: `--slo ttft=500`.
     """
     if text.strip()[-1:] == "s":  # it says its unit
         return

@@ -359,7 +359,7 @@ class PredictedLengths:
 
     @property
     def mean(self) -> float:
-        """Tokens expected in all."""
+        """The expected length of the reply, in tokens."""
         return self.so_far + self.expected(self.most - self.so_far)
 
     def chance(self, num_tokens: float) -> float:

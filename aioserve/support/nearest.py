@@ -29,6 +29,7 @@ _KINDS = {
     "object": "a mapping",
     "null": "nothing",
 }
+_ITEMS = {"int": "whole numbers", "float": "numbers", "str": "texts", "array": "lists"}
 _BOUNDS = {"<=": "of at most", ">=": "of at least", "<": "below", ">": "above"}
 
 
@@ -78,6 +79,20 @@ def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str,
         elif match["pattern"]:
             expected += f" that matches {match['pattern']}"
     return where, f"expected {expected}, got {value!r}"
+
+
+def expected(error: msgspec.ValidationError) -> str:
+    """Return what a Python value had to be, in words: `a whole number or None`, or, of an item of a
+    list or mapping, `a list of texts`. An error of another wording is returned as it is.
+    """
+    match = re.match(r"Expected `(?P<kinds>[\w |]+)`.*?(?: - at `\$(?P<path>.+)`)?$", str(error))
+    if match is None:
+        return str(error)
+    kinds = match["kinds"].split(" | ")
+    if match["path"]:
+        holds = " or ".join(_ITEMS.get(each, f"`{each}`") for each in kinds)
+        return f"a list of {holds}" if match["path"].endswith("]") else f"a mapping of {holds}"
+    return " or ".join(_KINDS.get(each, f"`{each}`") for each in kinds).replace("nothing", "None")
 
 
 def unknown_name(error: msgspec.ValidationError) -> str | None:

@@ -60,9 +60,8 @@ async def whole_output(outputs: AsyncIterator[RequestOutput]) -> FinishedOutput:
             whole = output
         else:
             whole.merge(output)
-    if whole is None:  # a stream that its own reader has closed
+    if whole is None or whole.times is None:  # a stream that its own reader, or a server, closed
         raise EngineDeadError("the stream ended before its last output")
-    assert whole.times is not None, "the last output of every sample has times"
     return FinishedOutput(**msgspec.structs.asdict(whole))
 
 

@@ -34,6 +34,8 @@ def run_certify(words: Sequence[str]) -> int:
     of this file. Raises `AioserveError`.
     """
     arguments = _parser().parse_args(words)
+    if mode := ("--check" if arguments.check else "--gallery" if arguments.gallery else ""):
+        _refuse_beside(mode, arguments)
     if arguments.gallery is not None:
         return _write_gallery(arguments)
     if len(arguments.files) > 1:
@@ -41,6 +43,18 @@ def run_certify(words: Sequence[str]) -> int:
     if arguments.check is not None:
         return _check(arguments)
     return _certify(arguments)
+
+
+def _refuse_beside(mode: str, arguments: argparse.Namespace) -> None:
+    """Raises `ConfigError` for an argument that would have no effect: a certificate states by which
+    arguments it was made.
+    """
+    usual = _parser().parse_args(arguments.files)
+    names = ("zoo", "examples", "no_cost", "output", "set", *(["jobs"] * (mode == "--gallery")))
+    for name in names:
+        if getattr(arguments, name) != getattr(usual, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"certify {mode} takes no {flag}: it is for making a certificate")
 
 
 def _certify(arguments: argparse.Namespace) -> int:

@@ -28,8 +28,8 @@ def run_evaluate(words: Sequence[str]) -> int:
         description="Judge a policy file as a search does: by rules of the contract, by two "
         "workloads of the zoo, by the other rules, by held-out workloads and seeds against a "
         "reference, and by the cost of a step. The file runs in a process of its own, which can be "
-        "ended and sees no other file. The first failure ends the judgement, and its story is "
-        "printed.",
+        "ended and may read the files of Python and aioserve alone. The first failure ends the "
+        "judgement, and its story is printed.",
     )
     parser.add_argument("policy", metavar="FILE", help="policy file, or the name of one that ships")
     add_trials(parser)

@@ -376,7 +376,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._source, self._name, "exec"), module.__dict__)  # noqa: S102 - that is the aim
 
 
-#: Events of the interpreter that nobody may cause in a candidate's process.
+#: Events of the interpreter that end a candidate's process, whichever code causes them.
 NEVER = (
     *("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.get"),
     *("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill"),

@@ -103,7 +103,7 @@ class Evaluator:
         self.close()
 
     def close(self) -> None:
-        """End all processes."""
+        """End the processes in which candidates run."""
         for enclosure in self._started:
             enclosure.close()
 
@@ -115,7 +115,6 @@ class Evaluator:
     def evaluate(self, source: str, name: str, stages: int = len(STAGES)) -> Evaluation:
         """Judge the text of a policy file in the first `stages` stages; `name` is for messages."""
         metrics: dict[str, float] = {"combined_score": 0.0, "stages_passed": 0.0}
-        artifacts: dict[str, str] = {}
         steps = (
             self._first_rules,
             self._training,
@@ -137,7 +136,7 @@ class Evaluator:
                     },
                 )
             metrics["stages_passed"] = number + 1.0
-        return Evaluation(metrics, artifacts)
+        return Evaluation(metrics)
 
     def gain(self, source: str, other: str) -> Difference:
         """Return how much more of the held-out requests is in time under `source` than under

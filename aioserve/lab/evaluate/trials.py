@@ -22,7 +22,7 @@ from aioserve.lab.zoo.standing import load_policies, load_workload, measure_run,
 from aioserve.scheduler import BaseScheduler, load_policy
 
 #: Rules of the contract that are tried first: they take a second together, and most candidates that
-#: break a rule break one of these.
+#: break a rule break a rule of this list.
 FIRST_RULES = (
     "test_every_request_ends_with_the_tokens_it_would_get_alone",
     "test_a_pool_for_exactly_one_request_serves_all",

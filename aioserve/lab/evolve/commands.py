@@ -22,15 +22,20 @@ from aioserve.lab.evolve.population import (
 from aioserve.support.arguments import Parser, count, natural
 
 BEST = "best.py"
+MODEL_SHARE = 0.5  # of the candidates, if there is a model
 
 
 def run_evolve(words: Sequence[str]) -> int:
     """`aioserve evolve`; returns the exit code. Raises `AioserveError`."""
     arguments = _parser().parse_args(words)
-    if not 0 <= arguments.model_share <= 1:
-        raise ConfigError(f"--model-share must be from 0 to 1, got {arguments.model_share:g}")
-    if arguments.model is None and (arguments.model_name or arguments.max_tokens):
-        raise ConfigError("--model-name and --max-tokens are for a model: give --model URL")
+    share = MODEL_SHARE if arguments.model_share is None else arguments.model_share
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--model-share must be from 0 to 1, got {share:g}")
+    of_models = (arguments.model_name, arguments.max_tokens, arguments.model_share)
+    if arguments.model is None and any(value is not None for value in of_models):
+        raise ConfigError(
+            "--model-name, --model-share and --max-tokens are for a model: give --model URL"
+        )
     source, trials = read_policy(arguments.seed_policy), read_trials(arguments)
     model = None
     if arguments.model is not None:
@@ -44,7 +49,7 @@ def run_evolve(words: Sequence[str]) -> int:
             evaluator,
             seed=arguments.random_seed,
             model=model,
-            model_share=arguments.model_share,
+            model_share=share,
             jobs=arguments.jobs,
         )
         search.begin(source, Path(arguments.seed_policy).name)
@@ -104,9 +109,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model-share",
         type=float,
-        default=0.5,
         metavar="X",
-        help="share of the candidates that the model writes; the others are changed without it",
+        help="share of the candidates that the model writes; the others are changed without it "
+        f"(default: {MODEL_SHARE:g})",
     )
     group.add_argument(
         "--max-tokens", type=count, metavar="N", help="tokens of an answer (default: the server's)"

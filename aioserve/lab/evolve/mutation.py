@@ -31,7 +31,7 @@ class Unanswered(Exception):
 
 #: By what numbers are multiplied.
 FACTORS = (0.25, 0.5, 0.7, 0.85, 1.2, 1.4, 2.0, 4.0)
-#: Seconds of waiting are weighed against tokens by one of these.
+#: The tokens that a second of waiting is worth, in keys of the order.
 WEIGHTS = (5, 20, 50, 100, 200, 500, 1000)
 ARRIVAL = "request.arrival_time"
 PREDICTED = 'hinted_number(request, "predicted_output_tokens", 200.0)'
@@ -190,7 +190,7 @@ max_tokens), which is 0 if it must wait; step.preempt(request); step.token_budge
 A request has: request_id, arrival_time, num_prompt_tokens, num_computed_tokens, num_tokens,
 priority, user, hints; hinted_number(request, name, default) reads the hints
 predicted_output_tokens, slo_ttft, slo_tpot.
-Every request has to end, and none may starve. Nobody knows how long a reply will be.
+Every request has to end, and none may starve. The length of a reply is not known in advance.
 The score is the share of requests that keep their limits of time to first token and between tokens.
 
 Answer with the whole file in one block of ```python.

@@ -107,8 +107,8 @@ def policy_names() -> list[str]:
 
 
 def load_policies(names: list[str], machine: Settings = ()) -> list[Candidate]:
-    """Configurations on the standard machine, or on a `machine` of these settings with the memory
-    that it has, by policy, file or name. Raises `ConfigError`.
+    """Return the configurations of these policies, files or names: on the standard machine, or on
+    the `machine` that these settings describe, with its own memory. Raises `ConfigError`.
     """
     settings = [*SETTINGS]
     if machine:

@@ -142,6 +142,9 @@ def test_the_badge_is_red_where_a_rule_is_broken_and_says_how_many_are_kept() ->
         (["--check", "nowhere.json", "fcfs"], "cannot read certificate nowhere.json"),
         (["fcfs", "--output", "/nowhere/x"], "cannot write certificate /nowhere/x.json"),
         (["--gallery", "x.md", f"{ROOT}/mkdocs.yml"], "is no certificate"),
+        (["--check", "x.json", "fcfs", "--no-cost"], "certify --check takes no --no-cost"),
+        (["--check", "x.json", "fcfs", "--set", "a.b=1"], "certify --check takes no --set"),
+        (["--gallery", "x.md", "x.json", "--jobs", "2"], "certify --gallery takes no --jobs"),
     ],
 )
 def test_what_cannot_be_certified_is_refused_before_the_work(

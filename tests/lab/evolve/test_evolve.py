@@ -70,6 +70,15 @@ def test_a_folder_of_another_search_is_refused(tmp_path: Path) -> None:
         Population(tmp_path, Settings(1, "one", SMALL))
 
 
+@pytest.mark.parametrize("flag", ["--model-name", "--model-share", "--max-tokens"])
+def test_what_is_for_a_model_is_refused_without_one(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evolve", "--seed", "fcfs", "--folder", str(tmp_path / "x"), flag, "1"]) == 2
+    assert "are for a model: give --model URL" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
 @contextmanager
 def answering(text: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server of OpenAI's API that always says the same; its URL, and what it was asked."""

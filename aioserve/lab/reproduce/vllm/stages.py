@@ -256,8 +256,8 @@ def predict_by_card(
     num_jobs: int = 1,
 ) -> list[dict[tuple[int, str], float]]:
     """Return the milliseconds that the lab predicts with `--card` alone: the tables of the card,
-    and what the engine's host adds to a step unless somebody says it. Of `engine` only the front
-    end is used, and how the client counts. Raises `ConfigError` if the package is missing.
+    and what the engine's host adds to a step, if settings do not state it. Of `engine`, the front
+    end alone is used, and how the client counts. Raises `ConfigError` if the package is missing.
     """
     with TemporaryDirectory() as scratch:
         configs = []
