@@ -262,3 +262,10 @@ class SettingError(ConfigError):
 
 class UnknownPolicyError(ConfigError):
     """No policy of that name is installed."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`" (did you mean 'policy'?)"`, or nothing if no known name is like it."""
+    from difflib import get_close_matches as nearest
+
+    return next((f" (did you mean {near!r}?)" for near in nearest(name, [*known], n=1)), "")

@@ -57,6 +57,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 WAYS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_fields = cache(msgspec.structs.fields)
 
 
 def _keep_tuples(params: msgspec.Struct, names: Iterable[str]) -> None:
@@ -73,13 +74,10 @@ def _check_types(params: msgspec.Struct) -> None:
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
-                from aioserve.support.nearest import expected
+                from aioserve.support.mistakes import expected
 
                 words = f"{field.name} must be {expected(error)}, got {value!r:.80}"
                 raise RequestError(words, param=field.name) from None
-
-
-_fields = cache(msgspec.structs.fields)
 
 
 class StructuredOutputs(

@@ -26,12 +26,11 @@ import msgspec
 import yaml
 
 from aioserve.client import AsyncClient
-from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
+from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError, did_you_mean
 from aioserve.outputs import FinishReason
 from aioserve.params import NO_DEFAULTS, RANGES, SamplingDefaults, SamplingParams
 from aioserve.server.protocol import ModelCard
 from aioserve.support.arguments import Parser
-from aioserve.support.nearest import did_you_mean
 
 _NUDGE_SECONDS = 0.05  # between two interruptions of a wait that has missed a Ctrl-C
 _END = b"\0"  # no signal has this number

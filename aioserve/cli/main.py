@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from aioserve.config import COMMON_SETTINGS, EMBEDDED_MODEL, EngineConfig, iter_settings
-from aioserve.errors import AioserveError, ConfigError, EngineDeadError, SettingError
+from aioserve.errors import AioserveError, ConfigError, EngineDeadError, SettingError, did_you_mean
 from aioserve.support.arguments import (
     EXIT_ENGINE_DEAD,
     EXIT_FAILED,
@@ -30,7 +30,6 @@ from aioserve.support.arguments import (
     run,
 )
 from aioserve.support.logs import set_up_logging
-from aioserve.support.nearest import did_you_mean
 from aioserve.support.process import ignore_sigterm, way_out
 from aioserve.support.version import __version__
 

@@ -62,7 +62,7 @@ def convert(tree: dict[str, Any], cls: type[T], where: str | None, strict: bool 
     try:
         return msgspec.convert(tree, cls, strict=strict)
     except msgspec.ValidationError as error:
-        from aioserve.config.mistakes import mistakes
+        from aioserve.support.mistakes import mistakes
 
         raise mistakes(error, tree, cls, where) from error
 

@@ -15,7 +15,6 @@ from msgspec import Meta
 from aioserve.errors import ConfigError
 from aioserve.runner.step_times import Prefills, SideRates, StepTimeSource, make_step_times
 from aioserve.scheduler.output import StepFeatures
-from aioserve.support.nearest import explain
 
 Coefficient = Annotated[float, Meta(ge=0)]
 #: (x, ms) with rising x: a curve that is straight between its points. Before the first point it has
@@ -127,6 +126,8 @@ class LinearStepTimes(StepTimeSource):
         try:
             return cls(msgspec.convert(options, StepTimeModel))
         except msgspec.ValidationError as error:
+            from aioserve.support.mistakes import explain
+
             raise ConfigError(explain(error, StepTimeModel)) from error
 
 

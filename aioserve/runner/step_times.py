@@ -14,10 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.config import SimulatorConfig
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, did_you_mean
 from aioserve.scheduler.output import StepFeatures
 from aioserve.support.files import read_yaml
-from aioserve.support.nearest import did_you_mean
 from aioserve.support.parts import brought
 from aioserve.support.plugins import Kind, convert_options, installed
 

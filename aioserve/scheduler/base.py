@@ -561,8 +561,7 @@ class BaseScheduler(SchedulerInterface):
 
     def choose_victim(self) -> Request | None:
         """Return the request to preempt when KV blocks run out: by `--victim` or the policy."""
-        rule = self._config.victim
-        if rule in ("policy", "last_admitted"):
+        if (rule := self._config.victim) in ("policy", "last_admitted"):
             return self.victim() if rule == "policy" else next(reversed(self.running), None)
         key = VICTIM_KEYS[rule]
         return max(self.running, key=lambda request: key(request, self.kv_cache), default=None)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar
 
-from aioserve.errors import ConfigError, UnknownPolicyError
+from aioserve.errors import ConfigError, UnknownPolicyError, did_you_mean
 from aioserve.request import Request
 from aioserve.scheduler.base import BaseScheduler
 from aioserve.scheduler.interface import PolicyOptions
@@ -17,7 +17,6 @@ from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.registry import available_policies, make_options
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.table import order_key
-from aioserve.support.nearest import did_you_mean
 from aioserve.support.plugins import import_named, installed_entry_points, is_zoo_name
 
 #: What an admission says of a waiting request: it may be admitted, after all others, or not now.

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import msgspec
 
+from aioserve.errors import did_you_mean
 from aioserve.support.files import why_not_writable
-from aioserve.support.nearest import did_you_mean
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work

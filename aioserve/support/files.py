@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from aioserve.errors import ConfigError, one_line
-from aioserve.support.nearest import did_you_mean, explain
+from aioserve.errors import ConfigError, did_you_mean, one_line
 from aioserve.support.plugins import PREFIX, is_zoo_name
 
 T = TypeVar("T")
@@ -53,6 +52,8 @@ def read_struct(path: Path, what: str, kind: type[T]) -> T:
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
+        from aioserve.support.mistakes import explain
+
         raise ConfigError(f"{what} {path}: {explain(error, kind)}") from error
 
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeGuard, TypeVar
 
 import msgspec
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, did_you_mean
 
 
 def import_named(path: str, word: str, unknown: type[ConfigError]) -> ModuleType:
@@ -119,8 +119,6 @@ class Kind(Generic[T]):
         module = import_named(path, self.word, self.unknown)
         found = getattr(module, name, None) if name else self._only_one(module, path)
         if found is None:
-            from aioserve.support.nearest import did_you_mean
-
             known = [kind.__name__ for kind in self._defined_in(module)]
             raise self.unknown(
                 f"unknown {self.word} {spec!r}: no {name!r} in {path}{did_you_mean(name, known)}"
@@ -130,8 +128,6 @@ class Kind(Generic[T]):
                 f"{self.word} {spec!r} is not a {self.interface.__name__}; derive from {self.base}"
             )
         if unfinished := _unfinished(found):
-            from aioserve.support.nearest import did_you_mean
-
             missing = ", ".join(sorted(unfinished))
             written = did_you_mean(missing, vars(found)).replace("did you mean", "is it")
             raise ConfigError(f"{self.word} {spec!r} does not implement {missing}{written}")
@@ -146,8 +142,6 @@ class Kind(Generic[T]):
             return spec, ""
         known = self.available()
         if spec not in known:
-            from aioserve.support.nearest import did_you_mean
-
             raise self.unknown(
                 f"unknown {self.word} {spec!r}{did_you_mean(spec, known)}; available: "
                 f"{', '.join(known) or 'none'}; or give package.module:Class or path/to/file.py"
@@ -256,7 +250,7 @@ def convert_options(options: dict[str, Any], kind: Any, base: type[S], owner: st
     try:
         return msgspec.convert(options, kind)
     except msgspec.ValidationError as error:
-        from aioserve.support.nearest import explain
+        from aioserve.support.mistakes import explain
 
         known = ", ".join(f.name for f in msgspec.structs.fields(kind)) or "none"
         raise ConfigError(

@@ -15,8 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from aioserve.errors import ConfigError, place_of
-from aioserve.support.nearest import did_you_mean
+from aioserve.errors import ConfigError, did_you_mean, place_of
 from aioserve.support.parts import brought
 from aioserve.support.plugins import Kind, installed, installed_entry_points
 

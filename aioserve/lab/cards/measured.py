@@ -21,7 +21,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta
 
-from aioserve.errors import ConfigError, one_line
+from aioserve.errors import ConfigError, did_you_mean, one_line
 from aioserve.lab.cards import engines, tables
 from aioserve.lab.cards.engines import host_of
 from aioserve.lab.cards.tables import (
@@ -33,7 +33,6 @@ from aioserve.lab.cards.tables import (
 )
 from aioserve.runner.step_times import StepTimeOptions
 from aioserve.scheduler.output import StepFeatures
-from aioserve.support.nearest import did_you_mean
 
 PACKAGE = "aiconfigurator_core"
 EXTRA = "aiconfigurator-core"

@@ -15,13 +15,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, did_you_mean
 from aioserve.lab.comparison.service import Floats, fairness_totals, service_by_client
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import DURATIONS
 from aioserve.lab.workloads.workload import Incidents, Workload, WorkloadRequest
-from aioserve.support.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from aioserve.lab.simulation.fleet_plan import Fleet

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from aioserve.support.nearest import did_you_mean, explain
+from aioserve.errors import did_you_mean
+from aioserve.support.mistakes import explain
 
 
 class Leaf(msgspec.Struct, forbid_unknown_fields=True, tag_field="kind", tag="leaf"):

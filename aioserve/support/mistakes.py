@@ -1,16 +1,17 @@
-"""Says which known name was probably meant by an unknown one.
+"""What is wrong in data that is no value of a type: each mistake in a sentence, with its place.
 
-Knows the types of msgspec and the wording of its errors. Knows no name itself.
+Knows the types of msgspec and the wording of its errors. Loaded when something is wrong.
 """
 
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+
+from aioserve.errors import ConfigError, SettingError, did_you_mean
 
 # Of msgspec's messages: what was not known, and where it stood.
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `(?P<path>.*)`)?$")
@@ -31,12 +32,20 @@ _KINDS = {
 }
 _ITEMS = {"int": "whole numbers", "float": "numbers", "str": "texts", "array": "lists"}
 _BOUNDS = {"<=": "of at most", ">=": "of at least", "<": "below", ">": "above"}
+MOST = 20  # mistakes of one file, each in a line
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'policy'?)"`, or nothing if no known name is like it."""
-    found = get_close_matches(name, list(known), n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+def mistakes(
+    error: msgspec.ValidationError, tree: dict[str, Any], cls: type, where: str | None
+) -> ConfigError:
+    """Return a `SettingError` for one value that cannot be, or a `ConfigError` that names each of
+    several in the file `where`; None: what is wrong is not in a file, and the first is named.
+    """
+    first = _told(error, tree, cls, where)
+    others = [] if where is None else _further(error, tree, cls, where)
+    if not others:
+        return first
+    return ConfigError("\n  ".join([f"{1 + len(others)} errors:", str(first), *others]))
 
 
 def explain(error: msgspec.ValidationError, kind: type) -> str:
@@ -100,6 +109,43 @@ def unknown_name(error: msgspec.ValidationError) -> str | None:
     if (match := _UNKNOWN.match(str(error))) is None:
         return None
     return ".".join([*re.findall(r"\.(\w+)", match["path"] or ""), match["name"]])
+
+
+def _told(
+    error: msgspec.ValidationError, tree: dict[str, Any], cls: type, where: str | None
+) -> ConfigError:
+    if (found := misfit(error, tree, cls)) is not None:
+        return SettingError(where, *found)
+    return ConfigError(f"{where or 'settings'}: {explain(error, cls)}")
+
+
+def _further(
+    error: msgspec.ValidationError, tree: dict[str, Any], cls: type, where: str
+) -> list[str]:
+    """Return what else of a tree cannot be, in words: it is read again without what was wrong."""
+    errors: list[str] = []
+    while len(errors) < MOST:
+        found = misfit(error, tree, cls)
+        wrong = unknown_name(error) if found is None else found[0]
+        if wrong is None:
+            break
+        tree = _without(tree, wrong)
+        try:
+            msgspec.convert(tree, cls)
+        except msgspec.ValidationError as another:
+            error = another
+            errors.append(str(_told(error, tree, cls, where)))
+        else:
+            break
+    return errors
+
+
+def _without(tree: dict[str, Any], dotted: str) -> dict[str, Any]:
+    """Return a copy of the tree without the value at `a.b`; without `a`, if that is no mapping."""
+    name, _, rest = dotted.partition(".")
+    inner = tree.get(name)
+    kept = {key: value for key, value in tree.items() if key != name}
+    return kept | {name: _without(inner, rest)} if rest and isinstance(inner, dict) else kept
 
 
 def _elsewhere(name: str, kind: type) -> str:
