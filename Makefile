@@ -166,7 +166,7 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@touch $@
 
 .venv/test-packages: requirements/test.txt .venv/packages
-	@echo "requirements/test.txt: 230 MB; a model, which the tests fetch themselves: 98 MB"
+	@echo "requirements/test.txt: 310 MB; a model, which the tests fetch themselves: 98 MB"
 	@$(PIP) $(PINNED) requirements/test.txt
 	@touch $@
 
