@@ -29,6 +29,7 @@ from aioserve.lab.arguments import (
     refuse_card,
     wants_json,
 )
+from aioserve.lab.comparison.arguments import add_reading, read_reading
 from aioserve.lab.comparison.measures import STATISTICS, good_totals, statistics_of
 from aioserve.lab.comparison.service import Floats
 from aioserve.lab.simulation.outcome import RequestOutcome
@@ -684,6 +685,7 @@ def _parser() -> Parser:
         help="requests to measure (default: 4 per client, at least 10; 100 with --rate; all with "
         "--workload, where --limit means the same)",
     )
+    add_reading(load)
     add_cut(load, " of --workload")
     add_time_scale(load)
     load.add_argument(
@@ -734,6 +736,7 @@ def _workload(arguments: argparse.Namespace, seed: int) -> Workload:
             start=arguments.start,
             duration=arguments.duration,
             limit=arguments.limit or arguments.num_requests,
+            reading=read_reading(arguments),
         ).load(seed)
     for name in ("start", "duration", "limit"):
         if getattr(arguments, name):

@@ -41,6 +41,7 @@ from aioserve.lab.logs.what_if import make_workload, read_traffic
 from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.lab.workloads.traces import read_trace
+from aioserve.lab.workloads.workload import Reading
 from aioserve.model_source.info import ModelInfo, find_model
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.runner.profile import load_profile
@@ -754,6 +755,11 @@ class Logs(Target):
         if kind not in ("decisions", "records", "frames"):
             path = self.folder / kind
             path.write_bytes(data)
+            with suppress(ConfigError):
+                _ = read_trace(path, 0, 2.0, Reading(tokenizer="4", think=1.0)).duration
+            with suppress(ConfigError):
+                columns = (("arrival", "time"), ("prompt", "in"), ("output", "usage.out"))
+                _ = read_trace(path, 0, None, Reading(columns=columns)).duration
             _ = read_trace(path).duration
             return
         path = self.folder / "decisions"

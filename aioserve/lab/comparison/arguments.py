@@ -21,7 +21,13 @@ from aioserve.lab.simulation.parallel import choose_num_jobs
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.terminal import progress
 from aioserve.lab.workloads.synthetic import WorkloadSource, parse_prediction
-from aioserve.lab.workloads.workload import DEFAULT_MAX_TOKENS, ReplyLimit, Workload
+from aioserve.lab.workloads.workload import (
+    COLUMNS,
+    DEFAULT_MAX_TOKENS,
+    Reading,
+    ReplyLimit,
+    Workload,
+)
 from aioserve.support.arguments import TakesArguments, count, positive
 
 CONFIG_HELP = "YAML file of settings, the name of a shipped one, or a policy: its name or file.py"
@@ -37,15 +43,16 @@ def add_workload(parser: argparse.ArgumentParser, *, predict: bool = True) -> Ta
     sources.add_argument(
         "--workload",
         metavar="FILE",
-        help="requests to send; .yaml or a shipped name: a description; .csv: a trace of Azure or "
-        "BurstGPT, or a list of lengths; .jsonl: a trace of Mooncake, Qwen-Bailian or agents, or a "
-        "request log",
+        help="requests to send; .yaml or a shipped name: a description; .csv, .jsonl or .json: a "
+        "trace, a request log, chats of ShareGPT, a result of vLLM's benchmark, answers of an API, "
+        "or a table of --columns (docs/traffic.md)",
     )
+    add_reading(group)
     group.add_argument(
         "--rate",
         type=positive,
         metavar="R",
-        help="arrivals per second, Poisson, of a trace without arrivals: a list of lengths, or "
+        help="arrivals per second, Poisson, of traffic without arrivals: a list of lengths, chats, "
         "sessions of agents",
     )
     add_time_scale(group)
@@ -82,6 +89,38 @@ def add_workload(parser: argparse.ArgumentParser, *, predict: bool = True) -> Ta
         "--clip", action="store_true", help="shorten requests that exceed max_model_len"
     )
     return sources
+
+
+def add_reading(group: TakesArguments) -> None:
+    """Add `--columns`, `--tokenizer` and `--think`, which `read_reading` reads."""
+    group.add_argument(
+        "--columns",
+        type=Reading.parse_columns,
+        default=(),
+        metavar="NAME=COLUMN,...",
+        help="read --workload as a table (CSV, or records of JSON) whose columns are named so: "
+        "arrival=time,prompt=in_tokens,output=out_tokens; also " + ", ".join(COLUMNS[6:]) + ", "
+        "arrival_ms, and prompt_text and output_text, whose tokens are counted",
+    )
+    group.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="MODEL",
+        help="count the tokens of texts in --workload with the tokenizer of this model, or, for a "
+        "number, as so many characters each",
+    )
+    group.add_argument(
+        "--think",
+        type=positive,
+        metavar="S",
+        help="send all turns of a chat of ShareGPT, each S seconds after the reply before it "
+        "(default: the first turn alone)",
+    )
+
+
+def read_reading(arguments: argparse.Namespace) -> Reading:
+    """Return what the arguments say of how a file of traffic is to be read."""
+    return Reading(columns=arguments.columns, tokenizer=arguments.tokenizer, think=arguments.think)
 
 
 def _add_predict(group: TakesArguments) -> None:
@@ -166,6 +205,7 @@ def read_source(arguments: argparse.Namespace) -> WorkloadSource:
         min_turns=arguments.min_turns,
         reply_limit=arguments.max_tokens,
         prediction=getattr(arguments, "predict", None),
+        reading=read_reading(arguments),
     )
 
 

@@ -23,6 +23,7 @@ from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.workload import (
     Incidents,
     Piece,
+    Reading,
     ReplyLimit,
     Workload,
     WorkloadRequest,
@@ -643,7 +644,7 @@ def _tokens(distribution: Distribution, rng: random.Random) -> int:
 # names and options of the command line; leaves formats to others.
 
 
-TRACE_SUFFIXES = (".csv", ".jsonl")
+TRACE_SUFFIXES = (".csv", ".jsonl", ".json")
 
 
 class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -658,6 +659,7 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 1  # crowds of such clients, each with texts of its own
     reply_limit: ReplyLimit = ReplyLimit()  # what clients allow for a reply
     rate: float | None = None  # of the arrivals of a trace that has none, per second
+    reading: Reading = Reading()  # what the file does not say of itself
     prediction: AnyPrediction | None = None  # of each reply's length, as a hint
 
     @property
@@ -671,16 +673,21 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
         if path.suffix in TRACE_SUFFIXES:
             from aioserve.lab.workloads.traces import read_trace
 
-            workload = read_trace(self.path, seed, self.rate)
+            workload = read_trace(self.path, seed, self.rate, self.reading)
         elif self.rate is not None:
             raise ConfigError(f"workload {self.path}: --rate is for traces without arrivals")
+        elif self.reading != Reading():
+            raise ConfigError(
+                f"workload {self.path}: --columns, --tokenizer and --think are for .csv, .jsonl "
+                "and .json"
+            )
         elif path.suffix in (".yaml", ".yml"):
             workload = generate(read_spec(path), seed, path.name)
         else:
             raise ConfigError(
-                f"workload {self.path}: expected .yaml (a description), .csv (Azure, BurstGPT, "
-                "lengths) or .jsonl (Mooncake, Qwen-Bailian, sessions of agents or a request log), "
-                f"got {path.suffix or 'no suffix'!r}"
+                f"workload {self.path}: expected .yaml (a description), .csv, .jsonl or .json "
+                "(traffic of many formats: docs/traffic.md), got "
+                f"{path.suffix or 'no suffix'!r}"
             )
         return self.cut(workload)
 

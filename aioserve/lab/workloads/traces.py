@@ -15,7 +15,13 @@ from msgspec import Meta
 
 from aioserve.engine.request_log import Count, RequestLogLine
 from aioserve.errors import UNREADABLE, ConfigError, one_line
-from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
+from aioserve.lab.workloads.workload import (
+    Piece,
+    Reading,
+    Workload,
+    WorkloadRequest,
+    text_name,
+)
 
 T = TypeVar("T")
 #: Seconds from some moment on; what is larger is no time.
@@ -123,7 +129,8 @@ def csv_reader(path: Path, lines: list[str]) -> Reader:
         f"{path}:1: expected the columns {','.join(AZURE_COLUMNS)} (Azure), "
         f"{','.join(BURSTGPT_COLUMNS)} (BurstGPT), {','.join(LENGTH_COLUMNS)} (lengths, as "
         f"Sarathi-Serve's) or {','.join(OUTCOME_COLUMNS)} (outcomes, as for calibrate), got "
-        f"{','.join(header)!r}"
+        f"{','.join(header)!r}; --columns arrival=COLUMN,prompt=COLUMN,output=COLUMN reads a "
+        "table of any columns"
     )
 
 
@@ -181,12 +188,6 @@ def read_outcome_arrivals(path: Path, lines: list[str], seed: int) -> Iterator[W
             line.output_tokens,
             user=line.client,
         )
-
-
-def has_no_arrivals(lines: list[str]) -> bool:
-    """Return whether a CSV file is a list of lengths without arrivals."""
-    header = [name.strip() for name in (lines[0] if lines else "").split(",")]
-    return set(LENGTH_COLUMNS) <= set(header) and "arrived_at" not in header
 
 
 # Traces whose prompts are named block by block: Mooncake's, Qwen-Bailian's, and Weka's of agents.
@@ -380,16 +381,17 @@ def _pieces(
     return tuple(pieces)
 
 
-# Traces of real traffic, by their formats: which one a file has is read from its first line. A
-# broken line is named by file and number. Knows formats; knows nothing about serving.
+# The file itself: its text, which format it has, and when its requests come.
 
 
-def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Workload:
-    """Return the workload in a `.csv` or `.jsonl` file; arrivals count from the first one.
+def read_trace(
+    path: str | Path, seed: int = 0, rate: float | None = None, reading: Reading | None = None
+) -> Workload:
+    """Return the workload in a `.csv`, `.jsonl` or `.json` file; arrivals count from the first one.
 
     `seed` chooses the token ids. Of a file without arrivals, requests (or the sessions of agents)
-    come at random, `rate` a second on average, as the seed says. Raises `ConfigError` that names
-    file and line, or what is missing.
+    come at random, `rate` a second on average, as the seed says. `reading` is what the file does
+    not say of itself. Raises `ConfigError` that names file and line, or what is missing.
     """
     path = Path(path)
     try:
@@ -398,19 +400,16 @@ def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Wo
         raise ConfigError(f"cannot read trace {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"trace {path} is not UTF-8 text: {error}") from error
-    lines = text.splitlines()
-    is_csv = path.suffix == ".csv"
-    read = csv_reader(path, lines) if is_csv else _jsonl_reader(lines)
-    requests = list(read(path, lines, seed))
+    requests, has_arrivals = _read(path, text, seed, reading or Reading())
     if not requests:
         raise ConfigError(f"trace {path} has no requests")
-    lacks_arrivals = has_no_arrivals(lines) if is_csv else read is read_weka
-    if lacks_arrivals != (rate is not None):
+    if has_arrivals == (rate is not None):
         raise ConfigError(
-            f"trace {path} does not say when requests come: give compare, search or sweep --rate R"
-            if lacks_arrivals
-            else f"trace {path} says when requests come: --rate is for files that do not "
+            f"trace {path} says when requests come: --rate is for files that do not "
             "(--time-scale changes the speed)"
+            if has_arrivals
+            else f"trace {path} does not say when requests come: give compare, search or sweep "
+            "--rate R"
         )
     if rate is not None:
         requests = _at_random(requests, rate, random.Random(f"{seed} arrivals"))
@@ -426,6 +425,37 @@ def read_trace(path: str | Path, seed: int = 0, rate: float | None = None) -> Wo
         seed=seed,
         is_trace=rate is None,
     )
+
+
+def _read(path: Path, text: str, seed: int, reading: Reading) -> tuple[list[WorkloadRequest], bool]:
+    """Return the requests in the order of the file, and whether it says when they came."""
+    lines = text.splitlines()
+    read = None if reading.columns else _reader(path, lines)
+    if read is None:
+        from aioserve.lab.workloads.datasets import read_dataset
+
+        return read_dataset(path, text, seed, reading)
+    header = lines[0] if lines else ""
+    has_arrivals = read is not read_weka and (read is not read_lengths or "arrived_at" in header)
+    return list(read(path, lines, seed)), has_arrivals
+
+
+def _reader(path: Path, lines: list[str]) -> Reader | None:
+    """Return which of the formats of this module a file has, by its first line; None: none."""
+    if path.suffix == ".csv":
+        return csv_reader(path, lines)
+    first = next(filter(None, map(str.strip, lines)), "")
+    if path.suffix == ".json":
+        return None
+    for key, read in (
+        ('"parent_chat_id"', read_bailian),
+        ('"input_length"', read_mooncake),
+        ('"requests"', read_weka),
+        ('"arrival"', read_request_log),
+    ):
+        if key in first:
+            return read
+    return None if first else read_request_log
 
 
 def _without_torn_end(data: bytes) -> bytes:
@@ -454,16 +484,6 @@ def _at_random(
             request = msgspec.structs.replace(request, arrival=now + request.arrival)
         found.append(request)
     return found
-
-
-def _jsonl_reader(lines: list[str]) -> Reader:
-    """Return which of the kinds of JSONL it is: the first line says."""
-    first = next(filter(None, map(str.strip, lines)), "")
-    if '"parent_chat_id"' in first:
-        return read_bailian
-    if '"input_length"' in first:
-        return read_mooncake
-    return read_weka if '"requests"' in first else read_request_log
 
 
 def read_request_log(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:

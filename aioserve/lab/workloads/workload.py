@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, did_you_mean
 from aioserve.lab.slo import Slo
 from aioserve.request import PROGRAM, SESSION, EncoderInput, Hints
 
@@ -124,6 +124,52 @@ class Incidents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                             f"replica {other.replica} dies at {other.at:g} s, but it is down since "
                             f"{failure.at:g} s"
                         )
+
+
+#: What a column of a table of one's own may mean.
+COLUMNS = (
+    "arrival",  # seconds, or a date
+    "arrival_ms",
+    "prompt",  # tokens
+    "prompt_text",
+    "output",
+    "output_text",
+    "max_tokens",
+    "user",
+    "priority",
+    "timeout",  # seconds
+    "class",
+    "session",
+)
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file of traffic does not say of itself."""
+
+    columns: tuple[tuple[str, str], ...] = ()  # of `COLUMNS`, each with its name in the file
+    tokenizer: str = ""  # a model whose tokens are counted, or a number: characters per token
+    think: float | None = (
+        None  # seconds before each further turn of a chat; None: first turns alone
+    )
+
+    @staticmethod
+    def parse_columns(text: str) -> tuple[tuple[str, str], ...]:
+        """Read `arrival=time,prompt=in_tokens,output=out_tokens`. Raises `ConfigError`."""
+        found: dict[str, str] = {}
+        for part in text.split(","):
+            name, equals, column = part.partition("=")
+            if not equals or not column:
+                raise ConfigError(f"--columns: expected NAME=COLUMN,..., got {part!r}")
+            if name not in COLUMNS:
+                raise ConfigError(
+                    f"--columns: {name!r} means nothing{did_you_mean(name, COLUMNS)}; there are "
+                    f"{', '.join(COLUMNS)}"
+                )
+            found[name] = column
+        for name, other in (("prompt", "prompt_text"), ("output", "output_text")):
+            if (name in found) == (other in found):
+                raise ConfigError(f"--columns: expected either {name}=COLUMN or {other}=COLUMN")
+        return tuple(found.items())
 
 
 #: Tokens that clients allow where neither the command nor the workload says it. A guess: what
