@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import read_card, read_cards
+from aioserve.lab.arguments import add_output, read_card, read_cards
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
     DEFAULT_SEEDS,
@@ -166,8 +166,13 @@ def _find_rate(arguments: argparse.Namespace) -> int:
 
     with running(None) as report:
         knee = _knee(arguments, report, candidate, workloads, show)
-    print(render_knee(candidate, knee, arguments.bound, has_slo=has_slo))
+    words = render_knee(candidate, knee, arguments.bound, has_slo=has_slo)
+    print(words)
     write(arguments.json, encode(msgspec.to_builtins(knee)))
+    if arguments.html:
+        from aioserve.lab.search.page import knee_page
+
+        write(arguments.html, knee_page(knee, arguments.bound, words).encode())
     return 0
 
 
@@ -211,6 +216,11 @@ def _find_replicas(arguments: argparse.Namespace) -> int:
             needs.append(need)
     print(render_needs(needs, arguments.replicas))
     write(arguments.json, encode(msgspec.to_builtins(needs)))
+    if arguments.html:
+        from aioserve.lab.search.page import needs_page
+
+        words = "\n".join(machines(candidates))
+        write(arguments.html, needs_page(needs, arguments.replicas, words).encode())
     return 0
 
 
@@ -271,6 +281,11 @@ def _tune(arguments: argparse.Namespace) -> int:
         tuning = tune(candidates, parts, score)
     print(paint(render_tuning(tuning, row)))
     write(arguments.json, encode(msgspec.to_builtins(tuning)))
+    if arguments.html:
+        from aioserve.lab.search.page import tuning_page
+
+        words = "\n".join([f"{tuning.parts}.", *_judged(tuning, row)])
+        write(arguments.html, tuning_page(tuning, row, words).encode())
     return 0
 
 
@@ -379,6 +394,7 @@ def _parser() -> Parser:
         metavar="SHARE",
         help="relative precision of the rate found",
     )
+    add_output(parser, "--html", help="write a report with a chart to this HTML file")
     _add_replicas(parser)
     _add_tuning(parser)
     return parser

@@ -62,6 +62,34 @@ def test_a_trace_is_cut_in_time_and_one_of_another_kind_is_held_out(
 
 
 @pytest.mark.parametrize(
+    ("words", "shown", "num_bars"),
+    [
+        (["--slo", "gap=0.05", "--goodput", "0.9", "--tolerance", "0.5"], "within the SLO", 2),
+        (["--bound", "gap:p99=0.05", "--tolerance", "0.5"], "gap p99, ms (at most 50)", 2),
+        ([*CHUNKS, "--by", "gap:p99", "--seeds", "1"], "chunk_size=2048", 5),
+        (["--slo", "gap=0.05", "--replicas", "2", "--goodput", "0.5"], "chunked_prefill", 1),
+    ],
+)
+def test_the_html_has_a_bar_for_all_that_was_tried_and_the_words_of_the_terminal(
+    words: list[str],
+    shown: str,
+    num_bars: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "found.html"
+    assert main([*SMALL, *words, "--html", str(path)]) == 0
+    page = path.read_text()
+    for tag in ("h1", "svg", "table", "tbody", "html"):
+        assert page.count(f"<{tag}") == page.count(f"</{tag}>") == 1
+    assert shown in page
+    assert page.count("<rect") >= num_bars
+    assert "src=" not in page  # nothing is fetched
+    words_there = capsys.readouterr().out.splitlines()[-1].split()
+    assert set(words_there) & set(re.findall(r"[^\s<>]+", page))
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([*SMALL, *CHUNKS], "--by e2e:mean"),
