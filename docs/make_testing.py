@@ -22,14 +22,14 @@ CONTRACT_HEAD = """\
 # What the contract of policies checks
 
 Made from the tests and their docstrings by `python docs/make_testing.py`; a test keeps it true.
-`pytest --aioserve-policy path/to/mine.py:Mine` runs all of it on a policy, each test once with one
+`python -m aioserve check path/to/mine.py:Mine` runs all of it on a policy, each test once with one
 step in flight and once with two ([writing a policy](writing-a-policy.md#3-the-contract)).
 """
 
 RULES_HEAD = """\
 ## Tests
 
-`test_no_rule_is_broken_under_random_traffic` takes most of the time: `--aioserve-examples=N` says
+`test_no_rule_is_broken_under_random_traffic` takes most of the time: `--examples N` says
 how many random sequences of events it makes (default: 100).
 """
 

@@ -98,4 +98,4 @@ def test_the_commands_of_the_first_page_are_understood(line: str) -> None:
     elif words[0] == "cp":
         assert (ROOT / words[1]).is_file()
     else:
-        assert words[:2] == ["pytest", "--aioserve-policy"]
+        pytest.fail(f"no command of the page is {words[0]}")

@@ -39,8 +39,8 @@ EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
 Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, evaluate,
-evolve, certify, cards, calibrate, replay, trace, fetch, settings, doctor and completion have a
---help of their own.
+evolve, check, certify, cards, calibrate, replay, trace, fetch, settings, doctor and completion have
+a --help of their own.
 Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for invalid settings, 3 if the
 engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if the
@@ -148,6 +148,7 @@ TOOLS = {
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",
     "cards": "aioserve.lab.cards.commands:run_cards",
     "zoo": "aioserve.lab.zoo.commands:run_zoo",
+    "check": "aioserve.lab.certificates.contract:run_check",
     "certify": "aioserve.lab.certificates.commands:run_certify",
     "replay": "aioserve.lab.logs.commands:run_replay",
     "trace": "aioserve.lab.logs.commands:run_trace",

@@ -12,7 +12,6 @@ import json
 import math
 import platform
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from xml.etree import ElementTree
 import msgspec
 
 from aioserve.errors import ConfigError
+from aioserve.lab.certificates.contract import contract_command
 from aioserve.lab.comparison.candidates import (
     Candidate,
     load_candidates,
@@ -223,16 +223,9 @@ def run_contract(file: Path, policy: str, options: dict[str, Any], examples: int
     """Run every rule of the contract on a class of a file, and go on after a broken one. Raises
     `ConfigError` where pytest or hypothesis is missing, or pytest does not run.
     """
-    for name in ("pytest", "hypothesis"):
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                "the contract needs pytest and hypothesis: pip install pytest hypothesis"
-            )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        Path(folder, "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\n")
-        command = [sys.executable, "-m", "pytest", "-q", "--maxfail=999", f"--junitxml={report}"]
-        command += [f"--rootdir={folder}", "-c", f"{folder}/pytest.ini"]
+        command = [*contract_command(folder), "--maxfail=999", f"--junitxml={report}"]
         command += ["--aioserve-policy", f"{file.absolute()}:{policy}"]
         command += ["--aioserve-policy-options", json.dumps(options)]
         command += ["--aioserve-examples", str(examples)]
