@@ -31,6 +31,7 @@
 A message says what is wrong, what would be right, and where.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from inspect import unwrap
 from pathlib import Path
@@ -264,8 +265,14 @@ class UnknownPolicyError(ConfigError):
     """No policy of that name is installed."""
 
 
+#: What people call the choice of one card of several, which is not a setting.
+_CARDS = re.compile(r"(?:--)?(?:gpu|cuda|device)[-_]ids?|(?:--)?gpu|cuda:\d+")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" (did you mean 'policy'?)"`, or nothing if no known name is like it."""
     from difflib import get_close_matches as nearest
 
+    if _CARDS.fullmatch(name):
+        return " (which card is used, CUDA_VISIBLE_DEVICES in the environment says)"
     return next((f" (did you mean {near!r}?)" for near in nearest(name, [*known], n=1)), "")

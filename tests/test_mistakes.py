@@ -1,11 +1,13 @@
 """An unknown name is answered with the one that was probably meant."""
 
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import msgspec
 import pytest
 from msgspec import Meta
 
+from aioserve.cli.main import main
 from aioserve.errors import did_you_mean
 from aioserve.support.mistakes import explain
 
@@ -48,3 +50,23 @@ def test_what_was_meant_is_found_wherever_it_stands(tree: object, message: str) 
 def test_nothing_is_suggested_that_is_not_like_it() -> None:
     assert did_you_mean("max_token", ["max_tokens", "seed"]) == " (did you mean 'max_tokens'?)"
     assert did_you_mean("max_token", ["seed"]) == ""
+
+
+CHOOSES_THE_CARD = "(which card is used, CUDA_VISIBLE_DEVICES in the environment says)"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--gpu-id", "1"],
+        ["--device", "cuda:1"],
+        ["--set", "runner.device=cuda:1"],
+        ["--set", "runner.gpu_id=1"],
+    ],
+)
+def test_who_asks_for_a_card_by_its_number_is_told_what_chooses_it(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        main(words)
+    assert CHOOSES_THE_CARD in capsys.readouterr().err

@@ -56,6 +56,8 @@ class Parser(argparse.ArgumentParser):
         if colon and not unknown:
             flag = words.split()[0].partition("=")[0]
             message += did_you_mean(flag, re.findall(r"--[\w-]+", self.format_help()))
+        elif choice := re.search(r"invalid choice: '(.*?)'", message):
+            message += did_you_mean(choice[1], ())
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 

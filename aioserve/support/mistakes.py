@@ -77,8 +77,11 @@ def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str,
         except (KeyError, IndexError, TypeError, ValueError):  # `...` stands for a name
             break
     where = ".".join(name for name, _ in steps if name)
+    near = ""
     if match.re is _NO_CHOICE:
-        expected = f"one of {', '.join(_choices(kind, match['path']))}"
+        choices = [*_choices(kind, match["path"])]
+        expected = f"one of {', '.join(choices)}"
+        near = did_you_mean(str(value), choices)
     else:
         expected = " or ".join(
             _KINDS.get(each, f"`{each}`") for each in match["kinds"].split(" | ")
@@ -87,7 +90,7 @@ def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str,
             expected += f" {_BOUNDS[match['sign']]} {match['limit'].removesuffix('.0')}"
         elif match["pattern"]:
             expected += f" that matches {match['pattern']}"
-    return where, f"expected {expected}, got {value!r}"
+    return where, f"expected {expected}, got {value!r}{near}"
 
 
 def expected(error: msgspec.ValidationError) -> str:
