@@ -15,35 +15,36 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 _BEGIN = """\
 # Which features go together
 
-`make matrix` runs every feature of this page beside every other one, writes what becomes of each
-pair on this page, and fails if one is served and wrong. Each cell of the tables is an engine with a
-tiny model with random weights, in float32, on a CPU: some ten requests arrive at random, more than
-the KV cache has blocks for, so that some are preempted; three more are aborted half-way. A cell
-**works** if
+`make matrix` tests every pair of the features on this page, writes the results to this page, and
+fails if a pair is served with wrong results. Each cell of the tables is an engine with a tiny
+model with random weights, in float32, on a CPU. About ten requests arrive at random times; they
+need more KV blocks than there are, so that some are preempted. Three more requests are aborted
+half-way. A cell **works** if
 
-- every token of every reply is the most likely one after those before it, by the logits of
-  `transformers` on the same weights (merged with the adapter, with penalties, and among the tokens
-  that the grammar allows), and log probabilities and vectors are the library's; with seeded
-  sampling, few-bit weights, int8 activations and a quantized cache, if every reply is that of the
-  request alone in an engine without the other features;
-- the feature came about: drafts were made, prefixes found, requests preempted;
-- no request, block, slot or lease is left.
+- every token of every reply is the most likely next token according to `transformers` with the
+  same weights (merged with the adapter, with penalties, and among the tokens that the grammar
+  allows), and log probabilities and vectors equal those of `transformers`. With seeded sampling,
+  few-bit weights, int8 activations and a quantized cache, every reply must equal the reply to
+  the same request alone in an engine without the other feature;
+- the feature was in fact used: drafts were made, prefixes found, requests preempted;
+- no request, block, slot or lease is left at the end.
 
-It is **refused** if the start, the request or the operator's command is refused in one line, which
-stands below word for word. A pair that means nothing together **does not apply**.
+A cell is **refused** if the start, the request or the operator's command is refused with one
+line, which is quoted below. A pair of features that have no meaning together **does not apply**.
 
-The second rank is a thread here, and the worker's half of the server shares the process: processes
-are tested beside the code. A smaller set of runs, in which every pair that works comes together, is
-part of `make test`; triples at random are in `make test-all` (`tests/matrix`).
+In these tests the second rank is a thread, and the worker's half of the server is in the same
+process; other tests use separate processes. `make test` contains a smaller set of runs in which
+every working pair occurs; `make test-all` adds random triples (`tests/matrix`).
 
 {counts}
 """
 _TABLE = """
 ## One process, two ranks, workers
 
-`✓`: works in one process, on two ranks (`--tensor-parallel-size 2`) and behind API workers
-(`--api-workers`). Else the letters say where: `1` in one process, `2` on two ranks, `w` behind
-workers; `✗` nowhere; `-` does not apply. The diagonal is the feature alone.
+`✓`: the pair works in one process, on two ranks (`--tensor-parallel-size 2`) and behind API
+workers (`--api-workers`). Otherwise letters say where it works: `1` in one process, `2` on two
+ranks, `w` behind workers. `✗`: it works nowhere. `-`: it does not apply. The diagonal is the
+feature alone.
 
 """
 _LETTERS = dict(zip(PLACES, "12w", strict=False))
@@ -54,15 +55,16 @@ def render(outcomes: Outcomes) -> str:
     parts = [_BEGIN.format(counts=_counts(outcomes)), _TABLE, *_table(outcomes)]
     parts.append("\n| | feature | in a run |\n|---|---|---|\n")
     parts += [f"| {i} | {name} | {what} |\n" for i, (name, what) in enumerate(FEATURES.items(), 1)]
-    parts.append(f"\nOf two kinds of models together: {names_of_models()}.\n")
+    names = names_of_models()
+    parts.append(f"\nPairs of two kinds of models are one model each: {names}.\n")
     first, *_ = PLACES
     for place in PLACES:
         own = outcomes[place]
         if place == CARD:
             parts.append(
-                "\n## On a CUDA device, by stand-ins\n\nNothing here has run on a card: the CUDA "
-                "side computed on a stand-in of a device,\nwhich is as late as a card may be "
-                "([gpu.md](gpu.md)).\n"
+                "\n## On a CUDA device, by stand-ins\n\nNothing in this table has run on a "
+                "card. The CUDA code computed on a stand-in for a device,\nwhose results come as "
+                "late as those of a card may ([gpu.md](gpu.md)).\n"
             )
         else:
             parts.append(f"\n## Refused: {place}\n")
@@ -108,7 +110,11 @@ def _refused(
         if outcome.kind == REFUSED and known.get(cell) != outcome
     }
     if known:
-        yield "\nBesides what one process refuses:\n" if news else "\nWhat one process refuses.\n"
+        yield (
+            "\nIn addition to the refusals in one process:\n"
+            if news
+            else "\nThe same as in one process.\n"
+        )
     if news:
         yield "\n| the line | why it stays | features |\n|---|---|---|\n"
         yield from _reasons(news, REFUSED, line_first=True)

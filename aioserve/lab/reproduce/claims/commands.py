@@ -81,18 +81,24 @@ def _plain(findings: list[Finding]) -> dict[str, object]:
 
 HEAD = f"""# Published results, run again
 
-How far a simulation can be trusted shows in results that are known. The authors of each result on
-this page measured it on their machines, or computed it by their simulators. Here the engine, KV
-cache and clock that `compare` uses run its setting again, in virtual time. The verdict is a rule,
-not a judgement: *reproduced* is within {CLOSE:.0%} of the published number or range, in the mean
-over the seeds, and a ratio is on the same side of 1; *within the published range, which is wide* is
-the same for a range whose ends are more than a factor of {WIDE:g} apart, or that has one end;
-*direction only* has the effect on the same side in each seed, and another size; *not reproduced* is
-all else. A ratio is of the new policy to the baseline.
+This page compares the simulator with ten published results. Their authors measured each result
+on real machines or computed it with a simulator of their own. Here the engine, KV cache and
+clock that `compare` uses run the published setting again, in virtual time. A rule gives the
+verdict:
 
-Two more are on [a page of their own](predicting-vtc.md), as predictions of single requests: VTC and
-weighted VTC on an A10G (`python -m aioserve reproduce vtc`), the end of each run within 0.4%, the
-mean time to first token of each client within 3%.
+- *reproduced*: our mean over the seeds is within {CLOSE:.0%} of the published number or range,
+  and a ratio is on the same side of 1;
+- *within the published range, which is wide*: the same, but the ends of the range are more than
+  a factor of {WIDE:g} apart, or it has only one end;
+- *direction only*: every seed shows the effect in the published direction, but with another
+  size;
+- *not reproduced*: anything else.
+
+A ratio is the value under the new policy divided by the value under the baseline.
+
+[Predictions of single requests](predicting-vtc.md) has two more results: VTC and weighted VTC on
+an A10G card (`python -m aioserve reproduce vtc`). They predict the end of each run within 0.4%,
+and the mean time to first token of each client within 3%.
 
 ```bash
 python -m aioserve reproduce watermark   # one of them
