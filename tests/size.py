@@ -77,14 +77,18 @@ SCENARIOS = {
 #: The most that each scenario may load. The aims: 110 modules and 18,000 lines, 180 and 28,000,
 #: 140 and 18,000, 25 and 4,000.
 LIMITS = {
-    "an embedded engine, one text prompt": Loaded(95, 22_760),
+    # 40 lines more than before: errors say what chooses a card; engines close what renders chats.
+    "an embedded engine, one text prompt": Loaded(95, 22_800),
     # 50 lines more than before: parsers of replies are where Python callers reach them as well.
-    "the server, one streamed chat completion": Loaded(143, 33_850),
+    # 170 lines more: chats in the words of other APIs, infilling, `thinking`, names by `*`.
+    "the server, one streamed chat completion": Loaded(143, 34_020),
     # One module more than before: the seam of step times, so that cards are no part of the formula.
     # 50 lines more: heads tell the error of predictions, reports fairness; `like: vllm` is a flag.
-    "compare fcfs chunked_prefill": Loaded(95, 24_100),
-    # 40 lines more than before: parameters check their types, and `FinishedOutput` is in `outputs`.
-    "importing a policy": Loaded(17, 4_410),
+    # 110 lines more: what a table of one's own is said to hold.
+    "compare fcfs chunked_prefill": Loaded(95, 24_210),
+    # 50 lines more than before: parameters check their types, `FinishedOutput` is in `outputs`, and
+    # errors say what chooses a card.
+    "importing a policy": Loaded(17, 4_420),
 }
 
 _TELL = """
