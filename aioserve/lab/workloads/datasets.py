@@ -124,7 +124,7 @@ def _is_lines(text: str) -> bool:
 
 
 class _Lengths:
-    """Counts the tokens of texts, as `--tokenizer` says."""
+    """A counter of the tokens of texts, as `--tokenizer` says."""
 
     def __init__(self, path: Path, tokenizer: str) -> None:
         """Raises `ConfigError` if nothing says how."""

@@ -144,7 +144,7 @@ COLUMNS = (
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file of traffic does not say of itself."""
+    """The facts that a file of traffic does not say of itself."""
 
     columns: tuple[tuple[str, str], ...] = ()  # of `COLUMNS`, each with its name in the file
     tokenizer: str = ""  # a model whose tokens are counted, or a number: characters per token
