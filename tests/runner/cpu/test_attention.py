@@ -1,5 +1,6 @@
 """Paged attention against a naive loop over tokens and heads, on shuffled shared blocks."""
 
+import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -43,7 +44,21 @@ def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
     return TorchPagedAttention if request.param == "off" else compiled_backend(request.param)
 
 
-def naive_attention(
+_known: dict[bytes, Tensor] = {}
+
+
+def naive_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """What `loop` computes, once for the same numbers: every backend is given the same ones."""
+    asked = repr({n: v.tolist() if isinstance(v, Tensor) else v for n, v in options.items()})
+    told = hashlib.sha256(asked.encode())
+    for states in (query, key, value):
+        told.update(repr(states.shape).encode() + states.numpy().tobytes())
+    if told.digest() not in _known:
+        _known[told.digest()] = loop(query, key, value, **options)
+    return _known[told.digest()]
+
+
+def loop(
     query: Tensor,
     key: Tensor,
     value: Tensor,
