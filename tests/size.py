@@ -1,13 +1,15 @@
 """What is loaded to serve: modules and lines of aioserve by scenario, and lines by folder.
 
 `make size`. A file counts where it is imported: what a process loads is what one has to know to
-follow it. Each scenario runs in a process of its own, the second time that it is run, so that it
-finds what a first start keeps for later ones; the modules of aioserve count that are loaded at its
-end. `LIMITS` are held by tests/test_size.py and are only ever lowered.
+follow it. Each scenario runs in a process of its own, after a first start of the embedded engine,
+so that it finds what a start keeps for later ones; the modules of aioserve count that are loaded at
+its end. `LIMITS` are held by tests/test_size.py and are only ever lowered.
 """
 
+import atexit
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -97,27 +99,49 @@ print("\\nLOADED", *sorted(
     m.__file__ for n, m in list(_sys.modules.items())
     if n.split(".")[0] == "aioserve" and getattr(m, "__file__", None)
 ))
+print(*sorted({n.split(".")[0] for n in _sys.modules}))
 """
 
 
+def _run(scenario: str, cache: str) -> list[list[str]]:
+    """Return the files of aioserve and the top-level packages that are loaded at the end."""
+    result = subprocess.run(
+        [sys.executable, "-c", SCENARIOS[scenario] + _TELL],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=300,
+        env={**os.environ, "XDG_CACHE_HOME": cache},
+    )
+    if result.returncode:
+        raise RuntimeError(f"{scenario}: {result.stderr[-2000:]}")
+    told = result.stdout.rpartition("\nLOADED")[2].strip().split("\n")
+    return [line.split() for line in told]
+
+
 @functools.cache
+def _cache() -> str:
+    """Return a folder in which a first start of the embedded engine has kept what it keeps."""
+    folder = tempfile.mkdtemp(prefix="aioserve-size-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _run("an embedded engine, one text prompt", folder)
+    return folder
+
+
+@functools.cache
+def _loaded(scenario: str) -> list[list[str]]:
+    return _run(scenario, _cache())
+
+
 def loaded_files(scenario: str) -> list[Path]:
     """The files of aioserve that a scenario has loaded when it ends."""
-    with tempfile.TemporaryDirectory() as cache:
-        for _ in range(2):
-            result = subprocess.run(
-                [sys.executable, "-c", SCENARIOS[scenario] + _TELL],
-                capture_output=True,
-                text=True,
-                check=False,
-                cwd=ROOT,
-                timeout=300,
-                env={**os.environ, "XDG_CACHE_HOME": cache},
-            )
-            if result.returncode:
-                raise RuntimeError(f"{scenario}: {result.stderr[-2000:]}")
-    last = result.stdout.rstrip().rpartition("\nLOADED")[2]
-    return [Path(name) for name in last.split() if name.endswith(".py")]
+    return [Path(name) for name in _loaded(scenario)[0] if name.endswith(".py")]
+
+
+def loaded_packages(scenario: str) -> set[str]:
+    """The top-level packages that a scenario has loaded when it ends, those of others as well."""
+    return set(_loaded(scenario)[1])
 
 
 def measure(scenario: str) -> Loaded:

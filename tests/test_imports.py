@@ -170,29 +170,27 @@ def test_what_computes_is_known_in_one_place(package: str, place: str | None) ->
     assert all(f"{name}.".startswith(f"{place}.") for name in knowing), knowing
 
 
-@pytest.mark.parametrize("module", ["aioserve", "aioserve.cli.main", "aioserve.testing"])
-def test_importing_loads_no_torch(module: str) -> None:
-    code = (
-        f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    )
+#: What a process does, one after the other, and what it may not have loaded by then.
+LIGHT = {
+    "from aioserve.scheduler import available_policies as names, load_policy; "
+    "[load_policy(name) for name in names()]": (
+        *("torch", "transformers", "aiohttp", "asyncio", "aioserve.engine", "aioserve.server"),
+    ),
+    "from aioserve.cli.main import build_parser; build_parser().format_help()": (
+        *("torch", "transformers", "aiohttp", "aioserve.engine", "aioserve.server"),
+    ),
+    "import aioserve, aioserve.testing, aioserve.runner.cpu.runner": ("torch", "transformers"),
+}
+
+
+def test_policies_help_and_the_package_load_nothing_heavy() -> None:
+    """In one process: whatever an import loads is there at the end as well."""
+    tell = "; print([m for m in {!r} if m in sys.modules])\n"
+    code = "import sys\n" + "".join(do + tell.format(heavy) for do, heavy in LIGHT.items())
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert result.stdout.strip() == "[]"
-
-
-def test_a_simulation_loads_neither_torch_nor_transformers() -> None:
-    code = """
-import sys
-from aioserve.cli.main import main
-assert main(["compare", "configs/fcfs.yaml", "--workload", "configs/workloads/mixed.yaml",
-             "--limit", "5", "--jobs", "1"]) == 0
-print([m for m in ("torch", "transformers") if m in sys.modules])
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert result.stdout.splitlines()[-1] == "[]"
+    assert dict(zip(LIGHT, result.stdout.splitlines(), strict=True)) == dict.fromkeys(LIGHT, "[]")
 
 
 def test_no_test_reaches_into_the_parts_of_an_engine() -> None:

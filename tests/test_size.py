@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.size import LIMITS, ROOT, loaded_files, measure
+from tests.size import LIMITS, ROOT, loaded_files, loaded_packages, measure
 
 
 @pytest.mark.parametrize("scenario", LIMITS)
@@ -10,6 +10,12 @@ def test_a_scenario_loads_no_more_than_its_limit(scenario: str) -> None:
     found, limit = measure(scenario), LIMITS[scenario]
     assert found.modules <= limit.modules
     assert found.lines <= limit.lines
+
+
+def test_a_simulation_loads_neither_torch_nor_transformers() -> None:
+    found = loaded_packages("compare fcfs chunked_prefill")
+    assert "aioserve" in found
+    assert found & {"torch", "transformers"} == set()
 
 
 def names_of_a_text_prompt() -> set[str]:

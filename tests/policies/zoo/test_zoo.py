@@ -84,19 +84,6 @@ def test_a_file_of_that_name_is_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert EngineConfig.load("zoo.yaml").scheduler.policy == "zoo.py"
 
 
-def test_no_policy_of_the_zoo_loads_torch_engine_or_server() -> None:
-    code = (
-        "import sys; from aioserve.scheduler import load_policy\n"
-        "for name in sys.argv[1:]: load_policy(name)\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'aiohttp')"
-        " or m.startswith(('aioserve.engine', 'aioserve.server', 'asyncio'))])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code, *ZOO], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize("name", ZOO)
 def test_a_configuration_of_its_name_states_every_option(name: str) -> None:
     """With its default; of a size that is open by default, what the configuration takes for it."""

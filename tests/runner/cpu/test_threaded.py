@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -100,12 +99,3 @@ def test_a_load_that_is_cancelled_ends_before_its_next_layer(
         logger.removeHandler(held)
         logger.level = level
     assert not [line for line in held.lines if line.startswith("Checking fused layers")]
-
-
-def test_importing_the_runner_loads_no_torch() -> None:
-    code = (
-        "import sys, aioserve.runner.cpu.runner\n"
-        "print({'torch', 'transformers'} & set(sys.modules))"
-    )
-    result = processes.run(sys.executable, "-c", code, check=True)
-    assert result.stdout.strip() == "set()"
