@@ -1,7 +1,5 @@
 """Models, metrics, version and the admin routes."""
 
-import pytest
-
 import aioserve
 
 
@@ -92,29 +90,27 @@ async def test_a_policys_file_that_was_edited_is_read_again(start_server, tmp_pa
             assert (await server.complete(max_tokens=3)).status == 200
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("def x(:", "mine.py:5: cannot import the policy: SyntaxError"),
-        ("import nowhere", "mine.py:5: cannot import the policy: ModuleNotFoundError"),
-        ("def __init__(self, *a, **k): 1 / 0", "ZeroDivisionError('division by zero')"),
-        ("raise SystemExit(3)", "mine.py:5: cannot import the policy: SystemExit: 3"),
-        ("def __init__(self, *a, **k): exit()", "Mine raised SystemExit"),
-        ("schedule = 1 / 0", "mine.py:5: cannot import the policy: ZeroDivisionError"),
-    ],
-)
-async def test_a_policys_file_that_is_wrong_is_a_400_with_its_line(
-    line, message, start_server, tmp_path
-):
+WRONG_FILES = [
+    ("def x(:", "mine.py:5: cannot import the policy: SyntaxError"),
+    ("import nowhere", "mine.py:5: cannot import the policy: ModuleNotFoundError"),
+    ("def __init__(self, *a, **k): 1 / 0", "ZeroDivisionError('division by zero')"),
+    ("raise SystemExit(3)", "mine.py:5: cannot import the policy: SystemExit: 3"),
+    ("def __init__(self, *a, **k): exit()", "Mine raised SystemExit"),
+    ("schedule = 1 / 0", "mine.py:5: cannot import the policy: ZeroDivisionError"),
+]
+
+
+async def test_a_policys_file_that_is_wrong_is_a_400_with_its_line(start_server, tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text(POLICY.format(line=line))
     async with start_server(server={"enable_admin": True}) as server:
-        body = {"policy": f"{path}:Mine"}
-        refused = await server.request("POST", "/admin/policy", json=body)
-        assert refused.status == 400
-        assert message in refused.json()["error"]["message"]
-        assert server.engine.config.scheduler.policy == "chunked_prefill"
-        assert (await server.complete(max_tokens=3)).status == 200
+        for line, message in WRONG_FILES:
+            path.write_text(POLICY.format(line=line))
+            body = {"policy": f"{path}:Mine"}
+            refused = await server.request("POST", "/admin/policy", json=body)
+            assert refused.status == 400, line
+            assert message in refused.json()["error"]["message"]
+            assert server.engine.config.scheduler.policy == "chunked_prefill"
+            assert (await server.complete(max_tokens=3)).status == 200
 
 
 async def test_the_prefix_cache_can_be_reset(start_server):

@@ -117,89 +117,85 @@ async def test_an_image_for_a_text_model_is_refused_and_nothing_is_fetched(
         assert "this model reads no images" in names(answer, door, 0)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "where"),
-    [
+NOT_SHOWN = [
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [chat_part("x") | {"text": "y"}]}]},
+        "messages[0].content[0].text",
+    ),
+    *(
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [chat_part("x") | {"text": "y"}]}]},
-            "messages[0].content[0].text",
-        ),
-        *(
-            (
-                "/v1/chat/completions",
-                {"messages": [{"role": role, "content": [chat_part(data_url())]}]},
-                "messages[0].content[0]",
-            )
-            for role in ("system", "developer", "assistant")
-        ),
-        *(
-            (
-                "/v1/chat/completions",
-                {
-                    "messages": [
-                        {
-                            "role": "user",
-                            "content": [
-                                {"type": "image_url", "image_url": {"url": "x", name: "high"}}
-                            ],
-                        }
-                    ]
-                },
-                f"messages[0].content[0].image_url.{name}",
-            )
-            for name in ("detial", "format")
-        ),
+            {"messages": [{"role": role, "content": [chat_part(data_url())]}]},
+            "messages[0].content[0]",
+        )
+        for role in ("system", "developer", "assistant")
+    ),
+    *(
         (
-            "/v1/responses",
-            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
-            "input[0].content[0].file_id",
-        ),
-        (
-            "/v1/responses",
-            {"input": [{"role": "system", "content": [input_part(data_url())]}]},
-            "input[0].content[0]",
-        ),
-        (
-            "/v1/responses",
-            {"input": [{"role": "user", "content": [input_part("x") | {"detial": "high"}]}]},
-            "input[0].content[0].detial",
-        ),
-        *(
-            (
-                "/v1/messages",
-                {
-                    "messages": [
-                        {"role": "user", "content": [{"type": "image", "source": source}]}
-                    ],
-                    "max_tokens": 4,
-                },
-                f"messages[0].content[0].source{where}",
-            )
-            for source, where in (
-                ({"type": "file", "file_id": "f"}, ""),
-                ({"type": "url"}, ".url"),
-                ({"type": "url", "url": "x", "data": "y"}, ".data"),
-                ({"type": "base64", "data": "y"}, ".media_type"),
-                ({"type": "base64", "data": "y", "media_type": "text/html"}, ".media_type"),
-                ({"type": "base64", "data": "y", "media_type": "image/png"}, ".data"),
-            )
-        ),
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "x", name: "high"}}],
+                    }
+                ]
+            },
+            f"messages[0].content[0].image_url.{name}",
+        )
+        for name in ("detial", "format")
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+        "input[0].content[0].file_id",
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"role": "system", "content": [input_part(data_url())]}]},
+        "input[0].content[0]",
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [input_part("x") | {"detial": "high"}]}]},
+        "input[0].content[0].detial",
+    ),
+    *(
         (
             "/v1/messages",
             {
-                "messages": [{"role": "user", "content": "x"}],
-                "system": [block("https://pictures.example/a")],
+                "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
                 "max_tokens": 4,
             },
-            "system[0]",
-        ),
-    ],
-)
-async def test_a_part_that_no_model_could_be_shown_is_named(server, path, body, where):
-    error = check(await server.request("POST", path, json=body))
-    assert error.get("param", where) == where
-    assert where in f"{error.get('param')} {error['message']}"
+            f"messages[0].content[0].source{where}",
+        )
+        for source, where in (
+            ({"type": "file", "file_id": "f"}, ""),
+            ({"type": "url"}, ".url"),
+            ({"type": "url", "url": "x", "data": "y"}, ".data"),
+            ({"type": "base64", "data": "y"}, ".media_type"),
+            ({"type": "base64", "data": "y", "media_type": "text/html"}, ".media_type"),
+            ({"type": "base64", "data": "y", "media_type": "image/png"}, ".data"),
+        )
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "system": [block("https://pictures.example/a")],
+            "max_tokens": 4,
+        },
+        "system[0]",
+    ),
+]
+
+
+async def test_a_part_that_no_model_could_be_shown_is_named(server):
+    for path, body, where in NOT_SHOWN:
+        error = check(await server.request("POST", path, json=body))
+        assert error.get("param", where) == where, body
+        assert where in f"{error.get('param')} {error['message']}"
 
 
 @pytest.fixture

@@ -68,29 +68,27 @@ async def test_a_path_can_have_no_line_of_its_own(server, caplog):
     assert line.isprintable()
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "options", "status"),
-    [
-        ("POST", "/v1/completions", {"data": b"{"}, 400),
-        ("POST", "/v1/completions", {"json": {"prompt": "O", "max_tokens": -1}}, 400),
-        ("POST", "/v1/completions", {"json": {"prompt": "O", "logit_bias": {"999999": 1}}}, 400),
-        ("POST", "/v1/messages", {"json": {"max_tokens": 1}}, 400),
-        ("POST", "/v1/completions", {"data": b"{}", "headers": {"Content-Type": "text/x"}}, 415),
-        ("POST", "/health", {}, 405),
-        ("GET", "/nowhere", {}, 404),
-        ("GET", "/nowhere", {"headers": {"X-Request-Id": "trace-17"}}, 404),
-        ("GET", "/nowhere", {"headers": {"Host": "evil.example"}}, 403),
-    ],
-)
-async def test_what_is_refused_has_an_id_that_finds_its_line(
-    server, method, path, options, status, caplog
-):
+REFUSED = [
+    ("POST", "/v1/completions", {"data": b"{"}, 400),
+    ("POST", "/v1/completions", {"json": {"prompt": "O", "max_tokens": -1}}, 400),
+    ("POST", "/v1/completions", {"json": {"prompt": "O", "logit_bias": {"999999": 1}}}, 400),
+    ("POST", "/v1/messages", {"json": {"max_tokens": 1}}, 400),
+    ("POST", "/v1/completions", {"data": b"{}", "headers": {"Content-Type": "text/x"}}, 415),
+    ("POST", "/health", {}, 405),
+    ("GET", "/nowhere", {}, 404),
+    ("GET", "/nowhere", {"headers": {"X-Request-Id": "trace-17"}}, 404),
+    ("GET", "/nowhere", {"headers": {"Host": "evil.example"}}, 403),
+]
+
+
+async def test_what_is_refused_has_an_id_that_finds_its_line(server, caplog):
     caplog.set_level(logging.INFO)
-    answer = await server.request(method, path, **options)
-    request_id = answer.headers["X-Request-Id"]
-    assert answer.status == status
-    [line] = [line for line in caplog.messages if request_id in line]
-    assert f": HTTP {status} after " in line
+    for method, path, options, status in REFUSED:
+        answer = await server.request(method, path, **options)
+        request_id = answer.headers["X-Request-Id"]
+        assert answer.status == status
+        [line] = [line for line in caplog.messages if request_id in line]
+        assert f": HTTP {status} after " in line
 
 
 async def test_a_failure_of_ours_has_an_id_that_finds_its_traceback(server, monkeypatch, caplog):

@@ -79,28 +79,28 @@ async def test_special_tokens_are_left_out_of_a_prompt_when_asked(start_server, 
     assert tokens[0]["tokens"] == tokens[1]["tokens"] == [number, plain]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools"),
-        ("/tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message"),
-        ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template"),
-        ("/tokenize", {"prompt": "word " * 100_000}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages"),
-        ("/tokenize", {"prompt": "x", "model": "gpt"}, "model"),
-        ("/detokenize", {"tokens": [10**9]}, "tokens"),
-        ("/detokenize", {"tokens": [5, "a"]}, "tokens[1]"),
-        ("/detokenize", {"tokens": [5], "token": 1}, "token"),
-    ],
-)
-async def test_what_cannot_be_tokenized_is_refused_by_name(server, path, body, param):
-    answer = await server.request("POST", path, json=body)
-    assert answer.status == (404 if param == "model" else 400)
-    assert answer.json()["error"]["param"] == param
+NOT_TOKENIZED = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+    ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools"),
+    ("/tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message"),
+    ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template"),
+    ("/tokenize", {"prompt": "word " * 100_000}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages"),
+    ("/tokenize", {"prompt": "x", "model": "gpt"}, "model"),
+    ("/detokenize", {"tokens": [10**9]}, "tokens"),
+    ("/detokenize", {"tokens": [5, "a"]}, "tokens[1]"),
+    ("/detokenize", {"tokens": [5], "token": 1}, "token"),
+]
+
+
+async def test_what_cannot_be_tokenized_is_refused_by_name(server):
+    for path, body, param in NOT_TOKENIZED:
+        answer = await server.request("POST", path, json=body)
+        assert answer.status == (404 if param == "model" else 400), body
+        assert answer.json()["error"]["param"] == param
 
 
 async def test_a_text_at_which_the_tokenizer_panics_is_refused_in_words(start_server, tmp_path):

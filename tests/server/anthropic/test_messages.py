@@ -335,71 +335,69 @@ async def test_what_the_template_gets_to_see(body, expected):
     assert template_messages(msgspec.convert(body, CountTokensRequest), images) == expected
 
 
-@pytest.mark.parametrize(
-    ("messages", "where"),
-    [
-        ([], "messages must not be empty"),
-        (
-            [{"role": "user", "content": [{"type": "image"}]}],
-            "messages[0].content[0].source is missing",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "tool_use", "id": "t"}]}],
-            "messages[0].content[0]: blocks of type 'tool_use'",
-        ),
-        ([{"role": "user", "content": [{"type": "tool_result"}]}], "content[0].tool_use_id is"),
-        (
-            [TURN, {"role": "assistant", "content": CALLING}],
-            "messages[1].content: the last message",
-        ),
-        (
-            [
-                TURN,
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "a"}]},
-                TURN,
-            ],
-            "messages[1].content[0].input is missing",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "x", "title": "y"}]}],
-            "messages[0].content[0].title is not supported",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "document"}]}],
-            "messages[0].content[0].source is missing",
-        ),
-        (
-            [{"role": "user", "content": [{**DOCUMENT, "source": PDF}]}],
-            "messages[0].content[0].source: sources of type 'base64' are not supported here, only "
-            "'text' and 'content'",
-        ),
-        (
-            [
-                {
-                    "role": "user",
-                    "content": [{**DOCUMENT, "source": {**DOCUMENT["source"], "media_type": "x"}}],
-                }
-            ],
-            "messages[0].content[0].source.media_type must be 'text/plain', got 'x'",
-        ),
-        (
-            [{"role": "assistant", "content": [DOCUMENT]}, TURN],
-            "blocks of type 'document' are not supported here",
-        ),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "user", "content": [{"typ": "text"}]}], "did you mean 'type'"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role"),
-        ([{"role": "system", "content": [{"type": "image"}]}], "blocks of type 'image'"),
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_messages_that_cannot_be_rendered_are_refused_with_their_place(
-    server, path, messages, where
-):
-    body = {"messages": messages} if "count" in path else {**BODY, "messages": messages}
-    answer = await server.request("POST", path, json=body)
-    assert answer.status == 400
-    assert where in answer.json()["error"]["message"]
+NOT_RENDERED = [
+    ([], "messages must not be empty"),
+    (
+        [{"role": "user", "content": [{"type": "image"}]}],
+        "messages[0].content[0].source is missing",
+    ),
+    (
+        [{"role": "user", "content": [{"type": "tool_use", "id": "t"}]}],
+        "messages[0].content[0]: blocks of type 'tool_use'",
+    ),
+    ([{"role": "user", "content": [{"type": "tool_result"}]}], "content[0].tool_use_id is"),
+    (
+        [TURN, {"role": "assistant", "content": CALLING}],
+        "messages[1].content: the last message",
+    ),
+    (
+        [
+            TURN,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "a"}]},
+            TURN,
+        ],
+        "messages[1].content[0].input is missing",
+    ),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": "x", "title": "y"}]}],
+        "messages[0].content[0].title is not supported",
+    ),
+    (
+        [{"role": "user", "content": [{"type": "document"}]}],
+        "messages[0].content[0].source is missing",
+    ),
+    (
+        [{"role": "user", "content": [{**DOCUMENT, "source": PDF}]}],
+        "messages[0].content[0].source: sources of type 'base64' are not supported here, only "
+        "'text' and 'content'",
+    ),
+    (
+        [
+            {
+                "role": "user",
+                "content": [{**DOCUMENT, "source": {**DOCUMENT["source"], "media_type": "x"}}],
+            }
+        ],
+        "messages[0].content[0].source.media_type must be 'text/plain', got 'x'",
+    ),
+    (
+        [{"role": "assistant", "content": [DOCUMENT]}, TURN],
+        "blocks of type 'document' are not supported here",
+    ),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    ([{"role": "user", "content": [{"typ": "text"}]}], "did you mean 'type'"),
+    ([{"role": "tool", "content": "x"}], "messages[0].role"),
+    ([{"role": "system", "content": [{"type": "image"}]}], "blocks of type 'image'"),
+]
+
+
+async def test_messages_that_cannot_be_rendered_are_refused_with_their_place(server):
+    for messages, where in NOT_RENDERED:
+        for path in ["/v1/messages", "/v1/messages/count_tokens"]:
+            body = {"messages": messages} if "count" in path else {**BODY, "messages": messages}
+            answer = await server.request("POST", path, json=body)
+            assert answer.status == 400, (path, messages)
+            assert where in answer.json()["error"]["message"]
 
 
 async def test_a_client_calls_tools_and_answers_them(tmp_path):

@@ -117,21 +117,18 @@ WRONG_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("data", "code", "line"), WRONG_LINES, ids=[w[1] for w in WRONG_LINES])
-async def test_a_wrong_line_fails_the_batch_and_is_named(
-    tmp_path: Path, data: bytes, code: str, line: int | None
-) -> None:
+async def test_a_wrong_line_fails_the_batch_and_is_named(tmp_path: Path) -> None:
     async with serving(tmp_path, max_batch_lines=5) as (server, client):
-        batch = await until(client, (await create(client, data)).id, "failed")
-        assert (await server.gauges())["num_requests_running"] == 0
-    (error,) = batch.errors.data
-    assert (error.code, error.line) == (code, line)
-    assert error.message
-    assert batch.failed_at
-    assert batch.output_file_id is None
-    assert list((tmp_path / "batches/batches" / batch.id).iterdir()) == [
-        tmp_path / "batches/batches" / batch.id / "batch.json"
-    ]
+        for data, code, line in WRONG_LINES:
+            batch = await until(client, (await create(client, data)).id, "failed")
+            assert (await server.gauges())["num_requests_running"] == 0
+            (error,) = batch.errors.data
+            assert (error.code, error.line) == (code, line), data[:80]
+            assert error.message
+            assert batch.failed_at
+            assert batch.output_file_id is None
+            folder = tmp_path / "batches/batches" / batch.id
+            assert list(folder.iterdir()) == [folder / "batch.json"]
 
 
 async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_others(tmp_path: Path) -> None:
@@ -233,28 +230,31 @@ async def test_a_server_without_a_directory_says_how_to_have_one(server: Server)
         assert "--batch-dir DIRECTORY" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"endpoint": "/v1/moderations"}, "endpoint"),
-        ({"completion_window": "soon"}, "completion_window"),
-        ({"input_file_id": "file-" + "0" * 32}, "input_file_id"),
-        ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
-        ({"metadata": {"k": "x" * 513}}, "metadata[...]"),
-        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after"),
-        ({"input_file": "x"}, "input_file"),
-    ],
-)
-async def test_a_wrong_field_of_a_batch_is_refused_by_name(
-    tmp_path: Path, fields: dict[str, Any], param: str
-) -> None:
+WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"endpoint": "/v1/moderations"}, "endpoint"),
+    ({"completion_window": "soon"}, "completion_window"),
+    ({"input_file_id": "file-" + "0" * 32}, "input_file_id"),
+    ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
+    ({"metadata": {"k": "x" * 513}}, "metadata[...]"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after"),
+    ({"input_file": "x"}, "input_file"),
+]
+
+
+async def test_a_wrong_field_of_a_batch_is_refused_by_name(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, client):
-        file = await client.files.create(file=("a.jsonl", completions(1)), purpose="batch")
-        body = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **fields}
-        answer = await server.request("POST", "/v1/batches", json=body)
-    assert answer.status == 400
-    assert answer.json()["error"]["param"].startswith(param)
+        for fields, param in WRONG_FIELDS:
+            file = await client.files.create(file=("a.jsonl", completions(1)), purpose="batch")
+            body = {
+                "input_file_id": file.id,
+                "endpoint": CHAT,
+                "completion_window": "24h",
+                **fields,
+            }
+            answer = await server.request("POST", "/v1/batches", json=body)
+            assert answer.status == 400, fields
+            assert answer.json()["error"]["param"].startswith(param)
 
 
 async def test_whatever_is_wrong_with_a_body_it_is_refused_in_words(tmp_path: Path) -> None:

@@ -98,42 +98,40 @@ async def test_the_parts_of_a_form_come_in_any_order(tmp_path: Path) -> None:
     assert made["expires_at"] == made["created_at"] + 3600
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ([("purpose", "batch")], "file"),
-        ([("file", b"{}")], "purpose"),
-        ([("purpose", "fine-tune"), ("file", b"{}")], "purpose"),
-        ([("purpose", "batch"), ("file", b"{}"), ("file", b"{}")], "file"),
-        ([("purpose", "batch"), ("purpose", "batch"), ("file", b"{}")], "purpose"),
-        ([("purpose", "x" * 5000), ("file", b"{}")], "purpose"),
-        ([("purpose", "batch"), ("file", b"{}"), ("zzz", "1")], "zzz"),
-        (
-            [("purpose", "batch"), ("file", b"{}"), ("expires_after[seconds]", "3600")],
-            "expires_after[anchor]",
-        ),
-        (
-            [("purpose", "batch"), ("file", b"{}"), ("expires_after[seconds]", "5")],
-            "expires_after[seconds]",
-        ),
-        ([("purpose", "batch"), ("file", b"x" * (MIB + 1))], "file"),
-    ],
-)
-async def test_a_wrong_form_is_refused_by_name_and_leaves_nothing(
-    tmp_path: Path, fields: list[tuple[str, Any]], param: str
-) -> None:
+WRONG_FORMS: list[tuple[list[tuple[str, Any]], str]] = [
+    ([("purpose", "batch")], "file"),
+    ([("file", b"{}")], "purpose"),
+    ([("purpose", "fine-tune"), ("file", b"{}")], "purpose"),
+    ([("purpose", "batch"), ("file", b"{}"), ("file", b"{}")], "file"),
+    ([("purpose", "batch"), ("purpose", "batch"), ("file", b"{}")], "purpose"),
+    ([("purpose", "x" * 5000), ("file", b"{}")], "purpose"),
+    ([("purpose", "batch"), ("file", b"{}"), ("zzz", "1")], "zzz"),
+    (
+        [("purpose", "batch"), ("file", b"{}"), ("expires_after[seconds]", "3600")],
+        "expires_after[anchor]",
+    ),
+    (
+        [("purpose", "batch"), ("file", b"{}"), ("expires_after[seconds]", "5")],
+        "expires_after[seconds]",
+    ),
+    ([("purpose", "batch"), ("file", b"x" * (MIB + 1))], "file"),
+]
+
+
+async def test_a_wrong_form_is_refused_by_name_and_leaves_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path, max_batch_file_mib=1) as (server, _):
-        form = aiohttp.FormData(quote_fields=False, default_to_multipart=True)
-        for name, value in fields:
-            is_file = name == "file"
-            value = io.BytesIO(value) if is_file else value
-            form.add_field(name, value, filename="a.jsonl" if is_file else None)
-        async with server.session.post(server.url + "/v1/files", data=form) as response:
-            answer = await response.json()
-        assert response.status == 400, answer
-        assert answer["error"]["param"] == param
-        assert list((tmp_path / "batches/incoming").iterdir()) == []
-        assert (await server.get("/v1/files")).json()["data"] == []
+        for fields, param in WRONG_FORMS:
+            form = aiohttp.FormData(quote_fields=False, default_to_multipart=True)
+            for name, value in fields:
+                is_file = name == "file"
+                value = io.BytesIO(value) if is_file else value
+                form.add_field(name, value, filename="a.jsonl" if is_file else None)
+            async with server.session.post(server.url + "/v1/files", data=form) as response:
+                answer = await response.json()
+            assert response.status == 400, answer
+            assert answer["error"]["param"] == param
+            assert list((tmp_path / "batches/incoming").iterdir()) == []
+            assert (await server.get("/v1/files")).json()["data"] == []
 
 
 async def test_what_is_no_form_is_refused(tmp_path: Path) -> None:
