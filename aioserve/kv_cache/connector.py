@@ -10,7 +10,13 @@ from typing import Protocol
 
 import msgspec
 
-from aioserve.kv_cache.block_pool import BLOCKS, BlockNotes, ExternalPrefix, OffloadPrice
+from aioserve.kv_cache.block_pool import (
+    BLOCKS,
+    BlockNotes,
+    BlockPool,
+    ExternalPrefix,
+    OffloadPrice,
+)
 from aioserve.request import Request
 
 #: (block id, slot) of what leaves a pool, (slot, block id) of what comes.
@@ -130,6 +136,13 @@ class KVConnectorBase(ABC):
     wake: Callable[[], None] = staticmethod(lambda: None)
     #: Of the policy that decides; None: the price of computing is not known.
     step_time: StepTime | None = None
+
+    @property
+    def outside(self) -> BlockPool | None:
+        """The slots of host memory for KV blocks, of which those are evicted first that the policy
+        ranks lowest (`retention`), if it ranks any; None: there are none.
+        """
+        return None
 
     def join(self, pool: KeptPool) -> Outside | None:
         """Return a pool whose contents requests need to begin behind a prefix. What is kept of it;

@@ -4,7 +4,7 @@ Without ranks, the least recently used block is evicted first. `Ranking` is the 
 cached blocks are evicted when they have ranks: the smallest rank goes first, of equal ranks the
 block that was freed first, and never a block before a free one behind it in its prefix; it costs
 O(log n) for each block that is freed, ranked or evicted. `Retention` holds the ranks that one
-policy states.
+policy states, for the KV cache and for what a connector keeps of it in host memory.
 """
 
 import math
@@ -37,6 +37,7 @@ class Ranking:
         self._heap: list[_Entry] = []  # also entries that are out of date
         self._entries: dict[bytes, _Entry] = {}  # those that are not, by content
         self._num_freed = 0
+        self.heir: Ranking | None = None  # of another pool: takes over the ranks of what is evicted
 
     def begin(self, settle: Callable[[], None] = lambda: None) -> None:
         """The pool evicts by these ranks from now on. `settle` is called before it does, for ranks
@@ -64,6 +65,14 @@ class Ranking:
                 self._push(rank, entry[1], content)
         if len(self._ranks) > 2 * self._pool.num_blocks + MIN_COMPACTED:
             self._forget_lost()
+
+    def inherit(self, content: bytes, rank: float, before: bytes | None) -> None:
+        """Take over the rank of a content that another pool has evicted, which may come here."""
+        if len(self._ranks) > 2 * self._pool.num_blocks + MIN_COMPACTED:
+            self._forget_lost()
+        self._ranks[content] = rank
+        if before is not None:
+            self._before[content] = before
 
     def rank_of(self, content: bytes) -> float:
         """Return the rank of a cached content; minus infinity if none was stated."""
@@ -128,11 +137,12 @@ class Ranking:
     def _take(self, content: bytes) -> None:
         """This content is evicted, so the one before it counts by its own rank again."""
         self._drop(content)
-        self._ranks.pop(content, None)
-        before = self._before.pop(content, None)
+        rank, before = self._ranks.pop(content, None), self._before.pop(content, None)
+        if self.heir is not None and rank is not None:
+            self.heir.inherit(content, rank, before)
         if before is not None and (entry := self._entries.get(before)) is not None:
-            if entry[0] != (rank := self.rank_of(before)):
-                self._push(rank, entry[1], before)
+            if entry[0] != (own := self.rank_of(before)):
+                self._push(own, entry[1], before)
 
     def _find_behind(self, content: bytes) -> _Entry | None:
         """Return the entry of a free block that stands behind this one in a prefix; None: there is
@@ -170,15 +180,23 @@ class Retention:
     """The ranks that one policy states for the prefixes in one KV cache."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, ask: Callable[[Request], float] | None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        ask: Callable[[Request], float] | None,
+        outside: BlockPool | None = None,
     ) -> None:
         """`ask` is the policy: the rank of what a request has left in the cache. None: the policy
-        states ranks by `rank` alone.
+        states ranks by `rank` alone. `outside` are the slots of host memory for KV blocks, in which
+        the same ranks decide; None: there are none.
         """
         self._pool = pool
         self._block_size = block_size  # tokens
         self._ask = ask
         self.ranking = Ranking(pool)
+        self._outside = outside
+        if outside is not None:
+            self.ranking.heir = Ranking(outside)
         self.freed: deque[Request] = deque()  # have given up their blocks, to be asked about
 
     @staticmethod
@@ -190,8 +208,12 @@ class Retention:
             if old is not None:
                 old.freed.clear()
                 old.ranking.end()
+                if old.ranking.heir is not None:
+                    old.ranking.heir.end()
             if new is not None:
                 new.ranking.begin(new.settle)
+                if new.ranking.heir is not None:
+                    new.ranking.heir.begin()
         return new
 
     def note_freed(self, request: Request) -> None:
@@ -205,8 +227,9 @@ class Retention:
         """
         while self.freed and self._ask is not None:
             request = self.freed.popleft()
-            if contents := self._find_contents(request, request.num_tokens):
-                self.ranking.rank(contents, self._ask(request))
+            contents = self._find_contents(request, request.num_tokens)
+            if contents or self._find_outside(request, request.num_tokens):
+                self._rank(request, request.num_tokens, contents, self._ask(request))
 
     def rank(self, request: Request, rank: float, num_tokens: int | None) -> int:
         """Give the cached prefix of the request's first `num_tokens` tokens, None: of all, a rank.
@@ -214,8 +237,23 @@ class Retention:
         """
         limit = request.num_tokens if num_tokens is None else num_tokens
         contents = self._find_contents(request, limit)
-        self.ranking.rank(contents, rank)
+        self._rank(request, limit, contents, rank)
         return len(contents) * self._block_size
+
+    def _rank(
+        self, request: Request, num_tokens: int, contents: Sequence[bytes], rank: float
+    ) -> None:
+        """Rank what the KV cache has of a prefix, and what host memory has of it."""
+        self.ranking.rank(contents, rank)
+        if (heir := self.ranking.heir) is not None:
+            heir.rank(self._find_outside(request, num_tokens), rank)
+
+    def _find_outside(self, request: Request, num_tokens: int) -> list[bytes]:
+        if (outside := self._outside) is None:
+            return []
+        num_blocks = max(min(request.num_tokens - 1, num_tokens), 0) // self._block_size
+        hash_blocks(request, num_blocks, self._block_size)
+        return [c for c in request.block_hashes[:num_blocks] if outside.lookup(c) is not None]
 
     def _find_contents(self, request: Request, num_tokens: int) -> list[bytes]:
         num_blocks = max(min(request.num_tokens - 1, num_tokens), 0) // self._block_size

@@ -262,8 +262,9 @@ class BaseScheduler(SchedulerInterface):
         it needs blocks after that. A time until which the prefix is worth its memory is a rank, and
         so is a probability that it is used again; what has no rank is evicted first. What several
         requests share has the rank that was stated last, and in any case no block is evicted before
-        a cached one behind it. A policy that does not override this method is not asked, and the
-        least recently used block is evicted.
+        a cached one behind it. The rank holds in the host memory of a KV connector as well, which
+        has less room than is saved into it. A policy that does not override this method is not
+        asked, and the least recently used block is evicted.
         """
         return 0.0
 

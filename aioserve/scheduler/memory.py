@@ -141,7 +141,9 @@ class Ranks:
     def _make(self, ask: Callable[[Request], float] | None) -> Retention:
         from aioserve.kv_cache.retention import Retention
 
-        return Retention(self._kv_cache.pool, self._kv_cache.block_size, ask)
+        kv_cache, connector = self._kv_cache, self._kv_cache.connector
+        outside = None if connector is None else connector.outside
+        return Retention(kv_cache.pool, kv_cache.block_size, ask, outside)
 
     def _asked(self, request: Request) -> float:
         assert self._ask is not None

@@ -14,6 +14,7 @@ from aioserve.features.kv_connector.interface import BlockStore
 from aioserve.features.kv_connector.pools import Contents, KeptPools, PoolSlots
 from aioserve.kv_cache import (
     BLOCKS,
+    BlockPool,
     ExternalPrefix,
     KeptPool,
     KVConnectorBase,
@@ -85,6 +86,10 @@ class OffloadingConnector(KVConnectorBase):
         #: Called when all is saved: after the step of that id, and then after that many writes.
         self._for_step: deque[tuple[int, Callable[[], None]]] = deque()
         self._for_write: deque[tuple[int, Callable[[], None]]] = deque()
+
+    @property
+    def outside(self) -> BlockPool:
+        return self.slots
 
     def join(self, pool: KeptPool) -> Outside:
         return self._pools.join(pool)
