@@ -12,6 +12,7 @@ _AUTOSCALERS = "aioserve.fleet.autoscalers"
 
 BRINGS: Mapping[str, Mapping[Any, str]] = {
     "routers": {
+        "conserve": f"{_ROUTERS}.conserve:ConServe",
         "least_requests": f"{_ROUTERS}.simple:LeastRequests",
         "least_work": f"{_ROUTERS}.simple:LeastWork",
         "llumnix": f"{_ROUTERS}.llumnix:Llumnix",
@@ -22,6 +23,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         "predicted_latency": f"{_ROUTERS}.predicted_latency:PredictedLatency",
         "prefill_decode": f"{_ROUTERS}.prefill_decode:PrefillDecode",
         "prefix": f"{_ROUTERS}.simple:PrefixAware",
+        "program_las": f"{_ROUTERS}.program_las:ProgramLAS",
         "round_robin": f"{_ROUTERS}.simple:RoundRobin",
         "scorers": f"{_ROUTERS}.scorers:Scorers",
         "session": f"{_ROUTERS}.simple:SessionSticky",

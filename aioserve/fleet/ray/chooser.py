@@ -19,7 +19,15 @@ from aioserve.engine.metric_families import LATENCY_BUCKETS, Histogram
 from aioserve.engine.operations.command import Counted
 from aioserve.errors import EngineOverloadedError
 from aioserve.fleet.ray.fleet import Fleet, ReplicaLine
-from aioserve.fleet.routing import Assignment, Dispatcher, Refuse, RoutedRequest, RouterError, Wait
+from aioserve.fleet.routing import (
+    Assignment,
+    Dispatcher,
+    Hold,
+    Refuse,
+    RoutedRequest,
+    RouterError,
+    Wait,
+)
 from aioserve.request import RequestSpec
 
 #: What became of a question to the router: a replica; a refusal; a wait; an error of the router,
@@ -276,7 +284,9 @@ class OwnChooser(Chooser):
     ) -> tuple[str | Refuse | Wait | None, str | None]:
         since = time.perf_counter()
         try:
-            return self._dispatcher.choose_both(request, shunned)
+            answer, decode = self._dispatcher.choose_both(request, shunned)
+            assert not isinstance(answer, Hold), "routers that hold are refused at the start"
+            return answer, decode
         except RouterError as error:
             self._metrics.outcomes["failed"] += 1
             if str(error) != self._last_error:

@@ -74,6 +74,7 @@ class Reporter:
             step_base_seconds=base,
             step_request_seconds=each,
             adapters=tuple(sorted(self._get_adapters())),
+            num_leased_kv_tokens=stats.num_leased_kv_blocks * self._block_size,
         )
 
     def _learn(self, stats: SchedulerStats) -> None:

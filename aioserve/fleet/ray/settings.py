@@ -195,6 +195,7 @@ class ModelSettings(Section, frozen=True, kw_only=True):
             check_shared(config, shared, name)
             if (router := self.router_class) is not None:
                 check_hand_over(router, config, group.role)
+                router.check_holds()
             configs.append(config)
         return configs
 

@@ -9,9 +9,12 @@ from bisect import insort
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+import msgspec
+
 from aioserve.errors import place_of
 from aioserve.fleet.routing.interface import (
     BaseRouter,
+    Hold,
     Migrate,
     Refuse,
     RouterError,
@@ -24,6 +27,7 @@ from aioserve.fleet.routing.interface import (
 from aioserve.fleet.routing.views import (
     Prefixes,
     PrefixIndex,
+    Programs,
     ReplicaReport,
     ReplicaView,
     RoutedRequest,
@@ -92,6 +96,7 @@ class Account:
             report.step_request_seconds,
             report.num_evictable_kv_tokens,
             report.adapters,
+            report.num_leased_kv_tokens,
             self.role,
         )
 
@@ -99,8 +104,8 @@ class Account:
 class Assignment:
     """A request at a replica, as work: its prompt until the first token, then what it holds."""
 
-    __slots__ = ("_account", "_held", "_is_over", "_is_started", "_queued", "_router", "_sent_at",
-                 "request")  # fmt: skip
+    __slots__ = ("_account", "_held", "_is_over", "_is_started", "_programs", "_queued", "_router",
+                 "_sent_at", "request")  # fmt: skip
 
     def __init__(
         self,
@@ -109,11 +114,13 @@ class Assignment:
         num_cached_tokens: int,
         router: RouterInterface,
         now: float,
+        programs: Programs | None = None,
     ) -> None:
         """The request was sent at `now` to the replica of `account`, which finds
-        `num_cached_tokens` of its prompt cached.
+        `num_cached_tokens` of its prompt cached. `programs` hears of it, if the router uses them.
         """
         self.request = request
+        self._programs = programs
         self._account = account
         self._router = router
         self._sent_at = now
@@ -124,6 +131,8 @@ class Assignment:
         account.num_sent += 1
         account.num_unstarted_tokens += self._queued
         account.changed.add(account)
+        if programs is not None:
+            programs.sent(request, account.name)
 
     @property
     def name(self) -> str:
@@ -145,9 +154,9 @@ class Assignment:
         with blamed(type(self._router), "on_first_token()"):
             self._router.on_first_token(self.request, name, now - self._sent_at)
 
-    def has_ended(self) -> None:
-        """The request has ended, in whatever way: the replica's work is less. Told again it changes
-        nothing. Raises `RouterError`, as `has_started` does.
+    def has_ended(self, num_output_tokens: int = 0) -> None:
+        """The request has ended, in whatever way, with as many tokens of a reply: the replica's
+        work is less. Told again it changes nothing. Raises `RouterError`, as `has_started` does.
         """
         if self._is_over:
             return
@@ -156,6 +165,8 @@ class Assignment:
         self._take_off(account)
         account.work -= self._held
         account.num_sent -= 1
+        if self._programs is not None:
+            self._programs.ended(self.request, num_output_tokens)
         with blamed(type(self._router), "on_end()"):
             self._router.on_end(self.request, account.name)
 
@@ -171,6 +182,8 @@ class Assignment:
         account.num_sent += 1
         account.changed.add(account)
         self._is_started = True
+        if self._programs is not None:
+            self._programs.moved(self.request, account.name)
         with blamed(type(self._router), "on_move()"):
             self._router.on_move(self.request, source.name, account.name)
 
@@ -199,8 +212,13 @@ class Dispatcher:
         self._clock = clock
         self._index = PrefixIndex()
         self._prefixes = Prefixes(self._index)
+        self._programs = Programs(clock) if kind.uses_programs else None
+        known = {} if self._programs is None else {"programs": self._programs}
         with blamed(kind, "__init__()"):
-            self._router = kind(options, seed=seed, clock=clock, prefixes=self._prefixes)
+            self._router = kind(options, seed=seed, clock=clock, prefixes=self._prefixes, **known)
+        # By id: a request in line, what asks about it again, and its place among equal ones.
+        self._held: dict[str, tuple[RoutedRequest, Callable[[], None], int]] = {}
+        self._num_held = 0  # so far
         self._accounts: dict[str, Account] = {}
         self._ordered: list[tuple[int, str]] = []
         self._views: list[ReplicaView] | None = None  # in order; None: replicas came or went
@@ -235,6 +253,8 @@ class Dispatcher:
         self._changed.discard(account)
         account.changed = set()  # what it had ends later
         self._index.forget(name)
+        if self._programs is not None:
+            self._programs.forget(name)
         with blamed(self.kind, "on_leave()"):
             self._router.on_leave(name)
 
@@ -298,15 +318,16 @@ class Dispatcher:
 
     def choose(
         self, request: RoutedRequest, avoid: Set[str] = frozenset()
-    ) -> str | Refuse | Wait | None:
-        """Return the name of a replica, a refusal or a wait; None if there is none but those of
-        `avoid`. Raises `RouterError`. For senders that hand no KV blocks over.
+    ) -> str | Refuse | Wait | Hold | None:
+        """Return the name of a replica, a refusal, a wait or a place in line (`hold`); None if
+        there is none but those of `avoid`. Raises `RouterError`. For senders that hand no KV blocks
+        over.
         """
         return self.choose_both(request, avoid)[0]
 
     def choose_both(
         self, request: RoutedRequest, avoid: Set[str] = frozenset()
-    ) -> tuple[str | Refuse | Wait | None, str | None]:
+    ) -> tuple[str | Refuse | Wait | Hold | None, str | None]:
         """As `choose`; behind it the name of the replica that makes the reply, if that is another
         one (`Split`).
         """
@@ -314,20 +335,21 @@ class Dispatcher:
         if not replicas:
             return None, None
         with blamed(self.kind, "choose()"):
-            answer = self._router.choose(request, replicas)
+            answer = self._router.choose(self._with_turn(request), replicas)
         if isinstance(answer, ReplicaView):
             if self._are_shown((answer,), avoid):
                 return answer.name, None
-        elif isinstance(answer, Refuse | Wait):
+        elif isinstance(answer, Refuse | Wait) or (isinstance(answer, Hold) and self.kind.holds):
             return answer, None
         elif isinstance(answer, Split) and self.kind.splits:
             if self._are_shown((answer.prefill, answer.decode), avoid):
                 prefill, decode = answer.prefill.name, answer.decode.name
                 return prefill, None if decode == prefill else decode
-        allowed = "Refuse, Wait or Split" if self.kind.splits else "Refuse or Wait"
+        others = ["Hold"] * self.kind.holds + ["Split"] * self.kind.splits
+        *first, last = "Refuse", "Wait", *others
         raise RouterError(
             f"{self.kind.__name__}: choose() must return one of the replicas that it is shown, "
-            f"{allowed}; got {answer!r:.100}{place_of(self.kind, 'choose')}"
+            f"{', '.join(first)} or {last}; got {answer!r:.100}{place_of(self.kind, 'choose')}"
         )
 
     def rebalance(self) -> list[Migrate]:
@@ -356,7 +378,48 @@ class Dispatcher:
     def assign(self, request: RoutedRequest, name: str) -> Assignment:
         """The request was sent to the replica of this name. To be told when it starts and ends."""
         cached = self._prefixes.cached_tokens(request, name)
-        return Assignment(self._accounts[name], request, cached, self._router, self._clock())
+        return Assignment(
+            self._accounts[name],
+            self._with_turn(request),
+            cached,
+            self._router,
+            self._clock(),
+            self._programs,
+        )
+
+    def hold(self, request: RoutedRequest, again: Callable[[], None]) -> None:
+        """Keep a request in line, about which the router has answered `Hold`. `again` is called
+        when it is to be asked about again, and keeps it here if the answer is the same.
+        """
+        self._num_held += 1
+        self._held[request.request_id] = request, again, self._num_held
+
+    def drop(self, request_id: str) -> bool:
+        """Let a request wait in line no longer; return whether it did."""
+        return self._held.pop(request_id, None) is not None
+
+    def ask_held(self) -> None:
+        """Ask again about requests in line, after something has changed at a replica, in the order
+        of the router, equal ones as they came, until one is held again. Raises `RouterError`. Costs
+        O(h) of h in line, for each that leaves it.
+        """
+        order, held = self._router.order, self._held
+        while held:
+            with blamed(self.kind, "order()"):
+                first = min(held, key=lambda name: (order(held[name][0]), held[name][2]))
+            _, again, place = held.pop(first)
+            again()
+            if first in held:
+                held[first] = *held[first][:2], place
+                return
+
+    def _with_turn(self, request: RoutedRequest) -> RoutedRequest:
+        """Return the request with its turn, if the router uses programs."""
+        if self._programs is None or request.turn:
+            return request
+        known = self._programs.of(request)
+        turn = 1 if known is None else known.num_turns + (request.num_attempts == 0)
+        return msgspec.structs.replace(request, turn=max(turn, 1))
 
     def move(self, assignment: Assignment, name: str) -> None:
         """The request, which has started, goes on at the replica of this name."""

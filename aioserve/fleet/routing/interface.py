@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from aioserve.errors import FROM_OUTSIDE, AioserveError, ConfigError, PolicyError
 from aioserve.fleet import available_autoscalers, available_routers
-from aioserve.fleet.routing.views import ROLES, Prefixes, ReplicaView, RoutedRequest
+from aioserve.fleet.routing.views import ROLES, Prefixes, Programs, ReplicaView, RoutedRequest
 from aioserve.support.plugins import Kind, convert_options
 
 
@@ -105,6 +105,14 @@ class Wait(msgspec.Struct, frozen=True):
             )
 
 
+class Hold(msgspec.Struct, frozen=True):
+    """The request stays with the sender, in a line: whenever a request has begun or ended at a
+    replica, or a replica has come, those in line are asked about again, in the order of `order`,
+    until one of them is held again. For a router that states `holds = True`. In all it waits at
+    most `MAX_WAIT_SECONDS`, and its deadline ends it meanwhile.
+    """
+
+
 class Split(msgspec.Struct, frozen=True):
     """The prompt is computed by `prefill` and the reply is made by `decode`, to which KV blocks are
     handed over behind the first token. For a router that states `splits = True`.
@@ -124,8 +132,9 @@ class Migrate(msgspec.Struct, frozen=True):
     to: ReplicaView
 
 
-#: One of the replicas that were shown, a refusal, a wait, or two replicas that share the request.
-Answer: TypeAlias = ReplicaView | Refuse | Wait | Split
+#: One of the replicas that were shown, a refusal, a wait for a time, a place in line, or two
+#: replicas that share the request.
+Answer: TypeAlias = ReplicaView | Refuse | Wait | Hold | Split
 Replicas: TypeAlias = tuple[ReplicaView, ...]
 
 
@@ -148,9 +157,16 @@ class RouterInterface(ABC):
     @abstractmethod
     def choose(self, request: RoutedRequest, replicas: Replicas) -> Answer:
         """Return one of `replicas`, which are at least one and in the same order each time; or
-        `Refuse`, `Wait` or `Split`. A request that waited is asked about again, and so is one whose
-        replica has died before its first token: that replica is not among those that are shown.
+        `Refuse`, `Wait`, `Hold` or `Split`. A request that waited is asked about again, and so is
+        one whose replica has died before its first token: that replica is not among those that are
+        shown.
         """
+
+    def order(self, request: RoutedRequest) -> Any:
+        """Return the sort key of a request that is held: the smallest is asked about first. Asked
+        for each of them whenever they are asked about again. By default the order of arrival.
+        """
+        return request.arrival_time
 
     def rebalance(self, replicas: Replicas) -> Sequence[Migrate]:
         """Running requests that are to move to other replicas; asked every `rebalance_seconds`."""
@@ -182,9 +198,14 @@ class BaseRouter(RouterInterface):
     #: Whether `ReplicaView` is to hold what replicas report: `num_running` and all after it.
     uses_reports: ClassVar[bool] = False
 
+    #: Whether `programs` is to be filled, and `RoutedRequest.turn` with it.
+    uses_programs: ClassVar[bool] = False
+
     #: A promise, which the contract checks: a session stays at its replica while that lives.
     keeps_sessions: ClassVar[bool] = False
 
+    #: Whether it answers `Hold`. Refused at the start where senders keep no line of requests.
+    holds: ClassVar[bool] = False
     #: Whether it answers `Split`. Refused at the start where blocks cannot be handed over.
     splits: ClassVar[bool] = False
     #: Seconds between two calls of `rebalance`; None: it moves no request. Refused as `splits` is.
@@ -200,6 +221,7 @@ class BaseRouter(RouterInterface):
         seed: int = 0,
         clock: Callable[[], float] = lambda: 0.0,
         prefixes: Prefixes | None = None,
+        programs: Programs | None = None,
     ) -> None:
         """Raises `ConfigError` for options that the router does not have."""
         self.options = self.parse_options(options or {})
@@ -209,6 +231,8 @@ class BaseRouter(RouterInterface):
         self.rng = random.Random(f"{seed} router")
         #: Which replica holds how much of a prompt, if the router `uses_prefixes`.
         self.prefixes = prefixes or Prefixes()
+        #: What was sent of each program, if the router `uses_programs`.
+        self.programs = programs or Programs()
 
     @classmethod
     def parse_options(cls, options: dict[str, Any]) -> RouterOptions:
@@ -219,6 +243,15 @@ class BaseRouter(RouterInterface):
     def moves(cls) -> bool:
         """Return whether requests may move from one replica to another."""
         return cls.splits or cls.rebalance_seconds is not None
+
+    @classmethod
+    def check_holds(cls) -> None:
+        """Raises `ConfigError` if the router holds requests in a line, for a sender without one."""
+        if cls.holds:
+            raise ConfigError(
+                f"router {cls.__name__} answers Hold: a line of requests that a router orders is "
+                "kept in comparisons alone"
+            )
 
     @classmethod
     def check_moves(cls, what_is_missing: str) -> None:

@@ -2,17 +2,25 @@
 
 The views are frozen data. Beside them: which replica can find which blocks, from what the engines'
 KV caches say of themselves (it may be older than what is: KV caches tell of a block after it has
-come or gone), how much of a prompt each holds, and how long steps take, learned from steps.
+come or gone), how much of a prompt each holds, what the sender knows of programs of many requests,
+and how long steps take, learned from steps.
 """
 
 import math
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Callable, Sequence
+from itertools import compress, islice
 
 import msgspec
 
 from aioserve.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from aioserve.request import PREDICTED_OUTPUT_TOKENS, SLO_CLASS, SLO_TPOT, SLO_TTFT, Hints
+from aioserve.request import (
+    PREDICTED_OUTPUT_TOKENS,
+    PROGRAM,
+    SLO_CLASS,
+    SLO_TPOT,
+    SLO_TTFT,
+    Hints,
+)
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -31,6 +39,15 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     block_hashes: Sequence[bytes] = ()  # of its full blocks, where the router `uses_prefixes`
     block_size: int = 0  # tokens that a hash stands for
     num_attempts: int = 0  # replicas that had it before, and have died
+    turn: int = 0  # of its program, from 1 on, as counted by a sender whose router `uses_programs`
+
+    @property
+    def program(self) -> str:
+        """The agent's program that the request belongs to, by the hint `program`; without one the
+        conversation; empty: none.
+        """
+        value = self.hints.get(PROGRAM)
+        return value if isinstance(value, str) and value else self.session
 
     @property
     def predicted_tokens(self) -> float | None:
@@ -74,6 +91,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, gc=False):
     step_request_seconds: float = 0.0  # that each request of the batch adds, by that line
     num_evictable_kv_tokens: int | None = None  # of the free ones, cached prefixes; None: not known
     adapters: tuple[str, ...] | None = None  # names of those that are loaded; None: not known
+    num_leased_kv_tokens: int = 0  # of prefixes that its policy keeps for next turns (`pin`)
 
 
 #: What a replica of a fleet does; empty: all.
@@ -114,6 +132,7 @@ class ReplicaView(msgspec.Struct, frozen=True, gc=False):
     step_request_seconds: float = 0.0
     num_evictable_kv_tokens: int | None = None
     adapters: tuple[str, ...] | None = None
+    num_leased_kv_tokens: int = 0
     role: str = ""  # one of `ROLES`, by the fleet's settings; always known
 
     def age(self, now: float) -> float:
@@ -293,6 +312,94 @@ class Prefixes:
         size = request.block_size
         found = self._index.num_blocks_by_name(request.block_hashes)
         return {name: count * size for name, count in found.items()}
+
+
+MAX_PROGRAMS = 10_000  # without a running request, of which a sender knows; the newest
+#: Tokens of a prompt that a token of a reply counts as, in the service that a program has had.
+REPLY_WEIGHT = 2.0
+
+
+class Program(msgspec.Struct, frozen=True, gc=False):
+    """A program of many requests, as an agent's: what one sender has sent of it, and where."""
+
+    name: str  # the hint `program` of its requests, else their session
+    num_turns: int = 0  # requests that were sent
+    num_running: int = 0  # of these, the ones that have not ended
+    num_tokens: int = 0  # of its longest request, prompt and reply: what a cache should hold of it
+    service: float = 0.0  # tokens of its ended requests; those of replies count twice
+    since: float = 0.0  # time at which its newest request was sent, or ended
+    replica: str = ""  # that had its newest request; empty: that is gone
+
+
+class Programs:
+    """Programs that a sender knows, by client and name. Empty unless the router `uses_programs`."""
+
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock = clock
+        self._known: dict[tuple[str, str], Program] = {}  # the longest untouched first
+        self._at: dict[str, dict[tuple[str, str], None]] = {}  # by replica
+
+    def of(self, request: RoutedRequest) -> Program | None:
+        """Return the program that the request belongs to; None if nothing of it was sent, or it
+        states no program.
+        """
+        return self._known.get((request.user, request.program))
+
+    def at(self, name: str) -> list[Program]:
+        """Return programs of which a replica had the newest request. Costs O(their number)."""
+        return [self._known[key] for key in self._at.get(name, ())]
+
+    # What the sender tells.
+
+    def sent(self, request: RoutedRequest, name: str) -> None:
+        """A request was sent to the replica of this name, or has moved there."""
+        if request.program:
+            old = self.of(request) or Program(request.program)
+            self._keep(
+                (request.user, request.program),
+                old,
+                num_turns=max(old.num_turns, request.turn),
+                num_running=old.num_running + 1,
+                num_tokens=max(old.num_tokens, request.num_tokens),
+                replica=name,
+            )
+
+    def moved(self, request: RoutedRequest, name: str) -> None:
+        """A running request goes on at the replica of this name."""
+        if (old := self.of(request)) is not None:
+            self._keep((request.user, request.program), old, replica=name)
+
+    def ended(self, request: RoutedRequest, num_output_tokens: int) -> None:
+        """A request has ended, in whatever way."""
+        if (old := self.of(request)) is not None:
+            self._keep(
+                (request.user, request.program),
+                old,
+                num_running=max(old.num_running - 1, 0),
+                num_tokens=max(old.num_tokens, request.num_tokens + num_output_tokens),
+                service=old.service + request.num_tokens + REPLY_WEIGHT * num_output_tokens,
+            )
+
+    def forget(self, name: str) -> None:
+        """The replica is gone, and what it held."""
+        for key in self._at.pop(name, ()):
+            self._known[key] = msgspec.structs.replace(self._known[key], replica="")
+
+    def _keep(self, key: tuple[str, str], old: Program, **changes: object) -> None:
+        new = msgspec.structs.replace(old, since=self._clock(), **changes)
+        if new.replica != old.replica or key not in self._known:
+            self._at.get(old.replica, {}).pop(key, None)
+            self._at.setdefault(new.replica, {})[key] = None
+        self._known.pop(key, None)
+        self._known[key] = new
+        if len(self._known) > MAX_PROGRAMS and (oldest := self._idle()) is not None:
+            gone = self._known.pop(oldest)
+            self._at.get(gone.replica, {}).pop(oldest, None)
+
+    def _idle(self) -> tuple[str, str] | None:
+        """Return the program of the least recent use without a running request, among the first."""
+        first = islice(self._known.items(), 16)
+        return next((key for key, program in first if not program.num_running), None)
 
 
 KEPT = 0.99  # weight of what is known beside a new step

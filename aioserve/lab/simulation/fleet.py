@@ -19,6 +19,7 @@ from aioserve.fleet.routing import (
     MAX_WAIT_SECONDS,
     MIN_WAIT_SECONDS,
     Assignment,
+    Hold,
     Refuse,
     Wait,
     make_dispatcher,
@@ -215,6 +216,8 @@ class _Run:
             self._hand_over(sent, answer[0])
         elif isinstance(answer, Wait):
             self._let_wait(sent, answer.seconds)
+        elif isinstance(answer, Hold):
+            self._hold(sent)
         elif isinstance(answer, Refuse):
             self._end(sent.number, "refused")
         elif self._may_come():
@@ -229,7 +232,7 @@ class _Run:
             return self._num_returns > 0
         return bool(scaling.starting) or any(self._is_free(seat, scaling) for seat in self._seats)
 
-    def _choose(self, sent: Sent) -> "Seat | tuple[Seat, Seat] | Refuse | Wait | None":
+    def _choose(self, sent: Sent) -> "Seat | tuple[Seat, Seat] | Refuse | Wait | Hold | None":
         """Return the answer of the router; a replica that it does not know to be dead fails at
         once.
         """
@@ -257,6 +260,34 @@ class _Run:
         deadline = sent.routed.deadline
         when = when if deadline is None else min(when, deadline)
         self._at(when, ARRIVAL, partial(self._route, sent))
+
+    def _hold(self, sent: Sent) -> None:
+        """Ask again when something has changed at a replica, in the order of the router, and at the
+        end of the time that a request may wait.
+        """
+        now = self._clock.now
+        if sent.waits_since is None:
+            sent.waits_since = now
+        last = sent.waits_since + MAX_WAIT_SECONDS
+        if now >= last:
+            self._end(sent.number, "refused")
+            return
+        sent.avoid.clear()
+        self._dispatcher.hold(sent.routed, partial(self._route, sent))
+        if not sent.is_timed:
+            sent.is_timed = True
+            deadline = sent.routed.deadline
+            when = last if deadline is None else min(last, max(deadline, now))
+            self._at(when, ARRIVAL, partial(self._stop_holding, sent))
+
+    def _stop_holding(self, sent: Sent) -> None:
+        if self._dispatcher.drop(sent.routed.request_id):
+            self._route(sent)
+
+    def _ask_held(self) -> None:
+        """A request has begun or ended at a replica, or a replica has come."""
+        self._knowledge.catch_up()
+        self._dispatcher.ask_held()
 
     def _hand_over(self, sent: Sent, seat: Seat) -> None:
         i, request, engine = sent.number, sent.request, seat.engine
@@ -321,15 +352,17 @@ class _Run:
             self._note_state()
         outputs, next_turn = engine.turn()
         seat.load = None
+        has_changed = bool(engine.rejected)
         split: list[str] = []  # whose replies are to be made elsewhere
         for output in outputs:
             i, request, assignment = seat.live[output.request_id]
             if self._scaling is not None and not assignment.is_started:
                 self._scaling.has_started(assignment.request, self._clock.now)
+            has_changed |= not assignment.is_started or output.finish_reason is not None
             assignment.has_started(self._clock.now)
             if output.finish_reason is not None:
                 del seat.live[output.request_id]
-                assignment.has_ended()
+                assignment.has_ended(request.num_output_tokens)
                 self._end(i, output.finish_reason, request)
             elif output.request_id in self._split_to:
                 split.append(output.request_id)
@@ -347,6 +380,8 @@ class _Run:
         for request_id in split:
             self._handovers.hand_over(seat, request_id, self._split_to.pop(request_id))
         self._stop_if_drained(seat)
+        if has_changed:
+            self._ask_held()
 
     def _rebalance(self, seconds: float) -> None:
         """Ask the router which running requests are to move, and have them moved."""
@@ -382,6 +417,7 @@ class _Run:
             self._plan_turn(seat, self._clock.now)
         self._watch_expiry(seat)
         self._stop_if_drained(seat)
+        self._ask_held()
 
     def end_lost(self, number: int, request: Request) -> None:
         """The replica that had the request's blocks has died while they were on the way."""
@@ -575,6 +611,7 @@ class _Run:
         for sent in parked:
             sent.avoid.clear()
             self._route(sent)
+        self._ask_held()
 
     def _notice(self, notice: Callable[[], None]) -> None:
         """A replica came or went, and the router hears of it."""

@@ -22,7 +22,7 @@ from aioserve.request import Request, RequestSpec
 class Sent:
     """A request on its way to a replica."""
 
-    __slots__ = ("avoid", "number", "request", "routed", "waits_since")
+    __slots__ = ("avoid", "is_timed", "number", "request", "routed", "waits_since")
 
     def __init__(self, number: int, request: Request, routed: RoutedRequest) -> None:
         self.number = number  # in the workload
@@ -30,6 +30,7 @@ class Sent:
         self.routed = routed
         self.avoid: set[str] = set()  # names of replicas that have failed it
         self.waits_since: float | None = None  # when the router first let it wait
+        self.is_timed = False  # whether the end of its time in line is planned
 
     def has_failed_at(self, name: str) -> None:
         """The replica of this name was dead, or has died with it."""

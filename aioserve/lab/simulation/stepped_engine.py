@@ -265,6 +265,7 @@ class SteppedEngine:
             each,
             (pool.num_free_blocks - pool.num_unused_blocks) * size,
             tuple(sorted(adapters)),
+            0 if stats is None else stats.num_leased_kv_blocks * size,
         )
 
     def catch_up(self) -> float | None:

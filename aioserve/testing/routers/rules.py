@@ -415,14 +415,21 @@ class _Waves:
 # Looks at compiled code, and at calls while it decides. Knows no decision.
 
 
-PREFIXES = {"prefixes", "block_hashes", "block_size"}
+#: Of each flag of a router, the names that read what it brings.
+FLAGS = (
+    ("uses_reports", REPORTED),
+    ("uses_prefixes", {"prefixes", "block_hashes", "block_size"}),
+    ("uses_programs", {"programs", "turn"}),
+)
 
 
 def check_reads(subject: RouterSubject) -> None:
-    """A router states `uses_reports` or `uses_prefixes` if its code reads what these bring."""
+    """A router states `uses_reports`, `uses_prefixes` or `uses_programs` if its code reads what
+    these bring.
+    """
     kind = subject.kind
     names = {name for code in _own_code(kind) for name in code.co_names}
-    for flag, needed in (("uses_reports", REPORTED), ("uses_prefixes", PREFIXES)):
+    for flag, needed in FLAGS:
         read = sorted(names & needed)
         if read and not getattr(kind, flag):
             raise RouterViolation(

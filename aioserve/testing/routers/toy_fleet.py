@@ -20,6 +20,7 @@ from aioserve.fleet.routing import (
     Assignment,
     BaseRouter,
     Dispatcher,
+    Hold,
     Refuse,
     ReplicaReport,
     RoutedRequest,
@@ -32,6 +33,7 @@ NUM_SEATS = 8
 NUM_BLOCKS = 400
 SECONDS_PER_TOKEN = 0.001  # of a prompt that is not cached
 SECONDS_PER_REPLY = 0.4
+OUTPUT_TOKENS = 40  # of each reply
 
 
 class Served:
@@ -158,6 +160,7 @@ class ToyFleet:
         self._roles = roles
         self._split_to: dict[str, str] = {}  # by request: the replica that makes the reply
         self._last_arrival = 0.0
+        self._timed: set[str] = set()  # requests whose end of time in line is planned
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._num_events = 0
         for number in range(num_replicas):
@@ -183,6 +186,7 @@ class ToyFleet:
         role = self._roles[number] if number < len(self._roles) else ""
         self._tell(partial(self.dispatcher.join, name, number, role))
         self._report(name)
+        self._tell(self.dispatcher.ask_held)
 
     def kill(self, name: str) -> None:
         """A replica dies: requests without a first token are sent again, the others have failed."""
@@ -231,10 +235,26 @@ class ToyFleet:
             else:
                 when = self.now + max(answer.seconds, MIN_WAIT_SECONDS)
                 self.at(when, partial(self._send, request, frozenset(), since))
+        elif isinstance(answer, Hold):
+            self._hold(request, self.now if since is None else since)
         elif isinstance(answer, Refuse):
             self.ends[request.request_id] = "refused"
         else:  # none is there
             self.ends[request.request_id] = "failed"
+
+    def _hold(self, request: RoutedRequest, since: float) -> None:
+        """Ask again when something has changed at a replica; at the end of its time it has
+        waited in vain.
+        """
+        again = partial(self._send, request, frozenset(), since)
+        self.dispatcher.hold(request, again)
+        if request.request_id not in self._timed:
+            self._timed.add(request.request_id)
+            self.at(since + MAX_WAIT_SECONDS, partial(self._give_up, request))
+
+    def _give_up(self, request: RoutedRequest) -> None:
+        if self.dispatcher.drop(request.request_id):
+            self.ends[request.request_id] = "waited"
 
     def _hand_over(self, request: RoutedRequest, name: str) -> None:
         replica = self.replicas[name]
@@ -260,6 +280,7 @@ class ToyFleet:
     def _has_started(self, replica: ToyReplica, served: Served) -> None:
         if self.replicas.get(replica.name) is replica:
             served.assignment.has_started(self.now)
+            self.dispatcher.ask_held()
             decode = self._split_to.pop(served.request.request_id, None)
             if decode is not None and self.now < served.ends_at:
                 self.at(self.now + COPY_SECONDS, partial(self._move, replica, served, decode))
@@ -302,9 +323,10 @@ class ToyFleet:
         is_there = self.replicas.get(replica.name) is replica and served in replica.running
         if is_there and served.ends_at <= self.now:
             replica.running.remove(served)
-            served.assignment.has_ended()
+            served.assignment.has_ended(OUTPUT_TOKENS)
             self.ends[served.request.request_id] = "served"
             self._seat(replica)
+            self.dispatcher.ask_held()
 
     def _report(self, name: str) -> None:
         if name in self._silent:
