@@ -146,6 +146,7 @@ class EncoderInput(msgspec.Struct, frozen=True, eq=False):
     content_hash: str
     arrays: Mapping[str, Any] | None = None  # numpy, by name: what the encoder reads
     whole: bool = False  # its tokens see each other: all of them run in one step
+    num_embeds: int | None = None  # tokens with a vector of the encoder, no marks; None: all
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EncoderInput) and self._key == other._key
@@ -154,8 +155,13 @@ class EncoderInput(msgspec.Struct, frozen=True, eq=False):
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[int, int, str, bool]:
-        return self.position, self.num_tokens, self.content_hash, self.whole
+    def _key(self) -> tuple[int, int, str, bool, int]:
+        return self.position, self.num_tokens, self.content_hash, self.whole, self.size
+
+    @property
+    def size(self) -> int:
+        """Vectors of its encoder: what the encoder's budget and cache of outputs count."""
+        return self.num_tokens if self.num_embeds is None else self.num_embeds
 
     @property
     def end(self) -> int:

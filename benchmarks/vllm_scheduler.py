@@ -6,11 +6,12 @@ Both are made as vLLM's engine core makes them, of the same settings, and are gi
 requests (200 tokens of prompt, 64 of which a fifth of the others share) and the same results,
 without a model. Measured is the processor time of `schedule()` and `update_from_output()`
 together, per step. `steady`: decodes alone. `churn`: every step one in 64 of the running requests
-ends, and as many come, whose `add_request()` is counted. The two take turns of some steps in one
-process, so that what else the machine does falls on both; the ratio is vLLM's time over aioserve's,
-the median of the turns, with the least and the most. `log adds` is what `aioserve.vllm.Recorder`
-adds to a step of vLLM's own, `parts add` what `PolicyScheduler` does in the order of the policy
-`fair`. Needs vLLM. The last line is JSON.
+ends, and as many come, whose `add_request()` is counted; vLLM's own request, with the hashes of its
+blocks, is made before, as another thread of vLLM's engine core does. The two take turns of some
+steps in one process, so that what else the machine does falls on both; the ratio is vLLM's time
+over aioserve's, the median of the turns, with the least and the most. `log adds` is what
+`aioserve.vllm.Recorder` adds to a step of vLLM's own, `parts add` what `PolicyScheduler` does in
+the order of the policy `fair`. Needs vLLM. The last line is JSON.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import logging
 import statistics
 import tempfile
 import time
+from collections import deque
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,7 @@ class Engine:
         init_none_hash(digest)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, digest)
         self._num_made = 0
+        self._made: deque[Request] = deque()  # and not added
         self.num_tokens = 0  # that were given out
         for _ in range(running):
             self.scheduler.add_request(self._make())
@@ -119,10 +122,13 @@ class Engine:
             self.num_tokens += len(batch.outputs)
             num_ended += sum(output.finish_reason is not None for output in batch.outputs)
         for _ in range(num_ended):
-            scheduler.add_request(self._make())
+            scheduler.add_request(self._made.popleft() if self._made else self._make())
 
     def turn(self, num_steps: int) -> float:
         """Microseconds of processor time per step, of some steps."""
+        most = 2 * num_steps * self.num_running // LIFE + 1 if self.is_churn else 0
+        while len(self._made) < most:
+            self._made.append(self._make())
         began = time.process_time()
         for _ in range(num_steps):
             self.step()

@@ -1,14 +1,16 @@
 """Everything mixed against a vLLM under aioserve's scheduler: is what was taken given back?
 
     python benchmarks/vllm_soak.py [--seconds 600] [--asynchronous]
+    python benchmarks/vllm_soak.py --scheduler vllm    # its own: does its memory grow as well?
 
 vLLM in this process, with few KV blocks, so that requests are preempted. Requests of all kinds come
 and a fifth of them is aborted, at any time; every few seconds another policy takes over, new
 requests are paused, or the prefix cache is emptied. Every step is looked at by the rules of the
 contract. One request in eight is one of a dozen greedy ones, whose tokens are known from an idle
 vLLM. Now and then all is let run out: each request must have ended once, and no more KV blocks may
-be in use than at the start. The last line is JSON; the exit status is 1 if anything is wrong.
-Needs vLLM.
+be in use than at the start. `--scheduler unchecked` leaves out the rules, which remember 4,096
+requests; `--scheduler vllm` is vLLM's own, whose policy stays. At each rest it prints what the
+process has in memory. The last line is JSON; the exit status is 1 if anything is wrong. Needs vLLM.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from harness import ROOT
@@ -50,7 +53,9 @@ MOST_UNFINISHED = 40
 class Soak:
     """One vLLM, what was sent to it, and what came back."""
 
-    def __init__(self, llm: LLM, seed: int) -> None:
+    def __init__(self, llm: LLM, seed: int, kind: str) -> None:
+        """`kind`: which scheduler plans, `checked`, `unchecked` or `vllm`."""
+        self.is_own = kind == "vllm"
         self.llm, self.engine, self.dice = llm, llm.llm_engine, random.Random(seed)
         self.load = a_load(200, seed=7)
         self.known = [
@@ -58,11 +63,15 @@ class Soak:
             for each in a_load(12, seed=11)
         ]
         self.expected = [self._alone(each) for each in self.known]
-        self.scheduler = exchange(llm, policy="chunked_prefill", check=True)
+        self.scheduler = exchange(llm, policy="chunked_prefill", check=kind == "checked")
+        if self.is_own:
+            give_back(llm)
+            self.scheduler = core_of(llm).scheduler
         self.free_at_start = self._num_free()
         self.unfinished: dict[str, int | None] = {}  # by id the place in `known`
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.memory: list[float] = []  # MiB, at each rest
 
     def _alone(self, asked: Asked) -> list[int]:
         params = SamplingParams(**asked.params)
@@ -70,6 +79,8 @@ class Soak:
         return list(output.outputs[0].token_ids)
 
     def _num_free(self) -> int:
+        if self.is_own:
+            return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
         pool = self.scheduler.policy.kv_cache.pool
         return int(pool.num_blocks - pool.num_used_blocks)
 
@@ -87,7 +98,7 @@ class Soak:
                 regex = StructuredOutputsParams(regex="[a-c]{3,9}x")
                 params["structured_outputs"] = regex
             params["extra_args"] = {"user": f"u{dice.randrange(5)}"}
-            if dice.random() < 0.05:
+            if dice.random() < 0.05 and not self.is_own:
                 params["extra_args"]["deadline"] = 0.05 + dice.random()
         prompt = {"prompt_token_ids": asked.prompt, **asked.fields}
         self.engine.add_request(name, prompt, SamplingParams(**params), **fields)
@@ -121,6 +132,8 @@ class Soak:
         """What an operator does."""
         kind = self.dice.random()
         if kind < 0.7:
+            if self.is_own:
+                return
             self.scheduler.switch(self.dice.choice(POLICIES))
             self.counts["switches"] += 1
         elif kind < 0.85:
@@ -147,6 +160,8 @@ class Soak:
             self.unfinished.clear()
         if (free := self._num_free()) != self.free_at_start:
             self.wrong.append(f"{free} KV blocks are free, and were {self.free_at_start}")
+        if self.is_own:
+            return
         try:
             check_over(self.scheduler)
         except Exception as error:
@@ -170,10 +185,17 @@ class Soak:
                 change = now + CHANGE_EVERY
             if now > quiet:
                 self.run_out()
-                memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-                print(f"{now - began:6.0f} s  {memory} MiB  {dict(self.counts)}", flush=True)
+                memory = resident_mebibytes()
+                self.memory.append(memory)
+                print(f"{now - began:6.0f} s  {memory:.1f} MiB  {dict(self.counts)}", flush=True)
                 quiet = time.monotonic() + QUIET_EVERY
         self.run_out()
+
+
+def resident_mebibytes() -> float:
+    """Return what this process has in memory now, not at most so far."""
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return num_pages * resource.getpagesize() / 2**20
 
 
 def main() -> int:
@@ -181,17 +203,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--asynchronous", action="store_true", help="two steps in flight")
+    parser.add_argument("--scheduler", default="checked", choices=["checked", "unchecked", "vllm"])
     arguments = parser.parse_args()
     llm = make_engine(**TIGHT, asynchronous=arguments.asynchronous)
-    soak = Soak(llm, arguments.seed)
+    soak = Soak(llm, arguments.seed, arguments.scheduler)
     soak.run(arguments.seconds)
-    stats: Any = soak.scheduler.policy.make_stats()
-    soak.counts["preemptions"] = stats.num_preemptions
+    if not soak.is_own:
+        stats: Any = soak.scheduler.policy.make_stats()
+        soak.counts["preemptions"] = stats.num_preemptions
     for words in soak.wrong:
         print(words)
     give_back(llm)
     core_of(llm).shutdown()
-    print(json.dumps({"counts": dict(soak.counts), "wrong": soak.wrong}))
+    memory = [round(each, 1) for each in soak.memory]
+    print(json.dumps({"counts": dict(soak.counts), "memory_mib": memory, "wrong": soak.wrong}))
     return int(bool(soak.wrong))
 
 

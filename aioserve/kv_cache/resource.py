@@ -318,7 +318,7 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_last(self) -> bool:
         """Whether the output is there with this step."""
-        return self.done == self.item.num_tokens
+        return self.done == self.item.size
 
 
 class EncoderLimits(msgspec.Struct, frozen=True):

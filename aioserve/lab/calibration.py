@@ -200,7 +200,7 @@ class StepTimer(DelegatingRunner):
                 self._images[new.request_id] = new.encoder_inputs
         ahead = Ahead.of(output.parts)
         return (0 if ahead is None else ahead.num_tokens) + sum(
-            self._images[request_id][index].num_tokens
+            self._images[request_id][index].size
             for request_id, indices in output.scheduled_encoder_inputs.items()
             for index in indices
         )

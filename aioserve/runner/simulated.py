@@ -473,7 +473,7 @@ class SimulatedRunner(RunnerInterface):
             for index in indices:
                 item = self._rows[request_id].encoder_inputs[index]
                 self._encoder_outputs.add(item.content_hash)
-                num_tokens += item.num_tokens
+                num_tokens += item.size
         if (ahead := Ahead.of(scheduler_output.parts)) is not None:
             num_tokens += ahead.num_tokens
             if ahead.is_last:

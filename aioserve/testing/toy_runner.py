@@ -235,8 +235,8 @@ class ToyRunner:
                 )
             for index in indices:
                 item = self._rows[request_id].encoder_inputs[index]
-                self._encoder_outputs[item.content_hash] = item.num_tokens
-                num_encoded += item.num_tokens
+                self._encoder_outputs[item.content_hash] = item.size
+                num_encoded += item.size
         if (ahead := Ahead.of(output.parts)) is not None:
             num_encoded += ahead.num_tokens
             if ahead.is_last:

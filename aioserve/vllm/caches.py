@@ -78,6 +78,7 @@ def encoder_inputs(
             num_tokens=feature.mm_position.length,
             content_hash=feature.identifier,
             whole=whole,
+            num_embeds=feature.mm_position.get_num_embeds(),
         )
         for feature in features
     )
@@ -97,7 +98,7 @@ class EncoderItems:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[str, int] = {}  # tokens
+        self._sizes: dict[str, int] = {}  # vectors of the encoder
         self._users: Counter[str] = Counter()  # requests, once for each place in their prompts
         self._kept: set[str] = set()  # the runner has an output, or a step is to bring it
 
@@ -110,13 +111,13 @@ class EncoderItems:
         """A request comes. Raises `RequestError` if an identifier of it has another size, and
         knows nothing of the request then.
         """
-        sizes = {item.content_hash: item.num_tokens for item in request.encoder_inputs}
+        sizes = {item.content_hash: item.size for item in request.encoder_inputs}
         for item in request.encoder_inputs:
             for known in (self._sizes.get(item.content_hash), sizes[item.content_hash]):
-                if known not in (None, item.num_tokens):
+                if known not in (None, item.size):
                     raise RequestError(
                         f"the identifier {item.content_hash!r:.80} of an image or sound stands for "
-                        f"{item.num_tokens} tokens in this request, and for {known} in another "
+                        f"{item.size} tokens in this request, and for {known} in another "
                         "place: one identifier must mean one content"
                     )
         self._sizes.update(sizes)

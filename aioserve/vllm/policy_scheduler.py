@@ -180,11 +180,11 @@ class Parts:
 
     @asks
     def add(self, theirs: TheirRequest) -> None:
-        """A request has come. One that aioserve has no words for, as with prompt embeddings, comes
+        """A request has come. One that aioserve has no words for, as with streaming input, comes
         behind those that the parts know.
         """
         try:
-            request = to_ours(theirs, self._arrivals).ours
+            request = to_ours(theirs, self._arrivals, only_ordered=True).ours
         except RequestError:
             return
         self.policy.book.add(request, self.policy.order)

@@ -121,15 +121,23 @@ MAX_DRIFT = 0.5
 
 
 def to_ours(
-    theirs: TheirRequest, arrivals: Callable[[float], float], *, whole_images: bool = False
+    theirs: TheirRequest,
+    arrivals: Callable[[float], float],
+    *,
+    whole_images: bool = False,
+    only_ordered: bool = False,
 ) -> Tracked:
     """Return the request as aioserve sees it; `arrivals` returns times of aioserve's clock. With
-    `whole_images`, the tokens of an image or sound run in one step. Raises `RequestError` for what
-    is not translated.
+    `whole_images`, the tokens of an image or sound run in one step. `only_ordered`: vLLM's own
+    scheduler serves it, so that prompt embeddings stand as tokens 0, and images are left out.
+    Raises `RequestError` for what is not translated.
     """
     if theirs.resumable:
         raise RequestError("aioserve.vllm.Scheduler takes no streaming input (resumable requests)")
-    if theirs.prompt_embeds is not None or theirs.prompt_token_ids is None:
+    prompt = theirs.prompt_token_ids
+    if only_ordered and prompt is None:
+        prompt = [0] * theirs.num_prompt_tokens
+    if prompt is None or (theirs.prompt_embeds is not None and not only_ordered):
         raise RequestError("aioserve.vllm.Scheduler takes token ids, and no prompt embeddings")
     params, pooling = theirs.sampling_params, theirs.pooling_params
     extra = (None if params is None else params.extra_args) or {}
@@ -142,7 +150,7 @@ def to_ours(
     lora = theirs.lora_request
     spec = RequestSpec(
         request_id=theirs.request_id,
-        prompt_token_ids=theirs.prompt_token_ids,
+        prompt_token_ids=prompt,
         sampling_params=SamplingParams(
             max_tokens=theirs.max_tokens,
             min_tokens=0 if params is None else params.min_tokens,
@@ -160,7 +168,9 @@ def to_ours(
         # vLLM numbers each adapter that it loads: one of the same name that is loaded later has
         # other weights, and shares no blocks.
         adapter_id="" if lora is None else f"{lora.lora_name}@{lora.lora_int_id}",
-        encoder_inputs=encoder_inputs(theirs.mm_features, whole=whole_images),
+        encoder_inputs=(
+            () if only_ordered else encoder_inputs(theirs.mm_features, whole=whole_images)
+        ),
         deadline=None if deadline is None else arrival_time + deadline,
         client_index=theirs.client_index,
         hints=hints_of(theirs.session_id, extra),

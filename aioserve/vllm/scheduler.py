@@ -18,7 +18,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.interface import SchedulerInterface as TheirInterface
-from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.output import SchedulerOutput as TheirPlan
 from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -54,6 +54,7 @@ from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.results import take_drafts
 from aioserve.testing.violation import begin_call, end_call
 from aioserve.vllm.caches import BlockEvents, DraftHeadPrefixes, EncoderItems
+from aioserve.vllm.plans import RunnerPlans
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Arrivals, Tracked, to_ours
 from aioserve.vllm.settings import read_settings
 
@@ -174,25 +175,25 @@ class Scheduler(TheirInterface):
             self._loop.observers.subscribe(self._shadow)
         self._grammars = structured_output_manager
         self._log_stats = log_stats
-        self._sends_all_tokens = bool(vllm_config.scheduler_config.async_scheduling)
-        self._resumes_as_new = bool(vllm_config.use_v2_model_runner)
-        self._uses_mrope = bool(vllm_config.model_config.uses_mrope)
-        self._zeroes_blocks = bool(kv_cache_config.needs_kv_cache_zeroing)
         self._pause_state = PauseState.UNPAUSED
         self._tracked: dict[str, Tracked] = {}
         self._theirs: dict[str, TheirRequest] = {}  # of the same requests
         self._structured: set[str] = set()  # requests of structured output among them
         self._compiling: dict[str, TheirRequest] = {}  # their grammars are not there yet
-        self._at_runner: set[str] = set()  # requests of which the runner has a state
         self._handed: deque[_Handed] = deque()
-        self._last_rows: set[str] = set()  # requests of the newest step
         self._refused: list[tuple[int, EngineCoreOutput]] = []  # with their clients
-        self._carried = _Plans([], [], [])  # what the runner has to hear with the next plan
         self._items = EncoderItems()  # images and sounds
+        self._plans = RunnerPlans(
+            vllm_config,
+            kv_cache_config,
+            settings,
+            self._tracked,
+            self._items,
+            log_stats=log_stats,
+        )
         self._runs_images_whole = bool(vllm_config.scheduler_config.disable_chunked_mm_input)
         self._finished: dict[int, set[str]] | None = {} if include_finished_set else None
         self._draft_lengths: Mapping[str, int] = {}  # what the policy said of the newest step
-        self._prefix_stats = PrefixCacheStats()
         self._draft_stats: SpecDecodingStats | None = None
 
     @property
@@ -375,22 +376,9 @@ class Scheduler(TheirInterface):
                 loop.observers.tell(loop.observers.planned, step.output)
                 if not (loop.in_flight and loop.in_flight[-1] is step):
                     step = None
-        left = self._leave_runner(self._carried.finished)
-        if step is None:
-            plan = TheirPlan.make_empty()
-            self._last_rows = set()
-        else:
-            plan = self._translate(step.told)
-        if any(self._carried):
-            plan.finished_req_ids.update(left)
-            plan.preempted_req_ids = {*(plan.preempted_req_ids or ()), *self._carried.preempted}
-            computed = {
-                self._tracked[name].ours.encoder_inputs[index].content_hash
-                for name, indices in plan.scheduled_encoder_inputs.items()
-                for index in indices
-            }
-            plan.free_encoder_mm_hashes += [h for h in self._carried.freed if h not in computed]
-            self._carried = _Plans([], [], [])
+        if step is not None:
+            self._draft_lengths = step.told.draft_lengths
+        plan = self._plans.make(None if step is None else step.told)
         masked: list[str] = []
         if step is not None and self._structured:
             rows = [row for row in self._rows(plan) if _is_masked(row)]
@@ -451,124 +439,6 @@ class Scheduler(TheirInterface):
 
     def _rows(self, plan: TheirPlan) -> list[Tracked]:
         return [self._tracked[name] for name in plan.num_scheduled_tokens]
-
-    def _translate(self, plan: SchedulerOutput) -> TheirPlan:
-        """Return the plan in vLLM's words."""
-        finished = self._leave_runner(plan.finished_req_ids)  # before a request of the same id
-        cached, tracked, now = plan.scheduled_cached_reqs, self._tracked, time.monotonic()
-        names, num_computed = cached.req_ids, cached.num_computed_tokens
-        rows = [tracked[name] for name in names]
-        new_blocks: list[tuple[list[int], ...] | None]
-        if given := cached.new_block_ids:
-            new_blocks = [
-                (_their_blocks(ids),) if (ids := given.get(name)) else None for name in names
-            ]
-        else:
-            new_blocks = [None] * len(names)
-        num_output = [
-            _num_output(row, start) for row, start in zip(rows, num_computed, strict=True)
-        ]
-        all_tokens: dict[str, list[int]] = {}
-        if self._sends_all_tokens:
-            last = self._last_rows
-            all_tokens = {
-                row.ours.request_id: row.ours.token_ids.copy()
-                for row in rows
-                if row.ours.request_id not in last
-            }
-        if self._log_stats:
-            for name in plan.preempted_req_ids:
-                if (row := tracked.get(name)) is not None:
-                    row.record(EngineCoreEventType.PREEMPTED, now)
-        new: list[NewRequestData] = []
-        resumed: set[str] = set()
-        if plan.scheduled_new_reqs:
-            names, num_computed = [*names], [*num_computed]
-        for data in plan.scheduled_new_reqs:
-            name, row = data.request_id, tracked[data.request_id]
-            theirs, start = row.theirs, data.num_computed_tokens
-            blocks = (_their_blocks(data.block_ids),)
-            self._note_admitted(row, start, now)
-            if row.is_known and not self._resumes_as_new:
-                names.append(name)
-                resumed.add(name)
-                new_blocks.append(blocks)
-                num_computed.append(start)
-                num_output.append(_num_output(row, start))
-                all_tokens[name] = data.token_ids
-                continue
-            theirs.num_computed_tokens = start
-            known = data.token_ids if self._resumes_as_new else None
-            told = NewRequestData.from_request(theirs, blocks, known, uses_mrope=self._uses_mrope)
-            # Without the images in its cached prefix otherwise, which it may have to encode after a
-            # preemption.
-            told.mm_features = theirs.mm_features
-            new.append(told)
-            row.is_known = True
-            self._at_runner.add(name)
-        self._last_rows = set(plan.num_scheduled_tokens)
-        self._draft_lengths = plan.draft_lengths
-        scheduled_inputs, freed = plan.scheduled_encoder_inputs, plan.free_encoder_hashes
-        if scheduled_inputs or freed:
-            requests = {name: tracked[name].ours for name in scheduled_inputs}
-            self._items.plan(scheduled_inputs, freed, requests)
-        return TheirPlan(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=names,
-                resumed_req_ids=resumed,
-                new_token_ids=[],
-                all_token_ids=all_tokens,
-                new_block_ids=new_blocks,
-                num_computed_tokens=num_computed,
-                num_output_tokens=num_output,
-            ),
-            num_scheduled_tokens=dict(plan.num_scheduled_tokens),
-            total_num_scheduled_tokens=plan.total_num_scheduled_tokens,
-            scheduled_spec_decode_tokens={
-                name: list(ids) for name, ids in plan.scheduled_spec_decode_tokens.items()
-            },
-            scheduled_encoder_inputs={n: list(i) for n, i in scheduled_inputs.items()},
-            finished_req_ids=finished,
-            free_encoder_mm_hashes=list(freed),
-            preempted_req_ids=set(plan.preempted_req_ids),
-            num_spec_tokens_to_schedule=self.settings.max_draft_tokens,
-            new_block_ids_to_zero=self._blocks_to_zero(plan) if self._zeroes_blocks else None,
-        )
-
-    def _leave_runner(self, request_ids: list[str]) -> set[str]:
-        """Of these requests, which have ended, those that the runner was ever given."""
-        there = self._at_runner.intersection(request_ids)
-        self._at_runner -= there
-        return there
-
-    def _note_admitted(self, row: Tracked, num_cached: int, now: float) -> None:
-        """For vLLM's metrics: a request enters the batch behind `num_cached` tokens."""
-        ours, theirs = row.ours, row.theirs
-        if self._log_stats:
-            row.record(EngineCoreEventType.SCHEDULED, now)
-            if ours.takes_cached_prefix and ours.num_found_blocks * self._kv_cache.block_size == (
-                num_cached
-            ):  # not of a paused request, which has its own
-                self._prefix_stats.record(
-                    num_tokens=ours.num_tokens, num_hits=num_cached, preempted=row.is_known
-                )
-        if theirs.prefill_stats is not None and not row.is_known:
-            theirs.prefill_stats.set(
-                num_prompt_tokens=ours.num_prompt_tokens,
-                num_local_cached_tokens=num_cached,
-                num_external_cached_tokens=0,
-            )
-
-    def _blocks_to_zero(self, plan: SchedulerOutput) -> list[int] | None:
-        """Return blocks that requests got for this step and that hold nothing of a cached
-        prefix.
-        """
-        size = self._kv_cache.block_size
-        fresh = [b for ids in plan.scheduled_cached_reqs.new_block_ids.values() for b in ids]
-        for data in plan.scheduled_new_reqs:
-            fresh += data.block_ids[-(-data.num_computed_tokens // size) :]
-        return _their_blocks(fresh) or None
 
     def get_grammar_bitmask(self, scheduler_output: TheirPlan) -> GrammarOutput | None:
         """Return which tokens the grammars allow in this step, by request."""
@@ -845,7 +715,7 @@ class Scheduler(TheirInterface):
         """
         if reset_running_requests and not self._loop.in_flight:
             self._vacate()
-        self._prefix_stats.reset = True
+        self._plans.prefix_stats.reset = True
         return self._loop.scheduler.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> None:
@@ -861,18 +731,14 @@ class Scheduler(TheirInterface):
         plan = self._loop.vacate()
         if self.checks is not None:
             self.checks.look(self.checks.planned_step, plan, self._ends.ended)
-        self._carried.finished.extend(plan.finished_req_ids)
-        self._carried.preempted.extend(plan.preempted_req_ids)
-        self._carried.freed.extend(plan.free_encoder_hashes)
-        self._items.plan({}, plan.free_encoder_hashes, {})
-        self._last_rows = set()
+        self._plans.carry(plan)
 
     def make_stats(self) -> SchedulerStats | None:
         """Return the state after the last call, for vLLM's metrics; None if it wants none."""
         if not self._log_stats:
             return None
         num_running, num_waiting = self.get_request_counts()
-        prefix_stats, self._prefix_stats = self._prefix_stats, PrefixCacheStats()
+        prefix_stats, self._plans.prefix_stats = self._plans.prefix_stats, PrefixCacheStats()
         draft_stats, self._draft_stats = self._draft_stats, None
         return SchedulerStats(
             num_running_reqs=num_running,
@@ -896,14 +762,6 @@ class Scheduler(TheirInterface):
             self._events.shutdown()
 
 
-class _Plans(NamedTuple):
-    """Ids of requests that the runner has to hear of, and encoder outputs that it may drop."""
-
-    finished: list[str]
-    preempted: list[str]
-    freed: list[str]
-
-
 def _is_ready(request: TheirRequest) -> bool:
     structured = request.structured_output_request
     return structured is None or structured.grammar is not None
@@ -914,17 +772,6 @@ def _is_masked(row: Tracked) -> bool:
     planned.
     """
     return row.is_structured and row.ours.num_computed_tokens >= row.ours.num_tokens
-
-
-def _num_output(row: Tracked, num_computed: int) -> int:
-    """Return tokens of the reply that the runner knows before a step which begins behind
-    `num_computed` tokens: the received ones, and one that a step in flight samples.
-    """
-    return max(row.ours.num_tokens, num_computed + 1) - row.ours.num_prompt_tokens
-
-
-def _their_blocks(block_ids: Iterable[int]) -> list[int]:
-    return [block_id + 1 for block_id in block_ids]
 
 
 def _our_result(plan: SchedulerOutput, result: "TheirResult") -> ModelRunnerOutput:

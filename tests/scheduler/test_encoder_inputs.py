@@ -43,6 +43,17 @@ def test_an_image_that_steps_share_counts_once() -> None:
     assert counts(harness) == (1, 3, 0, 3)
 
 
+def test_marks_among_the_tokens_of_an_image_take_no_room_of_the_encoder() -> None:
+    """Rows of an image are parted by tokens of the text: budget and cache have room for both."""
+    limits = {"max_encoder_tokens": 4, "encoder_cache_tokens": 8}
+    harness = SchedulerHarness(ChunkedPrefillScheduler, **limits)
+    for number in range(2):
+        item = EncoderInput(1, 7, f"rows {number}", num_embeds=4)
+        harness.add_request(f"r{number}", [number] * 12, encoder_inputs=[item], max_tokens=2)
+    harness.run_until_idle()
+    assert counts(harness) == (2, 8, 0, 8)
+
+
 class TakesBack(ChunkedPrefillScheduler):
     """In its first step admits all, and preempts them at once."""
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import msgspec
+import torch
 import zmq
 from vllm import LLM, SamplingParams
 from vllm.config.kv_events import KVEventsConfig
@@ -106,6 +107,36 @@ def test_an_image_of_a_running_request_may_be_forgotten(seeing: LLM) -> None:
     check_over(scheduler)
 
 
+def test_the_largest_image_runs_in_a_budget_of_its_vectors(seeing: LLM) -> None:
+    """Marks between its rows count neither at vLLM nor here."""
+    prompt = {
+        "prompt": f"The duke {PLACEHOLDERS[KIND]} and all of his men",
+        "multi_modal_data": {"image": [picture(1, 64, 64)]},
+    }
+    give_back(seeing)
+    expected = replies(seeing, [prompt])
+    theirs = seeing.llm_engine.vllm_config.scheduler_config
+    before = theirs.max_num_encoder_input_tokens, theirs.encoder_cache_size
+    theirs.max_num_encoder_input_tokens = theirs.encoder_cache_size = 1  # the largest image counts
+    try:
+        scheduler = exchange(seeing, check=True)
+    finally:
+        theirs.max_num_encoder_input_tokens, theirs.encoder_cache_size = before
+    limits = scheduler.settings.scheduler
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    seeing.llm_engine.add_request("a", prompt, params)
+    seeing.llm_engine.step()
+    [request] = scheduler.policy.get_requests()
+    [image] = request.encoder_inputs
+    assert limits.max_encoder_tokens == limits.encoder_cache_tokens == image.size
+    assert image.size < image.num_tokens
+    ended = []
+    while seeing.llm_engine.has_unfinished_requests():
+        ended += [o for o in seeing.llm_engine.step() if o.finished]
+    assert [list(output.outputs[0].token_ids) for output in ended] == expected
+    check_over(scheduler)
+
+
 def request_with(*inputs: tuple[int, int, str]) -> Request:
     items = [EncoderInput(*each) for each in inputs]
     name = "-".join(item.content_hash for item in items)
@@ -125,6 +156,14 @@ def test_one_identifier_for_two_images_is_refused_while_it_is_in_use() -> None:
     items.enter(request_with((0, 5, "x")))
     with pytest.raises(RequestError, match="'y'"):
         items.enter(request_with((0, 5, "y"), (9, 6, "y")))
+
+
+def test_an_image_takes_the_room_of_its_vectors_as_under_vllms_own_scheduler() -> None:
+    """Marks between its rows are tokens without one."""
+    rows = PlaceholderRange(3, 6, torch.tensor([True, True, False, True, True, False]))
+    features: Any = [SimpleNamespace(identifier="a", mm_position=rows)]
+    [item] = encoder_inputs(features, whole=False)
+    assert (item.end, item.size) == (9, 4)
 
 
 def test_images_that_share_a_place_are_refused() -> None:

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
+import torch
 from vllm import LLM, SamplingParams
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.v1.request import Request as TheirRequest
 
 from aioserve.errors import ConfigError
 from aioserve.scheduler import OrderPart, Request
@@ -103,6 +107,29 @@ def test_a_request_that_has_no_counterpart_comes_behind_the_others(llm: LLM) -> 
         found += [o.request_id for o in engine.step() if o.request_id not in found]
     assert found == ["plain", "odd"]
     assert scheduler.parts.error is None
+
+
+def test_requests_that_vllm_alone_can_serve_have_their_place_in_the_order(llm: LLM) -> None:
+    """Prompt embeddings, and images that share a place, as those of a video and its sound do."""
+    scheduler = exchange(llm, PolicyScheduler, order="priority")
+    params = SamplingParams(max_tokens=4)
+    shared: Any = [
+        SimpleNamespace(identifier=name, mm_position=PlaceholderRange(offset=offset, length=8))
+        for name, offset in (("video", 3), ("sound", 5))
+    ]
+    embeds = torch.zeros(9, 4)
+    for request in (
+        TheirRequest("last", [1] * 20, params, None, priority=2),
+        TheirRequest("embeds", None, params, None, prompt_embeds=embeds, priority=1),
+        TheirRequest("images", [1] * 20, params, None, mm_features=shared, priority=0),
+        TheirRequest("stream", [1] * 20, params, None, resumable=True, priority=-1),
+    ):
+        scheduler.parts.add(request)
+    assert scheduler.parts.error is None
+    policy = scheduler.parts.policy
+    waiting = [(request.request_id, request.num_tokens) for request in policy.waiting]
+    assert waiting == [("images", 20), ("embeds", 9), ("last", 20)]
+    assert not scheduler.parts.knows("stream")
 
 
 class Fails(OrderPart):

@@ -2,8 +2,9 @@
 
 `EncoderOutputs` is the resource that the manager asks; `EncoderCacheManager` knows where outputs
 wait until the decoder has read them, `EncodingAhead` which input is encoded over several steps
-while others decode. Knows content hashes, positions and sizes in tokens. No tensors: the runner
-keeps those, is told what to drop, and decides how a part of an encoder's work is done.
+while others decode. Knows content hashes, positions and sizes, counted in tokens that get a vector
+of the encoder. No tensors: the runner keeps those, is told what to drop, and decides how a part of
+an encoder's work is done.
 """
 
 from collections import OrderedDict
@@ -62,14 +63,14 @@ class EncoderCacheManager:
             self.num_hits += request_id not in self._holders.get(content_hash, ())
         else:
             self.num_inputs += 1
-            self.num_tokens += item.num_tokens
-            while self._num_free_slots < item.num_tokens:
+            self.num_tokens += item.size
+            while self._num_free_slots < item.size:
                 evicted, _ = self._released.popitem(last=False)
                 self._num_free_slots += self._sizes.pop(evicted)
                 self._evicted.append(evicted)
                 self._unread.discard(evicted)
-            self._sizes[content_hash] = item.num_tokens
-            self._num_free_slots -= item.num_tokens
+            self._sizes[content_hash] = item.size
+            self._num_free_slots -= item.size
             if content_hash in self._evicted:
                 self._evicted.remove(content_hash)  # it comes again before the runner was told
         self._released.pop(content_hash, None)
@@ -212,10 +213,10 @@ class EncodingAhead:
         assert self._owner is not None, "begun with it"
         item, owner, before = self._item, self._owner, self._done
         num_tokens = min(max(self.chunk - num_encoded, 1), most)
-        self._done = min(before + num_tokens, item.num_tokens)
+        self._done = min(before + num_tokens, item.size)
         self._told = step_id, item
         token_ids = owner.token_ids[item.position : item.end]
-        if self._done == item.num_tokens:
+        if self._done == item.size:
             self._item = None
             self._cache.release(_NOBODY, item)
         return Ahead(item, token_ids, before, self._done)
@@ -293,7 +294,7 @@ class EncoderOutputs(Resource):
         limits = self._limits
         room, num_tokens = min(limits.step_tokens, limits.num_slots), 0
         for i, item in enumerate(request.encoder_inputs):
-            num_tokens = item.num_tokens + (num_tokens if limits.runs_whole_prompts else 0)
+            num_tokens = item.size + (num_tokens if limits.runs_whole_prompts else 0)
             if item.end > request.num_prompt_tokens:
                 raise RequestError(
                     f"encoder_inputs[{i}] ends at {item.end}, but the prompt has "
@@ -324,7 +325,7 @@ class EncoderOutputs(Resource):
         needed, seen = 0, set[str]()
         for _, item in _overlapping(request, start, num_tokens):
             if self._lacks(item) and item.content_hash not in seen:
-                needed += item.num_tokens
+                needed += item.size
                 if self._ahead.delays(request, item, needed, seen):
                     return max(item.position - start, 0)
             # An output that is there is kept for its own tokens only: room for an earlier input
@@ -351,7 +352,7 @@ class EncoderOutputs(Resource):
                     owners.add(self._fresh[item.content_hash])
         for index, item in missing:
             self._cache.hold(request.request_id, item)
-            self._token_budget -= item.num_tokens
+            self._token_budget -= item.size
             self._fresh[item.content_hash] = request
             self._scheduled.setdefault(request.request_id, []).append(index)
         return owners
@@ -360,7 +361,7 @@ class EncoderOutputs(Resource):
         """Take back what the request was to compute. `give_back` releases what it holds."""
         for index in self._scheduled.pop(request.request_id, ()):
             item = request.encoder_inputs[index]
-            self._token_budget += item.num_tokens
+            self._token_budget += item.size
             self._fresh.pop(item.content_hash, None)
             self._cache.drop(item)
 
