@@ -73,9 +73,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def load_of(kind: str) -> list[Asked]:
-    # vLLM's sampler of drafts takes no `top_k` on a CPU, and forbids stop tokens behind drafts by the
-    # number of tokens before them: what `min_tokens` does depends on how many drafts a step had.
-    # It ends with an error of its own when prompt logprobs are asked for beside an adapter.
+    # vLLM's sampler of drafts takes no `top_k` on a CPU, and forbids stop tokens behind drafts by
+    # the number of tokens before them: `min_tokens` depends on how many drafts a step had. vLLM
+    # ends with an error of its own when prompt logprobs are asked for beside an adapter.
     has_drafts = "draft" in kind
     return a_load(
         60,
