@@ -58,7 +58,12 @@ def run_reproduce(argv: Sequence[str]) -> int:
         "with (default: those of the checkout)",
     )
     parser.add_argument(
-        "--runs", type=count, default=5, metavar="N", help="simulated runs of each workload"
+        "--runs",
+        type=count,
+        default=10,
+        metavar="N",
+        help="simulated runs of each workload with the host of its session; two more have the "
+        "hosts of the quickest and the slowest session",
     )
     parser.add_argument(
         "--jitter",

@@ -255,9 +255,11 @@ def _as_long(log: Sequence[Outcome], other: Sequence[Outcome]) -> bool:
 
 
 def make_config(
-    profile: str, target: Target, order: str, *, jitter: float, speed: float, seed: int
+    profile: str, target: Target, order: str, *, jitter: float, host_factor: float, seed: int
 ) -> EngineConfig:
-    """Return the artifact's server: its pool, its rounds, and `speed` times its session's host."""
+    """Return the artifact's server: its pool, its rounds, and how much longer than on average its
+    session's host takes.
+    """
     options: dict[str, Any] = {
         "order": order,
         "pool_tokens": POOL_TOKENS,
@@ -268,7 +270,7 @@ def make_config(
     overrides: list[tuple[str, Any]] = [
         ("runner.profile", profile),
         ("runner.seed", seed),
-        ("runner.step_host_factor", target.session.host_factor / speed),
+        ("runner.step_host_factor", host_factor),
         ("runner.step_cold_ms", target.session.cold_ms),
         ("runner.step_jitter", jitter),
         ("scheduler.policy", POLICY),
@@ -311,11 +313,14 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """A target with its runs: under VTC and first come, first served, with as many seeds."""
+    """A target with its runs: under VTC and first come, first served, with as many seeds. In
+    `sessions` are pairs of the same, with the hosts of the quickest and the slowest session.
+    """
 
     target: Target
     vtc: list[Run]
     fcfs: list[Run]
+    sessions: list[tuple[Run, Run]]
 
 
 def predict(
@@ -331,8 +336,10 @@ def predict(
     """Return the profile, the sessions by file, and the predictions of all targets (or of `names`).
 
     Times of steps vary by `jitter`, another way in each of the `num_runs`. `speed` divides what
-    the host takes in every session: 1.03 is a machine that is 3% quicker. `begin` is told how many
-    requests are simulated in all, and what it returns how many more are done. Raises `ConfigError`.
+    the host takes in every session: 1.03 is a machine that is 3% quicker. That a run under VTC is
+    of the session that its target names is a guess, so two more runs have the extreme sessions.
+    `begin` is told how many requests are simulated in all, and what it returns how many more are
+    done. Raises `ConfigError`.
     """
     logs = read_logs(folder)
     files = [file for file in logs if file.endswith(".fcfs")]
@@ -346,29 +353,32 @@ def predict(
             f"{', '.join(target.name for target in targets)}"
         )
     targets = [target for target in targets if not names or target.name in names]
+    factors = [session.host_factor for session in found]
     with TemporaryDirectory() as scratch:
         profile = str(Path(scratch) / "profile.yaml")
         write_profile(model, profile)
         runs = [
             (
-                make_config(profile, target, order, jitter=jitter, speed=speed, seed=seed),
+                make_config(
+                    profile, target, order, jitter=jitter, host_factor=factor / speed, seed=seed
+                ),
                 as_workload(target.arrivals, target.name, seed),
                 None,
             )
             for target in targets
             for order in ("vtc", "fcfs")
-            for seed in range(num_runs)
+            for seed, factor in [
+                *((seed, target.session.host_factor) for seed in range(num_runs)),
+                *((0, factor) for factor in (min(factors), max(factors))),
+            ]
         ]
         progress = begin(sum(len(workload.requests) for _, workload, _ in runs))
         outcomes = _as_runs(simulate_all(runs, num_jobs, progress))
-        predictions = [
-            Prediction(
-                target,
-                [next(outcomes) for _ in range(num_runs)],
-                [next(outcomes) for _ in range(num_runs)],
-            )
-            for target in targets
-        ]
+        predictions = []
+        for target in targets:
+            vtc, fcfs = ([next(outcomes) for _ in range(num_runs + 2)] for _ in range(2))
+            extremes = list(zip(vtc[num_runs:], fcfs[num_runs:], strict=True))
+            predictions.append(Prediction(target, vtc[:num_runs], fcfs[:num_runs], extremes))
     return model, sessions, predictions
 
 

@@ -19,7 +19,9 @@ Places = npt.NDArray[np.bool_]  # which requests are a client's
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One quantity of one workload: the mean over the runs and their range, beside the measured."""
+    """One quantity of one workload: the mean over the runs, beside the measured value. The range is
+    that of the runs and of those with the quickest and the slowest host of all sessions.
+    """
 
     name: str
     measured: float | None
@@ -54,8 +56,9 @@ def tabulate(prediction: Prediction) -> Table:
 
     def add(name: str, value: Value) -> None:
         values = [value(run) for run in prediction.vtc]
+        ends = [*values, *(value(run) for run, _ in prediction.sessions)]
         is_there = None if measured is None else value(measured)
-        rows.append(Row(name, is_there, float(np.mean(values)), min(values), max(values)))
+        rows.append(Row(name, is_there, float(np.mean(values)), min(ends), max(ends)))
 
     window = target.window
     add("end of run, s", lambda run: float(run.end.max()))
@@ -72,15 +75,14 @@ def tabulate(prediction: Prediction) -> Table:
         add(f"{label}: finished", _finished(own, window))
         add(f"{label}: TTFT mean, s", _mean_ttft(own))
         add(f"{label}: TTFT p50, s", _median_ttft(own))
-        ratios = [
-            float(a.ttft[own].mean() / b.ttft[own].mean())
-            for a, b in zip(prediction.vtc, prediction.fcfs, strict=True)
-        ]
+        pairs = [*zip(prediction.vtc, prediction.fcfs, strict=True), *prediction.sessions]
+        ends = [float(a.ttft[own].mean() / b.ttft[own].mean()) for a, b in pairs]
+        ratios = ends[: len(prediction.vtc)]
         known = None
         if measured is not None and fcfs is not None:
             known = float(measured.ttft[own].mean() / fcfs.ttft[own].mean())
         name = f"{label}: TTFT mean, VTC/FCFS"
-        rows.append(Row(name, known, float(np.mean(ratios)), min(ratios), max(ratios)))
+        rows.append(Row(name, known, float(np.mean(ratios)), min(ends), max(ends)))
     return Table(
         target.name,
         "weighted VTC" if target.weights else "VTC",
@@ -110,7 +112,7 @@ def render(table: Table) -> str:
     lines = [
         f"{table.workload}: {table.requests} requests under {table.policy}, host as in "
         f"{table.session_of} (factor {table.host_factor:.3f})",
-        f"{'':{width}}  {'measured':>9}  {'predicted':>9}  {'over the runs':>18}  {'error':>7}",
+        f"{'':{width}}  {'measured':>9}  {'predicted':>9}  {'runs and sessions':>18}  {'error':>7}",
     ]
     for row in table.rows:
         measured = "-" if row.measured is None else _number(row.measured)
@@ -201,7 +203,7 @@ def draw(tables: list[Table]) -> str:
         f'<circle class="measured" cx="{LEFT + 300}" cy="16" r="5"/>'
         f'<text class="small" x="{LEFT + 310}" y="20">measured</text>'
         f'<circle class="predicted" cx="{LEFT + 380}" cy="16" r="3.5"/>'
-        f'<text class="small" x="{LEFT + 390}" y="20">predicted, range over the runs</text>',
+        f'<text class="small" x="{LEFT + 390}" y="20">predicted; range over sessions</text>',
     ]
     for power in range(low, high + 1):
         at = x(10.0**power)
