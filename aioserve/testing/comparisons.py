@@ -17,7 +17,7 @@ from aioserve.request import Request, RequestSpec
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing.bench import Bench
 from aioserve.testing.calls import make_calls, with_other_ends
-from aioserve.testing.side_effects import watched_calls
+from aioserve.testing.side_effects import watched_calls, watched_walks
 from aioserve.testing.violation import ContractViolation
 
 MAX_NAMED = 3  # requests of which is said what they get
@@ -257,6 +257,15 @@ def check_own_time(bench: Bench) -> None:
     """The same calls without a call of the process' clocks, dice or sleep by the policy."""
     again = type(bench)(bench.policy, **bench.setup)
     with watched_calls(bench.policy, lambda: again.where):
+        make_calls(again, [c for c in bench.calls if not c.method.startswith("check_")])
+
+
+def check_walks_nowhere(bench: Bench) -> None:
+    """The same calls without a walk of the policy through objects, frames or tasks of the process,
+    where the lengths of replies are.
+    """
+    again = type(bench)(bench.policy, **bench.setup)
+    with watched_walks(bench.policy, lambda: again.where):
         make_calls(again, [c for c in bench.calls if not c.method.startswith("check_")])
 
 

@@ -604,6 +604,19 @@ class PolicyContract(ClientRules, PolicyRules):
             harness.run_until_idle()
             harness.check_own_time()
 
+    def test_a_policy_looks_at_what_it_is_given_alone(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """A crowd is served once more, while walks through the objects, frames and tasks of the
+        process, where lengths of replies may be, are watched for calls of the policy; nor does its
+        code name what leads to frames.
+        """
+        if pipeline_depth == 1:
+            with subject.harness(num_blocks=16, max_num_seqs=3, max_model_len=40) as harness:
+                add_crowd(harness, 12)
+                harness.run_until_idle()
+                harness.check_walks_nowhere()
+
     def test_schedule_costs_in_proportion_to_the_requests(
         self, subject: Subject, pipeline_depth: int
     ) -> None:

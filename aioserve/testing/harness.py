@@ -549,6 +549,11 @@ class SchedulerHarness(EngineCalls):
         comparisons.check_own_time(self)
 
     @kept
+    def check_walks_nowhere(self) -> None:
+        """The calls so far, made again: the policy walks through no objects, frames or tasks."""
+        comparisons.check_walks_nowhere(self)
+
+    @kept
     def check_cost(self) -> None:
         """`schedule` does work in proportion to the requests, on requests of the kit's own."""
         if issubclass(self.policy, BaseScheduler):

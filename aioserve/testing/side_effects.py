@@ -1,21 +1,26 @@
-"""What a policy may not do beside its answers: write to what it reads, ask clocks or dice.
+"""What a policy may not do beside its answers: write to what it reads, ask clocks or dice, walk
+through the objects and frames of its process.
 
 Knows requests, steps, limits and parts as objects, and functions of the standard library that no
-replay repeats or that block.
+replay repeats, that block, or that lead to what nobody has given the policy.
 """
 
+import asyncio
 import datetime
 import functools
+import gc
+import inspect
 import os
 import random
 import secrets
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 from aioserve.request import Request
@@ -138,10 +143,72 @@ WRITTEN = {
 SHARED_DICE = random.random.__self__  # type: ignore[attr-defined]
 
 
+#: Walks through the process, in C and in Python.
+WALKS: dict[Any, str] = {
+    **{
+        getattr(module, name): f"{module.__name__}.{name}"
+        for module, names in (
+            (gc, ("get_objects", "get_referrers", "get_referents")),
+            (sys, ("_getframe", "_current_frames")),
+            (asyncio, ("current_task", "get_running_loop", "get_event_loop")),
+        )
+        for name in names
+    },
+    **{
+        function.__code__: f"{module.__name__}.{function.__name__}"
+        for module, functions in (
+            (asyncio, (asyncio.all_tasks,)),
+            (inspect, (inspect.currentframe, inspect.stack, inspect.trace)),
+            (traceback, (traceback.walk_stack, traceback.extract_stack)),
+        )
+        for function in functions
+    },
+}
+#: Attributes by which code comes from an error, a generator or a frame to frames of others.
+LEADS = frozenset(
+    {"tb_frame", "f_back", "f_locals", "f_globals", "f_builtins", "gi_frame", "cr_frame"}
+    | {"ag_frame", "cr_await", "gi_yieldfrom"}
+)
+
+
 @contextmanager
 def watched_calls(policy: type, where: Callable[[], str], word: str = "policy") -> Iterator[None]:
-    """Raise `ContractViolation` behind the block for the first such call that code of the policy's
-    package made in it; `where` names the step, and `word` says what it is, if it is no policy.
+    """Raise `ContractViolation` behind the block for the first call of a clock, dice or sleep that
+    code of the policy's package made in it; `where` names the step, and `word` says what it is, if
+    it is no policy.
+    """
+
+    def name_of(event: str, frame: FrameType, argument: Any) -> str:
+        return BUILT_IN.get(argument, "") if event == "c_call" else _name(frame)
+
+    with _heard(policy, where, name_of, lambda name, frame: _message(name, frame, word)):
+        yield
+
+
+@contextmanager
+def watched_walks(policy: type, where: Callable[[], str]) -> Iterator[None]:
+    """Raise `ContractViolation` behind the block for the first walk through objects, frames or
+    tasks that code of the policy's package made in it, or names in its code.
+    """
+
+    def name_of(event: str, frame: FrameType, argument: Any) -> str:
+        return WALKS.get(argument if event == "c_call" else frame.f_code, "")
+
+    with _heard(policy, where, name_of, lambda name, frame: _found(f"calls {name}()", frame)):
+        yield
+    for name, code in _leads(policy):
+        raise ContractViolation(f"{where()}: {_found(f'reads .{name}', code)}")
+
+
+@contextmanager
+def _heard(
+    policy: type,
+    where: Callable[[], str],
+    name_of: Callable[[str, FrameType, Any], str],
+    words: Callable[[str, FrameType], str],
+) -> Iterator[None]:
+    """Raise `ContractViolation` behind the block for the first call in it, by code of the policy's
+    package, that has a name.
     """
     found: list[str] = []
     packages = {_package(kind.__module__) for kind in policy.__mro__} - {"builtins"}
@@ -151,12 +218,10 @@ def watched_calls(policy: type, where: Callable[[], str], word: str = "policy") 
         return _package(module) in packages and not is_ours(module)
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call":
-            if argument in BUILT_IN and is_policy(frame):
-                found.append(f"{where()}: {_message(BUILT_IN[argument], frame, word)}")
-        elif event == "call" and (name := _name(frame)) and (caller := frame.f_back):
-            if is_policy(caller):
-                found.append(f"{where()}: {_message(name, caller, word)}")
+        caller = frame if event == "c_call" else frame.f_back
+        if event in ("call", "c_call") and (name := name_of(event, frame, argument)):
+            if caller is not None and is_policy(caller):
+                found.append(f"{where()}: {words(name, caller)}")
 
     before = sys.getprofile()
     sys.setprofile(look)
@@ -166,6 +231,43 @@ def watched_calls(policy: type, where: Callable[[], str], word: str = "policy") 
         sys.setprofile(before)
         if found:
             raise ContractViolation(found[0])
+
+
+def _leads(policy: type) -> Iterator[tuple[str, CodeType]]:
+    """Yield what leads to frames in the code of a policy's classes and of the functions that they
+    name, with the code that has it.
+    """
+    todo: list[Any] = [
+        function
+        for kind in policy.__mro__
+        if not is_ours(kind.__module__)
+        for function in vars(kind).values()
+    ]
+    seen: set[Any] = set()
+    while todo:
+        one = todo.pop()
+        function = getattr(one, "fget", None) or getattr(one, "__func__", one)
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        codes = [function.__code__]
+        for code in codes:
+            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+            texts = (const for const in code.co_consts if isinstance(const, str))
+            for name in (*code.co_names, *texts):
+                if name in LEADS:
+                    yield name, code
+            named = (function.__globals__.get(name) for name in code.co_names)
+            todo += [n for n in named if not is_ours(getattr(n, "__module__", "") or "")]
+
+
+def _found(what: str, place: FrameType | CodeType) -> str:
+    code = place if isinstance(place, CodeType) else place.f_code
+    line = code.co_firstlineno if isinstance(place, CodeType) else place.f_lineno
+    return (
+        f"the policy {what} ({Path(code.co_filename).name}:{line}): what it finds there no server "
+        "tells it, and plans that depend on it are worth nothing; it has self, step and requests"
+    )
 
 
 def _name(frame: FrameType) -> str:

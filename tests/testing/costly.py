@@ -3,9 +3,12 @@
 As those of `broken`, with the same register.
 """
 
+import asyncio
+import gc
 import random
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from aioserve.errors import EngineOverloadedError
@@ -57,6 +60,44 @@ class WalksThroughASet(SoundScheduler):
             if (request := self.waiting.head(user)) is not None and not step.admit(request):
                 break
         return step.output()
+
+
+# What is not a policy's to see.
+
+
+@caught_by(r"the policy calls gc.get_objects\(\) \(costly.py:\d+\): what it finds there no server")
+class WalksTheHeap(SoundScheduler):
+    """Looks among all objects of its process for lengths of replies."""
+
+    def order(self, request: Request) -> float:
+        lengths = [one for one in gc.get_objects() if type(one) is _LengthsOfReplies]
+        return len(lengths) + request.arrival_time
+
+
+class _LengthsOfReplies(dict[str, int]):
+    """What it looks for."""
+
+
+@caught_by(r"the policy calls asyncio.all_tasks\(\) \(costly.py:\d+\): what it finds there")
+class WalksTheTasks(SoundScheduler):
+    """Looks for the clients of its process among the tasks."""
+
+    def order(self, request: Request) -> float:
+        with suppress(RuntimeError):
+            return len(asyncio.all_tasks()) + request.arrival_time
+        return request.arrival_time
+
+
+@caught_by(r"the policy reads .tb_frame \(costly.py:\d+\): what it finds there no server tells it")
+class WalksBack(SoundScheduler):
+    """Looks at the callers of its callers, from an error of its own."""
+
+    def order(self, request: Request) -> float:
+        try:
+            raise ValueError
+        except ValueError as error:
+            frame = error.__traceback__ and error.__traceback__.tb_frame.f_back
+            return (frame is None) + request.arrival_time
 
 
 # What is not a policy's to write.

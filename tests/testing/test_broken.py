@@ -47,7 +47,7 @@ LONG = {
     *("TakesSeatsAway", "ServesTheEnded", "FreesTheInFlight", "AgesIntoNothing"),
     *("IgnoresDeadlines", "SharesBetweenTenants", "SharesWhatIsNotComputed"),
     *("RemembersEveryClient", "CountsInC", "LooksForItInAList", "KeepsInTheClass"),
-    *("RemembersIds", "OrdersByAddress"),
+    *("RemembersIds", "OrdersByAddress", "WalksTheHeap", "WalksTheTasks", "WalksBack"),
     *("LearnsBeforeTheEnd", "LetsNewcomersPass", "PredictsTheTruth", "ForeseesEnds"),
 }
 
