@@ -1,11 +1,12 @@
 """Runs a policy file of a stranger, or of a program, in a process of its own that can be ended.
 
-Two lines stand around it. `look` reads the file without running it and refuses what a policy has no
-use for: modules beside `aioserve.scheduler` and a few of the standard library, names that lead into
-the interpreter. What passes runs in a fork of a process that was started for it: with an empty
-folder, an empty environment, limits of the kernel on memory, time, files and processes, no network
-where the kernel gives user namespaces, and a hook that ends the process at the first file, socket
-or process that it asks for. docs/evolve.md says what that does not stop.
+`look` reads the file without running it and refuses what a policy has no use for: modules beside
+`aioserve.scheduler` and a few of the standard library, names that lead into the interpreter. What
+passes runs in a fork of a process that knows no trial: with an empty folder, an empty environment,
+limits of the kernel on memory, time, files and processes, no network where the kernel gives user
+namespaces, and a hook that ends it at the first file, socket or process that it asks for. What is
+measured, with workloads and seeds, is in the process that asked for the fork: a line is between
+them. docs/evolve.md says what that does not stop.
 """
 
 import ast
@@ -19,12 +20,14 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
@@ -40,7 +43,9 @@ BOOT_SECONDS = 120.0  # for a process that imports the lab: under load that take
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A trial of a candidate: a function of the module `trials` by name, and its arguments."""
+    """A trial of a candidate: a function of the module `trials` by name, and its arguments, of
+    which the candidate's process knows nothing.
+    """
 
     source: str
     name: str  # of the file, for messages
@@ -55,7 +60,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
     value: Any = None
     #: "" if there is a value; "unparsable", "refused", "broken" (a rule of the contract), "failed"
-    #: (it raised), "foresight", "caught" (it reached for something), "time", "memory" or "died".
+    #: (it raised), "foresight", "forged" (its process said what cannot be), "caught" (it reached
+    #: for something), "time", "memory" or "died".
     failure: str = ""
     story: str = ""
 
@@ -66,6 +72,10 @@ class Failed(Exception):
     def __init__(self, failure: str, story: str) -> None:
         super().__init__(story)
         self.failure = failure
+
+
+class Gone(Exception):
+    """The process of a candidate has ended without a word."""
 
 
 # What can be seen without running it.
@@ -173,7 +183,7 @@ def _not_imported(module: str) -> str:
     )
 
 
-# The process that candidates are forked from. It is asked over its input, a line of JSON each.
+# The process that measures. It is asked over its input, a line of JSON each.
 
 
 _START = """
@@ -181,14 +191,15 @@ import ctypes, json, sys
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
 has_network = ctypes.CDLL(None).unshare(NEW_USER | NEW_NET) != 0
 sys.path[:0] = json.loads(sys.argv[1])
-from aioserve.lab.evaluate import trials
+from aioserve.lab.evaluate import jobs, trials
 from aioserve.lab.evaluate.enclosure import serve
-serve(has_network, trials)
+serve(has_network, trials, jobs)
 """
 
 
 class Enclosure:
-    """A process that does one task after another, each in a fork of its own. Use it in a `with`.
+    """A process that does one task after another, with a candidate in a process of its own. Use it
+    in a `with`.
 
     Raises `AioserveError` if the process itself cannot be had; what a candidate does is a verdict.
     """
@@ -257,85 +268,285 @@ class Enclosure:
         return AioserveError(f"the process of the candidates has ended: {said[-2000:]}")
 
 
-def serve(has_network: bool, trials: Any) -> None:
+def serve(has_network: bool, trials: Any, jobs: Any) -> None:
     """Do the tasks that come on stdin, until it is closed: the life of the process. `trials` is the
-    module whose functions tasks name; its `warm_up`, `prepare` and `policy_of` are called besides.
+    module whose functions tasks name, and `jobs` the one whose functions candidates do.
     """
-    line = os.fdopen(os.dup(1), "wb", buffering=0)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 1)
     trials.warm_up()
     gc.collect()
     gc.freeze()  # forks share what is there: to count references in it would copy it
+    nursery = Nursery(jobs)  # before the first task: no candidate inherits one
+    _hide()
+    line = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     line.write(msgspec.json.encode(Verdict(value=has_network)) + b"\n")
     for asked in sys.stdin.buffer:
-        verdict = _forked(msgspec.json.decode(asked, type=Task), trials, nothing)
-        line.write(msgspec.json.encode(verdict) + b"\n")
+        task = msgspec.json.decode(asked, type=Task)
+        line.write(msgspec.json.encode(_measured(task, trials, nursery)) + b"\n")
 
 
-def _forked(task: Task, trials: Any, nothing: int) -> Verdict:
-    """Do a task in a fork, which is ended when its time is over."""
-    ours, its = os.pipe()
-    pid = os.fork()
-    if not pid:
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
-        os.dup2(its, 3)
-        os.closerange(4, 256)
-        _live(task, trials, 3)
-    os.close(its)
-    end, data, is_late = time.monotonic() + task.seconds, b"", False
-    while True:
-        left = end - time.monotonic()
-        if left <= 0 or not select.select([ours], [], [], left)[0]:
-            is_late = True
-            break
-        piece = os.read(ours, 1 << 16)
-        if not piece:
-            break
-        data += piece
-    os.close(ours)
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    if is_late:
-        return Verdict(failure="time", story=f"{task.trial} was not done in {task.seconds:g} s")
+def _hide() -> None:
+    """Let no process of the same user read the memory of this one (prctl PR_SET_DUMPABLE)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+
+
+def _measured(task: Task, trials: Any, nursery: "Nursery") -> Verdict:
+    """Do a task in this process, which asks the candidate's."""
+    guest = Guest(nursery, task)
+    trial: Callable[..., Any] = getattr(trials, task.trial)
     try:
-        return msgspec.json.decode(data, type=Verdict)
-    except msgspec.DecodeError:
-        how = f"signal {status & 0x7F}" if status & 0x7F else f"exit code {status >> 8}"
-        return Verdict(failure="died", story=f"{task.trial}: the process ended with {how}")
+        return Verdict(value=trial(guest, **trials.prepare(task.arguments)))
+    except Failed as error:
+        return Verdict(failure=error.failure, story=str(error))
 
 
-# The life of a fork: limits, then the candidate's code, then the trial.
+# The line between the two, and the process that candidates are forked from.
 
 
-def _live(task: Task, trials: Any, answer: int) -> NoReturn:
-    def tell(verdict: Verdict) -> NoReturn:
-        data = msgspec.json.encode(verdict)
-        while data:
-            data = data[os.write(answer, data) :]
+MAX_FRAME = 1 << 24  # bytes of what crosses at once
+_VALUE, _FAILURE = b"\0", b"\1"
+_KILL, _WAIT = b"kill", b"wait"
+
+
+class Channel:
+    """One end of a line between two processes: frames of bytes, and failures."""
+
+    def __init__(self, end: socket.socket, deadline: float | None = None, of: str = "") -> None:
+        """`deadline`, on the clock `time.monotonic`, is when the other end is too `late` with what
+        it does, which `of` names; None: it may take its time.
+        """
+        self._end = end
+        self._deadline = deadline
+        self._of = of
+        self._rest = b""
+
+    def send(self, data: bytes, kind: bytes = _VALUE) -> None:
+        """Send a frame. Raises `Failed` if nobody reads it in time, `Gone` if nobody is there."""
+        try:
+            self._set_timeout()
+            self._end.sendall(len(data).to_bytes(4, "little") + kind + data)
+        except TimeoutError as error:
+            raise self._late() from error
+        except OSError as error:
+            raise Gone from error
+
+    def fail(self, failure: Failed) -> None:
+        """Tell the other end of a failure, instead of what it waits for."""
+        self.send(msgspec.json.encode((failure.failure, str(failure))), _FAILURE)
+
+    def receive(self) -> bytes:
+        """Return the next frame. Raises `Failed` if it is a failure or does not come in time, and
+        `Gone` if the other end has ended.
+        """
+        data, size = self._rest, 5
+        while True:
+            if len(data) >= 5:
+                size = 5 + int.from_bytes(data[:4], "little")
+                if size > MAX_FRAME:
+                    raise Failed("forged", f"{self._of}: its process says {size:,} bytes at once")
+                if len(data) >= size:
+                    break
+            try:
+                self._set_timeout()
+                piece = self._end.recv(1 << 18)
+            except TimeoutError as error:
+                raise self._late() from error
+            except OSError as error:
+                raise Gone from error
+            if not piece:
+                raise Gone
+            data += piece
+        kind, frame, self._rest = data[4:5], data[5:size], data[size:]
+        if kind == _VALUE:
+            return frame
+        try:
+            raise Failed(*msgspec.json.decode(frame, type=tuple[str, str]))
+        except msgspec.DecodeError as error:
+            raise Failed("forged", f"{self._of}: its process says no failure") from error
+
+    def _set_timeout(self) -> None:
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._end.settimeout(left)
+
+    def _late(self) -> Failed:
+        return Failed("time", f"{self._of} was not done in time")
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A candidate, and what its process is to do: a function of the module `jobs` by name."""
+
+    source: str
+    name: str
+    job: str
+    arguments: dict[str, Any]
+    seconds: float
+    megabytes: int
+
+
+class Nursery:
+    """The process from which candidates are forked, as the process that measures sees it. It was
+    forked before the first task, and is told a candidate's text and job, and no more.
+    """
+
+    def __init__(self, jobs: Any) -> None:
+        self._ours, theirs = socket.socketpair()
+        if not os.fork():
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(nothing, stream)
+            self._ours.close()
+            with suppress(BaseException):
+                _nurse(theirs, jobs)
+            os._exit(0)
+        theirs.close()
+
+    def start(self, start: Start, line: socket.socket) -> int:
+        """Fork a candidate on this end of a line; returns the id of its process."""
+        data = msgspec.json.encode(start)
+        try:
+            socket.send_fds(self._ours, [len(data).to_bytes(4, "little")], [line.fileno()])
+            self._ours.sendall(data)
+            return int.from_bytes(_exactly(self._ours, 4), "little")
+        except (OSError, EOFError) as error:
+            raise AioserveError("the process that candidates are forked from has ended") from error
+
+    def end(self, *, is_gone: bool) -> int:
+        """End the candidate that runs, unless it `is_gone` by itself; returns its wait status."""
+        try:
+            self._ours.sendall(_WAIT if is_gone else _KILL)
+            return int.from_bytes(_exactly(self._ours, 4), "little")
+        except (OSError, EOFError) as error:
+            raise AioserveError("the process that candidates are forked from has ended") from error
+
+
+def _nurse(line: socket.socket, jobs: Any) -> None:
+    """Fork a candidate, and end it, as often as this is asked for."""
+    while True:
+        head, [end], _, _ = socket.recv_fds(line, 4, 1)
+        start = msgspec.json.decode(_exactly(line, int.from_bytes(head, "little")), type=Start)
+        pid = os.fork()
+        if not pid:
+            os.dup2(end, 3)
+            os.closerange(4, 256)
+            _live(start, jobs, Channel(socket.socket(fileno=3)))
+        os.close(end)
+        line.sendall(pid.to_bytes(4, "little"))
+        word, found, status = b"", 0, 0
+        try:
+            word = _exactly(line, 4)
+        finally:
+            for _ in range(100 if word == _WAIT else 0):  # it is about to end: how, is to be told
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    break
+                time.sleep(0.01)
+            if not found:
+                os.kill(pid, signal.SIGKILL)
+                _, status = os.waitpid(pid, 0)
+        line.sendall(status.to_bytes(4, "little"))
+
+
+def _exactly(line: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = line.recv(size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+class Guest:
+    """A candidate of a task, as a trial sees it: what its process is asked for, until the time of
+    the task is up.
+    """
+
+    def __init__(self, nursery: Nursery, task: Task) -> None:
+        self._nursery = nursery
+        self._task = task
+        self._deadline = time.monotonic() + task.seconds
+
+    def beside(self, source: str, name: str) -> "Guest":
+        """Return another candidate, which has what is left of the time."""
+        seconds = max(self._deadline - time.monotonic(), 0.0)
+        task = msgspec.structs.replace(self._task, source=source, name=name, seconds=seconds)
+        return Guest(self._nursery, task)
+
+    def do(self, job: str, **arguments: Any) -> Any:
+        """Return what a job comes to in a process of its own. Raises `Failed`."""
+        with self.started(job, **arguments) as (line, _):
+            try:
+                return msgspec.json.decode(line.receive())
+            except msgspec.DecodeError as error:
+                raise Failed("forged", f"{job}: its process says no result") from error
+
+    @contextmanager
+    def started(self, job: str, **arguments: Any) -> Iterator[tuple[Channel, int]]:
+        """Yield a line to a new process of the candidate, and the id of that process, which ends
+        with the block. Raises `Failed` for what the block raises as `Gone`.
+        """
+        task, seconds = self._task, max(self._deadline - time.monotonic(), 0.0)
+        start = Start(task.source, task.name, job, arguments, seconds, task.megabytes)
+        ours, theirs = socket.socketpair()
+        is_gone, status = False, 0
+        with ours:
+            with theirs:
+                pid = self._nursery.start(start, theirs)
+            try:
+                yield Channel(ours, self._deadline, task.trial), pid
+            except Gone:
+                is_gone = True
+            finally:
+                status = self._nursery.end(is_gone=is_gone)
+        if is_gone:
+            code = os.waitstatus_to_exitcode(status)
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise Failed("died", f"{task.trial}: the process ended with {how}")
+
+
+# The life of a fork: limits, then the candidate's code, then the job.
+
+
+def _live(start: Start, jobs: Any, line: Channel) -> NoReturn:
+    def fail(failure: str, story: str) -> NoReturn:
+        with suppress(Gone):
+            line.fail(Failed(failure, story))
         os._exit(0)
 
     try:
-        _limit(task)
-        trial: Callable[..., Any] = getattr(trials, task.trial)
-        prepared = trials.prepare(task.trial, task.arguments)
-        Hook(lambda story: tell(Verdict(failure="caught", story=story))).set()
-        sys.meta_path.insert(0, _Finder(task.source, task.name))
-        tell(Verdict(value=trial(trials.policy_of(MODULE), **prepared)))
+        _limit(start)
+        job: Callable[..., Any] = getattr(jobs, start.job)
+        Hook(lambda story: fail("caught", story)).set()
+        sys.meta_path.insert(0, _Finder(start.source, start.name))
+        policy = jobs.policy_of(MODULE)
+        if start.job == jobs.PLANNING:
+            job(policy, line)
+        line.send(msgspec.json.encode(job(policy, **start.arguments)))
+        os._exit(0)
     except Failed as error:
-        tell(Verdict(failure=error.failure, story=str(error)))
+        fail(error.failure, str(error))
+    except Gone:
+        os._exit(0)
     except MemoryError:
-        tell(Verdict(failure="memory", story=f"it wanted more than {task.megabytes} MB"))
+        fail("memory", f"it wanted more than {start.megabytes} MB")
+    except AioserveError as error:
+        cause = f": {error.__cause__!r}" if error.__cause__ is not None else ""
+        fail("failed", f"{error}{cause}"[:4000])
     except BaseException as error:
-        tell(Verdict(failure="failed", story=f"{type(error).__name__}: {error}"[:4000]))
+        fail("failed", f"{type(error).__name__}: {error}"[:4000])
 
 
-def _limit(task: Task) -> None:
+def _limit(start: Start) -> None:
     """Set the limits of the kernel: none of them can be raised again without privileges."""
-    seconds = int(task.seconds) + 1
+    seconds = int(start.seconds) + 1
     for kind, most in (
-        (resource.RLIMIT_AS, task.megabytes << 20),
+        (resource.RLIMIT_AS, start.megabytes << 20),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, 0),  # bytes of a file that is written
         (resource.RLIMIT_CORE, 0),

@@ -1,74 +1,54 @@
-"""What is tried with a candidate in its own process: the contract, runs, foresight, cost.
+"""What is tried with a candidate, where the candidate is not: rules, runs, foresight, cost.
 
-Each trial takes the policy's class and returns plain data, or raises `Failed` with a story. What a
-trial needs of files is read by `prepare`, before the candidate's code runs.
+Each trial takes a `Guest`, the candidate in a process of its own, and returns plain data, or raises
+`Failed` with a story. Workloads, seeds and lengths of replies are here alone, and all measures are
+made of what this process did and timed itself.
 """
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
+from aioserve.config import EngineConfig
 from aioserve.errors import AioserveError
-from aioserve.lab.comparison.candidates import Candidate
-from aioserve.lab.evaluate.enclosure import Failed
+from aioserve.lab.evaluate import jobs
+from aioserve.lab.evaluate.enclosure import Channel, Failed, Gone, Guest
+from aioserve.lab.evaluate.evaluator import read_policy
+from aioserve.lab.evaluate.plans import SITTING, GuestScheduler, greet, name_of
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest
-from aioserve.lab.zoo.cost import measure_costs, processor
+from aioserve.lab.zoo.cost import REFERENCE, measure_cost, processor
 from aioserve.lab.zoo.standing import load_policies, load_workload, measure_run, prepared
 from aioserve.scheduler import BaseScheduler, load_policy
 
-#: Rules of the contract that are tried first: they take a second together, and most candidates that
-#: break a rule break a rule of this list.
-FIRST_RULES = (
-    "test_every_request_ends_with_the_tokens_it_would_get_alone",
-    "test_a_pool_for_exactly_one_request_serves_all",
-    "test_stop_tokens_end_a_request_but_not_before_min_tokens",
-    "test_a_deadline_ends_a_request_with_a_timeout",
-    "test_a_shared_prefix_is_read_only_when_it_is_there",
-    "test_a_promise_to_keep_decoding_is_kept",
-    "test_no_plan_tells_how_long_a_reply_will_be",
-    "test_no_plan_tells_how_long_the_replies_that_run_will_be",
-    "test_offline_requests_get_what_others_leave",
-    "test_a_request_that_is_turned_away_may_come_again",
-    "test_admission_respects_declared_order",
-    "test_time_and_chance_are_the_policys_own",
-)
-RANDOM_RULE = "test_no_rule_is_broken_under_random_traffic"
-NOT_HERE = ("test_plans_are_the_same_in_every_process",)  # it starts two processes
 RUSH = 0.25  # times the time between arrivals, where foresight is looked for
 TRUSTED = "fcfs"  # with which a process is warmed up
-MAX_STORY = 6000  # characters
-
-
-def policy_of(module: str) -> type[BaseScheduler]:
-    """Return the only policy of a module. Raises `Failed` if it has none, or cannot be imported."""
-    try:
-        found = load_policy(module)
-    except AioserveError as error:
-        raise Failed("failed", str(error)) from error
-    if not issubclass(found, BaseScheduler):
-        raise Failed("refused", f"{found.__name__} does not derive from BaseScheduler")
-    return found
+LEAST_US = 1.0  # what is measured is a difference: no step costs less
 
 
 def warm_up() -> None:
-    """Import all that trials import, by making some of them with a policy that ships."""
+    """Import all that trials and jobs import, by doing some of them with a policy that ships."""
     from aioserve.testing.harness import sound_policies
 
     policy = load_policy(TRUSTED)
     assert issubclass(policy, BaseScheduler)
-    _check(policy, FIRST_RULES[0])
-    random_traffic(policy, 1)
+    jobs.one_rule(policy)
+    jobs.random_traffic(policy, 1)
     sound_policies()
     processor()  # which asks another program
-    run(policy, **prepare("run", {"workload": "chat", "seed": 1, "requests": 20}))
+    workload = load_workload("chat", 1).cut(limit=20)
+    [candidate] = load_policies([TRUSTED])
+    measure_run(simulate(prepared(candidate, workload).config, workload), workload)
 
 
-def prepare(trial: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def prepare(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a trial with its workload made, for which files are read."""
     if "workload" not in arguments:
         return arguments
@@ -79,81 +59,46 @@ def prepare(trial: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**others, "workload": workload}
 
 
-# The contract.
-
-
-@cache
-def rules() -> tuple[str, ...]:
-    """Return the rules of the contract without random traffic, those that are tried first first."""
-    from aioserve.testing.contract import PolicyContract
-
-    found = [name for kind in PolicyContract.__mro__ for name in vars(kind)]
-    apart = (*FIRST_RULES, RANDOM_RULE, *NOT_HERE)
-    return (*FIRST_RULES, *(n for n in found if n.startswith("test_") and n not in apart))
-
-
-def first_rules(policy: type[BaseScheduler]) -> int:
+def first_rules(guest: Guest) -> int:
     """Return how many rules of the contract were tried, those that fail soonest. Raises `Failed`
     for the first rule that is broken, with the story of it.
     """
-    for name in FIRST_RULES:
-        _check(policy, name)
-    return len(FIRST_RULES)
+    guest.do("first_rules")
+    return len(jobs.FIRST_RULES)
 
 
-def other_rules(policy: type[BaseScheduler]) -> int:
+def other_rules(guest: Guest) -> int:
     """Return how many other rules of the contract were tried. Raises `Failed` as `first_rules`."""
-    others = rules()[len(FIRST_RULES) :]
-    for name in others:
-        _check(policy, name)
-    return len(others)
+    guest.do("other_rules")
+    return len(jobs.rules()) - len(jobs.FIRST_RULES)
 
 
-def random_traffic(policy: type[BaseScheduler], days: int) -> int:
+def random_traffic(guest: Guest, days: int) -> int:
     """Return how many random days were tried at each pipeline depth. Raises `Failed` for the first
     rule that is broken, with its story.
     """
-    _check(policy, RANDOM_RULE, days)
+    guest.do("random_traffic", days=days)
     return days
-
-
-def _check(policy: type[BaseScheduler], name: str, days: int = 1) -> None:
-    from aioserve.testing.contract import PolicyContract, Subject
-    from aioserve.testing.violation import ContractViolation
-
-    subject = Subject(policy, max_examples=days, shrink=False)
-    for depth in (1, 2):
-        try:
-            getattr(PolicyContract(), name)(subject, depth)
-        except (ContractViolation, AioserveError) as error:
-            raise Failed("broken", _story(name, error)) from error
-
-
-def _story(name: str, error: Exception) -> str:
-    lines = "\n".join([str(error), *getattr(error, "__notes__", [])]).splitlines()
-    program = lines.index("To reproduce:") if "To reproduce:" in lines else len(lines)
-    rule = name.removeprefix("test_").replace("_", " ")
-    return "\n".join([f"Broken rule: {rule}", *lines[:program]])[:MAX_STORY]
 
 
 # Runs on the standard machine of the zoo.
 
 
-def run(policy: type[BaseScheduler], workload: Workload) -> dict[str, float]:
+def run(guest: Guest, workload: Workload) -> dict[str, float]:
     """Return the measures of the zoo of one run, by their keys."""
-    return measure_run(_outcome(policy, workload), workload)
+    return measure_run(outcome_of(guest, workload), workload)
 
 
-def foresight(policy: type[BaseScheduler], workload: Workload) -> float:
+def foresight(guest: Guest, workload: Workload) -> float:
     """Return the second of a run up to which it went as another run, which is the same up to there
     and whose future is another one. Raises `Failed` if the plans differ before: the policy has seen
     what is still to come. Requests come four times as fast as the workload says, so that many
     wait: what a policy knows of requests shows where it has to choose.
     """
     workload = workload.scaled(RUSH)
-    outcome = _outcome(policy, workload)
+    outcome = outcome_of(guest, workload)
     moment = _fullest_moment(outcome)
-    again = _outcome(policy, with_another_future(workload, outcome, moment))
+    again = outcome_of(guest, with_another_future(workload, outcome, moment), workload)
     if differs := _difference(outcome, again, moment):
         raise Failed(
             "foresight",
@@ -164,17 +109,38 @@ def foresight(policy: type[BaseScheduler], workload: Workload) -> float:
     return moment
 
 
-def _outcome(policy: type[BaseScheduler], workload: Workload) -> RunOutcome:
+def outcome_of(guest: Guest, workload: Workload, fitted_to: Workload | None = None) -> RunOutcome:
+    """Return the outcome of a run that is planned in the candidate's process, with limits that fit
+    the longest request of the workload, or of the one that is named. Raises `Failed`.
+    """
+    where = f"{workload.name}, seed {workload.seed}"
+    key = blake2b(where.encode(), digest_size=32).digest()
+    with guest.started(jobs.PLANNING) as (line, _), _seated(line, key) as policy:
+        [candidate] = load_policies([policy])
+        try:
+            return simulate(prepared(candidate, fitted_to or workload).config, workload)
+        except Exception as error:  # of the engine, in whose words the failure is told
+            failure = SITTING.get().failure
+            if failure is None and not isinstance(error, AioserveError):
+                raise
+            if isinstance(failure, Gone):
+                raise failure from error
+            told = failure or Failed("failed", str(error))
+            raise Failed(told.failure, f"{where}: {told}") from error
+    raise AssertionError("a line is given up for a failure alone")
+
+
+@contextmanager
+def _seated(line: Channel, key: bytes) -> Iterator[str]:
+    """Let the policy at the other end of a line plan for schedulers that are made in the block by
+    this name.
+    """
+    sitting = greet(line, key)
+    token = SITTING.set(sitting)
     try:
-        return simulate(prepared(_on_machine(policy), workload).config, workload)
-    except AioserveError as error:
-        cause = f": {error.__cause__!r}" if error.__cause__ is not None else ""
-        raise Failed("failed", f"{workload.name}, seed {workload.seed}: {error}{cause}") from error
-
-
-def _on_machine(policy: type[BaseScheduler]) -> Candidate:
-    [candidate] = load_policies([f"{policy.__module__}:{policy.__qualname__}"])
-    return candidate
+        yield name_of(sitting.hello)
+    finally:
+        SITTING.reset(token)
 
 
 def _fullest_moment(outcome: RunOutcome) -> float:
@@ -243,9 +209,40 @@ def _times_before(times: "Sequence[float]", moment: float) -> list[float]:
 # What a step costs.
 
 
-def cost(policy: type[BaseScheduler], waiting: int = 1000) -> dict[str, float]:
+def cost(guest: Guest, waiting: int = 1000) -> dict[str, float]:
     """Return microseconds of CPU per schedule() with 1,000 requests running and `waiting` ones, and
-    how many times that of `chunked_prefill` this is, measured just before.
+    how many times that of `chunked_prefill` this is. The kernel's clock of the candidate's process
+    is read from here; what the line takes of it is known from `chunked_prefill`, which is measured
+    in this process as well.
     """
-    [found] = measure_costs([_on_machine(policy).config], waiting)
-    return {"us": found.us, "ratio": found.ratio}
+    here, _, _ = measure_cost(EngineConfig.load(REFERENCE), waiting)
+    line_us = _cost_of(guest.beside(read_policy(REFERENCE), REFERENCE), waiting) - here
+    us = max(_cost_of(guest, waiting) - line_us, LEAST_US)
+    return {"us": round(us, 1), "ratio": us / here}
+
+
+def _cost_of(guest: Guest, waiting: int) -> float:
+    """Return microseconds of CPU in the candidate's process per plan. Raises `Failed`."""
+    with guest.started(jobs.PLANNING) as (line, pid), _seated(line, bytes(16)) as policy:
+        [candidate] = load_policies([policy])
+        try:
+            us, _, _ = measure_cost(
+                candidate.config,
+                waiting,
+                options=SITTING.get().hello.options,
+                clock=lambda: _cpu_seconds(pid),
+                settle=lambda scheduler: cast(GuestScheduler, scheduler).settle(),
+            )
+        except (AioserveError, Failed) as error:
+            if isinstance(failure := SITTING.get().failure, Gone):
+                raise failure from error
+            raise failure or Failed("failed", f"cost of a step: {error}") from error
+        return us
+    raise AssertionError("a line is given up for a failure alone")
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, by the clock that Linux has for each (clock_getcpuclockid);
+    elsewhere the time that passes.
+    """
+    return time.clock_gettime((~pid << 3) | 2) if sys.platform == "linux" else time.perf_counter()

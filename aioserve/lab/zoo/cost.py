@@ -54,19 +54,31 @@ def measure_costs(configs: Sequence[EngineConfig], waiting: int = WAITING) -> li
     machine, found = f"{processor()}, {datetime.now(UTC):%Y-%m-%d}", []
     reference = EngineConfig.load(REFERENCE)
     for config in configs:
-        reference_us, _, _ = _measure(reference, waiting)
-        found.append(Cost(*_measure(config, waiting), reference_us, machine))
+        reference_us, _, _ = measure_cost(reference, waiting)
+        found.append(Cost(*measure_cost(config, waiting), reference_us, machine))
     return found
 
 
-def _measure(config: EngineConfig, waiting: int) -> tuple[float, int, int]:
-    """Microseconds per schedule(), and how many ran and waited, on average."""
-    work = _Work(config, waiting)
-    work.fill()
+def measure_cost(
+    config: EngineConfig,
+    waiting: int,
+    *,
+    options: dict[str, Any] | None = None,
+    clock: Callable[[], float] = time.thread_time,
+    settle: Callable[[SchedulerInterface], None] = lambda scheduler: None,
+) -> tuple[float, int, int]:
+    """Return microseconds per schedule(), and how many ran and waited, on average. For a scheduler
+    whose policy is in another process, `options` are those of the policy, `clock` returns seconds
+    of CPU of that process, and `settle` has it take in what came before the call.
+    """
+    work = _Work(config, waiting, options)
+    work.fill(clock)
     gc.collect()
     times, running = [], []
     for _ in range(NUM_STEPS):
-        times.append(work.step(leaving=max(len(work.known) // LIFE, 1)))
+        work.come()
+        settle(work.scheduler)
+        times.append(work.step(clock, leaving=max(len(work.known) // LIFE, 1)))
         running.append(len(work.known))
     us = round(1e6 * statistics.mean(times), 1)
     return us, round(statistics.mean(running)), work.num_waiting
@@ -75,7 +87,9 @@ def _measure(config: EngineConfig, waiting: int) -> tuple[float, int, int]:
 class _Work:
     """A scheduler with its requests, and a clock on which steps take what they might."""
 
-    def __init__(self, config: EngineConfig, waiting: int) -> None:
+    def __init__(
+        self, config: EngineConfig, waiting: int, options: dict[str, Any] | None = None
+    ) -> None:
         self._now = 0.0
         self._rng = random.Random(1)
         self._num_made = 0
@@ -88,7 +102,7 @@ class _Work:
             max_num_seqs=RUNNING,
             max_num_batched_tokens=RUNNING * PROMPT_TOKENS,
             max_waiting_requests=2 * (RUNNING + waiting),
-            options=_wide(config),
+            options=_wide(config, options),
         )
         blocks = 2 * RUNNING * -(-limit // BLOCK_SIZE)
         make: Callable[..., SchedulerInterface] = load_policy(config.scheduler.policy)
@@ -130,24 +144,28 @@ class _Work:
             )
         )
 
-    def fill(self) -> None:
+    def fill(self, clock: Callable[[], float]) -> None:
         """Until all seats are taken and all prompts computed, or it has taken too long."""
-        began = time.thread_time()
-        while time.thread_time() - began < MAX_FILL_SECONDS:
-            self.step(leaving=0)
+        began = clock()
+        while clock() - began < MAX_FILL_SECONDS:
+            self.come()
+            self.step(clock, leaving=0)
             if len(self.known) >= RUNNING and self._all_decode:
                 return
 
-    def step(self, leaving: int) -> float:
-        """Plan a step and take in a result by which the oldest requests end; the CPU seconds of
-        schedule().
-        """
+    def come(self) -> None:
+        """Add as many requests as have ended."""
         for request in self._coming:
             self.scheduler.add_request(request)
         self._coming = []
-        began = time.thread_time()
+
+    def step(self, clock: Callable[[], float], leaving: int) -> float:
+        """Plan a step and take in a result by which the oldest requests end; the seconds of
+        schedule().
+        """
+        began = clock()
         output = self.scheduler.schedule()
-        seconds = time.thread_time() - began
+        seconds = clock() - began
         result = self._compute(output, leaving)
         outputs = self.scheduler.update_from_output(output, result) if result.req_ids else {}
         ended = [o for c in outputs.values() for o in c.outputs if o.finish_reason is not None]
@@ -178,10 +196,12 @@ class _Work:
         return ModelRunnerOutput(list(sampled), list(sampled.values()))
 
 
-def _wide(config: EngineConfig) -> dict[str, Any]:
-    """Return the options, with room in a step for all decodes and some prompts."""
+def _wide(config: EngineConfig, known: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the options, with room in a step for all decodes and some prompts. `known` are those
+    of the policy, stated or by default; None: they are asked for.
+    """
     options = dict(config.scheduler.options)
-    if options_of(config).get("chunk_size") is not None:  # stated, or by default
+    if (options_of(config) if known is None else known).get("chunk_size") is not None:
         options["chunk_size"] = 2 * RUNNING
     return options
 

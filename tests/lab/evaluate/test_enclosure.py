@@ -1,12 +1,23 @@
 """A candidate that cheats is refused by what it says, or caught by what it does."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
+import msgspec
 import pytest
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
-from aioserve.lab.evaluate.enclosure import Enclosure, Failed, Task, Verdict, look
+from aioserve.errors import AioserveError
+from aioserve.lab.evaluate import trials
+from aioserve.lab.evaluate.enclosure import Enclosure, Failed, Guest, Task, Verdict, look
 from aioserve.lab.evaluate.evaluator import read_policy
-from aioserve.scheduler import available_policies
+from aioserve.lab.simulation.outcome import RunOutcome
+from aioserve.lab.simulation.run import simulate
+from aioserve.lab.workloads.workload import Workload
+from aioserve.lab.zoo.standing import load_policies, load_workload, measure_run, prepared
+from aioserve.scheduler import Request, available_policies
 from tests.lab.evaluate import cheats
 
 RUN = {"workload": "documents", "seed": 7, "requests": 120}
@@ -57,14 +68,110 @@ def test_policies_that_ship_are_not_refused(name: str) -> None:
     look(read_policy(name), f"{name}.py")
 
 
-def test_lengths_that_are_read_without_a_trace_show_in_the_plans(enclosure: Enclosure) -> None:
-    found = tried(enclosure, cheats.READS_LENGTHS, "foresight")
-    assert found.failure == "foresight", found
-    assert "the policy has seen what is still to come" in found.story
+def test_lengths_that_are_known_show_in_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the policy in the process of the workload, which the lab does not do."""
+    monkeypatch.setattr(trials, "outcome_of", lambda _, workload, *more: simulated_here(workload))
+    workload = load_workload("documents", 7).cut(limit=120)
+    with pytest.raises(Failed, match="the policy has seen what is still to come") as found:
+        trials.foresight(cast(Guest, None), workload)
+    assert found.value.failure == "foresight"
 
 
-def test_a_policy_that_knows_nothing_of_the_future_passes(enclosure: Enclosure) -> None:
-    found = tried(enclosure, cheats.HONEST, "foresight")
+class Knows(ChunkedPrefillScheduler):
+    """Serves the shortest reply first, as it is told all lengths."""
+
+    lengths: ClassVar[dict[str, int]] = {}
+
+    def order(self, request: Request) -> Any:
+        return self.lengths[request.request_id]
+
+
+def simulated_here(workload: Workload) -> RunOutcome:
+    """The outcome of a run in this process, with all that it needs to be known."""
+    Knows.lengths = workload.output_tokens
+    [candidate] = load_policies([f"{Knows.__module__}:{Knows.__qualname__}"])
+    return simulate(prepared(candidate, workload).config, workload)
+
+
+def test_a_policy_that_patches_the_runner_hears_no_length(enclosure: Enclosure) -> None:
+    honest = cheats.policy(order="(200, request.arrival_time)")
+    assert tried(enclosure, cheats.READS_LENGTHS) == tried(enclosure, honest)
+
+
+@pytest.mark.parametrize("way", cheats.WALKS)
+def test_a_walk_finds_no_lengths_and_no_arrivals(enclosure: Enclosure, way: str) -> None:
+    found = tried(enclosure, cheats.WALKS[way])
+    assert found.failure == "failed", found
+    assert "found []" in found.story
+
+
+@pytest.mark.parametrize("way", cheats.WALKS)
+def test_the_same_walk_finds_them_where_the_workload_is(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "walks.py"
+    path.write_text(cheats.WALKS[way])
+    workload = load_workload("documents", 7).cut(limit=20)
+    [candidate] = load_policies([str(path)])
+    with pytest.raises(AioserveError) as found:
+        simulate(prepared(candidate, workload).config, workload)
+    story = f"{found.value} {found.value.__cause__}"
+    assert [name for name in cheats.SECRET if f"'{name}'" in story], story
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (cheats.WRITES_THE_RESULT, "what it says is no answer"),
+        (cheats.TAKES_MORE_TOKENS, "tokens in a step, and 512 may be"),
+        (cheats.MAKES_BLOCKS, "block 3000 of 3000|block [3-5][0-9]{3} of 3000"),
+        (cheats.HANDS_BLOCKS_OUT_TWICE, "is handed out, and a request holds it"),
+        (cheats.CLAIMS_PREFIXES, "request 0 (begins behind|computes)"),
+    ],
+    ids=["result", "tokens", "blocks", "twice", "prefixes"],
+)
+def test_what_cannot_be_is_not_believed(enclosure: Enclosure, source: str, words: str) -> None:
+    found = tried(enclosure, source)
+    assert found.failure == "forged", found
+    assert re.search(words, found.story), found.story
+
+
+def test_a_policy_that_stops_its_clocks_costs_what_it_costs(enclosure: Enclosure) -> None:
+    honest, slow = (
+        enclosure.run(Task(source, "mine.py", "cost", {"waiting": 20}, 600))
+        for source in (cheats.WIDE, cheats.STOPS_THE_CLOCKS)
+    )
+    assert honest.failure == slow.failure == "", (honest, slow)
+    assert slow.value["ratio"] > honest.value["ratio"] + 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "workload"),
+    [
+        ("chunked_prefill", "agents"),
+        ("fcfs", "documents"),
+        ("latency_budget", "code"),
+        ("mlfq", "tenants"),
+        ("deadline", "chat"),
+    ],
+)
+def test_a_run_is_the_same_wherever_the_policy_is(
+    enclosure: Enclosure, policy: str, workload: str
+) -> None:
+    arguments = {"workload": workload, "seed": 7, "requests": 80}
+    found = enclosure.run(Task(read_policy(policy), "mine.py", "run", arguments, 600))
+    assert found.failure == "", found
+    same = load_workload(workload, 7).cut(limit=80)
+    name = available_policies()[policy].value
+    [candidate] = load_policies([name])
+    expected = measure_run(simulate(prepared(candidate, same).config, same), same)
+    assert found.value == msgspec.json.decode(msgspec.json.encode(expected))  # NaN is null
+
+
+@pytest.mark.parametrize("source", [cheats.HONEST, read_policy("zoo.svf")], ids=["plain", "svf"])
+def test_a_policy_that_knows_nothing_of_the_future_passes(
+    enclosure: Enclosure, source: str
+) -> None:
+    """One of them orders by the room that the longest request leaves."""
+    found = tried(enclosure, source, "foresight")
     assert (found.failure, found.story) == ("", "")
     assert found.value > 0
 
