@@ -29,11 +29,15 @@ serve: .venv/runtime  ## start the server on the embedded model (MODEL=smollm2 o
 model: .venv/runtime  ## fetch a small model that can talk, 98 MB, into models/: make serve MODEL=smollm2
 	@$(BIN)/python -m aioserve fetch smollm2
 
+# What `check` has run is not run again.
+CHECKS := tests/test_patterns.py tests/test_docstrings.py
+UNCHECKED := $(CHECKS:%=--ignore=%)
+
 test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow and not dist and not architectures and not browser and not real_models" $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal $(UNCHECKED) -m "not slow and not dist and not architectures and not browser and not real_models" $(ARGS)
 
 test-all: .venv/test check  ## the slow tests as well
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist and not architectures and not browser and not real_models" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(UNCHECKED) -m "not dist and not architectures and not browser and not real_models" $(ARGS)
 
 test-dist: .venv/dist  ## several processes, and what becomes of them when one dies
 	$(BIN)/python -m pytest -q -m dist $(ARGS)
@@ -97,7 +101,7 @@ check: .venv/test-packages  ## ruff, mypy, no regex that is made of data, docstr
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_patterns.py tests/test_docstrings.py
+	$(BIN)/python -m pytest -q $(CHECKS)
 
 audit: .venv/audit/done .venv/test-packages  ## bandit's rules on the code, advisories on every pinned version (ARGS=--offline: the first alone must hold)
 	$(BIN)/ruff check .
