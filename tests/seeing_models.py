@@ -6,7 +6,7 @@ The text parts are those of `tests.models`. Needs Pillow; knows no engine.
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from aioserve.features.multimodal.prompt import VideoProcessor, load_processor
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
 from tests.models import made_once
+
+if TYPE_CHECKING:
+    from tests.greedy import GreedyTokens
 
 NUM_TOKENS = 12
 EMBEDDED = Path(__file__).parents[1] / "aioserve" / "model_source" / "embedded"
@@ -535,14 +538,25 @@ class Seeing:
         images: Sequence[Any],
         num_tokens: int = NUM_TOKENS,
         videos: Sequence[Video] = (),
-    ) -> list[int]:
-        """All images in one call, as they come."""
-        given = self.given(text, images, (), videos)
-        output = self.model.generate(
-            **given, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
-        )
-        found: list[int] = output[0, given["input_ids"].shape[1] :].tolist()
-        return found
+    ) -> "GreedyTokens":
+        """What equals so many greedy tokens after a prompt; all images in one call."""
+        import torch
+
+        from tests.greedy import GreedyTokens, surprises
+
+        def judge(tokens: list[int]) -> list[int]:
+            logits = self.logits(text, images, tokens, self.model, videos)
+            return surprises(logits, tokens, torch.float32)
+
+        def generate() -> list[int]:
+            given = self.given(text, images, (), videos)
+            output = self.model.generate(
+                **given, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+            )
+            found: list[int] = output[0, given["input_ids"].shape[1] :].tolist()
+            return found
+
+        return GreedyTokens(num_tokens, judge, generate)
 
     def given(
         self,
@@ -575,11 +589,18 @@ class Seeing:
                 given[name] = torch.cat((given[name], more), dim=1)
         return given
 
-    def logits(self, text: str, images: Sequence[Any], tokens: list[int], module: Any) -> Any:
+    def logits(
+        self,
+        text: str,
+        images: Sequence[Any],
+        tokens: list[int],
+        module: Any,
+        videos: Sequence[Video] = (),
+    ) -> Any:
         """Of each of `tokens` after a prompt, [n, V], by `module`."""
         import torch
 
-        given = self.given(text, images, tokens[:-1])
+        given = self.given(text, images, tokens[:-1], videos)
         if "pixel_values" in given:  # which Llama 4 wants so, and others make so
             given["pixel_values"] = given["pixel_values"].to(module.dtype)
         begin = given["input_ids"].shape[1] - len(tokens)

@@ -25,7 +25,7 @@ def test_a_file_is_served_with_the_tokens_of_its_directory(name: str, tmp_path: 
     rng = random.Random(7)
     prompts = [[rng.randrange(3, 256) for _ in range(length)] for length in (1, 9, 30, 45)]
     reference = GreedyReference(directory, torch.float32)
-    expected = [reference.tokens(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = [reference.generate(prompt, NUM_TOKENS) for prompt in prompts]
     model = ModelConfig(
         model=str(path), dtype="float32", max_model_len=MAX_LEN, skip_tokenizer_init=True
     )

@@ -162,7 +162,5 @@ def reference_tokens(path: Path) -> list[list[int]]:
     found = []
     for wave in waves():
         for prompt in wave:
-            tokens = reference.tokens(prompt, MAX_TOKENS)
-            assert isinstance(tokens, list)
-            found.append(tokens)
+            found.append(reference.generate(prompt, MAX_TOKENS))
     return found

@@ -529,7 +529,7 @@ async def test_an_image_of_one_token_is_read_beside_others_and_alone(
     model = seeing("mistral3")
     text, large, small = f"{model.mark} What?", picture(0, 40, 40), picture(0, 9, 16)
     with pytest.raises(RuntimeError, match="split_with_sizes"):  # alone, transformers cannot
-        model.tokens(text, [small])
+        list(model.tokens(text, [small]))
     async with AsyncEngine(make_config(model)) as engine:
         for images in ([large, small], [small, large]):
             tokens = await collect(engine, model.mark + text, images)

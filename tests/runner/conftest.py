@@ -45,7 +45,7 @@ def make_driver(model_path: Callable[..., Path]) -> Iterator[Callable[..., Drive
         runner.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def generate_reference(model_path: Callable[..., Path]) -> Callable[..., Any]:
     """`generate_reference(kind, prompt, num_tokens)`: what equals its greedy tokens.
 

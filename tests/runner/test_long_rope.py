@@ -73,7 +73,7 @@ def serve(
 
 def expected(path: Path, prompts: list[list[int]]) -> list[Any]:
     reference = GreedyReference(path, torch.float32)
-    return [reference.tokens(prompt, NUM_TOKENS) for prompt in prompts]
+    return [reference.generate(prompt, NUM_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize("fused", [True, False])
