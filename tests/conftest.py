@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import copy
 import gc
+import hashlib
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 from hypothesis import settings
@@ -69,6 +71,73 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+class Kept:
+    """Processes that an engine starts and ends, which go on to the next test's engine instead: to
+    start one takes longer than most tests.
+    """
+
+    MOST = 6
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.start, self.end_all = module, module._Process, module._end_all
+        self._idle: list[tuple[bytes, Any]] = []  # the last used at the end
+        self._most = self.MOST
+
+    def started(self, *setup: Any) -> Any:
+        """One that was started with the same setup, if there is any."""
+        key = hashlib.sha256(msgspec.msgpack.encode(setup)).digest()
+        for place in reversed(range(len(self._idle))):
+            if self._idle[place][0] == key:
+                _, process = self._idle.pop(place)
+                if process._process.poll() is None:
+                    return process
+                process.end()
+        process = self.start(*setup)
+        process.kept_as = key
+        return process
+
+    def keep(self, processes: list[Any]) -> None:
+        while processes:
+            process = processes.pop()
+            self._idle.append((getattr(process, "kept_as", b""), process))
+        while len(self._idle) > self._most:
+            self._idle.pop(0)[1].end()
+
+    def end(self) -> None:
+        """Also those of engines that end after the last test."""
+        self._most = 0
+        self.keep([])
+
+
+@pytest.fixture(scope="session")
+def kept_modules() -> Iterator[list[Kept]]:
+    """What renders chats, and what tries grammars."""
+    from aioserve.engine import template_renderer
+    from aioserve.features.grammars import trial
+
+    kept = [Kept(template_renderer), Kept(trial)]
+    yield kept
+    for each in kept:
+        each.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_processes(kept_modules: list[Kept]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for kept in kept_modules:
+            patch.setattr(kept.module, "_Process", kept.started)
+            patch.setattr(kept.module, "_end_all", kept.keep)
+        yield
+
+
+@pytest.fixture
+def own_processes(kept_modules: list[Kept], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of how these processes start and end: they are started anew, and end."""
+    for kept in kept_modules:
+        monkeypatch.setattr(kept.module, "_Process", kept.start)
+        monkeypatch.setattr(kept.module, "_end_all", kept.end_all)
 
 
 @pytest.fixture(scope="session", autouse=True)

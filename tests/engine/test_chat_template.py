@@ -276,29 +276,38 @@ def test_a_template_does_not_fill_the_memory(render, source):
     assert render("{{ messages[0].content }}") == "Hi"
 
 
-def test_what_renders_is_started_again_when_it_was_ended(render):
-    assert render("{{ messages[0].content }}") == "Hi"
-    started = psutil.Process().children()
+@pytest.mark.usefixtures("own_processes")
+def test_what_renders_is_started_again_when_it_was_ended(tokenizer, render):
+    own, before = ChatTemplate(tokenizer), set(psutil.Process().children())
+    assert render("{{ messages[0].content }}", by=own) == "Hi"
+    started = set(psutil.Process().children()) - before
     assert started
     for process in started:
         process.kill()
         process.wait(PATIENCE)
-    assert render("{{ messages[0].content }}") == "Hi"
+    assert render("{{ messages[0].content }}", by=own) == "Hi"
+    own.close()
 
 
+@pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize("content", ["Hi", "x" * 10**6])
-def test_what_renders_is_replaced_when_it_stands_still(render, content):
+def test_what_renders_is_replaced_when_it_stands_still(tokenizer, render, content):
     """Also where the conversation does not fit into the socket."""
     message = {"role": "user", "content": content}
-    assert render("{{ messages[0].content }}", message) == content
-    for process in psutil.Process().children():
+    own, before = ChatTemplate(tokenizer), set(psutil.Process().children())
+    assert render("{{ messages[0].content }}", message, by=own) == content
+    started = set(psutil.Process().children()) - before
+    assert started
+    for process in started:
         process.suspend()
     with pytest.raises(TemplateStalledError, match="did not respond and was ended: try again"):
-        render("{{ messages[0].content }}", message)
-    assert render("{{ messages[0].content }}", message) == content
+        render("{{ messages[0].content }}", message, by=own)
+    assert render("{{ messages[0].content }}", message, by=own) == content
     assert all(process.status() != psutil.STATUS_STOPPED for process in psutil.Process().children())
+    own.close()
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_what_renders_ends_with_its_owner(tokenizer, render):
     before = set(psutil.Process().children())
     closed, dropped = ChatTemplate(tokenizer), ChatTemplate(tokenizer)

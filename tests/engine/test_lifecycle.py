@@ -48,6 +48,7 @@ async def use(config: EngineConfig) -> AsyncEngine:
     return engine
 
 
+@pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize("runner", ["simulated", "model"])
 @pytest.mark.parametrize("turns_on", [True, False])
 def test_an_engine_that_is_dropped_without_shutdown_leaves_no_thread_and_no_process(

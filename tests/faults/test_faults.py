@@ -50,7 +50,10 @@ PART_KINDS = ("raises", "no memory", "cancelled", "slow")
 
 
 # A line at which something is raised may have been about to await what was made before it.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.usefixtures("own_processes"),
+]
 
 
 @pytest.fixture(autouse=True)

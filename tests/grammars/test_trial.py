@@ -24,7 +24,10 @@ from tests.processes import JSON, PATIENCE, serving
 INFO = ModelInfo(ModelConfig())
 MIB = 1 << 20
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
+pytestmark = [
+    pytest.mark.asyncio(loop_factories=["asyncio"]),
+    pytest.mark.usefixtures("own_processes"),
+]
 
 
 @pytest.fixture
