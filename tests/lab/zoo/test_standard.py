@@ -85,13 +85,6 @@ def test_a_policy_by_file_runs_with_the_options_that_it_has_by_name(name: str) -
     assert by_file.max_num_batched_tokens == by_name.max_num_batched_tokens
 
 
-def test_a_policy_by_file_reaches_what_it_reaches_by_name() -> None:
-    by_name, by_file = run_standard(
-        load_policies(["zoo.sjf", file_of("zoo.sjf")]), SEEDS[:1], workloads=["code"]
-    )
-    assert repr(by_file) == repr(by_name)
-
-
 def file_of(name: str) -> str:
     """The policy as `path/to/file.py:Class`."""
     policy = load_policy(name)

@@ -25,6 +25,7 @@ from aioserve.lab.zoo.standing import (
     values_of,
     write_results,
 )
+from tests.lab.zoo.test_standard import file_of
 
 
 def test_every_policy_that_ships_has_results_of_its_code_of_today() -> None:
@@ -46,11 +47,11 @@ def test_the_reference_is_busy_and_neither_idle_nor_lost_on_every_workload() -> 
         assert 0.35 < share < 0.95, workload
 
 
-def test_a_run_of_today_gives_what_is_stored() -> None:
+def test_a_policy_by_file_reaches_today_what_is_stored_by_its_name() -> None:
     """To the last digit: if a change of the scheduler or of the lab moves numbers, all are stored
     anew (`python -m aioserve zoo --store`).
     """
-    [found] = run_standard(load_policies(["zoo.sjf"]), SEEDS[1:2], workloads=["code"])
+    [found] = run_standard(load_policies([file_of("zoo.sjf")]), SEEDS[1:2], workloads=["code"])
     kept = read_results().policies["zoo.sjf"].scores["code"]
     for measure, [value] in found["code"].items():
         assert math.isnan(value) or value == kept[measure][1], measure
