@@ -182,20 +182,22 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), WRONG_VALUES)
 @pytest.mark.parametrize("part", [None, "text_config"])
 def test_what_no_model_can_state_is_refused_by_field_value_and_what_is_expected(
-    tmp_path: Path, part: str | None, name: str, value: Any, expected: str
+    tmp_path: Path, part: str | None
 ) -> None:
-    config = json.loads((EMBEDDED / "config.json").read_text()) | {name: value}
-    info = model_info(tmp_path, **(config if part is None else {part: config}))
-    wrong = value[-1] if isinstance(value, list) and value else value
-    where = f"config.json: {part}: {name}" if part else f"config.json: {name}"
-    with pytest.raises(ConfigError) as caught:
-        _ = info.max_model_len
-    assert f"{where} is {wrong!r}, which must be {expected}" in str(caught.value)
-    with pytest.raises(ConfigError, match="which must be"):
-        info.source.read_config()
+    good = json.loads((EMBEDDED / "config.json").read_text())
+    for number, (name, value, expected) in enumerate(WRONG_VALUES):
+        (folder := tmp_path / str(number)).mkdir()
+        config = good | {name: value}
+        info = model_info(folder, **(config if part is None else {part: config}))
+        wrong = value[-1] if isinstance(value, list) and value else value
+        where = f"config.json: {part}: {name}" if part else f"config.json: {name}"
+        with pytest.raises(ConfigError) as caught:
+            _ = info.max_model_len
+        assert f"{where} is {wrong!r}, which must be {expected}" in str(caught.value)
+        with pytest.raises(ConfigError, match="which must be"):
+            info.source.read_config()
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
