@@ -5,6 +5,7 @@ A block of K and V is of use only with the state at its end: both are kept, and 
 Behind N tokens layers with a window need the blocks of the last window alone, others those of all.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,10 @@ def plenty(model: Path) -> dict[str, Any]:
     return {"num_kv_blocks": 200, **of_kind}
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "depth"),
+    mostly_slow(itertools.product(["memory", "disk"], [1, 2]), but=[("memory", 1), ("disk", 2)]),
+)
 async def test_blocks_states_and_windows_from_outside_give_the_same_tokens(
     model: Path, expected: list[list[int]], kind: str, depth: int, tmp_path: Path
 ) -> None:
