@@ -5,8 +5,11 @@ from contextlib import aclosing, suppress
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from aioserve import AsyncClient, AsyncEngine, EngineConfig, SamplingParams
+from aioserve.client import connection
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.errors import (
     AioserveError,
@@ -285,6 +288,25 @@ async def test_a_server_that_is_not_there_is_an_engine_dead_error():
         async with AsyncClient(url) as client:
             with pytest.raises(EngineDeadError, match="no answer from http://127"):
                 await anext(client.generate("Hello"))
+
+
+async def test_a_proxy_that_asks_for_hours_is_asked_again_after_the_longest_pause(monkeypatch):
+    told = iter((503, 429, 200))
+    body = b'{"count": 1, "max_model_len": 64, "tokens": [5], "token_strs": null}'
+
+    async def answer(_):
+        status, headers = next(told), {"Retry-After": "86400"}
+        return web.Response(status=status, headers=headers, body=body if status == 200 else b"")
+
+    monkeypatch.setattr(connection, "MAX_RETRY_SECONDS", 0.01)
+    app = web.Application()
+    app.router.add_post("/tokenize", answer)
+    async with (
+        TestServer(app) as server,
+        AsyncClient(str(server.make_url("")), retries=2) as client,
+    ):
+        async with asyncio.timeout(PATIENCE):
+            assert list(await client.tokenize("Hello")) == [5]
 
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -97,9 +97,9 @@ class AsyncClient(OperatorMethods):
     `RequestIdInUseError`, `EngineOverloadedError` (with `retry_after`), `RequestFailedError`, and
     `EngineDeadError` for a server that goes away: `EngineUnavailableError` (with `retry_after`) for
     one that cannot be reached, loads or drains. A request that is refused for lack of room, or by
-    a server that is unavailable, is sent again after `retry_after` seconds, up to `retries` times;
-    a request that the server may have begun with is not. If a request asks for `final_only`, the
-    outputs of all its samples come together, when the last sample has ended.
+    a server that is unavailable, is sent again after `retry_after` seconds, 60 at most, up to
+    `retries` times; a request that the server may have begun with is not. If a request asks for
+    `final_only`, the outputs of all its samples come together, when the last sample has ended.
 
         async with AsyncClient("http://127.0.0.1:8000") as client:
             async for output in client.generate("Once", SamplingParams(max_tokens=32)):

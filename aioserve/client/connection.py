@@ -27,6 +27,10 @@ from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 T = TypeVar("T")
 
+#: The longest pause before a request is sent again, in seconds: as long as a server of aioserve
+#: ever asks for. A proxy may ask for hours.
+MAX_RETRY_SECONDS = 60.0
+
 _encoder = msgspec.json.Encoder()
 error_decoder = msgspec.json.Decoder(ErrorResponse)
 
@@ -94,8 +98,8 @@ class Connection:
         """A successful response; its connection is dropped if it was not read to the end.
 
         A request that the server refuses for now is sent again, `retries` times at most (default:
-        those of the client), each after the time that the server asks for. A request that the
-        server may have begun with is not sent again.
+        those of the client), each after the time that the server asks for, `MAX_RETRY_SECONDS` at
+        most. A request that the server may have begun with is not sent again.
         """
         if retries is None:
             retries = 0 if "data" in options else self._retries  # a file is read once
@@ -107,7 +111,7 @@ class Connection:
                 if retries == 0:
                     raise
                 retries -= 1
-                seconds = error.retry_after
+                seconds = min(error.retry_after, MAX_RETRY_SECONDS)
             await asyncio.sleep(seconds)
         try:
             async with response:
