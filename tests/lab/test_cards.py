@@ -339,6 +339,10 @@ def test_recorded_traffic_is_replayed_on_a_card(
     slower.write_text(toy.read_text().replace("host_ms: 0", "host_ms: 50"))
     again = replayed("--card", str(slower), "--policy", "fcfs")
     assert again["what_if"]["gap p50 ms"] > found["what_if"]["gap p50 ms"] + 40
+    cold = tmp_path / "cold.yaml"
+    cold.write_text(toy.read_text().replace("host_ms: 0", "host_ms: 0\ncold_ms: 5000"))
+    late = replayed("--card", str(cold), "--policy", "chunked_prefill")
+    assert late["what_if"]["TTFT p99 ms"] > found["what_if"]["TTFT p99 ms"] + 1000
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from aioserve.request import ROW_VALUES, Request, RequestStatus, invented
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import LinearStepTimes, StepTimeModel
+from aioserve.runner.simulated import IDLE_SECONDS
 from aioserve.runner.step_times import StepTimeSource
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_content
@@ -211,6 +212,7 @@ class RepliesRunner(RunnerInterface):
         self._filler: dict[str, int] = {}
         self._pooled: set[str] = set()  # they get no token
         self._busy_until = 0.0
+        self._is_cold = True  # no step has run yet
 
     async def load(self) -> RunnerInfo:
         return self._info
@@ -223,10 +225,14 @@ class RepliesRunner(RunnerInterface):
     ) -> "asyncio.Future[ModelRunnerOutput]":
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
-        self._busy_until = max(loop.time(), self._busy_until)
+        rates, now = self._step_time.rates, loop.time()
+        if now - self._busy_until > IDLE_SECONDS:
+            self._busy_until = now + 1e-3 * rates.idle_ms
+        self._busy_until = max(now, self._busy_until)
         if scheduler_output.total_num_scheduled_tokens:
             self._busy_until += self._step_time.seconds(*step_content(scheduler_output))
-            self._busy_until += 1e-3 * self._step_time.rates.host_ms
+            self._busy_until += 1e-3 * (rates.host_ms + self._is_cold * rates.cold_ms)
+            self._is_cold = False
         loop.call_at(self._busy_until, future.set_result, self._compute(scheduler_output))
         return future
 
