@@ -20,11 +20,12 @@ from aioserve.support.arguments import EXIT_ENGINE_DEAD
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the process may take to end after a signal while it loads; after the drain; after a
-# second signal; after all is closed; and then where the engine has died. Longer than what each
-# waits for by itself (handlers, workers, ranks, logs on a slow disk), shorter than the unit of
+# Seconds that the process may take to end after a signal while it loads, when there is no request
+# to lose and a thread may import torch for long; after the drain; after a second signal; after all
+# is closed; and then where the engine has died. All but the first are longer than what each waits
+# for by itself (handlers, workers, ranks, logs on a slow disk), and shorter than the unit of
 # systemd allows.
-LOADING_SECONDS = 10.0
+LOADING_SECONDS = 1.0
 ENDING_SECONDS = 10.0
 SECOND_SECONDS = 5.0
 EXIT_SECONDS = 5.0
@@ -86,8 +87,8 @@ class Signals:
         if drain_timeout is None:
             if count > 1:
                 last_resort.end(0, "interrupted again while the model was being loaded")
-            self._say("interrupted: ends when this layer is loaded; again to end at once")
-            last_resort.end_within(LOADING_SECONDS, 0, "the layer takes longer to load")
+            self._say("interrupted while the model is being loaded: the server ends")
+            last_resort.end_within(LOADING_SECONDS, 0)
         elif count == 1:
             seconds = drain_timeout + ENDING_SECONDS
             self._say(f"interrupted: ends in {seconds:g} s at most; again to drop what still runs")
@@ -125,7 +126,7 @@ class LastResort:
         """
         self._on_signal, self._num_signals = on_signal, 0
         self._deadline: float | None = None
-        self._exit_code, self._why = 0, ""
+        self._exit_code, self._why = 0, ""  # without a reason: the end is as it should be
         self._lock = threading.Lock()
         self._main_thread = threading.get_ident()
         self._ours, self._theirs = socket.socketpair()
@@ -135,9 +136,10 @@ class LastResort:
         self._loops = -1 if loops < 0 else os.dup(loops)  # stays what it is if the loop is closed
         threading.Thread(target=self._run, name="aioserve-last-resort", daemon=True).start()
 
-    def end_within(self, seconds: float, exit_code: int, why: str) -> None:
-        """End the process after `seconds` at the latest, with this exit code, and with `why`
-        in the log. Of several deadlines the earliest holds. From any thread.
+    def end_within(self, seconds: float, exit_code: int, why: str = "") -> None:
+        """End the process after `seconds` at the latest, with this exit code. Where a thread hangs,
+        `why` says what, and is in the log with the stacks. Of several deadlines the earliest holds.
+        From any thread.
         """
         with self._lock:
             deadline = time.monotonic() + seconds
@@ -166,6 +168,8 @@ class LastResort:
             if ready:
                 self._hear(self._ours.recv(4096))
             elif deadline is not None:
+                if not self._why:
+                    os._exit(self._exit_code)
                 log_within(
                     *(LOG_SECONDS, logger.error, "the main thread is here:\n%s\n%s"),
                     *(told(frame_of(self._main_thread)), stacks_of_runners()),

@@ -235,6 +235,19 @@ def test_one_signal_ends_a_server_whose_runner_never_comes_back(policy):
         assert b'"finish_reason":"abort"' in b"".join(answer)
 
 
+def test_one_signal_ends_a_server_that_loads_whatever_its_threads_are_at(policy):
+    command = (sys.executable, "-m", "aioserve", "serve", "--port", "0")
+    with started(
+        *(*command, *SIMULATED, *policy(LOADING)), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == "loads\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        assert "interrupted while the model is being loaded: the server ends" in said
+        assert not re.search("ERROR|CRITICAL|Traceback|thread", said), said
+
+
 @pytest.mark.parametrize(
     "number", mostly_slow([signal.SIGINT, signal.SIGTERM], but=[signal.SIGTERM])
 )
@@ -245,7 +258,7 @@ def test_the_second_signal_ends_a_server_that_loads(policy, number):
     ) as process:
         assert process.stdout.readline() == "loads\n"
         process.send_signal(number)
-        read_until(process, "interrupted: ends when this layer is loaded; again to end at once")
+        read_until(process, "interrupted while the model is being loaded: the server ends")
         process.send_signal(number)
         _, said = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
