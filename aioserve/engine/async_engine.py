@@ -173,7 +173,7 @@ class AsyncEngine(EngineClient):
             self._task.cancel()
             if not self._task.done():  # else its event loop may be closed
                 await asyncio.wait([self._task])
-        await self._close_chat_format()  # chats that were accepted have ended
+        self._close_chat_format()  # chats that were accepted have ended
         self.internals.loop_monitor.stop()
         if self._watchdog is not None:
             self._watchdog.close()

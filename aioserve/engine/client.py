@@ -288,9 +288,10 @@ class EngineClient(ABC):
             self._chat_format = self._chat_format or made  # another chat may have been faster
         return self._chat_format
 
-    async def _close_chat_format(self) -> None:
+    def _close_chat_format(self) -> None:
+        """End what renders the templates of chats. Every engine calls it where it ends."""
         if self._chat_format is not None:
-            await self._chat_format.close()
+            self._chat_format.close()
 
     async def embed(
         self,

@@ -114,7 +114,7 @@ def build_app(
     app[IMAGES] = Images(engine.config.images)
     app.on_cleanup.append(lambda _: app[IMAGES].close())
     app[CHAT_FORMAT] = ChatFormat.of(engine.model_info.tokenizer, engine.config)
-    app.on_cleanup.append(lambda _: app[CHAT_FORMAT].close())
+    app.on_cleanup.append(_close_chat_format)
     app.on_response_prepare.extend((add_request_id, say_when_to_come_again))
     if allows_origins:
         app.on_response_prepare.append(tell_origin)
@@ -132,6 +132,10 @@ def build_app(
     app[NEEDS] = needs
     app[DOCUMENT] = _document(engine, routes, needs if access.keyring else {})
     return app
+
+
+async def _close_chat_format(app: web.Application) -> None:
+    app[CHAT_FORMAT].close()
 
 
 def _document(

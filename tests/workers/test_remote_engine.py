@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 import aioserve
@@ -97,6 +98,15 @@ async def test_all_that_comes_of_a_request_is_the_same_with_a_worker():
             [output] = await read(front, long, SamplingParams(max_tokens=1, temperature=0))
             cached = output.num_cached_tokens
         assert cached > 16
+
+
+async def test_what_renders_the_chats_of_a_worker_ends_with_it():
+    before = {*psutil.Process().children()}
+    async with joined(MODEL) as (_, _, [remote], _):
+        asked = [{"role": "user", "content": "Speak"}]
+        await remote.chat_one(asked, SamplingParams(max_tokens=2))
+        [renderer] = {*psutil.Process().children()} - before
+    assert psutil.wait_procs([renderer], PATIENCE)[0] == [renderer]
 
 
 @pytest.mark.parametrize("kind", ["delta", "final_only"])

@@ -115,7 +115,7 @@ class ChatFormat:
             closes_objects=config.structured_outputs.json_objects == "closed",
         )
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End what renders templates, if anything had to."""
         self._chat_template.close()
 

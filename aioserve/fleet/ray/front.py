@@ -271,6 +271,7 @@ class RayFront(EngineClient):
         self._parts = None
         await parts.fleet.close()
         parts.input_processor.close()
+        self._close_chat_format()
 
     def _hear_of_replicas(self, tickets: dict[str, str]) -> None:
         """On the thread of Ray's router."""

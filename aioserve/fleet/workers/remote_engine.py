@@ -386,6 +386,7 @@ class RemoteEngine(EngineClient):
 
     def close(self) -> None:
         """Nothing is sent or received any more."""
+        self._close_chat_format()
         self._pulse.stop()
         self._end.line.close()
         self._context.term()
