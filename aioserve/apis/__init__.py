@@ -5,6 +5,7 @@ from typing import Any
 
 _ANTHROPIC = "aioserve.apis.anthropic.messages"
 _BATCHES, _FILES = "aioserve.apis.batches.routes", "aioserve.apis.batches.files"
+_OLLAMA = "aioserve.apis.ollama.routes"
 _PAGE = "aioserve.apis.page.routes"
 _RESPONSES = "aioserve.apis.responses.routes"
 _SCORING = "aioserve.apis.scoring.routes"
@@ -19,6 +20,12 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         ("DELETE", "/v1/responses/{id}", "key"): _RESPONSES,
         ("POST", "/v1/messages", "key"): _ANTHROPIC,
         ("POST", "/v1/messages/count_tokens", "key"): _ANTHROPIC,
+        ("POST", "/api/chat", "key"): _OLLAMA,
+        ("POST", "/api/generate", "key"): _OLLAMA,
+        ("GET", "/api/tags", "key"): _OLLAMA,
+        ("GET", "/api/ps", "key"): _OLLAMA,
+        ("POST", "/api/show", "key"): _OLLAMA,
+        ("GET", "/api/version", "key"): _OLLAMA,
         ("POST", "/v1/files", "key"): _FILES,
         ("GET", "/v1/files", "key"): _FILES,
         ("GET", "/v1/files/{id}", "key"): _FILES,
@@ -42,7 +49,10 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         ("GET", "/watch/reports/{id}", "nothing"): _PAGE,
     },
     # By the beginning of its paths, how an API that is not OpenAI's writes errors and headers.
-    "styles": {"/v1/messages": "aioserve.apis.anthropic.protocol:STYLE"},
+    "styles": {
+        "/v1/messages": "aioserve.apis.anthropic.protocol:STYLE",
+        "/api/": "aioserve.apis.ollama.protocol:STYLE",
+    },
     # By the section of settings: called with an application whose settings state any of it.
     "openers": {
         "batches": "aioserve.apis.batches.runner:open_batches",

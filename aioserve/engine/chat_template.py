@@ -470,13 +470,14 @@ class ChatTemplate:
                 )
 
     def _hints(self, source: str, conversation: Conversation) -> dict[str, Any]:
-        """Return what the template looks at: how much to reason by either of two names, as vLLM has
-        it.
+        """Return what the template looks at: how much to reason by any of three names, as vLLM has
+        it; `thinking` is DeepSeek's.
         """
         effort = conversation.reasoning_effort
         told: dict[str, Any] = {"verbosity": conversation.verbosity}
         if effort is not None:
-            told |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+            thinks = effort != "none"
+            told |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         given = {name: value for name, value in told.items() if value is not None}
         return {n: value for n, value in given.items() if n in self._names_read(source)}
 

@@ -18,6 +18,7 @@ import msgspec.inspect
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
+from aioserve.engine import EngineClient
 from aioserve.errors import (
     AioserveError,
     EngineDeadError,
@@ -25,6 +26,7 @@ from aioserve.errors import (
     RequestError,
     RequestIdInUseError,
     RequestTimeoutError,
+    UnknownModelError,
 )
 from aioserve.server.access.access import ACCESS
 from aioserve.server.errors import BodiesFullError, BodyTimeoutError, UnknownFieldError
@@ -282,10 +284,24 @@ async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     body = decoder.decode(await _read(request), ignore_unknown=ignore_unknown)
     asked = (what for n, what in decoder.skipped.items() if getattr(body, n) not in (None, []))
     pass_over(request, asked)
-    if isinstance(body, ModelRequest):
-        if body.model is not None and body.model not in engine.config.model.served_names:
-            engine.adapters.check_name(body.model)
+    if isinstance(body, ModelRequest) and body.model is not None:
+        body.model = model_of(engine, body.model)
     return body
+
+
+def model_of(engine: EngineClient, name: str) -> str:
+    """Return the name of what serves a request for `name`: a model, an adapter, or the model where
+    it serves every name. Raises `UnknownModelError`.
+    """
+    model = engine.config.model
+    if name not in model.served_names:
+        try:
+            engine.adapters.check_name(name)
+        except UnknownModelError:
+            if not model.serves_every_name:
+                raise
+            return model.served_name
+    return name
 
 
 # What is known about a route, whose module says it in `ROUTES`.
@@ -308,6 +324,7 @@ class Route(NamedTuple):
     form: type[RequestPart] | None = None  # its body, where that is multipart/form-data
     query: type[RequestPart] | None = None  # what its URL's query may hold; None: not looked at
     events: Sequence[Any] = ()  # types of what its stream may tell; text if a Literal
+    stream_type: str = "text/event-stream"  # else lines of JSON
     raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
     statuses: Sequence[int] = (200,)  # of the answer
     # Where the server has keys. "looker": an operator's; without keys, to be on this machine.

@@ -5,7 +5,7 @@ Knows the shape of that endpoint; admission and streaming are in `generation`.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -62,12 +62,46 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         raise RequestError(
             f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt"
         )
+    if body.suffix:
+        if body.echo:
+            raise RequestError("echo cannot be with suffix: the prompt has two parts", param="echo")
+        prompts = infilling(request.app[ENGINE].model_info.tokenizer, prompts, body.suffix)
     reply = CompletionReply(request, body, prompts if body.echo else (), params.n)
     try:
         return await respond(request, body, prompts, params, reply, best_of)
     except RequestError as error:
         blame(error, None, body.bound_by)
         raise
+
+
+#: The tokens before what stands before a gap, before what follows it, and where the reply begins:
+#: of Qwen-Coder and CodeGemma, of StarCoder and Granite, of DeepSeek-Coder.
+INFILLING = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    tuple(f"<\uff5cfim\u2581{name}\uff5c>" for name in ("begin", "hole", "end")),
+)
+
+
+def infilling(
+    tokenizer: Any, prompts: Sequence[str] | Sequence[list[int]], suffix: str
+) -> list[str]:
+    """Return prompts for what stands between each text and `suffix` (fill in the middle, Bavarian
+    et al., arXiv 2207.14255). Raises `RequestError` for a model without tokens for that.
+    """
+    known = tokenizer.get_added_vocab()
+    marks = next((marks for marks in INFILLING if {*marks} <= {*known}), None)
+    if marks is None:
+        raise RequestError(
+            "suffix needs a model with tokens for infilling (such as <|fim_prefix|>), and this "
+            "one has none",
+            param="suffix",
+        )
+    before, after, begin = marks
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise RequestError("suffix needs prompts that are texts, got token ids", param="suffix")
+    return [f"{before}{text}{after}{suffix}{begin}" for text in texts]
 
 
 class CompletionReply(Reply):

@@ -141,8 +141,8 @@ class ApiStyle(NamedTuple):
     error: type[msgspec.Struct]  # the body of an error
     status: Callable[[int, str | None], int]  # from OpenAI's status and code
     to_error: Callable[[int, ErrorInfo], tuple[int, msgspec.Struct]]  # from OpenAI's status, body
-    key_header: str  # of a request: its key, where it is not in Authorization
-    id_header: str  # of an answer: its id, besides X-Request-Id
+    key_header: str = ""  # of a request: its key, where it is not in Authorization
+    id_header: str = ""  # of an answer: its id, besides X-Request-Id
 
 
 def styles() -> list[ApiStyle]:

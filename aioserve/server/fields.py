@@ -97,6 +97,7 @@ _LABELS_AND_HINTS = {
     "speed": _field(_WHERE),
     "store": _field(Hint("nothing is stored")),
     "stream_interval": _field(Hint("deltas are sent as they come")),
+    "usage": _field(Hint("the usage always comes")),
     "transforms": _field(Hint("what is too long is refused")),
     "verbosity": _field(
         _OF_CHAT,
@@ -118,9 +119,7 @@ _OPENAI = {
     "image": _field(Unserved(), responses=Hint("how a vendor's models read images")),
     "modalities": _field(Unserved((["text"],))),
     "moderation": _field(Unserved()),
-    "suffix": _field(
-        Unserved(("",), "a prompt with the model's own tokens for infilling, if it has any")
-    ),
+    "suffix": _field(Unserved(("",), "/v1/completions")),
 }
 _ANTHROPIC = {
     "compaction": _field(Unserved((), "a message that asks for a summary")),

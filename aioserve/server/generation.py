@@ -113,11 +113,11 @@ def best_outputs(samples: Sequence[RequestOutput], wanted: SamplingParams) -> li
 # Knows nothing about what the events say.
 
 
+EVENTS = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
 _HEADERS = {
-    "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would hold events back
 }
@@ -140,8 +140,9 @@ class EventStream:
     Until then a failure can still be answered with a status code of its own.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, media_type: str = EVENTS) -> None:
         self._request = request
+        self._headers = {"Content-Type": media_type, **_HEADERS}
         self._response: web.StreamResponse | None = None
         self._is_chunked = False  # it has begun, has not ended, and the client knows HTTP/1.1
 
@@ -165,7 +166,7 @@ class EventStream:
     async def send(self, events: bytes) -> None:
         """Write whole events; waits while the client's socket is full."""
         if self._response is None:
-            self._response = web.StreamResponse(headers=_HEADERS)
+            self._response = web.StreamResponse(headers=self._headers)
             await self._response.prepare(self._request)
         await self._response.write(events)
         self._is_chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
@@ -213,6 +214,7 @@ class Answer(ABC):
     id_prefix: str
     text_field: str  # of a delta's event: what its text is called
     says_more = False  # in every delta than its text
+    media_type = EVENTS  # of a stream
 
     def __init__(self, request: web.Request, model: str | None, given_id: str | None) -> None:
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}" if given_id is None else given_id
@@ -294,7 +296,9 @@ class Reply(Answer):
         self.created = int(time.time())
         self.texts = request.app[TOKEN_TEXTS]
         self.return_token_ids = bool(body.return_token_ids)
-        self.include_usage = bool(options and options.include_usage)
+        self.include_usage = bool(
+            (options and options.include_usage) or (body.usage and body.usage.include)
+        )
         self.continuous_usage = bool(options and options.continuous_usage_stats)
         self.says_more = self.continuous_usage or self.return_token_ids
 
@@ -417,7 +421,7 @@ async def _stream(
     reply: Answer,
     leave: Leave,
 ) -> web.StreamResponse:
-    events, n = EventStream(request), params.n
+    events, n = EventStream(request, reply.media_type), params.n
     tally = Tally(streams)
     num_live = len(streams) * n
 

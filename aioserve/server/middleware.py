@@ -158,7 +158,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
     request[HAS_BEGUN] = True
     request_id = _given_request_id(request) or _own_id(request)
     response.headers[REQUEST_ID_HEADER] = request_id
-    if (style := style_of(request.path)) is not None:
+    if (style := style_of(request.path)) is not None and style.id_header:
         response.headers[style.id_header] = request_id
 
 

@@ -102,6 +102,7 @@ class OpenAPIDocument:
                 **{
                     style.key_header: {"type": "apiKey", "in": "header", "name": style.key_header}
                     for style in styles()
+                    if style.key_header
                 },
             }
         return document
@@ -152,7 +153,8 @@ ROUTES = (Route("GET", "/openapi.json", serve_document, "This document.", dict[s
 def _schemes(path: str) -> Sequence[str]:
     """Return how a key may be shown there."""
     style = style_of(path)
-    return ("bearer",) if style is None else ("bearer", style.key_header)
+    own = "" if style is None else style.key_header
+    return ("bearer", own) if own else ("bearer",)
 
 
 def _types(routes: Sequence[Route]) -> Iterator[Any]:
@@ -168,8 +170,11 @@ def _types(routes: Sequence[Route]) -> Iterator[Any]:
 def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
     media_types = route.media_types or [_media_type(route.answer)]
     content = {media_type: {"schema": schema_of[route.answer]} for media_type in media_types}
-    if route.events:
-        content["text/event-stream"] = {"schema": _event(route.events, schema_of)}
+    if route.events and route.stream_type == "text/event-stream":
+        content[route.stream_type] = {"schema": _event(route.events, schema_of)}
+    elif route.events:
+        lines = [schema_of[event] for event in route.events]
+        content[route.stream_type] = {"schema": {"description": "One line.", "anyOf": lines}}
     responses = {str(s): _response(s, content) for s in route.statuses}
     style = style_of(route.path)
     error = ErrorResponse if style is None else style.error

@@ -153,6 +153,14 @@ class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
     include_obfuscation: bool | None = None  # a hint: chunks are not padded here
 
 
+class UsageOptions(RequestPart, kw_only=True, omit_defaults=True):
+    """The wish for usage, as OpenRouter has it: with `include`, a stream ends with it, as with
+    `stream_options.include_usage`; whole answers always have it.
+    """
+
+    include: bool | None = None
+
+
 class SamplingRequest(ModelRequest, kw_only=True, omit_defaults=True):
     """Base of bodies of routes that generate: sampling, and fields for the policy."""
 
@@ -224,6 +232,7 @@ class GenerationRequest(SamplingRequest, kw_only=True, omit_defaults=True):
     """The fields that completions and chat completions share."""
 
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None  # as at OpenRouter
     n: Int | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: Int | None = None  # as in vLLM: alternatives per token of the prompt
@@ -264,6 +273,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     logprobs: Int | None = None
     best_of: Int | None = None  # samples per prompt, of which the n best are told
     echo: bool | None = None  # the text begins with the prompt
+    suffix: str | None = None  # the text stands between the prompt and this
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return one entry per prompt. Raises `RequestError` if texts and token ids are mixed."""

@@ -5,7 +5,7 @@ WRONG = [None, True, -1, 0, 2.5, BIG, "", "x" * 9, "\x00", [], [[]], [{}], {}, {
 
 
 def check(answer, status=400):
-    """The body is an error of OpenAI's shape, or of Anthropic's; returns it."""
+    """The body is an error of OpenAI's shape, of Anthropic's or of Ollama's; returns it."""
     assert answer.status == status
     assert answer.headers["Content-Type"].startswith("application/json")
     body = answer.json()
@@ -13,6 +13,9 @@ def check(answer, status=400):
     if "type" in body:
         assert body == {"type": "error", "error": error}
         assert error.keys() - {"details"} == {"type", "message"}
+    elif isinstance(error, str):
+        assert body == {"error": error}
+        return {"message": error}
     else:
         assert body.keys() == {"error"}
         assert error.keys() == {"message", "type", "param", "code"}

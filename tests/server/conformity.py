@@ -55,6 +55,9 @@ def check_answer(method: str, path: str, status: int, content_type: str, body: b
     of_answer, *of_texts = validators(method, path, status, media_type)
     if media_type == "application/json":
         of_answer.validate(json.loads(body))
+    elif media_type == "application/x-ndjson":
+        for line in body.splitlines():
+            of_answer.validate(json.loads(line))
     elif media_type != "text/event-stream":
         of_answer.validate(body.decode())
     else:

@@ -115,7 +115,7 @@ async def test_it_says_what_the_types_of_fields_do_not(start_server):
         ("/v1/completions", "logit_bias", {"-5": 1}, {"x": 1}),
         ("/v1/completions", "logprobs", 20, True),
         ("/v1/completions", "model", "bard", "embedded"),
-        ("/v1/completions", "suffix", "", "x"),
+        (CHAT, "suffix", "", "x"),
         ("/v1/completions", "metadata", {"any": ["thing"]}, ...),
         (CHAT, "logprobs", True, 5),
         (CHAT, "top_logprobs", 20, 21),
@@ -139,4 +139,4 @@ async def test_where_unknown_fields_are_ignored_it_says_so(start_server):
     request = document["components"]["schemas"][CompletionRequest.__name__]
     assert "additionalProperties" not in request
     assert all(takes(document, "/v1/completions", name, "any") for name in FOREIGN)
-    assert not takes(document, "/v1/completions", "suffix", "any")
+    assert not takes(document, "/v1/completions", "guided_regex", "any")

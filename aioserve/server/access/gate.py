@@ -63,7 +63,7 @@ async def check_key(request: web.Request, handler: Handler) -> web.StreamRespons
     shown = _shown(request)
     if shown is None:
         way = "'Authorization: Bearer KEY'"
-        if (style := style_of(request.path)) is not None:
+        if (style := style_of(request.path)) is not None and style.key_header:
             way = f"'{style.key_header}: KEY' or {way}"
         raise UnknownKeyError(f"{request.path} needs an API key: send {way}")
     key = access.keyring.find(shown)
@@ -172,7 +172,7 @@ def _route(request: web.Request) -> str:
 
 def _shown(request: web.Request) -> str | None:
     style = style_of(request.path)
-    if style is not None and style.key_header in request.headers:
+    if style is not None and style.key_header and style.key_header in request.headers:
         return request.headers[style.key_header]
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None

@@ -127,6 +127,13 @@ class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
     provider_specific_fields: dict[str, Empty] | None = None  # LiteLLM's notes
 
 
+class Thinking(RequestPart, kw_only=True, omit_defaults=True):
+    """The switch of reasoning, as DeepSeek has it, with the budget that LiteLLM sends in it."""
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: Int | None = None  # as thinking_token_budget
+
+
 class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     """The JSON body of POST /v1/chat/completions: messages, tools, and how to answer."""
 
@@ -141,6 +148,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    thinking: Thinking | None = None  # as reasoning_effort: none if disabled, else any
     thinking_token_budget: Int | None = None  # as in vLLM: reasoning tokens; -1: any number
     verbosity: str | None = None  # a hint, as reasoning_effort, where the template looks at it
     chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
@@ -148,6 +156,37 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     parallel_tool_calls: bool | None = None  # false: at most one call in a reply
     include_reasoning: bool | None = None  # false: reasoning is left out
     separate_reasoning: bool | None = None  # false: it stays in the content, as it was written
+
+    @property
+    def effort(self) -> str | None:
+        """How much to reason, by either field that says it. Raises `RequestError` if they differ;
+        an effort that is not stated is medium where reasoning is enabled.
+        """
+        if self.thinking is None:
+            return self.reasoning_effort
+        is_on = self.thinking.type == "enabled"
+        if self.reasoning_effort is not None and (self.reasoning_effort != "none") != is_on:
+            raise RequestError(
+                f"thinking is {self.thinking.type}, and reasoning_effort {self.reasoning_effort}: "
+                "give one of them",
+                param="thinking",
+            )
+        return (self.reasoning_effort or "medium") if is_on else "none"
+
+    @property
+    def most_reasoning(self) -> tuple[int | None, str]:
+        """The most reasoning tokens, and the field that says it. Raises `RequestError` if two do,
+        and differ.
+        """
+        own, other = self.thinking_token_budget, self.thinking and self.thinking.budget_tokens
+        if None not in (own, other) and own != other:
+            raise RequestError(
+                "thinking_token_budget and thinking.budget_tokens differ: give one of them",
+                param="thinking.budget_tokens",
+            )
+        return (
+            (own, "thinking_token_budget") if other is None else (other, "thinking.budget_tokens")
+        )
 
 
 class ChatReplyMessage(msgspec.Struct, kw_only=True):

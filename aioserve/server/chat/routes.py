@@ -6,7 +6,7 @@ Knows the shape of that endpoint; the chat template is the engine's, admission a
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from aiohttp import web
@@ -56,7 +56,7 @@ from aioserve.server.chat.protocol import (
     template_messages,
 )
 from aioserve.server.fields import is_vendors, pass_over_tools
-from aioserve.server.generation import Reply, event, read_body, respond
+from aioserve.server.generation import Answer, Reply, event, read_body, respond
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
 from aioserve.server.protocol import (
@@ -75,7 +75,28 @@ _NAMES = {"prompt": "messages", "thinking_budget": "thinking_token_budget"}
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answer the request. Raises what `add_request` raises, before anything is sent."""
-    body = await read_body(request, decoder)
+    return await answer_chat(request, await read_body(request, decoder), ChatReply)
+
+
+class MakesReply(Protocol):
+    """A maker of the answer of a chat, in the words of its protocol."""
+
+    def __call__(
+        self,
+        request: web.Request,
+        body: ChatCompletionRequest,
+        use: ToolUse | None,
+        *,
+        separates_reasoning: bool,
+    ) -> Answer: ...
+
+
+async def answer_chat(
+    request: web.Request, body: ChatCompletionRequest, make_reply: MakesReply
+) -> web.StreamResponse:
+    """Answer a decoded body, in whatever words. Raises what `add_request` raises, before anything
+    is sent.
+    """
     engine, chat_format = request.app[ENGINE], request.app[CHAT_FORMAT]
     pass_over_tools(request, body.tools)
     await before_tools(body.tools)
@@ -95,7 +116,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
-        reasoning_effort=body.reasoning_effort,
+        reasoning_effort=body.effort,
         verbosity=body.verbosity,
     )
     body.messages.clear()  # images that they hold would stay as long as the stream
@@ -103,9 +124,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     try:
         params = await bind_off_loop(params, use, chat_format, conversation, body.bound_by)
         if has_reasoning:
-            budget = body.thinking_token_budget
-            params = with_budget(request, params, budget, "thinking_token_budget")
-        reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
+            params = with_budget(request, params, *body.most_reasoning)
+        reply = make_reply(request, body, use, separates_reasoning=has_reasoning)
         with images.named():
             prompt = request.app[IMAGES].shown(conversation, images)
             return await respond(request, body, [prompt], params, reply)
