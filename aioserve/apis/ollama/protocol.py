@@ -221,10 +221,11 @@ def chat_messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
         answered = None
         if message.role == "tool":
             answered = _answered(where, message, open_calls)
-        content: str | list[ContentPart] = message.content or ""
+        text = message.content or ""
+        content: str | list[ContentPart] = text
         if message.images:
-            content = [ContentPart(type="text", text=content)] if content else []
-            content += [ContentPart(type="image_url", image_url=_image(d)) for d in message.images]
+            shown = [ContentPart(type="image_url", image_url=_image(d)) for d in message.images]
+            content = [*([ContentPart(type="text", text=text)] if text else []), *shown]
         found.append(
             ChatMessage(
                 role=message.role,

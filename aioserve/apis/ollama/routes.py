@@ -208,8 +208,9 @@ def _tag(request: web.Request, card: ModelCard) -> dict[str, Any]:
 
 
 def _details(request: web.Request) -> ModelDetails:
-    source = request.app[ENGINE].model_info.source
-    family = source.model_type
+    info = request.app[ENGINE].model_info
+    source = info.source
+    family = source.model_type or str(getattr(info.hf_config, "model_type", ""))
     return ModelDetails(
         format="gguf" if source.path.suffix == ".gguf" else "safetensors",
         family=family,

@@ -178,7 +178,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
         """The most reasoning tokens, and the field that says it. Raises `RequestError` if two do,
         and differ.
         """
-        own, other = self.thinking_token_budget, self.thinking and self.thinking.budget_tokens
+        own = self.thinking_token_budget
+        other = None if self.thinking is None else self.thinking.budget_tokens
         if None not in (own, other) and own != other:
             raise RequestError(
                 "thinking_token_budget and thinking.budget_tokens differ: give one of them",
