@@ -116,11 +116,12 @@ tree:  ## every folder and file, with a sentence about each (ARGS=aioserve/engin
 ab: .venv/runtime  ## compare the three main policies in virtual time (ARGS="--html ab.html" adds flags)
 	@$(BIN)/python -m aioserve compare fcfs chunked_prefill priority --workload mixed $(ARGS)
 
-wheel: .venv/build  ## one wheel with all kernels, and an sdist, in dist/
+wheel: .venv/build  ## one wheel with all kernels, and an sdist, in dist/, which twine checks
 	rm -rf dist
 	AIOSERVE_BUILD=release $(BIN)/python -m build --no-isolation
 	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair -w dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
+	$(BIN)/python -m twine check --strict dist/*
 
 test-wheel: .venv/test wheel  ## install it where there is no compiler, and run the commands of README.md
 	AIOSERVE_WHEEL="$$(echo dist/*.whl)" $(BIN)/python -m pytest -q tests/test_wheel.py $(ARGS)
