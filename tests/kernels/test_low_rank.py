@@ -26,30 +26,28 @@ def check(found: Tensor, before: Tensor, x: Tensor, pieces: list[Piece]) -> None
     assert ((found.double() - expected).abs() <= TOLERANCE[found.dtype] * size).all()
 
 
-@pytest.mark.parametrize("num_rows", ROWS)
-def test_products_of_any_shape_are_close_to_float64(
-    kernels: Kernels, dtype: torch.dtype, num_rows: int
-) -> None:
-    generator = torch.Generator().manual_seed(num_rows)
+def test_products_of_any_shape_are_close_to_float64(kernels: Kernels, dtype: torch.dtype) -> None:
+    for num_rows in ROWS:
+        generator = torch.Generator().manual_seed(num_rows)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        def draw(*shape: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
 
-    inputs = 272  # more than are taken at a time
-    pieces = [
-        Piece(0, draw(1, inputs), draw(16, 1)),
-        Piece(16, draw(17, inputs), draw(133, 17)),
-        Piece(160, draw(8, inputs), draw(48, 8)),
-    ]
-    x, out = draw(2 * num_rows, inputs), draw(2 * num_rows, 208)
-    rows, found = torch.arange(num_rows) * 2 + 1, out.clone()
-    CompiledProduct(kernels, pieces).add(x, found, rows)
-    check(found[rows], out[rows], x[rows], pieces)
-    assert torch.equal(found[rows - 1], out[rows - 1])
-    assert torch.equal(found[:, 149:160], out[:, 149:160])
-    alone = out.clone()  # no result depends on other rows
-    CompiledProduct(kernels, pieces).add(x, alone, rows[-1:])
-    assert torch.equal(alone[rows[-1]], found[rows[-1]])
+        inputs = 272  # more than are taken at a time
+        pieces = [
+            Piece(0, draw(1, inputs), draw(16, 1)),
+            Piece(16, draw(17, inputs), draw(133, 17)),
+            Piece(160, draw(8, inputs), draw(48, 8)),
+        ]
+        x, out = draw(2 * num_rows, inputs), draw(2 * num_rows, 208)
+        rows, found = torch.arange(num_rows) * 2 + 1, out.clone()
+        CompiledProduct(kernels, pieces).add(x, found, rows)
+        check(found[rows], out[rows], x[rows], pieces)
+        assert torch.equal(found[rows - 1], out[rows - 1])
+        assert torch.equal(found[:, 149:160], out[:, 149:160])
+        alone = out.clone()  # no result depends on other rows
+        CompiledProduct(kernels, pieces).add(x, alone, rows[-1:])
+        assert torch.equal(alone[rows[-1]], found[rows[-1]])
 
 
 def test_embeddings_are_close_to_float64(kernels: Kernels, dtype: torch.dtype) -> None:

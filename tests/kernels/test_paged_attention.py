@@ -139,15 +139,15 @@ def test_tokens_that_see_ahead_are_close_to_float64_and_have_the_same_bits_alone
 
 
 @DTYPES
-@pytest.mark.parametrize("heads", [(8, 8), (200, 1), *((group, 1) for group in range(1, 10))])
 @pytest.mark.parametrize(
     "dims", [(80, 96), *(pytest.param(d, marks=pytest.mark.slow) for d in [(16, 16), (256, 128)])]
 )
 def test_any_multiple_of_16_and_any_group_is_served(
-    kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]
+    kernels: Kernels, dtype: torch.dtype, dims: tuple[int, int]
 ) -> None:
-    step = make_step([(1, 140), (2, 77), (20, 33)], dtype, heads, dims)
-    assert_close_to_reference(step, step.run(kernels))
+    for heads in [(8, 8), (200, 1), *((group, 1) for group in range(1, 10))]:
+        step = make_step([(1, 140), (2, 77), (20, 33)], dtype, heads, dims)
+        assert_close_to_reference(step, step.run(kernels))
 
 
 @DTYPES

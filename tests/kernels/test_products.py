@@ -32,20 +32,22 @@ def draw(dtype: torch.dtype) -> Draw:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 48), (130, 592), (960, 32)])
 def test_products_of_any_size_are_close_to_float64(
-    kernels: Kernels, dtype: torch.dtype, draw: Draw, outputs: int, inputs: int, has_bias: bool
+    kernels: Kernels, dtype: torch.dtype, draw: Draw, has_bias: bool
 ) -> None:
-    weight, bias = draw(outputs, inputs), draw(outputs) if has_bias else None
-    linear, x = PanelLinear.of(kernels, weight, bias), draw(200, inputs)
-    expected = x.double() @ weight.double().T
-    size = x.double().abs() @ weight.double().abs().T
-    if bias is not None:
-        expected, size = expected + bias.double(), size + bias.double().abs()
-    limit = TOLERANCE[dtype] * (expected.abs() if dtype != torch.float32 else size) + 4e-6 * size
-    for rows in ROWS:
-        found = linear(x[:rows])
-        assert bool(((found.double() - expected[:rows]).abs() <= limit[:rows]).all()), rows
+    for outputs, inputs in [(1, 16), (33, 48), (130, 592), (960, 32)]:
+        weight, bias = draw(outputs, inputs), draw(outputs) if has_bias else None
+        linear, x = PanelLinear.of(kernels, weight, bias), draw(200, inputs)
+        expected = x.double() @ weight.double().T
+        size = x.double().abs() @ weight.double().abs().T
+        if bias is not None:
+            expected, size = expected + bias.double(), size + bias.double().abs()
+        limit = (
+            TOLERANCE[dtype] * (expected.abs() if dtype != torch.float32 else size) + 4e-6 * size
+        )
+        for rows in ROWS:
+            found = linear(x[:rows])
+            assert bool(((found.double() - expected[:rows]).abs() <= limit[:rows]).all()), rows
 
 
 def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threads(

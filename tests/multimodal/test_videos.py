@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, but=["chunks", "starved", "pieces"]))
-@pytest.mark.parametrize("kind", VIDEO_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    mostly_slow(
+        itertools.product(VIDEO_KINDS, CASES),
+        but=[*((kind, "chunks") for kind in VIDEO_KINDS), (ONE, "starved"), (ONE, "pieces")],
+    ),
+)
 async def test_tokens_are_those_of_generate(
     seeing: Callable[[str], Seeing], kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
