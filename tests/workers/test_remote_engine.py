@@ -100,6 +100,7 @@ async def test_all_that_comes_of_a_request_is_the_same_with_a_worker():
         assert cached > 16
 
 
+@pytest.mark.usefixtures("own_processes")
 async def test_what_renders_the_chats_of_a_worker_ends_with_it():
     before = {*psutil.Process().children()}
     async with joined(MODEL) as (_, _, [remote], _):
