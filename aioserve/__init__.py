@@ -6,16 +6,16 @@ Importing this package loads no torch; the names below are imported when they ar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from aioserve.support import __version__
 from aioserve.support.old_names import find_old_names
-from aioserve.support.version import __version__
 
 if TYPE_CHECKING:
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
+    from aioserve.engine.language_model import ChatOutput, FinishedChat, LanguageModel, ToolCall
     from aioserve.engine.prompt import MultimodalPrompt, Video
     from aioserve.fleet.child import EngineProcess
-    from aioserve.language_model import ChatOutput, FinishedChat, LanguageModel, ToolCall
     from aioserve.outputs import (
         EmbeddingOutput,
         FinishedOutput,
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncClient": "aioserve.client",
     "AsyncEngine": "aioserve.engine",
-    "ChatOutput": "aioserve.language_model",
+    "ChatOutput": "aioserve.engine.language_model",
     "EmbeddingOutput": "aioserve.outputs",
     "EngineConfig": "aioserve.config",
     "EngineProcess": "aioserve.fleet.child",
     "EngineSnapshot": "aioserve.engine",
     "FinishReason": "aioserve.outputs",
-    "FinishedChat": "aioserve.language_model",
+    "FinishedChat": "aioserve.engine.language_model",
     "FinishedOutput": "aioserve.outputs",
-    "LanguageModel": "aioserve.language_model",
+    "LanguageModel": "aioserve.engine.language_model",
     "MultimodalPrompt": "aioserve.engine.prompt",
     "PoolingParams": "aioserve.params",
     "RequestOutput": "aioserve.outputs",
     "RequestStream": "aioserve.engine",
     "RequestTimes": "aioserve.outputs",
     "SamplingParams": "aioserve.params",
-    "ToolCall": "aioserve.language_model",
+    "ToolCall": "aioserve.engine.language_model",
     "Video": "aioserve.engine.prompt",
 }
 

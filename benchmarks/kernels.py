@@ -41,7 +41,7 @@ from aioserve.config import ModelConfig
 from aioserve.features.quantized.blocks import quantize
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
-from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
+from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import CompiledAttention
 from aioserve.runner.cpu.kv_memory import AttentionBackend

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import harness
 import psutil
-from harness import Args, Opt, Program, Table, serving, told_of
+from harness import Args, Opt, Panel, Program, Table, draw, serving, told_of
 from hostile import HEAD
-from lines import Panel, draw
 
 STEPS = ["--step-base-ms", "20", "--step-decode-us", "0", "--step-context-token-us", "0"]
 PROMPT_TOKENS = 32

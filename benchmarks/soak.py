@@ -37,8 +37,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 import psutil
-from harness import Args, Opt, Program, process, told_of
-from lines import Panel, draw
+from harness import Args, Opt, Panel, Program, draw, process, told_of
 from safetensors import safe_open
 from safetensors.numpy import save_file
 

@@ -11,17 +11,15 @@ difference of one seed. `--victims` shows the share of tokens that vLLM's schedu
 on the lengths that `reproduce victims` assumes. Needs vLLM. The last line is JSON.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT
+from harness import ROOT, Args, Opt, Program
 
 from aioserve.config import EngineConfig
-from aioserve.config.presets import LIKE
+from aioserve.config.load import LIKE
 from aioserve.lab.reproduce.claims.scheduling import (
     VICTIMS_POLICY,
     VICTIMS_PUBLISHED,
@@ -31,6 +29,8 @@ from aioserve.lab.reproduce.claims.scheduling import (
 from aioserve.lab.simulation.run import simulate, simulated
 from aioserve.lab.workloads.synthetic import WorkloadSource, parse_prediction
 from aioserve.lab.workloads.workload import Workload
+
+program = Program(__doc__)
 
 SHORTEST_PROMPT = f"{ShortestPromptScheduler.__module__}:{ShortestPromptScheduler.__name__}"
 #: By name, aioserve's policy, the order for vLLM's queue, and what a command line would say of it.
@@ -46,7 +46,7 @@ def configure(
     policy: str,
     options: dict[str, Any],
     preset: Sequence[tuple[str, Any]],
-    args: argparse.Namespace,
+    args: Args,
 ) -> EngineConfig:
     """Return the settings of one candidate, alike in all but policy and preset."""
     overrides = [
@@ -73,7 +73,7 @@ def measure(config: EngineConfig, workload: Workload) -> tuple[float, float, flo
     )
 
 
-def candidates(name: str, args: argparse.Namespace) -> dict[str, EngineConfig]:
+def candidates(name: str, args: Args) -> dict[str, EngineConfig]:
     """Return the three that serve an order."""
     policy, order = ORDERS[name]
     options: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def candidates(name: str, args: argparse.Namespace) -> dict[str, EngineConfig]:
     }
 
 
-def show_victims(seeds: int) -> None:
+def show_victims(seeds: int) -> dict[str, Any]:
     """Print the shares beside those of the claim's own policy, which preempts the newest."""
     document = {}
     print("| KV blocks | vLLM | newest preempted, as the claim has it |\n|---|---|---|")
@@ -96,25 +96,25 @@ def show_victims(seeds: int) -> None:
             for policy in ("vllm", VICTIMS_POLICY)
         ]
         print(f"| {blocks} | {shares[0]:.3f} | {shares[1]:.3f} |", flush=True)
-        document[blocks] = shares
-    print(json.dumps(document))
+        document[str(blocks)] = shares
+    return document
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", default="zoo-1-chat", help="a file, or a shipped name")
-    parser.add_argument("--limit", type=int, default=300)
-    parser.add_argument("--time-scale", type=float, default=1.0)
-    parser.add_argument("--blocks", type=int, default=1000)
-    parser.add_argument("--seats", type=int, default=64)
-    parser.add_argument("--step-tokens", type=int, default=2048)
-    parser.add_argument("--profile", default="zoo-1")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--victims", action="store_true")
-    args = parser.parse_args()
+@program.command(
+    workload=Opt("zoo-1-chat", "a file, or a shipped name"),
+    limit=300,
+    time_scale=1.0,
+    blocks=1000,
+    seats=64,
+    step_tokens=2048,
+    profile="zoo-1",
+    seeds=3,
+    victims=False,
+)
+def main(args: Args) -> dict[str, Any]:
+    """Serve each order three times."""
     if args.victims:
-        show_victims(args.seeds)
-        return
+        return show_victims(args.seeds)
     path = args.workload
     if not Path(path).exists():
         path = str(ROOT / f"configs/workloads/{path}.yaml")
@@ -144,8 +144,8 @@ def main() -> None:
                 cells.append(cell)
             print(f"| {name} | {shown} | " + " | ".join(cells) + " |", flush=True)
         document[name] = runs
-    print(json.dumps(document))
+    return document
 
 
 if __name__ == "__main__":
-    main()
+    program.main()

@@ -17,8 +17,6 @@ measurement agree whether a policy is better or worse than vLLM's own scheduler;
 difference is under `NOISE` of it, no sign is asked. Needs vLLM. The last line is JSON.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -26,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, turns
+from harness import ROOT, Args, Opt, Program, medians, turns
 
 sys.path.append(str(ROOT))
 from vllm_tokens import model_directory
@@ -54,6 +52,8 @@ from aioserve.lab.workloads.synthetic import (
 )
 from aioserve.lab.workloads.workload import Workload
 from aioserve.vllm import Recorder
+
+program = Program(__doc__)
 
 OWN = "vllm"
 #: aioserve's policies and their options.
@@ -178,23 +178,24 @@ def signs(
     return num_asked, wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second, about")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--embedded", action="store_true", help="the model of 2.8M parameters")
-    arguments = parser.parse_args()
-    model = MODEL if arguments.embedded else model_directory()
+@program.command(
+    requests=60,
+    rate=Opt(1.0, "requests a second, about"),
+    rounds=6,
+    embedded=Opt(False, "the model of 2.8M parameters"),
+)
+def main(args: Args) -> tuple[dict[str, Any], int]:
+    """Measure the four schedulers in turns, and predict them."""
+    model = MODEL if args.embedded else model_directory()
     llm = make_engine(**SETTINGS | {"model": str(model)})
     num_tokens = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     serve(llm, a_load(8, 100.0, 99), num_tokens)  # warm up; a process is slower in its first minute
-    serve(llm, a_load(arguments.requests, arguments.rate, 99), num_tokens)
+    serve(llm, a_load(args.requests, args.rate, 99), num_tokens)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in (OWN, *POLICIES)}
     predictions: dict[str, list[dict[str, float]]] = {name: [] for name in found}
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in turns(list(found), arguments.rounds):
-            load = a_load(arguments.requests, arguments.rate, 1 + number)
+        for number, name in turns(list(found), args.rounds):
+            load = a_load(args.requests, args.rate, 1 + number)
             traffic = run(llm, name, load, Path(folder, f"{number}-{name}"), num_tokens)
             count = len(traffic.lives)
             found[name].append(measures_of(traffic.chronicle, traffic.lives, count))
@@ -203,8 +204,8 @@ def main() -> int:
                 for other, rows in predictions.items():
                     rows.append(predict(traffic, other))
     core_of(llm).shutdown()
-    measured = {name: _medians(rows) for name, rows in found.items()}
-    predicted = {name: _medians(rows) for name, rows in predictions.items()}
+    measured = {name: medians(rows) for name, rows in found.items()}
+    predicted = {name: medians(rows) for name, rows in predictions.items()}
     print("measured / predicted".ljust(22) + "".join(f"{name:>22}" for name in found))
     for what in MEASURES:
         pairs = (f"{measured[n][what]:.1f} / {predicted[n][what]:.1f}" for n in found)
@@ -213,13 +214,9 @@ def main() -> int:
     errors = [abs(predicted[n][w] / measured[n][w] - 1) for n in found for w in MEANS]
     print(f"{num_asked - len(wrong)} of {num_asked} signs are right; wrong: {wrong or 'none'}")
     print(f"means: off by {100 * statistics.fmean(errors):.1f}%, at most {100 * max(errors):.1f}%")
-    print(json.dumps({"measured": measured, "predicted": predicted, "wrong signs": wrong}))
-    return int(bool(wrong))
-
-
-def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    told = {"measured": measured, "predicted": predicted, "wrong signs": wrong}
+    return told, int(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.main()

@@ -14,9 +14,7 @@ brings back a plan that `schedule()` has not made; or it expects another decisio
 Needs vLLM and pytest. The last line is JSON.
 """
 
-import argparse
 import collections
-import json
 import os
 import re
 import sys
@@ -30,12 +28,15 @@ from typing import Any
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 
 import pytest
+from harness import Args, Opt, Program
 from vllm.v1.request import Request, RequestStatus
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, InvariantError
 from aioserve.model_source.info import find_model
 from aioserve.vllm import Scheduler
+
+program = Program(__doc__)
 
 FOLDER = "tests/v1/core"
 FILES = (
@@ -226,18 +227,18 @@ def make_model(folder: Path) -> None:
         (place / file.name).write_bytes(file.read_bytes())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("root", type=Path, help="the folder in which vLLM's `tests` is")
-    parser.add_argument("--files", nargs="+", default=list(FILES))
-    arguments = parser.parse_args()
-    root = arguments.root.resolve()
+@program.command(
+    words={"root": Opt(Path, "the folder in which vLLM's `tests` is")}, files=list(FILES)
+)
+def main(args: Args) -> dict[str, Any]:
+    """Run the tests on both schedulers, and count the reasons for which they fail."""
+    root = args.root.resolve()
     sys.path.insert(0, str(root))
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         make_model(Path(folder))
-        own = run(root, arguments.files, None, None)
+        own = run(root, args.files, None, None)
         able = {name for name, how in own.items() if how == "passed"}
-        ours = run(root, arguments.files, Shown, able)
+        ours = run(root, args.files, Shown, able)
     rows: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for name in own:
         file = Path(name.partition("::")[0]).name
@@ -261,8 +262,8 @@ def main() -> None:
     raised = (str(how).strip() or how for how in own.values() if how not in ("passed", "skipped"))
     for what, count in collections.Counter(str(each).splitlines()[0] for each in raised).items():
         print(f"  {count} x {what[:150]}")
-    print(json.dumps({file: dict(counts) for file, counts in rows.items()}))
+    return {file: dict(counts) for file, counts in rows.items()}
 
 
 if __name__ == "__main__":
-    main()
+    program.main()

@@ -14,9 +14,7 @@ over aioserve's, the median of the turns, with the least and the most. `log adds
 the order of the policy `fair`. Needs vLLM. The last line is JSON.
 """
 
-import argparse
 import gc
-import json
 import logging
 import statistics
 import tempfile
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Args, Program
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -41,6 +40,8 @@ from aioserve.config import ModelConfig as OurModelConfig
 from aioserve.model_source.info import find_model
 from aioserve.vllm import PolicyScheduler, Recorder
 from aioserve.vllm import Scheduler as OurScheduler
+
+program = Program(__doc__)
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS, SHARED_TOKENS = 200, 64
@@ -220,22 +221,20 @@ def measure(running: int, kind: str, policy: str, rounds: int, log: Path) -> dic
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--kind", nargs="+", default=["steady", "churn"])
-    parser.add_argument("--policy", default="chunked_prefill")
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args()
+@program.command(
+    running=[64, 256, 1024], kind=["steady", "churn"], policy="chunked_prefill", rounds=9
+)
+def main(args: Args) -> dict[str, Any]:
+    """Measure each kind of load at each number of running requests."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    print(f"microseconds per step of processor time; aioserve under {arguments.policy}")
+    print(f"microseconds per step of processor time; aioserve under {args.policy}")
     head = ("", "running", "aioserve", "vLLM", "ratio", "least", "most", "log adds", "parts add")
     print("{:8}{:>8}{:>10}{:>10}{:>8}{:>8}{:>8}{:>10}{:>10}".format(*head))
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind, running in product(arguments.kind, arguments.running):
+        for kind, running in product(args.kind, args.running):
             log = Path(folder, f"{kind}-{running}.log")
-            row = measure(running, kind, arguments.policy, arguments.rounds, log)
+            row = measure(running, kind, args.policy, args.rounds, log)
             results.append(row)
             print(
                 f"{kind:8}{running:8}{row['aioserve_us']:10.1f}{row['vllm_us']:10.1f}"
@@ -243,8 +242,8 @@ def main() -> None:
                 f"{row['log_adds_us']:10.1f}{row['parts_add_us']:10.1f}",
                 flush=True,
             )
-    print(json.dumps({"policy": arguments.policy, "results": results}))
+    return {"results": results}
 
 
 if __name__ == "__main__":
-    main()
+    program.main()

@@ -14,7 +14,6 @@ A reply that differs is a tie if, alone in vLLM, the two tokens at which it part
 JSON.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -22,7 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import ROOT
+from harness import ROOT, Args, Opt, Program
 
 # Not this folder: numba, which vLLM's n-grams need, would take `coverage.py` for a package.
 sys.path.append(str(ROOT))
@@ -45,6 +44,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from aioserve.config import ModelConfig
 from aioserve.model_source.downloads import fetch
 from aioserve.model_source.info import ModelInfo
+
+program = Program(__doc__)
 
 FOLDER = Path(__file__).parents[1] / "models" / "test" / "smollm2"
 #: Difference of two log-probabilities, in nats, under which a rounding decides; by the type of the
@@ -300,25 +301,25 @@ def run_kind(
     return [{"kind": kind, "dtype": dtype, **each} for each in (noise, row)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--prompts", type=int, default=300)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--dtype", default="float32", choices=TIE)
-    parser.add_argument("--policy", help="of aioserve's; by default each kind has one")
-    arguments = parser.parse_args()
+@program.command(
+    prompts=300,
+    kinds=Opt(list(KINDS), choices=KINDS),
+    dtype=Opt("float32", choices=TIE),
+    policy=Opt(str, "of aioserve's; by default each kind has one"),
+)
+def main(args: Args) -> tuple[dict[str, Any], int]:
+    """Compare the schedulers, kind by kind."""
     columns = ("replies", "equal", "part at a tie", "others", "widest gap", "preempted", "cached")
     print(f"{'beside vLLM':14}{'':17}" + "".join(f"{name:>15}" for name in columns))
     results = []
-    for kind in arguments.kinds:
-        rows = run_kind(kind, arguments.prompts, arguments.dtype, arguments.policy)
+    for kind in args.kinds:
+        rows = run_kind(kind, args.prompts, args.dtype, args.policy)
         results += rows
         for row in rows:
             values = "".join(f"{row.get(name, ''):>15}" for name in columns)
             print(f"{kind:14}{row['run']:17}{values}", flush=True)
-    print(json.dumps(results))
-    return int(any(row["others"] for row in results))
+    return {"rows": results}, int(any(row["others"] for row in results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.main()

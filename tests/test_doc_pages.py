@@ -14,7 +14,7 @@ from aioserve.server.body import BodyDecoder
 from aioserve.server.chat import routes as chat
 from aioserve.server.chat.protocol import ChatCompletionRequest
 from aioserve.server.protocol import CompletionRequest, SamplingRequest
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,13 +11,13 @@ import pytest
 from aiohttp import web
 
 from aioserve import AsyncClient, AsyncEngine, EngineConfig, SamplingParams
+from aioserve.engine.language_model import ToolCall, UnparsedReplyError, tool_of
 from aioserve.errors import (
     ConfigError,
     EngineOverloadedError,
     EngineUnavailableError,
     RequestError,
 )
-from aioserve.language_model import ToolCall, UnparsedReplyError, tool_of
 from aioserve.outputs import FinishReason
 from aioserve.server.sockets import bind
 from tests.test_whole import asked_by

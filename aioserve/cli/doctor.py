@@ -32,8 +32,8 @@ from aioserve.kernels.library import (
 from aioserve.model_source.downloads import DOWNLOADS, downloaded
 from aioserve.runner.cpu import machine
 from aioserve.runner.devices import num_cuda_devices
+from aioserve.support import __version__
 from aioserve.support.arguments import EXIT_FAILED, Parser
-from aioserve.support.version import __version__
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -19,6 +19,7 @@ import msgspec
 
 from aioserve.config import COMMON_SETTINGS, EMBEDDED_MODEL, EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, SettingError, did_you_mean
+from aioserve.support import __version__
 from aioserve.support.arguments import (
     EXIT_ENGINE_DEAD,
     EXIT_FAILED,
@@ -31,7 +32,6 @@ from aioserve.support.arguments import (
 )
 from aioserve.support.logs import set_up_logging
 from aioserve.support.process import ignore_sigterm, way_out
-from aioserve.support.version import __version__
 
 logger = logging.getLogger(__name__)
 

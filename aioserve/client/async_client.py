@@ -19,10 +19,8 @@ from msgspec import UNSET, UnsetType
 from aioserve.apis.scoring.protocol import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest
 from aioserve.client.connection import Connection, error_decoder, error_from_wire, with_id
 from aioserve.client.files_and_batches import ClientBatches, ClientFiles
-from aioserve.engine.operations import OperatorCommand, OperatorMethods
-from aioserve.engine.operations.command import Told
-from aioserve.errors import UNREADABLE, EngineDeadError, RequestError, RequestFailedError
-from aioserve.language_model import (
+from aioserve.engine.chat.tools import NamedToolChoice
+from aioserve.engine.language_model import (
     NOT_ENDED,
     ChatOptions,
     ChatOutput,
@@ -38,6 +36,9 @@ from aioserve.language_model import (
     tool_of,
     whole_chat,
 )
+from aioserve.engine.operations import OperatorCommand, OperatorMethods
+from aioserve.engine.operations.command import Told
+from aioserve.errors import UNREADABLE, EngineDeadError, RequestError, RequestFailedError
 from aioserve.outputs import (
     EmbeddingOutput,
     FinishedOutput,
@@ -54,7 +55,6 @@ from aioserve.server.chat.protocol import (
     ChatCompletionRequest,
     ChatMessage,
     FunctionCall,
-    NamedToolChoice,
     ToolCallDelta,
 )
 from aioserve.server.chat.protocol import ToolCall as WireCall

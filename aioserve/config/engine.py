@@ -72,7 +72,13 @@ class EngineConfig(Section, frozen=True, kw_only=True):
         strings, as they come from a command line: they are converted to the type of the field.
         Raises `ConfigError` that names the file or the setting.
         """
-        from aioserve.config.load import convert, find_policies, read_sections, set_value
+        from aioserve.config.load import (
+            convert,
+            find_policies,
+            lay_preset,
+            read_sections,
+            set_value,
+        )
         from aioserve.support.files import find_config
 
         tree: dict[str, Any] = {}
@@ -80,8 +86,6 @@ class EngineConfig(Section, frozen=True, kw_only=True):
             path = find_config(path)
             tree = read_sections(path)
             if "like" in tree:
-                from aioserve.config.presets import lay_preset
-
                 lay_preset(tree, str(path))
             convert(tree, cls, str(path))  # a bad file is named before a bad flag
             find_policies(tree, path, {dotted for dotted, _ in overrides})

@@ -1,7 +1,8 @@
 """From a YAML file and dotted names to settings, with errors that name the place.
 
 Files of Python that a YAML file names (policies, and parts of policies) are looked up beside that
-file, then in the working directory; none of them is imported here.
+file, then in the working directory; none of them is imported here. The key `like` of a file names
+another engine, as the flag `--like` of the lab does: last, the settings that it stands for.
 """
 
 import re
@@ -103,3 +104,33 @@ def _found(value: Any, path: Path) -> Any:
     if match is None or not (beside := path.parent / match[1]).is_file():
         return value
     return f"{beside}{match[2] or ''}"
+
+
+#: By the name of another engine, the settings under which a policy that decides as that engine's
+#: scheduler does gives the same steps. vLLM 0.32 leaves no KV blocks free at admissions, preempts
+#: the request that was admitted last, and admits none in a step that has preempted one;
+#: tests/vllm/test_like.py compares the times with those of its class.
+LIKE: dict[str, tuple[tuple[str, Any], ...]] = {
+    "vllm": (
+        ("cache.watermark", 0.0),
+        ("scheduler.victim", "last_admitted"),
+        ("scheduler.admit_beside_preemption", False),
+    ),
+}
+
+
+def preset(engine: object, where: str) -> tuple[tuple[str, Any], ...]:
+    """Return the settings by an engine's name. Raises `ConfigError` for one without an entry."""
+    if not isinstance(engine, str) or engine not in LIKE:
+        raise ConfigError(f"{where}: like must be one of {', '.join(LIKE)}, got {engine!r}")
+    return LIKE[engine]
+
+
+def lay_preset(tree: dict[str, Any], where: str) -> None:
+    """Take the key `like` out of the settings of `where`, and set what it stands for where they
+    state nothing else. Raises `ConfigError` for an engine that has no entry in `LIKE`.
+    """
+    for dotted, value in preset(tree.pop("like"), where):
+        section, leaf = dotted.split(".")
+        if isinstance(stated := tree.setdefault(section, {}), dict):
+            stated.setdefault(leaf, value)

@@ -44,8 +44,7 @@ from aioserve.kv_cache import KVEvent
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface, load_runner
+from aioserve.runner.interface import RunnerInfo, RunnerInterface, load_runner
 from aioserve.scheduler import FALLBACK_POLICY, load_policy
 from aioserve.support.parts import load
 

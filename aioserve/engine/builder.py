@@ -26,8 +26,7 @@ from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVEvent, WindowSpec
 from aioserve.model_source.info import ModelInfo
 from aioserve.request import ENTROPY, check_names, find_function
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RUNNERS, RunnerInterface
+from aioserve.runner.interface import RUNNERS, RunnerInfo, RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
 from aioserve.support.parts import load

@@ -37,7 +37,7 @@ from aioserve.request import NO_HINTS, Hints, RequestSpec
 
 if TYPE_CHECKING:
     from aioserve.engine.chat.chat_format import ChatFormat
-    from aioserve.language_model import (
+    from aioserve.engine.language_model import (
         ChatOptions,
         ChatOutput,
         EngineFields,
@@ -272,7 +272,7 @@ class EngineClient(ABC):
         **options: "Unpack[ChatOptions[T]]",
     ) -> "FinishedChat[T]":
         """Return the whole reply to a conversation in one output, as `chat` tells it."""
-        from aioserve.language_model import whole_chat
+        from aioserve.engine.language_model import whole_chat
 
         return await whole_chat(self.chat(messages, sampling_params, **options), sampling_params)
 

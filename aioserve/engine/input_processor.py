@@ -36,8 +36,7 @@ from aioserve.params import (
     PoolingParams,
     SamplingParams,
 )
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import OutputCompiler
+from aioserve.runner.interface import OutputCompiler, RunnerInfo
 from aioserve.support.parts import load
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from aioserve.config import CacheConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, make_resources
-from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInfo
 
 if TYPE_CHECKING:
     from aioserve.kv_cache import KVConnectorBase

@@ -29,7 +29,7 @@ from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.descriptions import OptionField, describe_options, describe_policies
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 # What a page that watches the scheduler at work is told: plain data, a few times a second. Requests
 # go by number, in the order in which they were first told of; times are milliseconds since the

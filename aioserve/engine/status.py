@@ -12,7 +12,7 @@ from aioserve.engine.builder import EngineParts
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.operations.command import Health
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 # Seconds for which a policy counts as failing whose last step failed: only a request can show that
 # it works again. Enough for a client that asks now and then; a guess.

@@ -21,7 +21,7 @@ from aioserve.errors import ConfigError
 from aioserve.outputs import FinishReason
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

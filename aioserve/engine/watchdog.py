@@ -20,8 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from aioserve.config import ServerConfig
-from aioserve.engine.metric_families import RecentWorst
-from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.metrics import EngineMetrics, RecentWorst
 from aioserve.outputs import SchedulerStats
 from aioserve.scheduler.blame import find_running_line
 

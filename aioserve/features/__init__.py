@@ -12,7 +12,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         "hooks": "aioserve.features.lora.products:HookedAdapters",
         "decoder": "aioserve.features.lora.cpu_products:CompiledAdapters",
     },
-    # What the batch of a runner keeps of its rows: `runner.batch_parts`.
+    # What the batch of a runner keeps of its rows: `runner.load_plan`.
     "batch parts": {
         "adapters": "aioserve.features.lora.rows:AdapterRows",
         "states": "aioserve.features.states.rows:StateRows",
@@ -71,7 +71,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     "media": {
         "parts": "aioserve.features.multimodal.bodies:BodyMedia",
         "loader": "aioserve.features.multimodal.bodies:ImageLoader",
-        "prompts": "aioserve.features.multimodal.engine_prompts:MultimodalProcessor",
+        "prompts": "aioserve.features.multimodal.prompt:MultimodalProcessor",
     },
     # What is known of JSON schemas by what compiles them.
     "grammars": {"schemas": "aioserve.features.grammars.schema"},

@@ -37,7 +37,7 @@ def add_settings(
 
 
 def _preset(engine: str) -> list[tuple[str, str]]:
-    from aioserve.config.presets import preset
+    from aioserve.config.load import preset
 
     return [(name, str(value)) for name, value in preset(engine, "--like")]
 

@@ -35,7 +35,7 @@ from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.profile import StepTimeModel
+from aioserve.runner.step_times import StepTimeModel
 from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_features
 from aioserve.support.arguments import EXIT_INTERRUPTED, Parser
 

@@ -28,12 +28,11 @@ from aioserve.lab.comparison.document import (
     Apart,
     apart_in,
     classes_of,
-    encode,
     mean_of,
     measure_runs,
 )
 from aioserve.lab.comparison.measures import Row, key, number, parse_measure, tidy
-from aioserve.lab.comparison.report import static_page
+from aioserve.lab.comparison.report import static_page, write_curves
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
 from aioserve.lab.terminal import paint
@@ -45,7 +44,6 @@ from aioserve.lab.workloads.synthetic import (
 )
 from aioserve.lab.workloads.workload import Workload
 from aioserve.support.arguments import Parser
-from aioserve.support.files import write
 
 #: By kind: what a size is called, what it is, and whether a greater one is a worse prediction.
 KINDS = {
@@ -440,11 +438,7 @@ def run_mispredict(words: Sequence[str]) -> int:
             progress=report,
         )
     print(paint(render(curves)))
-    write(arguments.json, encode(msgspec.to_builtins(curves)))
-    if arguments.svg:
-        write(arguments.svg, draw(curves).encode())
-    if arguments.html:
-        write(arguments.html, render_page(curves).encode())
+    write_curves(arguments, curves, draw, render_page)
     return 0
 
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from aioserve.errors import ConfigError, one_line
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
-from aioserve.runner.profile import StepTimeModel
+from aioserve.runner.step_times import StepTimeModel
 
 Seconds = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]

@@ -20,13 +20,13 @@ from prometheus_client.registry import Collector
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.clock import Clock
 from aioserve.engine.kv_cache import make_kv_cache
-from aioserve.engine.metric_families import Histogram, scheduler_metrics
+from aioserve.engine.metrics import Histogram, scheduler_metrics
 from aioserve.engine.step_loop import StepLoop, StepObserver
 from aioserve.errors import ConfigError
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import ROW_VALUES, Request, RequestStatus, invented
-from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInfo
 from aioserve.scheduler import BaseScheduler, OnlineStepTime, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed
 

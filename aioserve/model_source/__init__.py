@@ -3,7 +3,3 @@
 A module for each format behind the same face, and one that fetches models by name. Knows nothing of
 settings beyond what reading needs, and nothing of requests.
 """
-
-from aioserve.model_source.source import KINDS, ModelSource
-
-__all__ = ["KINDS", "ModelSource"]

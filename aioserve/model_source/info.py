@@ -13,8 +13,7 @@ import msgspec
 
 from aioserve.config import EMBEDDED_MODEL, ModelConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.model_source import KINDS, ModelSource
-from aioserve.model_source.source import check_file
+from aioserve.model_source.source import KINDS, ModelSource, check_file
 from aioserve.params import NO_DEFAULTS, SamplingDefaults
 from aioserve.support.progress import download_bars
 

@@ -19,8 +19,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.params import PoolingParams
 from aioserve.request import ROW_VALUES, invented
-from aioserve.runner.info import RunnerInfo, window_spec
-from aioserve.runner.interface import KVConnectorWorker, RunnerInterface
+from aioserve.runner.interface import KVConnectorWorker, RunnerInfo, RunnerInterface, window_spec
 from aioserve.runner.step_times import StepTimeSource, step_times
 from aioserve.scheduler.output import (
     CachedRequestData,

@@ -20,7 +20,7 @@ from aioserve.server.body import Route
 from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.protocol import Architecture, Capability, ModelCard, ModelList
 from aioserve.server.running import CHAT_FORMAT, ENGINE
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 _encoder = msgspec.json.Encoder()
 

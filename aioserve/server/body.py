@@ -34,7 +34,7 @@ from aioserve.server.fields import FIELDS, Hint, Skipped, Unserved, pass_over, r
 from aioserve.server.protocol import GenerationRequest, ModelRequest, RequestPart
 from aioserve.server.running import ENGINE
 
-T = TypeVar("T", bound=RequestPart)
+T = TypeVar("T", bound=msgspec.Struct)
 
 _MAX_SHOWN = 64  # characters of an unknown name
 
@@ -106,7 +106,7 @@ def convert_part(value: Any, part: type[T], path: str, *, ignore_unknown: bool =
 
 
 def _explain(
-    message: str, struct: type[RequestPart], served: type[RequestPart], root: str = ""
+    message: str, struct: type[msgspec.Struct], served: type[msgspec.Struct], root: str = ""
 ) -> RequestError:
     """Return what msgspec says of a `struct` at `root`, of which the fields of `served` can be
     offered.

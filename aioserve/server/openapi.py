@@ -37,7 +37,7 @@ from aioserve.server.errors import TIMEOUT_HEADER, status_of, style_of, styles
 from aioserve.server.fields import FIELDS, Unserved
 from aioserve.server.protocol import ErrorResponse, ModelRequest
 from aioserve.server.running import DOCUMENT
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 Schema = dict[str, Any]
 

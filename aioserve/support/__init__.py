@@ -1,1 +1,3 @@
-"""Helpers that no single room owns: names, files, logs, progress, the command line."""
+"""Helpers that no single room owns: names, files, logs, progress, the command line; the version."""
+
+__version__ = "0.2.0"

@@ -25,6 +25,7 @@ MOVED = {
     "aioserve.grammars": "aioserve.features.grammars",
     "aioserve.hints": "aioserve.request",
     "aioserve.kv_connector": "aioserve.features.kv_connector",
+    "aioserve.language_model": "aioserve.engine.language_model",
     "aioserve.multimodal": "aioserve.features.multimodal",
     "aioserve.operations": "aioserve.engine.operations",
     "aioserve.pooling_params": "aioserve.params",

@@ -41,7 +41,7 @@ from aioserve.outputs import FinishReason
 from aioserve.outputs import ModelRunnerOutput as OurResult
 from aioserve.request import RequestStatus
 from aioserve.scheduler import SchedulerOutput
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 from aioserve.vllm.observed import Observed
 from aioserve.vllm.requests import STATUSES, Arrivals, to_ours
 from aioserve.vllm.settings import KEY, read_shadow

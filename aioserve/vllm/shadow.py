@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from aioserve.config import SchedulerConfig
 from aioserve.config.load import convert
-from aioserve.engine.metric_families import Histogram
+from aioserve.engine.metrics import Histogram
 from aioserve.engine.step_loop import StepObserver
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager

@@ -19,7 +19,7 @@ from aioserve.engine.input_processor import (
     SHORT_MESSAGES,
     InputProcessor,
 )
-from aioserve.engine.metric_families import RATE_SECONDS, RecentRate
+from aioserve.engine.metrics import RATE_SECONDS, RecentRate
 from aioserve.engine.prompt import Conversation
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.lab import VirtualClockEventLoop

@@ -35,7 +35,7 @@ from aioserve.lab.decision_log.replay import replay
 from aioserve.lab.shadow import LAG_SECONDS
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
-from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
 from tests.policy_names import SHIPPED

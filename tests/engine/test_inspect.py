@@ -20,7 +20,7 @@ from aioserve.kv_cache import WindowSpec
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 from tests.foreign_policy import FOREIGN

@@ -23,7 +23,7 @@ from aioserve.errors import (
 )
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
-from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.processes import PATIENCE, until
 

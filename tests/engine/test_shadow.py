@@ -13,7 +13,7 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine.metric_families import Histogram
+from aioserve.engine.metrics import Histogram
 from aioserve.engine.prompt import Encoded
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop

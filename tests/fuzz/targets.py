@@ -44,7 +44,7 @@ from aioserve.lab.workloads.traces import read_trace
 from aioserve.lab.workloads.workload import Reading
 from aioserve.model_source.info import ModelInfo, find_model
 from aioserve.params import SamplingParams, StructuredOutputs
-from aioserve.runner.profile import load_profile
+from aioserve.runner.step_times import load_profile
 from aioserve.server.access.keys import read_keys
 from tests.adapters import make_adapter
 from tests.fuzz.bounded import BOUNDED

@@ -32,8 +32,7 @@ from aioserve.gpu.tensor_parallel.processes import (
 from aioserve.model_source.directory import Directory
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.runner import ThreadedRunner
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import RunnerInfo, RunnerInterface
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_device_runner
 from tests.workers.joined import connected

@@ -18,7 +18,7 @@ from aioserve.fleet.ray.settings import ModelSettings
 from aioserve.fleet.routing import Dispatcher
 from aioserve.outputs import RequestOutput
 from aioserve.runner.interface import RunnerInterface
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 _numbers = itertools.count()
 

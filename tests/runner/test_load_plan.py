@@ -9,7 +9,7 @@ from aioserve.config import CacheConfig, EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.gpu.cuda.load import CUDA_TYPES
 from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
-from aioserve.runner.cpu.memory import CPU_TYPES
+from aioserve.runner.cpu.kv_memory import CPU_TYPES
 from aioserve.runner.load_plan import SideTypes
 
 SPEC = KVCacheSpec((LayerSpec(2, 64, 64), LayerSpec(2, 64, 62)), torch.bfloat16)

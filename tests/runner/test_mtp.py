@@ -27,7 +27,7 @@ from aioserve.config import (
 )
 from aioserve.errors import ConfigError
 from aioserve.features.spec_decode.draft_length import ModelDraftLength
-from aioserve.features.spec_decode.head_drafter import HeadDrafter
+from aioserve.features.spec_decode.model_drafter import HeadDrafter
 from aioserve.runner.interface import RunnerInterface
 from tests.adapters import make_adapter
 from tests.engine.test_speculation import check_equal, generate

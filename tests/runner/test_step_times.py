@@ -8,8 +8,13 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.simulation.run import simulate, simulated
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
-from aioserve.runner.profile import LinearStepTimes, load_profile
-from aioserve.runner.step_times import available_profiles, available_step_times, make_step_times
+from aioserve.runner.step_times import (
+    LinearStepTimes,
+    available_profiles,
+    available_step_times,
+    load_profile,
+    make_step_times,
+)
 from aioserve.scheduler.output import StepFeatures
 from aioserve.testing.step_times import StepTimesContract, StepTimesSubject
 from aioserve.testing.violation import StepTimesViolation

@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import aioserve
 from aioserve.engine import AsyncEngine
 from aioserve.engine import watchdog as pulses
-from aioserve.engine.metric_families import Histogram, RecentWorst
-from aioserve.engine.metrics import VLLM_NAMES
+from aioserve.engine.metrics import VLLM_NAMES, Histogram, RecentWorst
 from aioserve.params import SamplingParams
 from tests.processes import PATIENCE
 from tests.server.raw_client import RawClient

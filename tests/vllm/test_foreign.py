@@ -18,7 +18,7 @@ from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import simulate, simulated
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, build_prompt
 from aioserve.outputs import FinishReason
-from aioserve.runner.profile import load_profile
+from aioserve.runner.step_times import load_profile
 from aioserve.scheduler import available_policies, load_policy
 from aioserve.scheduler.output import StepFeatures
 from aioserve.testing import ContractViolation, SchedulerHarness

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from aioserve.config import EngineConfig
-from aioserve.config.presets import LIKE
+from aioserve.config.load import LIKE
 from aioserve.errors import ConfigError
 from aioserve.lab.reproduce.claims.scheduling import ShortestPromptScheduler
 from aioserve.lab.simulation.outcome import RunOutcome

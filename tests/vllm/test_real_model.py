@@ -32,7 +32,7 @@ def test_replies_of_a_trained_model_part_at_ties_alone(kind: str, count: int) ->
         command, capture_output=True, text=True, timeout=60 * PATIENCE, cwd=ROOT, check=False
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
-    rows = json.loads(result.stdout.strip().splitlines()[-1])
+    rows = json.loads(result.stdout.strip().splitlines()[-1])["rows"]
     assert rows[0]["run"] == "vLLM"
     assert all(row["replies"] > 0.5 * count and row["others"] == 0 for row in rows)
     assert rows[1]["preempted"] > 0

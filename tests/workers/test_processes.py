@@ -252,7 +252,7 @@ def workers_begin_with(code: str, folder: Path) -> dict[str, str]:
     [
         ("import os; os._exit(7)", "", "has ended 3 times before it served, with exit code 7"),
         (
-            "import aioserve.support.version; aioserve.support.version.__version__ = '0.0.1'",
+            "import aioserve.support; aioserve.support.__version__ = '0.0.1'",
             "it is version 0.0.1, the engine is",
             "has ended before it served, with exit code 2",
         ),

@@ -16,10 +16,9 @@ from aioserve.apis.responses.protocol import (
     NamespaceTool,
     ResponsesRequest,
 )
-from aioserve.engine.chat.tools import Names, ToolUse, template_call, tool_use
+from aioserve.engine.chat.tools import FunctionDefinition, Names, ToolUse, template_call, tool_use
 from aioserve.errors import UNREADABLE, RequestError
 from aioserve.server.body import convert_part, refuse_all_but
-from aioserve.server.chat.protocol import FunctionDefinition
 from aioserve.server.fields import is_vendors
 from aioserve.server.images import (
     Content,

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from aioserve.engine.chat.tools import FunctionDefinition
 from aioserve.errors import RequestError
 from aioserve.params import MAX_LOGPROBS, SamplingDefaults, SamplingParams, StructuredOutputs
-from aioserve.server.chat.protocol import FunctionDefinition
 from aioserve.server.protocol import (
     ChatTokenLogprob,
     Empty,

@@ -5,7 +5,7 @@ Knows no HTTP.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, cast
+from typing import Any, Generic, cast
 
 import msgspec
 
@@ -13,7 +13,10 @@ from aioserve.engine.chat.chat_format import ChatFormat
 from aioserve.engine.chat.reply_format import Arguments, Call, Content, Event, Reasoning
 from aioserve.engine.chat.reply_reader import ReplyReader
 from aioserve.engine.chat.tools import (
+    FunctionDefinition,
+    NamedToolChoice,
     Names,
+    OfferedTool,
     ToolUse,
     before_tools,
     bind_off_loop,
@@ -22,9 +25,7 @@ from aioserve.engine.chat.tools import (
     template_call,
     tool_use,
 )
-from aioserve.engine.prompt import Conversation
-from aioserve.errors import RequestError
-from aioserve.language_model import (
+from aioserve.engine.language_model import (
     NOT_ENDED,
     ChatOptions,
     ChatOutput,
@@ -38,6 +39,8 @@ from aioserve.language_model import (
     schema_of,
     tool_of,
 )
+from aioserve.engine.prompt import Conversation
+from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.support.tokens import PROMPT_END_TOKENS, TokenBytes
@@ -45,33 +48,6 @@ from aioserve.support.whole_texts import check_params
 
 _OF_CHATS = ChatOptions.__annotations__.keys() - RequestFields.__annotations__
 _NAMES = {"prompt": "messages", "template_kwargs": "chat_template_kwargs"}
-
-
-class _Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function of a tool, as OpenAI's API has it."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool, as OpenAI's API has it."""
-
-    type: Literal["function"]
-    function: _Function
-
-
-class _Name(msgspec.Struct):
-    name: str
-
-
-class _NamedChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """A `tool_choice` that forces a call of one function."""
-
-    type: Literal["function"]
-    function: _Name
 
 
 async def prepare_chat(
@@ -176,16 +152,16 @@ def _calls(events: Sequence[Event]) -> list[ToolCall]:
 
 
 def _tool_use(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
-    given: dict[str, _Function] = {}
+    given: dict[str, FunctionDefinition] = {}
     for i, tool in enumerate(tools):
         try:
-            given[f"tools[{i}].function"] = msgspec.convert(tool_of(tool), _Tool).function
+            given[f"tools[{i}].function"] = msgspec.convert(tool_of(tool), OfferedTool).function
         except msgspec.ValidationError as error:
             raise RequestError(f"tools[{i}]: {error}", param=f"tools[{i}]") from None
     names = Names(chosen="tool_choice.function.name")
     if isinstance(choice, Mapping):
         try:
-            name = msgspec.convert(choice, _NamedChoice).function.name
+            name = msgspec.convert(choice, NamedToolChoice).function.name
         except msgspec.ValidationError as error:
             raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
         return tool_use(given, "required", only=[name], is_parallel=False, names=names)

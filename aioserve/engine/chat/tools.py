@@ -65,6 +65,39 @@ class OfferedFunction(Protocol):
     def strict(self) -> bool | None: ...  # whether calls that are not forced keep to the schema
 
 
+class _OpenAI(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of what callers give as OpenAI's API has it."""
+
+
+class FunctionDefinition(_OpenAI, kw_only=True):
+    """A function that the model may call, with the schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; null: the function takes none
+    strict: bool | None = None  # forced calls always are
+
+
+class OfferedTool(_OpenAI, kw_only=True):
+    """One tool of a request; every tool is a function."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(_OpenAI, kw_only=True):
+    """The name of the function that a tool choice forces."""
+
+    name: str
+
+
+class NamedToolChoice(_OpenAI, kw_only=True):
+    """A `tool_choice` that forces a call of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Names(NamedTuple):
     """The names that a protocol gives its parts, for error messages to its clients."""
 

@@ -12,7 +12,7 @@ from aioserve.features.states.cpu_steps import describe_steps
 from aioserve.kv_cache import BLOCKS, KVConnectorMetadata, StatePool, WindowPool
 from aioserve.runner.batch.drafter import Drafter
 from aioserve.runner.cpu.kv_memory import AttentionBackend, KVMemory
-from aioserve.runner.info import TYPICAL_TOKENS
+from aioserve.runner.interface import TYPICAL_TOKENS
 from aioserve.runner.served_model import ServedModel
 
 #: States that are kept where the KV blocks of `TYPICAL_TOKENS` tokens are: that at the end of a

@@ -32,7 +32,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EngineCoreOutput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 GIB = 1 << 30
 

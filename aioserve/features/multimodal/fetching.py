@@ -14,7 +14,7 @@ import aiohttp
 from yarl import URL
 
 from aioserve.errors import RequestError
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 MAX_REDIRECTS = 3
 MAX_URL = 4096  # characters

@@ -18,8 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from aioserve.errors import ConfigError, one_line
-from aioserve.features.spec_decode.head_drafter import DraftHead, draft_of_head
-from aioserve.features.spec_decode.model_drafter import Draft, DraftSource
+from aioserve.features.spec_decode.model_drafter import Draft, DraftHead, DraftSource, draft_of_head
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.source import read_json
 from aioserve.runner.attention.backend import (

@@ -19,8 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.features.spec_decode.head_drafter import DraftHead, draft_of_head
-from aioserve.features.spec_decode.model_drafter import Draft, DraftSource
+from aioserve.features.spec_decode.model_drafter import Draft, DraftHead, DraftSource, draft_of_head
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs

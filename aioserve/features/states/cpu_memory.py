@@ -12,8 +12,8 @@ from aioserve.errors import ConfigError
 from aioserve.kv_cache import WindowSpec
 from aioserve.runner.attention.backend import KVCacheSpec, WindowLayers
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.memory import GIB, MIB, memory_for_requests
-from aioserve.runner.info import TYPICAL_TOKENS, useful_window_blocks, window_spec
+from aioserve.runner.cpu.kv_memory import GIB, MIB, memory_for_requests
+from aioserve.runner.interface import TYPICAL_TOKENS, useful_window_blocks, window_spec
 from aioserve.runner.load_plan import LoadPlan
 from aioserve.runner.served_model import ServedModel
 

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from aioserve.engine.metric_families import LATENCY_BUCKETS, Histogram
+from aioserve.engine.metrics import LATENCY_BUCKETS, Histogram
 from aioserve.engine.operations.command import Counted
 from aioserve.errors import EngineOverloadedError
 from aioserve.fleet.ray.fleet import Fleet, ReplicaLine

@@ -32,7 +32,7 @@ from aioserve.fleet.workers.remote_engine import KnownAdapters, RemoteDelivery
 from aioserve.kv_cache.block_pool import hash_blocks
 from aioserve.model_source.info import ModelInfo
 from aioserve.request import SESSION, Request, RequestSpec
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from aioserve.fleet.ray.serve_log import log_through_serve
 from aioserve.fleet.routing import ReplicaReport, StepTimes
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.params import PoolingParams, SamplingParams
-from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInfo
 from aioserve.server.app import exempt_from_garbage_collection
+from aioserve.support import __version__
 from aioserve.support.arguments import EXIT_ENGINE_DEAD
-from aioserve.support.version import __version__
 
 KEPT = 0.5  # weight of the mean of step times beside the newest interval of steps
 

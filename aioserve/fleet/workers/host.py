@@ -71,8 +71,8 @@ from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import MainAccess, Refusals
 from aioserve.server.access.keys import Claim, Key
 from aioserve.server.running import ResponseStore
+from aioserve.support import __version__
 from aioserve.support.arguments import EXIT_FAILED
-from aioserve.support.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ import zmq
 
 from aioserve import errors
 from aioserve.config import EngineConfig
-from aioserve.engine.metric_families import Histogram
+from aioserve.engine.metrics import Histogram
 from aioserve.engine.operations import EngineCommand, SetLogLevel
 from aioserve.engine.operations.command import AdapterPaths, Answer, Command, Counted, commands_of
 from aioserve.engine.stream import Origin
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
-from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInfo
 from aioserve.server.access.keys import Claim, Key
 from aioserve.server.running import Kept
 

@@ -18,7 +18,7 @@ from aioserve.engine import RequestStream
 from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
-from aioserve.engine.metric_families import Histogram
+from aioserve.engine.metrics import Histogram
 from aioserve.engine.operations import AbortElsewhere, EngineCommand, HealthCheck, SetLogLevel
 from aioserve.engine.operations.command import Answer, Command, Counted, Health
 from aioserve.engine.output_processor import OutputProcessor
@@ -73,9 +73,9 @@ from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
 from aioserve.server.access.keys import ONE, Claim, Leave
 from aioserve.server.running import Kept
+from aioserve.support import __version__
 from aioserve.support.arguments import EXIT_FAILED
 from aioserve.support.logs import set_log_level
-from aioserve.support.version import __version__
 
 _greeting = decoder(Greeting)
 _to_worker = decoder(ToWorker)

@@ -1,6 +1,8 @@
 """From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded and captured.
 
 Begins with how a card's memory is shared out: arithmetic that asks no device, all sizes in bytes.
+Last, passes of a drafting model, which are planned, staged and launched as steps are, and take
+turns with the steps of the served model, whose sampler they use.
 """
 
 import logging
@@ -10,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +21,7 @@ from aioserve.errors import ConfigError
 from aioserve.features.grammars.rows import MAX_GUESSES
 from aioserve.features.lora.peft_directory import stored_parameters
 from aioserve.features.spec_decode.drafts import find_draft
-from aioserve.features.spec_decode.model_drafter import Draft, DraftSource, Forward
+from aioserve.features.spec_decode.model_drafter import Draft, DraftRunner, DraftSource, Forward
 from aioserve.gpu.cuda.attention import (
     DeviceAttention,
     DeviceStep,
@@ -26,13 +29,12 @@ from aioserve.gpu.cuda.attention import (
     TorchDeviceAttention,
 )
 from aioserve.gpu.cuda.cuda_device import CudaDevice
-from aioserve.gpu.cuda.device import CardMemory, Device
-from aioserve.gpu.cuda.drafts import DeviceDraftRunner
+from aioserve.gpu.cuda.device import CardMemory, Device, StagingRing
 from aioserve.gpu.cuda.executor import StepExecutor, capture_sizes
 from aioserve.gpu.cuda.flashinfer_attention import FlashInferAttention, why_not, workspace_bytes
 from aioserve.gpu.cuda.fused import CudaPlace
 from aioserve.gpu.cuda.host_blocks import device_bytes
-from aioserve.gpu.cuda.plan import Layout, Limits
+from aioserve.gpu.cuda.plan import Layout, Limits, plan_step
 from aioserve.gpu.cuda.sampler import DeviceSampler, Draw, DrawColumns, draw, write_logprobs
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import MAX_LOGPROBS
@@ -41,13 +43,15 @@ from aioserve.runner.attention.backend import (
     AttentionOptions,
     KVCacheSpec,
     ModelInputs,
+    StepInputs,
 )
 from aioserve.runner.batch.drafter import DraftPlace
+from aioserve.runner.batch.masks import Masks
 from aioserve.runner.batch.prompt_rows import largest_piece
+from aioserve.runner.batch.sampling_columns import SamplingInputs
 from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.ops import PlainLinear
-from aioserve.runner.info import max_useful_blocks
-from aioserve.runner.interface import OutputCompiler
+from aioserve.runner.interface import OutputCompiler, max_useful_blocks
 from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import load_model, num_weight_bytes
 from aioserve.runner.models.architecture import has_states
@@ -488,3 +492,62 @@ def find_flashinfer(
         reason = f"flashinfer does not serve {reason}"
     logger.warning("attention in plain torch, without CUDA graphs, which is slow: %s", reason)
     return None
+
+
+# Passes of a drafting model on a device.
+
+
+class DeviceDraftRunner(DraftRunner):
+    """A runner of a draft model, used on the thread that launches, without CUDA graphs."""
+
+    def __init__(
+        self,
+        device: Device,
+        attention: DeviceAttention,
+        sampler: DeviceSampler,
+        layout: Layout,
+        arena: Tensor,
+    ) -> None:
+        """`arena` [layout.size], int32 on the device, is for these passes alone."""
+        limits = layout.limits
+        self.num_blocks = limits.num_pages
+        self.num_slots = (limits.num_pages + 1) * limits.page_size  # the dummy page included
+        self._device, self._attention, self._sampler = device, attention, sampler
+        self._layout, self._arena, self._arrays = layout, arena, layout.split(arena)
+        self._ring = StagingRing(device, layout.size)
+        self._result = device.host_buffer(limits.num_rows)
+
+    def draw(
+        self, step: StepInputs, forward: Forward, columns: SamplingInputs, masks: Masks | None
+    ) -> list[int]:
+        buffer = self._ring.take()
+        plan = plan_step(step, columns, self._layout, buffer.array)
+        assert (np.diff(plan.places) == 1).all(), "rows of one token come first"
+        self._device.stage(self._arena[: plan.num_words], buffer)
+        attention = self._attention.begin(plan, self._arrays)
+        self._ring.guard()
+        sampling = self._sampler.prepare(plan, [], {})
+        staged = None if masks is None else self._sampler.stage_masks(masks)
+        num_tokens, num_sampling = plan.num_tokens, plan.num_sampling
+
+        def work() -> None:
+            arrays = self._arrays
+            inputs = ModelInputs(
+                input_ids=arrays.input_ids[:num_tokens].long(),
+                positions=arrays.positions[:num_tokens].long(),
+                slots=arrays.slots[:num_tokens].long(),
+                logits_rows=arrays.logits_rows[:num_sampling].long(),
+            )
+            logits = forward(inputs, attention)
+            if num_sampling:
+                self._sampler.sample(logits, sampling, arrays, staged)
+
+        self._device.launch(work)
+        self._device.fetch(self._result, self._sampler.out[:num_sampling])
+        self._device.record().wait()
+        # Where the model gives no numbers, any guess does.
+        token_ids: list[int] = np.maximum(self._result.array[:num_sampling], 0).tolist()
+        return token_ids
+
+    def close(self) -> None:
+        """Its memory goes with it."""

@@ -17,8 +17,7 @@ from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import OUTPUT_COMPILERS, OutputCompiler, RunnerInterface
+from aioserve.runner.interface import OUTPUT_COMPILERS, OutputCompiler, RunnerInfo, RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.support.progress import interruptible
 

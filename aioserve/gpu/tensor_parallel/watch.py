@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.gpu.tensor_parallel.processes import OtherRanks, in_a_line
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import RunnerInfo, RunnerInterface
 
 if TYPE_CHECKING:
     import torch

@@ -52,7 +52,7 @@ from aioserve.lab.zoo.standing import (
     workload_digest,
 )
 from aioserve.scheduler import available_policies, load_policy
-from aioserve.support.version import __version__
+from aioserve.support import __version__
 
 FORMAT = "aioserve-certificate-1"
 TESTING = Path(__file__).parents[2] / "testing"  # the kit of the contract

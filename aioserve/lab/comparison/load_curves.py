@@ -26,16 +26,15 @@ from aioserve.lab.comparison.bootstrap import (
     student_quantile,
 )
 from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
-from aioserve.lab.comparison.document import Apart, apart, classes_of, encode, measure_runs
+from aioserve.lab.comparison.document import Apart, apart, classes_of, measure_runs
 from aioserve.lab.comparison.knee import base_rate, goods_of
 from aioserve.lab.comparison.measures import Row, RunMeasures, tidy
-from aioserve.lab.comparison.report import static_page
+from aioserve.lab.comparison.report import static_page, write_curves
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.workload import Workload
 from aioserve.support.arguments import positive
-from aioserve.support.files import write
 
 ATTAINED = Row("within the SLO, %", "totals", "good_share", "points", 100, 1, 1)
 TARGET = 0.9  # share within the SLO; what DistServe asks for
@@ -399,9 +398,5 @@ def sweep_load(arguments: argparse.Namespace) -> int:
             progress=report,
         )
     print(paint(render(curves)))
-    write(arguments.json, encode(msgspec.to_builtins(curves)))
-    if arguments.svg:
-        write(arguments.svg, draw(curves).encode())
-    if arguments.html:
-        write(arguments.html, render_page(curves).encode())
+    write_curves(arguments, curves, draw, render_page)
     return 0

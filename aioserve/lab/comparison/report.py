@@ -3,13 +3,15 @@
 Puts the parts of `page/` together. The drawing is done by the reader's browser.
 """
 
+import argparse
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from aioserve.lab.comparison.document import Document
+from aioserve.lab.comparison.document import Document, encode
 from aioserve.lab.comparison.measures import (
     Row,
     difference_of,
@@ -29,6 +31,9 @@ from aioserve.lab.comparison.words import (
     remarks,
     slo_in_words,
 )
+from aioserve.support.files import write
+
+Curves = TypeVar("Curves", bound=msgspec.Struct)
 
 FOLDER = Path(__file__).parent / "page"
 
@@ -69,6 +74,22 @@ def render_html(document: Document) -> str:
     ):
         page = page.replace(f"@{name}@", text, 1)
     return page
+
+
+def write_curves(
+    arguments: argparse.Namespace,
+    curves: Curves,
+    draw: Callable[[Curves], str],
+    render_page: Callable[[Curves], str],
+) -> None:
+    """Write the curves of a command to those files of `--json`, `--svg` and `--html` that are
+    wanted.
+    """
+    write(arguments.json, encode(msgspec.to_builtins(curves)))
+    if arguments.svg:
+        write(arguments.svg, draw(curves).encode())
+    if arguments.html:
+        write(arguments.html, render_page(curves).encode())
 
 
 def static_page(title: str, body: str) -> str:

@@ -39,9 +39,9 @@ from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.delegate import DelegatingScheduler, innermost
+from aioserve.support import __version__
 from aioserve.support.files import begin_log
 from aioserve.support.logs import BackgroundWriter, Gaps
-from aioserve.support.version import __version__
 
 LOG_SETTINGS = ("decision_log", "request_log")
 

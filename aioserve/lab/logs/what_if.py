@@ -29,11 +29,9 @@ from aioserve.lab.simulation.run import VirtualClockEventLoop, raised_not_logged
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import ROW_VALUES, Request, RequestStatus, invented
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.profile import LinearStepTimes, StepTimeModel
+from aioserve.runner.interface import RunnerInfo, RunnerInterface
 from aioserve.runner.simulated import IDLE_SECONDS
-from aioserve.runner.step_times import StepTimeSource
+from aioserve.runner.step_times import LinearStepTimes, StepTimeModel, StepTimeSource
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.scheduler.output import SchedulerOutput, StepFeatures, step_content
 from aioserve.scheduler.registry import FOREIGN

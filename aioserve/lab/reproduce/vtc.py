@@ -23,7 +23,7 @@ from aioserve.lab.calibration import write_profile
 from aioserve.lab.outcomes import Outcome, Session, as_workload, fit_outcomes, read_outcomes
 from aioserve.lab.simulation.parallel import simulate_all
 from aioserve.lab.simulation.run import Progress, simulated
-from aioserve.runner.profile import StepTimeModel
+from aioserve.runner.step_times import StepTimeModel
 from aioserve.scheduler import (
     BaseScheduler,
     PeakMemory,

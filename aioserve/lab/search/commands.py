@@ -6,7 +6,6 @@ Knows nothing about numbers; measures nothing.
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,7 +25,7 @@ from aioserve.lab.comparison.arguments import (
 )
 from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candidates, machines
 from aioserve.lab.comparison.document import classes_of, encode
-from aioserve.lab.comparison.knee import Bound, Knee, Probe, Target, search
+from aioserve.lab.comparison.knee import Bound, Knee, Need, Probe, Target, fewest_replicas, search
 from aioserve.lab.comparison.measures import NOISE, TINY, UNKNOWN, Row, number, parse_measure
 from aioserve.lab.search.tuning import (
     DEFAULT,
@@ -49,9 +48,6 @@ from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.support.arguments import Parser, count, positive
 from aioserve.support.files import write
-
-if TYPE_CHECKING:
-    from aioserve.lab.search.replicas import Need
 
 #: By the verdict on the held-out part: what is said of the gain.
 HOLDS = {
@@ -178,7 +174,6 @@ def _find_rate(arguments: argparse.Namespace) -> int:
 
 def _find_replicas(arguments: argparse.Namespace) -> int:
     """Print the fewest replicas of each configuration on each card, and what a day costs."""
-    from aioserve.lab.search.replicas import Need, fewest_replicas
     from aioserve.lab.simulation.fleet_plan import FleetSpec
 
     if check_values(arguments.set):

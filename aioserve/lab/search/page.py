@@ -5,15 +5,12 @@ Knows findings as plain data and how charts are drawn. Measures nothing.
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from aioserve.lab.comparison.knee import Bound, Knee
+from aioserve.lab.comparison.knee import Bound, Knee, Need
 from aioserve.lab.comparison.measures import Row, number
 from aioserve.lab.comparison.report import static_page
 from aioserve.lab.search.tuning import DEFAULT, Tuning
-
-if TYPE_CHECKING:
-    from aioserve.lab.search.replicas import Need
 
 WIDTH, LEFT, RIGHT, ROW = 640, 190, 70, 26
 MET, MISSED, CHOSEN = "#2b8a5f", "#c2553f", "#3f6fc2"
@@ -89,7 +86,7 @@ def tuning_page(tuning: Tuning, row: Row, words: str) -> str:
     )
 
 
-def needs_page(needs: Sequence["Need"], most: int, words: str) -> str:
+def needs_page(needs: Sequence[Need], most: int, words: str) -> str:
     """Return the page on replicas: how many each configuration needs, and what was tried."""
     bars, cells = [], []
     for need in needs:

@@ -15,8 +15,7 @@ from itertools import pairwise
 from aioserve.engine.clock import clock_of
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.interface import RunnerInfo, RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 

@@ -49,10 +49,10 @@ from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.lab.zoo.cost import Cost
-from aioserve.runner.profile import load_profile
+from aioserve.runner.step_times import load_profile
 from aioserve.scheduler import available_policies
+from aioserve.support import __version__
 from aioserve.support.files import config_names
-from aioserve.support.version import __version__
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash

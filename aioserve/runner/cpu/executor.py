@@ -28,13 +28,11 @@ from aioserve.runner.attention.backend import (
 )
 from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
-from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu.kv_memory import AttentionBackend, StepMemory
 from aioserve.runner.cpu.machine import ComputeThreads, give_back_freed_memory
 from aioserve.runner.cpu.sampler import SampledTokens, sample_each
-from aioserve.runner.info import RunnerInfo
-from aioserve.runner.interface import KVConnectorWorker, failed_requests
-from aioserve.runner.load_plan import LoadPlan
+from aioserve.runner.interface import KVConnectorWorker, RunnerInfo, failed_requests
+from aioserve.runner.load_plan import BatchParts, LoadPlan
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:

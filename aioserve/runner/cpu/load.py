@@ -19,9 +19,14 @@ from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import create_attention_backend
 from aioserve.runner.cpu.executor import StepExecutor
-from aioserve.runner.cpu.kv_memory import AttentionBackend
+from aioserve.runner.cpu.kv_memory import (
+    CPU_TYPES,
+    MIB,
+    AttentionBackend,
+    check_memory,
+    choose_num_kv_blocks,
+)
 from aioserve.runner.cpu.machine import ComputeThreads
-from aioserve.runner.cpu.memory import CPU_TYPES, MIB, check_memory, choose_num_kv_blocks
 from aioserve.runner.cpu.prepared import PreparedModel
 from aioserve.runner.load_plan import LoadPlan, plan_load
 from aioserve.runner.served_model import ServedModel

@@ -21,7 +21,7 @@ from aioserve.runner.batch.drafter import DRAFTERS, DraftPlace, FoundDraft, Load
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
 from aioserve.runner.cpu.fused import CpuPlace, WholeDecoder
-from aioserve.runner.cpu.memory import CPU_TYPES, check_memory, expected_bytes_per_token
+from aioserve.runner.cpu.kv_memory import CPU_TYPES, check_memory, expected_bytes_per_token
 from aioserve.runner.cpu.products import BlockLinear, pack_linear
 from aioserve.runner.fused.decoder import GatedMLP, own_experts, own_product
 from aioserve.runner.fused.model import FusedModel

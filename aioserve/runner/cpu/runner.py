@@ -15,11 +15,11 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_source.info import ModelInfo, read_same_model
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import (
     OUTPUT_COMPILERS,
     AdapterFiles,
     KVConnectorWorker,
+    RunnerInfo,
     RunnerInterface,
 )
 from aioserve.scheduler.output import SchedulerOutput

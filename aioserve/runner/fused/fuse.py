@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.quantized_weight import attached, stands_in, unpacked, unpacked_in_turn
-from aioserve.runner.attention import StepInputs
+from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.fused.decoder import (
     LOGITS_DTYPE,
     AllReduceExperts,

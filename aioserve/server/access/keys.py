@@ -20,7 +20,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from aioserve.engine.metric_families import RecentRate
+from aioserve.engine.metrics import RecentRate
 from aioserve.errors import ConfigError, ForbiddenError, KeyLimitError
 from aioserve.support.files import read_struct
 

@@ -16,6 +16,7 @@ from aioserve.engine import Conversation
 from aioserve.engine.chat.reply_format import Arguments, Call, Content, Event, Reasoning
 from aioserve.engine.chat.reply_reader import ReplyReader
 from aioserve.engine.chat.tools import (
+    NamedToolChoice,
     Names,
     ToolUse,
     before_tools,
@@ -49,7 +50,6 @@ from aioserve.server.chat.protocol import (
     ChatReplyMessage,
     FunctionCall,
     FunctionCallDelta,
-    NamedToolChoice,
     Tool,
     ToolCall,
     ToolCallDelta,

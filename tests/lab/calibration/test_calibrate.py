@@ -27,8 +27,8 @@ from aioserve.lab.simulation.run import VirtualClockEventLoop, simulated
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
-from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.step_times import StepTimeModel, load_profile
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.output import StepFeatures
 from tests import processes

@@ -7,7 +7,7 @@ import pytest
 
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration import fit_step_time, non_negative_least_squares
-from aioserve.runner.profile import StepTimeModel
+from aioserve.runner.step_times import StepTimeModel
 from aioserve.scheduler.output import StepFeatures
 
 TRUE = StepTimeModel(

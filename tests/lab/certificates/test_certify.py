@@ -23,8 +23,7 @@ from aioserve.lab.certificates.certificate import (
     rule_versions,
     run_contract,
 )
-from aioserve.lab.certificates.commands import encode_certificate
-from aioserve.lab.certificates.gallery import badge, render_gallery
+from aioserve.lab.certificates.commands import badge, encode_certificate, render_gallery
 from aioserve.lab.zoo.standing import SEEDS, WORKLOADS, run_standard, workload_digest
 
 ROOT = Path(__file__).parents[3]

@@ -19,7 +19,7 @@ from aioserve.lab.outcomes import (
 )
 from aioserve.lab.reproduce.vtc import Target, make_config
 from aioserve.lab.simulation.run import simulate
-from aioserve.runner.profile import StepTimeModel, load_profile
+from aioserve.runner.step_times import StepTimeModel, load_profile
 
 TRUE = StepTimeModel(
     base_ms=0.0,

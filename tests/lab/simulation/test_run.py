@@ -18,7 +18,7 @@ from aioserve.lab.simulation.run import (
 )
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.model_source.info import ModelInfo
-from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 
 # 4 ms a step, 50 us a prompt token, 100 us a decode: no other cost, so that times can be computed.

@@ -14,8 +14,14 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels
-from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
-from aioserve.runner.attention.backend import ImageEnds, IntArray
+from aioserve.runner.attention.backend import (
+    AttentionOptions,
+    ImageEnds,
+    IntArray,
+    KVCacheSpec,
+    LayerSpec,
+    StepInputs,
+)
 from aioserve.runner.cpu import torch_attention
 from aioserve.runner.cpu.attention import CompiledAttention
 from aioserve.runner.cpu.torch_attention import TorchPagedAttention

@@ -17,9 +17,9 @@ from aioserve.gpu.tensor_parallel.group import GroupedRanks
 from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import load, machine, models
+from aioserve.runner.cpu.kv_memory import CPU_TYPES
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.machine import ComputeThreads
-from aioserve.runner.cpu.memory import CPU_TYPES
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.ranks import Ranks
 from tests.models import make_model

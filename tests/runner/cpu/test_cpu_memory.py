@@ -8,7 +8,7 @@ from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.features.states.cpu_memory import choose_num_state_slots
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.memory import choose_num_kv_blocks
+from aioserve.runner.cpu.kv_memory import choose_num_kv_blocks
 
 
 @pytest.mark.parametrize(("caches_prefixes", "expected"), [(True, 4 * 7 + 7), (False, 4 * 7)])

@@ -21,8 +21,13 @@ from aioserve.errors import ConfigError
 from aioserve.kernels import Kernels, load_kernels
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
-from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
-from aioserve.runner.attention.backend import ImageEnds
+from aioserve.runner.attention.backend import (
+    AttentionOptions,
+    ImageEnds,
+    KVCacheSpec,
+    LayerSpec,
+    StepInputs,
+)
 from aioserve.runner.cpu.attention import CompiledAttention
 from aioserve.runner.cpu.kv_memory import AttentionBackend
 from aioserve.runner.cpu.load import load_on_cpu

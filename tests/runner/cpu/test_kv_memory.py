@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aioserve.errors import ConfigError
-from aioserve.runner.attention import KVCacheSpec, LayerSpec
+from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
 from aioserve.runner.cpu import kv_memory
 from aioserve.runner.cpu.kv_memory import AHEAD_TOKENS, KVMemory
 from tests.runner.cpu.resident import address_space, is_resident, resident_bytes

@@ -7,8 +7,8 @@ from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from aioserve.features.states.cpu_memory import make_window_spec
 from aioserve.kv_cache import WindowSpec
 from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
-from aioserve.runner.cpu.memory import GIB, choose_num_kv_blocks
-from aioserve.runner.info import TYPICAL_TOKENS
+from aioserve.runner.cpu.kv_memory import GIB, choose_num_kv_blocks
+from aioserve.runner.interface import TYPICAL_TOKENS
 
 #: As gpt-oss has them: 24 layers, of which every other one sees 128 tokens.
 SPEC = KVCacheSpec((LayerSpec(8, 64, 64),) * 24, torch.bfloat16)

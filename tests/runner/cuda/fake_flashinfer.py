@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aioserve.gpu.cuda.attention import multiply
-from aioserve.runner.attention import AttentionOptions
+from aioserve.runner.attention.backend import AttentionOptions
 from tests.runner.cuda.fake_device import FakeDevice
 
 

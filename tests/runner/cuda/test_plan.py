@@ -9,7 +9,7 @@ import pytest
 from aioserve.gpu.cuda.executor import OverlappedBatch
 from aioserve.gpu.cuda.plan import Layout, Limits, StepPlan, plan_step
 from aioserve.params import SamplingParams
-from aioserve.runner.attention import StepInputs
+from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.scheduler.output import SchedulerOutput

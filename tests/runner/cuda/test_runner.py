@@ -37,7 +37,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import RequestOutput
 from aioserve.params import SamplingParams, StructuredOutputs, ThinkingBudget
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.batch_parts import BatchParts
+from aioserve.runner.load_plan import BatchParts
 from aioserve.runner.loader import load_model
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate

@@ -21,9 +21,9 @@ from aioserve.gpu.cuda.plan import Layout, Limits
 from aioserve.gpu.cuda.sampler import DeviceSampler
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.fused.model import FusedModel
+from aioserve.runner.load_plan import BatchParts
 from aioserve.runner.loader import load_model
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput

@@ -20,7 +20,7 @@ from aioserve.runner.attention.backend import (
     LayerSpec,
     ModelInputs,
 )
-from aioserve.runner.batch_parts import BatchParts
+from aioserve.runner.load_plan import BatchParts
 from aioserve.runner.served_model import Halves, ServedModel
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer

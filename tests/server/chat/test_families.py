@@ -17,12 +17,11 @@ import pytest
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.engine import Conversation
 from aioserve.engine.chat.chat_format import ChatFormat
-from aioserve.engine.chat.tools import bind, tool_use
+from aioserve.engine.chat.tools import FunctionDefinition, bind, tool_use
 from aioserve.features.formats import SHIPPED, Reply, SaidCall, load_format
 from aioserve.features.grammars import GrammarCompiler
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
-from aioserve.server.chat.protocol import FunctionDefinition
 from tests.added_tokens import FAMILIES, Family, family_model
 from tests.server.scripted import saying
 from tests.server.serving import Answer, Server, running

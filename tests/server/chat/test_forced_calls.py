@@ -11,13 +11,12 @@ import pytest
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.engine import Conversation
 from aioserve.engine.chat.chat_format import ChatFormat
-from aioserve.engine.chat.tools import bind, leaves_room_for_reasoning, tool_use
+from aioserve.engine.chat.tools import FunctionDefinition, bind, leaves_room_for_reasoning, tool_use
 from aioserve.errors import RequestError
 from aioserve.features.formats import SHIPPED, Arguments, joined, load_format
 from aioserve.features.grammars import GrammarCompiler
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams, StructuredOutputs
-from aioserve.server.chat.protocol import FunctionDefinition
 from tests.server.scripted import EMBEDDED, make_model
 from tests.server.serving import running
 from tests.slow import mostly_slow

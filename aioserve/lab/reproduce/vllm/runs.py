@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioserve.config import EngineConfig
-from aioserve.config.presets import LIKE
+from aioserve.config.load import LIKE
 from aioserve.errors import ConfigError, one_line
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.parallel import simulate_all

@@ -1,6 +1,7 @@
 """The blocking API of an engine in a process of its own, and that process as others see it.
 
-The program starts it, tells it by a pipe what to serve, keeps its log, and ends it.
+The program starts it, tells it by a pipe what to serve, keeps its log, and ends it. Last, what runs
+in the child: a server on a Unix socket, with settings from the pipe and without arguments.
 """
 
 import asyncio
@@ -25,17 +26,20 @@ import msgspec
 
 from aioserve.client import AsyncClient
 from aioserve.config import EngineConfig
+from aioserve.engine.language_model import ModelPrompt, RequestFields
 from aioserve.errors import (
+    AioserveError,
     ConfigError,
     EngineDeadError,
     EngineStartError,
     ForeignLoopError,
     RequestFailedError,
 )
-from aioserve.language_model import ModelPrompt, RequestFields
 from aioserve.outputs import FinishedOutput, RequestOutput
 from aioserve.params import SamplingParams
-from aioserve.support.arguments import EXIT_USAGE
+from aioserve.support.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
+from aioserve.support.logs import set_up_logging
+from aioserve.support.process import end_at_sigterm, ignore_sigterm, prepare_process
 from aioserve.support.whole_texts import generate_all
 
 _LENGTH_BYTES = 8
@@ -117,7 +121,7 @@ class Child:
         environment["PYTHONPATH"] = os.pathsep.join([*here, str(Path(__file__).parents[3])])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "aioserve.fleet.child.main"],
+                [sys.executable, "-P", "-m", "aioserve.fleet.child"],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
@@ -510,3 +514,50 @@ def _end_turns(loop: asyncio.AbstractEventLoop, client: AsyncClient) -> None:
 
     if not loop.is_closed():
         asyncio.run_coroutine_threadsafe(end(), loop)
+
+
+# The child: a server on a Unix socket. It ends when the program wants it to, and with the program,
+# however that ends: stdin is a pipe whose other end closes then.
+
+
+def main() -> int:
+    """Serve until the program ends or SIGTERM comes. Returns the exit code, that of `serve`."""
+    prepare_process()
+    end_at_sigterm()
+    try:
+        # Unbuffered: what comes after the orders is for the thread that waits for the end.
+        orders = receive(os.fdopen(os.dup(0), "rb", buffering=0))
+    except EOFError:
+        return EXIT_FAILED
+    threading.Thread(target=_end_with_program, name="aioserve-lifeline", daemon=True).start()
+    config = orders.config
+    set_up_logging(config.server.log_level, "json")  # the program logs them as its own
+    # That it was interrupted is no news to the program, which has ended it.
+    logging.getLogger("aioserve.server.process").setLevel(logging.ERROR)
+    try:
+        from aioserve.server.app import serve
+
+        try:
+            run(serve(config))
+        finally:
+            ignore_sigterm()
+    except AioserveError as error:
+        print(f"aioserve: error: {error}", file=sys.stderr)  # noqa: T201
+        if isinstance(error, ConfigError):
+            return EXIT_USAGE
+        return EXIT_ENGINE_DEAD if isinstance(error, EngineDeadError) else EXIT_FAILED
+    finally:
+        if orders.own_folder is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(orders.own_folder)
+    return 0
+
+
+def _end_with_program() -> None:
+    while os.read(0, 4096):  # it writes no more: this returns when the other end is closed
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)  # again and again would not let it drain
+
+
+if __name__ == "__main__":
+    sys.exit(main())
