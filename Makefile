@@ -60,7 +60,7 @@ test-formats: .venv/test  ## round trips over public chat templates; writes docs
 
 # Of pytest, 5: there is no test of that name.
 CLIENTS := -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients
-test-clients: .venv/clients/done .venv/libraries/done .venv/agents/done model  ## LangChain, LiteLLM and its proxy, instructor, openai-agents, pydantic-ai, LangGraph, smolagents, Codex and Claude Code against a server (ARGS="-k litellm")
+test-clients: .venv/clients/done .venv/libraries/done .venv/agents/done model  ## LangChain, LiteLLM and its proxy, instructor, Ollama's client, openai-agents, pydantic-ai, LangGraph, smolagents, Codex and Claude Code against a server (ARGS="-k litellm")
 	.venv/clients/bin/python $(CLIENTS) tests/clients --ignore tests/clients/libraries $(ARGS) || [ $$? = 5 ]
 	.venv/libraries/bin/python $(CLIENTS) tests/clients/libraries $(ARGS) || [ $$? = 5 ]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from aioserve.apis.anthropic import messages
 from aioserve.apis.responses import routes as response
@@ -54,6 +55,18 @@ def test_the_request_that_is_shown_is_accepted() -> None:
     (body,) = re.findall(r"-d '(.*)'", command, re.DOTALL)
     request = msgspec.json.decode(body, type=CompletionRequest)
     assert (request.user, request.priority, request.timeout) == ("ann", -1, 30)
+
+
+def test_the_yaml_of_litellms_proxy_is_the_one_that_is_tested() -> None:
+    [text] = blocks("agents.md", "yaml")
+    source = (ROOT / "tests/clients/libraries/test_proxy.py").read_text()
+    tested = source.partition('CONFIG = """')[2].partition('"""')[0].format(url="http://x")
+    shown, tried = yaml.safe_load(text), yaml.safe_load(tested)
+    assert shown["general_settings"] == tried["general_settings"]
+    [one], [other] = shown["model_list"], tried["model_list"]
+    assert one["litellm_params"].keys() == other["litellm_params"].keys()
+    assert one["litellm_params"]["api_base"].endswith("/v1")
+    assert one["litellm_params"]["api_key"] == other["litellm_params"]["api_key"]
 
 
 def test_the_policies_read_what_the_page_says() -> None:
