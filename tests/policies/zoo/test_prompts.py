@@ -1,0 +1,104 @@
+"""Policies that choose prompts by what is left to compute, by length, and in which company."""
+
+import pytest
+
+from tests.policies.zoo.harnesses import first_served, harness_of, plans
+
+
+@pytest.mark.parametrize(
+    ("policy", "first"),
+    [("residual_sjf", "warm"), ("prefill_only", "warm"), ("ewsjf", "cold"), ("sjf", "cold")],
+)
+def test_a_long_prompt_whose_prefix_is_cached_goes_before_a_shorter_one(
+    policy: str, first: str
+) -> None:
+    """Of 36 tokens 32 are cached; the other has 20. `ewsjf` goes by length, `sjf` by arrival."""
+    options = {"width": 8} if policy == "ewsjf" else {}
+    harness = harness_of(policy, max_num_seqs=1, options=options)
+    warm = list(range(33))
+    harness.add_request("before", warm, max_tokens=2)
+    harness.run_until_idle()
+    harness.add_request("seat", [40] * 4, max_tokens=4)
+    harness.step()
+    harness.add_request("cold", [50] * 20, max_tokens=2)
+    harness.add_request("warm", [*warm, 41, 42, 43], max_tokens=2)
+    harness.run_until_idle()
+    assert first_served(harness)[2] == first
+
+
+def test_residual_sjf_counts_whole_blocks_so_that_nearly_equal_prompts_go_by_arrival() -> None:
+    harness = harness_of("residual_sjf", max_num_seqs=1)
+    harness.add_request("seat", [40] * 4, max_tokens=4)
+    harness.step()
+    for name, length in (("a", 19), ("b", 17), ("c", 8)):
+        harness.add_request(name, [ord(name) % 50] * length, max_tokens=2)
+    harness.run_until_idle()
+    assert first_served(harness) == ["seat", "c", "a", "b"]
+
+
+@pytest.mark.parametrize("policy", ["residual_sjf", "prefill_only", "ewsjf"])
+def test_a_long_prompt_that_has_waited_long_goes_before_short_ones(policy: str) -> None:
+    options = {"width": 8} if policy == "ewsjf" else {}
+    harness = harness_of(policy, max_num_seqs=1, options=options)
+    harness.add_request("seat", [40] * 4, max_tokens=8)
+    harness.step()
+    harness.add_request("long", [1] * 60, max_tokens=2)
+    harness.add_request("short", [2] * 8, max_tokens=2)
+    harness.wait(60)
+    harness.add_request("late", [3] * 8, max_tokens=2)
+    harness.run_until_idle()
+    served = first_served(harness)
+    assert served.index("long") < served.index("late")
+
+
+def test_prefill_only_orders_anew_when_a_prefix_has_been_cached_meanwhile() -> None:
+    """`twin` arrives last and long, and is the cheapest once its prefix was computed."""
+    harness = harness_of("prefill_only", max_num_seqs=1, options={"credit": 0.0})
+    shared = list(range(33))
+    harness.add_request("seat", shared, max_tokens=4)
+    harness.step()
+    harness.add_request("other", [50] * 12, max_tokens=2)
+    harness.add_request("twin", [*shared, 44], max_tokens=2)
+    harness.run_until_idle()
+    assert first_served(harness) == ["seat", "twin", "other"]
+
+
+def test_ewsjf_lets_the_head_of_a_queue_of_short_prompts_pass_older_long_ones() -> None:
+    harness = harness_of("ewsjf", max_num_seqs=1, options={"width": 8})
+    harness.add_request("seat", [40] * 4, max_tokens=6)
+    harness.step()
+    for name, length in (("long", 50), ("longer", 60), ("short", 6)):
+        harness.add_request(name, [ord(name[-1]) % 50] * length, max_tokens=2)
+        harness.wait(1)
+    harness.run_until_idle()
+    assert first_served(harness) == ["seat", "short", "long", "longer"]
+
+
+def test_small_prefills_holds_small_prompts_back_until_they_are_enough() -> None:
+    harness = harness_of("small_prefills", options={"threshold": 12, "max_delay_steps": 9})
+    harness.add_request("stream", [1] * 4, max_tokens=30)
+    harness.step()
+    for name in "abc":
+        harness.add_request(name, [ord(name) % 50] * 5, max_tokens=2)
+        harness.step()
+    assert plans(harness)[1:] == [
+        {"stream": 1},
+        {"stream": 1},
+        {"stream": 1, **dict.fromkeys("abc", 5)},
+    ]
+
+
+def test_small_prefills_holds_nothing_back_for_more_steps_than_it_may_or_beside_no_stream() -> None:
+    harness = harness_of("small_prefills", options={"threshold": 12, "max_delay_steps": 3})
+    harness.add_request("stream", [1] * 4, max_tokens=30)  # small, and nothing decodes: at once
+    harness.step()
+    harness.add_request("a", [2] * 5, max_tokens=2)
+    for _ in range(4):
+        harness.step()
+    harness.add_request("large", [3] * 40, max_tokens=2)  # enough by itself
+    harness.step()
+    served = [
+        next(i for i, plan in enumerate(plans(harness)) if name in plan)
+        for name in ("stream", "a", "large")
+    ]
+    assert served == [0, 4, 5]
