@@ -1,7 +1,8 @@
 """Builds an engine from its settings: runner, KV cache, scheduler, observers, processors.
 
-Knows every constructor, and in which order the parts need each other. Knows no request and no
-task; the caller owns the parts.
+Knows every constructor, and in which order the parts need each other. Knows no request and no task;
+the caller owns the parts. Last, the KV cache, which the simulator and what-if on a decision log
+make here as well.
 """
 
 import asyncio
@@ -12,18 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from aioserve.engine.admission import Admission, ImageMemory, QueueShares
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
-from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor, OutputRouter
 from aioserve.engine.step_loop import StepLoop
 from aioserve.engine.stream import Claims
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import KVCacheManager, KVEvent, WindowSpec
+from aioserve.kv_cache import KVCacheManager, KVEvent, WindowSpec, make_resources
 from aioserve.model_source.info import ModelInfo
 from aioserve.request import ENTROPY, check_names, find_function
 from aioserve.runner.interface import RUNNERS, RunnerInfo, RunnerInterface
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aioserve.engine.request_log import RequestLog
     from aioserve.engine.tracing import Tracing
     from aioserve.kv_cache import KVConnectorBase
+
 
 logger = logging.getLogger(__name__)
 
@@ -408,3 +409,46 @@ def check_row_values(policy: type[SchedulerInterface], info: RunnerInfo) -> None
     for name in names:
         if name != ENTROPY:
             find_function(name)
+
+
+# The KV cache of an engine. Knows no request.
+
+
+def make_kv_cache(
+    cache: CacheConfig,
+    info: RunnerInfo,
+    *,
+    record_events: bool = False,
+    connector: "KVConnectorBase | None" = None,
+) -> KVCacheManager:
+    """Return the manager of the blocks, state slots and window blocks that a runner has told of."""
+    return KVCacheManager(
+        info.num_kv_blocks,
+        cache.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        watermark=cache.watermark,
+        record_events=record_events,
+        connector=connector,
+        resources=make_resources(
+            info.num_state_slots,
+            info.windows,
+            cache.block_size,
+            keeps_prefixes=cache.enable_prefix_caching,
+        ),
+        max_draft_tokens=info.max_draft_tokens,
+    )
+
+
+def fit_max_model_len(model: ModelConfig, max_model_len: int, num_slots: int) -> int:
+    """Return the most tokens of a request, so that every request that is accepted can run alone in
+    a cache of `num_slots` tokens. `max_model_len` is what the model and the settings allow. Raises
+    `ConfigError` if the settings ask for more than the cache holds.
+    """
+    if max_model_len - 1 <= num_slots:  # the last token is never computed
+        return max_model_len
+    if model.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the KV cache holds {num_slots} tokens: "
+            "lower max_model_len or raise kv_cache_gib (or num_kv_blocks)"
+        )
+    return num_slots

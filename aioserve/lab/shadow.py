@@ -18,8 +18,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.engine.builder import make_kv_cache
 from aioserve.engine.clock import Clock
-from aioserve.engine.kv_cache import make_kv_cache
 from aioserve.engine.metrics import Histogram, scheduler_metrics
 from aioserve.engine.step_loop import StepLoop, StepObserver
 from aioserve.errors import ConfigError

@@ -5,7 +5,6 @@ becomes of it: a hint, which may hold anything; work that only a vendor's server
 passed over and logged; or a refusal, which names what to send instead. Knows nothing of decoding.
 """
 
-import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -324,8 +323,6 @@ def rules_of(route: str, served: Collection[str]) -> dict[str, Rule]:
 # the tools of vendors by their types. Knows no route and no struct.
 
 
-logger = logging.getLogger(__name__)
-
 PASSED_OVER = web.RequestKey("PASSED_OVER", list[str])
 
 #: Types of tools, without their dates, that a vendor runs, or that only a vendor's models know.
@@ -357,11 +354,3 @@ def pass_over_tools(request: web.Request, tools: Sequence[dict[str, Any]] | None
     """Note the tools among `tools` that are a vendor's."""
     kinds = (tool.get("type") for tool in tools or ())
     pass_over(request, (f"the tool {kind}" for kind in kinds if is_vendors(kind)))
-
-
-def log_passed_over(request: web.Request, request_id: str) -> None:
-    """Say in one line what was passed over, if anything was."""
-    if what := request.get(PASSED_OVER):
-        logger.info(
-            "%s: passed over, since only a vendor's servers do it: %s", request_id, ", ".join(what)
-        )

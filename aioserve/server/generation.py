@@ -24,7 +24,7 @@ from aioserve.server.access.gate import allowed_fields, entered, estimated_token
 from aioserve.server.access.keys import Claim, Leave
 from aioserve.server.body import BodyDecoder, check_stream_options, decode_body
 from aioserve.server.errors import to_wire
-from aioserve.server.fields import log_passed_over
+from aioserve.server.fields import PASSED_OVER
 from aioserve.server.images import Shown
 from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
@@ -363,7 +363,7 @@ async def respond(
     """
     check_id(reply.id)
     request[RESPONSE_ID] = reply.id
-    log_passed_over(request, reply.id)
+    _log_passed_over(request, reply.id)
     engine = request.app[ENGINE]
     if not body.stream:  # no client reads a delta: none is made
         params = msgspec.structs.replace(params, output_kind="final_only")
@@ -397,6 +397,14 @@ async def respond(
         if body.stream:
             return await _stream(request, streams, params, reply, leave)
         return await _collect(streams, params.n, reply, wanted)
+
+
+def _log_passed_over(request: web.Request, request_id: str) -> None:
+    """Say in one line what was passed over, if anything was."""
+    if what := request.get(PASSED_OVER):
+        logger.info(
+            "%s: passed over, since only a vendor's servers do it: %s", request_id, ", ".join(what)
+        )
 
 
 def _claim(

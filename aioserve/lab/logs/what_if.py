@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.engine.builder import make_kv_cache
 from aioserve.engine.core import EngineCore, EngineLoop
-from aioserve.engine.kv_cache import make_kv_cache
 from aioserve.engine.step_loop import StepLoop
 from aioserve.errors import AioserveError, ConfigError, RequestRejectedError
 from aioserve.kv_cache import WindowSpec

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
+from aioserve.engine.builder import fit_max_model_len, make_kv_cache
 from aioserve.engine.step_loop import StepLoop
 from aioserve.fleet.routing import ReplicaReport, StepTimes
 from aioserve.kv_cache import KVCacheManager, KVEvent
