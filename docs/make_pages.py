@@ -116,6 +116,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
             *("admits_in_order", "keeps_decoding", "policy_api", "reorder_every"),
             *("runs_whole_prompts", "uses_step_time", "uses_predicted_tokens"),
             "wants_row_values",
+            "sets_frequency",
         ],
     ),
     (
@@ -124,6 +125,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "memory"),
             *("paused_requests", "estimate_offload", "pin", "unpin", "retain", "wake_at"),
+            "set_frequency",
             *("reorder", "reorder_all", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
             *("max_draft_tokens", "step_time", "predicted_tokens", "predicted_lengths"),

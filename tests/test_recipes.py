@@ -339,3 +339,23 @@ def test_a_long_served_request_gives_its_seat_to_a_newcomer_and_its_blocks_go_to
         if data.request_id == "long"
     ]
     assert resumed.num_computed_tokens == 32  # all but what is behind its last whole block
+
+
+def test_the_clock_goes_down_while_steps_are_quick_and_is_the_highest_for_a_prompt_that_waits() -> (
+    None
+):
+    harness = SchedulerHarness(
+        policy("paced_clock"), max_num_seqs=1, step_seconds=0.01, options={"queue": 0.05}
+    )
+
+    def clock() -> float:
+        return harness.steps[-1].parts.get("frequency", {"share": 1.0})["share"]
+
+    harness.add_request("a", [1, 2, 3], max_tokens=40)
+    for _ in range(20):
+        harness.step()
+    assert clock() == pytest.approx(0.4)
+    harness.add_request("b", [4, 5, 6], max_tokens=2)
+    for _ in range(8):
+        harness.step()
+    assert clock() == 1.0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.engine.builder import EngineBuilder, EngineParts, check_row_values
+from aioserve.engine.builder import EngineBuilder, EngineParts, check_asked
 from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import is_real
 from aioserve.engine.core import EngineCore, EngineLoop
@@ -304,7 +304,7 @@ class AsyncEngine(EngineClient):
         settings = msgspec.structs.replace(
             self.config.scheduler, policy=policy, options=options or {}
         )
-        check_row_values(load_policy(policy), parts.runner_info)
+        check_asked(load_policy(policy), parts.runner_info)
         parts.core.loop.switch(settings)
         self.config = msgspec.structs.replace(self.config, scheduler=settings)
         logger.info("policy is now %s %s", policy, options or {})

@@ -186,7 +186,7 @@ class EngineBuilder:
         """Return the parts around the runner, which is loaded and has told this `info`. Raises
         `ConfigError` or `PolicyError`.
         """
-        check_row_values(self._policy, info)
+        check_asked(self._policy, info)
         self.config = config = _with_runner(self.config, info)
         clock, metrics = self._clock, self._metrics
         if config.cache.kv_connector != "none":
@@ -393,12 +393,21 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     return SleepingRunner(config, model_info)
 
 
-# Whether this engine's runner has the row values that a policy wants: asked before it plans.
+# Whether this engine's runner can do what a policy asks of it: asked before it plans.
 
 
-def check_row_values(policy: type[SchedulerInterface], info: RunnerInfo) -> None:
-    """Raises `ConfigError` if the policy wants row values that are not to be had."""
-    if not issubclass(policy, BaseScheduler) or not policy.wants_row_values:
+def check_asked(policy: type[SchedulerInterface], info: RunnerInfo) -> None:
+    """Raises `ConfigError` if the policy wants row values that are not to be had, or sets a clock
+    that nothing can set.
+    """
+    if not issubclass(policy, BaseScheduler):
+        return
+    if policy.sets_frequency and not info.sets_frequency:
+        raise ConfigError(
+            f"policy {policy.__name__} sets the card's clock, which is simulated alone: compare it "
+            "(python -m aioserve compare), or serve with --runner simulated"
+        )
+    if not policy.wants_row_values:
         return
     names = check_names(policy.wants_row_values, policy.__name__)
     if not info.gives_row_values:

@@ -57,6 +57,8 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int = 0
     #: Whether outputs have the values of rows that a policy wants (`row_values`).
     gives_row_values: bool = False
+    #: Whether a policy can set the card's clock (`set_frequency`).
+    sets_frequency: bool = False
 
 
 # How many KV blocks requests can use, wherever they lie. Knows settings, no memory.

@@ -173,6 +173,8 @@ class SimulatedRunner(RunnerInterface):
         self.output_tokens: Mapping[str, int] = {}
         #: Times the model's seconds, from the next step on: of a straggler.
         self.slowdown = 1.0
+        #: Seconds of steps at full power that lower clocks have saved.
+        self.saved_seconds = 0.0
         self._draft_length: DraftLengths | None = None
         if config.runner.simulated_draft_tokens:
             self._draft_length = load("drafters", "length")(config.runner.simulated_draft_tokens)
@@ -219,6 +221,7 @@ class SimulatedRunner(RunnerInterface):
             supports_pooling=True,
             max_draft_tokens=config.runner.simulated_draft_tokens,
             gives_row_values=True,
+            sets_frequency=True,
         )
 
     def check_sleep(self, *, frees_weights: bool) -> None:
@@ -361,7 +364,12 @@ class SimulatedRunner(RunnerInterface):
         if not scheduler_output.num_scheduled_tokens:
             return 0.0
         features, prefills = step_content(scheduler_output)
-        seconds = self._step_time.seconds(features, prefills)
+        if (told := scheduler_output.parts.get("frequency")) is None:
+            seconds = self._step_time.seconds(features, prefills)
+        else:
+            seconds = self._step_time.seconds_at(told["share"], features, prefills)
+            unused = 1 - self._step_time.share_of_watts(told["share"])
+            self.saved_seconds += self.slowdown * seconds * unused
         if num_encoder:
             seconds += 1e-6 * self._rates.encoder_token_us * num_encoder
         return seconds + self._host_seconds

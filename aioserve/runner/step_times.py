@@ -23,6 +23,14 @@ from aioserve.support.files import read_yaml
 from aioserve.support.parts import brought
 from aioserve.support.plugins import Kind, convert_options, installed
 
+#: Of a step's time that is not its prompts', the share that goes with the card's clock: the rest
+#: waits for memory, whose clock is another one. A guess, between the two that bound it.
+CLOCK_SHARE = 0.3
+#: Of the watts of a step, those between steps left out, the share that the clock does not change;
+#: the others go by its third power, since the voltage falls with it. A guess: with it, energy per
+#: token is least at some 0.6 of the clock where prompts run, and falls further where decodes do.
+STATIC_SHARE = 0.3
+
 #: Of each row with more than one token, how many, and its length with them.
 Prefills = Sequence[tuple[int, int]]
 Rate = Annotated[float, Meta(ge=0)]
@@ -84,6 +92,24 @@ class StepTimeSource(ABC):
             self.seconds(StepFeatures(0, num_decodes, context, 0), ())
             for context in range(num_context_tokens, end, num_decodes)
         ]
+
+    def seconds_at(self, frequency: float, features: StepFeatures, prefills: Prefills) -> float:
+        """Return the seconds of a step while the card's clock is this share of its highest: what
+        prompts add goes with the clock, of the rest `CLOCK_SHARE` does. Assumed, not measured.
+        """
+        seconds = self.seconds(features, prefills)
+        without = features._replace(num_prefill_tokens=0, num_query_context=0, num_prefills=0)
+        fixed = min(self.seconds(without, ()), seconds)
+        of_clock = seconds - fixed + CLOCK_SHARE * fixed
+        return seconds - of_clock + of_clock / frequency
+
+    def share_of_watts(self, frequency: float) -> float:
+        """Return what a step draws at this share of the highest clock, as a share of what it draws
+        at that. Assumed, not measured.
+        """
+        busy, idle = self.watts or (1.0, 0.0)
+        moving = STATIC_SHARE + (1 - STATIC_SHARE) * frequency**3
+        return (idle + (busy - idle) * moving) / busy
 
     def num_kv_tokens(self, max_step_tokens: int, max_rows: int) -> int | None:
         """Return how many tokens the KV cache of the machine holds, beside what steps of so many

@@ -68,6 +68,9 @@ VICTIM_KEYS: dict[str, Callable[[Request, KVCacheManager], Any]] = {
     "least_lost": lambda r, kv_cache: (-kv_cache.estimate_lost_tokens(r), r.order_key),
 }
 
+#: The lowest clock of a card that a policy may set, as a share of its highest.
+LEAST_FREQUENCY = 0.2
+
 
 class BaseScheduler(SchedulerInterface):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
@@ -104,6 +107,9 @@ class BaseScheduler(SchedulerInterface):
     #: logits [S, V] of S rows and returns S numbers. Computed on a CPU; refused at the start on
     #: CUDA; invented in the lab and in the shadow, which have no model.
     wants_row_values: ClassVar[tuple[str, ...]] = ()
+    #: True if the policy sets the card's clock by `set_frequency`: the simulated runner alone has
+    #: one to set, and with any other the policy is refused at the start.
+    sets_frequency: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -129,6 +135,7 @@ class BaseScheduler(SchedulerInterface):
         self.max_model_len = max_model_len  # tokens of prompt and output together
         self.kv_cache = kv_cache  # KV blocks and cached prefixes
         self.memory = Memory(self)  # how many KV tokens are free, held, leased or cached
+        self.frequency = 1.0  # the card's clock as set by `set_frequency`, a share of its highest
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
         self._config = config
         # What the policy is asked; of what it leaves as it is here, nothing is asked.
@@ -369,6 +376,22 @@ class BaseScheduler(SchedulerInterface):
         """
         return self.kv_cache.offload_price(request, request.num_computed_tokens)
 
+    def set_frequency(self, share: float) -> None:
+        """Run the card's clock at this share of its highest, 0.2 to 1, from the step on that is
+        planned now, until it is set again. What that changes is assumed, not measured: see
+        `StepTimeSource.seconds_at`. Needs `sets_frequency = True`.
+        """
+        if not self.sets_frequency:
+            raise PolicyError(
+                f"policy {type(self).__name__} calls set_frequency() without sets_frequency = True"
+            )
+        if not isinstance(share, int | float) or not LEAST_FREQUENCY <= share <= 1:
+            raise PolicyError(
+                f"policy {type(self).__name__}: a frequency is a share of the highest from "
+                f"{LEAST_FREQUENCY} to 1, got {share!r:.80}"
+            )
+        self.frequency = float(share)
+
     def retain(self, request: Request, rank: float, num_tokens: int | None = None) -> int:
         """Give the request's cached prefix, or that of its first `num_tokens` tokens, another rank
         than `retention` did: it has become more or less likely to be used. Holds until `retention`
@@ -578,6 +601,7 @@ class BaseScheduler(SchedulerInterface):
             self._note_planned: self._step_time is not None,
             self._tell_draft_lengths: drafts,
             self._ask_row_values: check_names(self.wants_row_values, type(self).__name__),
+            self._tell_frequency: self.sets_frequency,
         }
         return tuple(hook for hook, is_wanted in hooks.items() if is_wanted)
 
@@ -601,6 +625,11 @@ class BaseScheduler(SchedulerInterface):
             lengths[request.request_id] = length
         if lengths:
             output.parts["draft_lengths"] = lengths
+
+    def _tell_frequency(self, output: SchedulerOutput) -> None:
+        """Add the clock to a step that has not been sent yet, unless it is the highest."""
+        if output.num_scheduled_tokens and self.frequency != 1.0:
+            output.parts["frequency"] = {"share": self.frequency}
 
     def _ask_row_values(self, output: SchedulerOutput) -> None:
         """Add the wanted names to a step that has not been sent yet."""

@@ -304,7 +304,9 @@ def fewest_replicas(
             runs.append(RunMeasures(outcome, workload, slo))
             seconds += outcome.end
             if watts is not None:
-                joules += joules_of(watts, outcome.busy_seconds, outcome.paid_seconds)
+                joules += joules_of(
+                    watts, outcome.busy_seconds, outcome.paid_seconds, outcome.saved_seconds
+                )
         found = judged(runs, fitting, slo, bounds, target)
         attempt = Attempt(fleet.num_replicas, found.good_share, found.is_met, found.bounded)
         attempts.append(attempt)

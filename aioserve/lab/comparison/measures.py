@@ -224,13 +224,15 @@ def joules_of(
     watts: Sequence[tuple[float, float]],
     busy_seconds: Sequence[float],
     paid_seconds: Sequence[float],
+    saved_seconds: Sequence[float],
 ) -> float:
     """Return the joules of replicas that draw so many watts while a step runs, and so many between
-    steps.
+    steps; lower clocks have saved those of so many seconds of steps.
     """
-    times = zip(watts, busy_seconds, paid_seconds, strict=True)
+    times = zip(watts, busy_seconds, paid_seconds, saved_seconds, strict=True)
     return sum(
-        busy * seconds + idle * max(paid - seconds, 0.0) for (busy, idle), seconds, paid in times
+        busy * (seconds - saved) + idle * max(paid - seconds, 0.0)
+        for (busy, idle), seconds, paid, saved in times
     )
 
 
@@ -243,7 +245,7 @@ def energy_totals(
     """Return joules per output token and per request that was served, of replicas that draw so many
     watts while a step runs, and so many between steps.
     """
-    joules = joules_of(watts, busy_seconds, paid_seconds)
+    joules = joules_of(watts, busy_seconds, paid_seconds, outcome.saved_seconds)
     num_tokens = sum(len(request.token_times) for request in outcome.requests)
     num_requests = sum(bool(request.token_times) for request in outcome.requests)
     return {

@@ -527,6 +527,7 @@ class _Run:
         seat.load = None
         engine.observer.end_series()
         self._outcome.busy_seconds[seat.place] += engine.busy_seconds
+        self._outcome.saved_seconds[seat.place] += engine.runner.saved_seconds
         seat.engine = None
 
     def _fail(self, seat: Seat) -> None:

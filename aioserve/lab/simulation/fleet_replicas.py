@@ -121,6 +121,7 @@ class FleetOutcome(RunOutcome):
         self.num_resent = 0  # their replica died before it had streamed anything
         self.replica_of = array("l", [-1]) * num_requests  # that had it last; -1: none
         self.busy_seconds = [0.0] * num_replicas
+        self.saved_seconds = [0.0] * num_replicas
         self.paid_seconds = [0.0] * num_replicas
 
     @property

@@ -212,6 +212,8 @@ class RunOutcome:
         self.num_draft_tokens = 0  # that were verified
         self.num_right_drafts = 0
         self.end = 0.0
+        #: By replica, seconds of steps at full power that lower clocks have saved.
+        self.saved_seconds = [0.0]
 
     def token_times(self) -> dict[str, "array[float]"]:
         """Return the requests' own, by the names that a run gives them: their places."""

@@ -254,7 +254,9 @@ async def _simulate(config: EngineConfig, workload: Workload, progress: Progress
     async with AsyncEngine(config, runner=runner) as engine:
         clients = _EngineClients(engine, workload, progress, is_live=False)
         runner.on_step = clients.observer.note
-        return await clients.run()
+        outcome = await clients.run()
+        outcome.saved_seconds = [runner.saved_seconds]
+        return outcome
 
 
 async def _run_live(config: EngineConfig, workload: Workload, progress: Progress) -> RunOutcome:

@@ -46,7 +46,7 @@ class MultiStepDecode:
         """
         if not issubclass(policy, BaseScheduler):
             return False
-        if policy.uses_step_time or policy.wants_row_values:
+        if policy.uses_step_time or policy.wants_row_values or policy.sets_frequency:
             return False
         for cls in policy.__mro__:
             if "keeps_decoding" in vars(cls):
