@@ -48,7 +48,9 @@ def contract_command(folder: str) -> list[str]:
                 "the contract needs pytest and hypothesis: pip install pytest hypothesis"
             )
     settings = Path(folder, "pytest.ini")
-    settings.write_text("[pytest]\naddopts = -p no:cacheprovider\n")
+    # No rule is a coroutine, and plugins that the user's environment has would warn of this file.
+    unused = " ".join(f"-p no:{name}" for name in ("cacheprovider", "asyncio", "schemathesis"))
+    settings.write_text(f"[pytest]\naddopts = {unused}\n")
     command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={folder}", "-c", str(settings)]
     if not any(point.value == PLUGIN for point in entry_points(group="pytest11")):
         command += ["-p", PLUGIN]  # aioserve is on the path and not installed
