@@ -1,14 +1,16 @@
 """Measured cards: ready profiles without the package, tables of any card with it."""
 
 import csv
+import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from aioserve.cli.main import main
 from aioserve.errors import ConfigError
-from aioserve.lab.cards.engines import errors_of_runs, host_of
+from aioserve.lab.cards.engines import errors_of_runs, host_of, least_ms_of
 from aioserve.lab.cards.tables import (
     CardTables,
     TableOptions,
@@ -18,7 +20,7 @@ from aioserve.lab.cards.tables import (
     write_tables,
 )
 from aioserve.lab.zoo import standing
-from aioserve.runner.step_times import make_step_times
+from aioserve.runner.step_times import StepTimeSource, make_step_times
 from aioserve.scheduler.output import StepFeatures
 from aioserve.testing.step_times import StepTimesContract, StepTimesSubject
 from tests.lab.traffic import record
@@ -36,6 +38,8 @@ SMALL = TableOptions(
     ),
 )
 
+LAUNCHED = msgspec.structs.replace(SMALL, least_ms=9)
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +52,14 @@ class TestTables(StepTimesContract):
     @pytest.fixture
     def subject(self) -> StepTimesSubject:
         return StepTimesSubject(TableStepTimes(SMALL), "a toy")
+
+
+class TestLaunchedTables(StepTimesContract):
+    """The tables of a toy whose kernels take 9 ms to launch."""
+
+    @pytest.fixture
+    def subject(self) -> StepTimesSubject:
+        return StepTimesSubject(TableStepTimes(LAUNCHED), "a toy")
 
 
 def milliseconds(decodes: int, context: int, *prefills: tuple[int, int]) -> float:
@@ -76,10 +88,26 @@ def test_a_step_is_padded_to_the_next_size_of_a_graph() -> None:
 
 
 def _plain(options: TableOptions) -> dict[str, dict[str, object]]:
-    import msgspec
-
     found: dict[str, dict[str, object]] = msgspec.to_builtins(options)
     return found
+
+
+def test_no_step_is_shorter_than_the_launches_of_its_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "toy.yaml"
+    path.write_text(write_tables(LAUNCHED, "a toy"))
+    launched, plain = make_step_times(str(path), {}), TableStepTimes(SMALL)
+    few, many = StepFeatures(0, 1, 10, 0), StepFeatures(0, 90, 90_000, 0)
+    assert 1e3 * plain.seconds(few, ()) < 9
+    assert 1e3 * launched.seconds(few, ()) == pytest.approx(9)
+    assert launched.seconds(many, ()) == plain.seconds(many, ()) > 9e-3
+
+
+def test_layers_of_llama_4_alone_are_launched_one_by_one() -> None:
+    llama_4 = "Llama4ForConditionalGeneration"
+    assert least_ms_of("vllm", "0.24.0", llama_4, 48) == pytest.approx(0.345 * 48)
+    assert least_ms_of("vllm", "0.24.0", "LlamaForCausalLM", 48) == 0
+    assert least_ms_of("vllm", "0.9.0", llama_4, 48) == 0
+    assert least_ms_of("trtllm", "1.2", llama_4, 48) == 0
 
 
 def test_measured_times_that_fall_are_evened_out() -> None:
@@ -190,8 +218,6 @@ def test_the_simulated_pool_is_that_of_the_card() -> None:
 def test_groups_of_a_fleet_have_cards_policies_and_prices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import json
-
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(
         "replicas: 3\ngroups:\n"
@@ -236,8 +262,6 @@ def test_a_group_that_cannot_be_is_refused(
 
 
 def test_an_engine_alone_has_a_price_and_draws_power(tmp_path: Path) -> None:
-    import json
-
     found = tmp_path / "found.json"
     words = ["compare", "fcfs", "--workload", "mixed", "--limit", "20", "--seeds", "1"]
     words += ["--card", READY, "--price-per-hour", "3", "--json", str(found)]
@@ -255,8 +279,6 @@ SEARCH = ["--workload", "mixed", "--limit", "150", "--slo", "ttft=0.5,gap=0.06"]
 def test_a_search_says_how_many_cards_a_workload_needs_and_what_a_day_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import json
-
     found = tmp_path / "found.json"
     words = ["search", "fcfs", "chunked_prefill", *SEARCH, "--time-scale", "0.2"]
     words += ["--goodput", "0.9"]
@@ -283,8 +305,6 @@ def test_a_search_says_how_many_cards_a_workload_needs_and_what_a_day_costs(
 
 
 def test_a_fleet_of_two_cards_is_multiplied_whole(tmp_path: Path) -> None:
-    import json
-
     found, fleet = tmp_path / "found.json", tmp_path / "fleet.yaml"
     fleet.write_text(
         "replicas: 3\ngroups:\n"
@@ -319,8 +339,6 @@ def test_a_search_for_replicas_refuses_what_it_would_not_use(
 def test_recorded_traffic_is_replayed_on_a_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import json
-
     path, toy = tmp_path / "log", tmp_path / "toy.yaml"
     record(path, num_requests=150, policy="chunked_prefill")
     toy.write_text(write_tables(SMALL, "a toy"))
@@ -367,8 +385,6 @@ def test_a_card_is_refused_where_it_means_nothing(
 def test_the_zoo_is_run_on_a_card_with_energy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import json
-
     monkeypatch.setattr(standing, "NUM_HALVINGS", 1)
     monkeypatch.setattr(standing, "LEAST_SCALE", 0.5)  # so that few requests come at once
     found = tmp_path / "found.json"
@@ -448,3 +464,59 @@ def test_the_kv_cache_is_nearly_what_vllm_reported() -> None:
     held = make_step_times("card", options).num_kv_tokens(2048, 128)
     assert held is not None
     assert held / 16 == pytest.approx(30_425, rel=0.06)
+
+
+def write_llama_2(folder: Path, kv_heads: int) -> str:
+    """Write the `config.json` of Llama-2-7B with this number of KV heads."""
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.usefixtures("package")
+def test_more_kv_heads_than_were_measured_read_the_bytes_of_a_longer_context(
+    tmp_path: Path,
+) -> None:
+    wide, narrow = (
+        make_step_times("card", {"card": "h100_sxm", "model": write_llama_2(tmp_path / name, n)})
+        for name, n in (("wide", 32), ("narrow", 8))
+    )
+
+    def attention(times: StepTimeSource, context: int) -> float:
+        """Milliseconds of 16 rows at a context, beyond those at a tenth of it."""
+        long, short = (StepFeatures(0, 16, 16 * n, 0) for n in (context, context // 10))
+        return 1e3 * (times.seconds(long, ()) - times.seconds(short, ()))
+
+    assert attention(wide, 2000) == pytest.approx(attention(narrow, 8000), rel=0.03)
+
+
+@pytest.mark.usefixtures("package")
+def test_llama_4_has_its_shared_expert_and_projections_of_another_element_type() -> None:
+    scout = "meta-llama/Llama-4-Scout-17B-16E-Instruct"
+    options = {"card": "h100_sxm", "model": scout, "tp": 2, "weights": "fp8"}
+    plain = make_step_times("card", {**options, "experts": "fp8_block"})
+    whole = make_step_times("card", {**options, "experts": "fp8_block", "attention": "bfloat16"})
+    one, many = StepFeatures(0, 1, 500, 0), StepFeatures(0, 64, 64_000, 0)
+    assert 1e3 * whole.seconds(one, ()) == pytest.approx(0.345 * 48)  # its launches
+    assert whole.seconds(many, ()) > plain.seconds(many, ())
+    held, less = plain.num_kv_tokens(2048, 128), whole.num_kv_tokens(2048, 128)
+    assert held is not None
+    assert less is not None
+    projections = 48 * 5120 * 128 * (2 * 40 + 2 * 8) / 2  # bytes more of each card
+    assert held - less == pytest.approx(projections / (48 * 4 * 128 * 2 * 2), rel=0.01)
+    assert less / 16 == pytest.approx(1.2 * 8253, rel=0.02)  # what vLLM reported, and a fifth more

@@ -50,6 +50,9 @@ READY: Mapping[str, Card] = {
     "h200x8-qwen3-235b-a22b-fp8": Card(
         card="h200_sxm", model="Qwen/Qwen3-235B-A22B-FP8", tp=8, ep=8
     ),
+    "h200-llama-3.1-70b-fp8-trtllm": Card(
+        card="h200_sxm", model="nvidia/Llama-3.1-70B-Instruct-FP8", engine="trtllm"
+    ),
     "h200x8-deepseek-v3": Card(card="h200_sxm", model="deepseek-ai/DeepSeek-V3", tp=8, ep=8),
 }
 #: Steps whose times are shown: rows that decode, the context of each, and a prompt.
@@ -63,7 +66,7 @@ def run_cards(words: Sequence[str]) -> int:
     given = [("model", arguments.card_model), ("tp", arguments.card_tp), ("ep", arguments.card_ep)]
     given += [
         (name, getattr(arguments, name))
-        for name in ("engine", "version", "weights", "experts", "kv")
+        for name in ("engine", "version", "weights", "experts", "attention", "kv")
     ]
     options = {name: value for name, value in given if value is not None}
     if arguments.ready is not None:
@@ -99,6 +102,11 @@ def _parser() -> Parser:
     parser.add_argument("--version", metavar="X", help="of the engine (default: the newest whole)")
     parser.add_argument("--weights", metavar="TYPE", help="element type of matrix products")
     parser.add_argument("--experts", metavar="TYPE", help="element type of experts (default: same)")
+    parser.add_argument(
+        "--attention",
+        metavar="TYPE",
+        help="element type of projections of attention (default: same)",
+    )
     parser.add_argument("--kv", metavar="TYPE", help="element type of the KV cache")
     add_output(parser, "-o", "--output", help="write the profile to this file", metavar="FILE.yaml")
     parser.add_argument(

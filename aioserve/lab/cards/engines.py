@@ -32,24 +32,39 @@ class Host(msgspec.Struct, frozen=True):
     since: tuple[int, ...]  # its version
     one_ms: float  # of an engine on one card
     several_ms: float  # of an engine that tells the processes of several cards
+    launch_ms: float  # of a layer that is launched kernel by kernel, outside of CUDA graphs
     source: str
 
 
 #: One default per engine and version. The numbers of vLLM are those of `reproduce.vllm.stages`:
 #: with asynchronous scheduling, which hides the host's work behind the card's.
-HOSTS = (Host("vllm", (0, 15), 0.0, 1.4, "fitted to six runs of vLLM 0.15 on H100 cards"),)
+HOSTS = (Host("vllm", (0, 15), 0.0, 1.4, 0.345, "fitted to six runs of vLLM 0.15 on H100 cards"),)
+#: Models whose attention is kept out of CUDA graphs, as some of it looks at a chunk of the context.
+LAUNCHED = ("Llama4ForConditionalGeneration",)
 
 
 def host_of(engine: str, version: str, num_cards: int) -> tuple[float, str]:
     """Return the milliseconds that the host adds to each step, and where the number comes from; of
     an engine of which no run has been compared, 0 and words that say so.
     """
+    host = _find_host(engine, version)
+    if host is None:
+        return 0.0, f"no run of {engine} {version} has been compared"
+    return host.one_ms if num_cards == 1 else host.several_ms, host.source
+
+
+def least_ms_of(engine: str, version: str, architecture: str, num_layers: int) -> float:
+    """Return the milliseconds that launching the kernels of a step takes, below which no step is:
+    of a model whose layers are captured in CUDA graphs, 0.
+    """
+    host = _find_host(engine, version)
+    return host.launch_ms * num_layers if host and architecture in LAUNCHED else 0.0
+
+
+def _find_host(engine: str, version: str) -> Host | None:
     numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
     known = [host for host in HOSTS if host.engine == engine and host.since <= numbers]
-    if not known:
-        return 0.0, f"no run of {engine} {version} has been compared"
-    host = max(known, key=lambda each: each.since)
-    return host.one_ms if num_cards == 1 else host.several_ms, host.source
+    return max(known, key=lambda each: each.since, default=None)
 
 
 class RunError(msgspec.Struct, frozen=True):

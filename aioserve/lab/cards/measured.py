@@ -1,29 +1,32 @@
 """Tables of a card and a model, from the measured operators of the package `aiconfigurator-core`.
 
 The package composes a step of operators that were timed on the card under a serving engine; it is
-asked once for each place of the tables. docs/cards.md says what it leaves out.
+asked once for each place of the tables. Where it leaves a part of a model out, its own operators on
+a stand-in model price that part. docs/cards.md says what else is left out.
 """
 
 import contextlib
 import importlib.util
 import io
+import json
 import logging
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Self
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError, did_you_mean, one_line
 from aioserve.lab.cards import engines, tables
-from aioserve.lab.cards.engines import host_of
+from aioserve.lab.cards.engines import host_of, least_ms_of
 from aioserve.lab.cards.tables import (
     CardTables,
     TableOptions,
@@ -56,6 +59,14 @@ NUM_CHECKED = 400
 
 Count = Annotated[int, Meta(ge=1)]
 Number = Annotated[float, Meta(ge=0)]
+#: KV heads of one card up to which attention of rows that decode was measured, by the engine; under
+#: other engines as many were measured as models have.
+MOST_KV_HEADS = {"vllm": 8}
+#: Models whose layers with experts have one more, which every token runs; the package has none.
+SHARED_EXPERT = ("Llama4ForConditionalGeneration",)
+#: Tokens of a step up to which an engine computes that expert beside the others, in a CUDA stream
+#: of its own, so that it takes no time: VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD of vLLM.
+MOST_BESIDE = {"vllm": 256}
 #: Options that change no table.
 BESIDE = ("graph_sizes", "busy_watts", "idle_watts")
 
@@ -71,6 +82,7 @@ class Card(StepTimeOptions, frozen=True, kw_only=True):
     version: str | None = None  # of the engine (default: the newest that was measured whole)
     weights: str | None = None  # element type of matrix products (default: the model's own)
     experts: str | None = None  # element type of a mixture's experts (default: that of `weights`)
+    attention: str | None = None  # that of attention's projections (default: that of `weights`)
     kv: str | None = None  # element type of the KV cache (default: the model's own)
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     graph_sizes: tuple[Count, ...] = ()  # as those of `TableStepTimes`
@@ -83,6 +95,7 @@ class Card(StepTimeOptions, frozen=True, kw_only=True):
         count = f"{self.tp} x " if self.tp > 1 else ""
         kinds = [f"weights {self.weights}"] if self.weights else []
         kinds += [f"experts {self.experts}"] if self.experts else []
+        kinds += [f"attention {self.attention}"] if self.attention else []
         kinds += [f"KV {self.kv}"] if self.kv else []
         return ", ".join([f"{self.model} on {count}{self.card}", *kinds])
 
@@ -165,6 +178,7 @@ def _measure(card: Card) -> TableOptions:
         source=f"measured operators of {EXTRA} {version(EXTRA)}",
         host_ms=host_ms,
         host=host,
+        least_ms=least_ms_of(card.engine, package.version, package.architecture, package.layers),
         busy_watts=package.watts(),
     )
     return msgspec.structs.replace(options, error=package.compared(TableStepTimes(options)))
@@ -202,20 +216,42 @@ class _Package:
         self.version = _find_version(card)
         self._model = find_model(card.model)
         with _quiet():
-            from aiconfigurator_core.sdk.engine import EngineHandle
+            from aiconfigurator_core.sdk.utils import get_model_config_from_model_path
 
             try:
-                self._engine = EngineHandle.compile(
-                    self._model, card.card, card.engine, **self._arguments
-                )
+                self._shape = get_model_config_from_model_path(self._model)
+                self._engine = self._compile(self._model)
                 self._varying_prompt = self._varying(
                     self._prompt_operators(512, 0), self._prompt_operators(512, 8192)
                 )
                 self._varying_rows = self._varying(
                     self._row_operators(8, 64), self._row_operators(8, 8192)
                 )
+                self._left_out = self._find_left_out()
             except Exception as error:
                 raise _refused(card, error) from error
+
+    @property
+    def architecture(self) -> str:
+        """The architecture of the model, as its `config.json` states it."""
+        return str(self._shape["architecture"])
+
+    @property
+    def layers(self) -> int:
+        """The layers of the model."""
+        return int(self._shape["layers"])
+
+    def _compile(self, model: str, **changes: Any) -> Any:
+        from aiconfigurator_core.sdk.engine import EngineHandle
+
+        arguments = {**self._arguments, **changes}
+        return EngineHandle.compile(model, self.card.card, self.card.engine, **arguments)
+
+    def _compile_config(self, config: Mapping[str, Any]) -> Any:
+        """Return the engine of a stand-in model with this `config.json`."""
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
+            return self._compile(folder)
 
     @property
     def _arguments(self) -> dict[str, Any]:
@@ -249,7 +285,7 @@ class _Package:
         if num_tokens <= ROWS[-1]:
             rows = self._row_operators(num_tokens, 1024)
             longest = max(longest, self._rest(rows, self._varying_rows))
-        return longest
+        return longest + self._left_out.ms(num_tokens)
 
     def head(self, num_rows: int) -> float:
         """Return the output heads of so many rows."""
@@ -262,8 +298,12 @@ class _Package:
         return sum(operators[name] for name in self._varying_prompt)
 
     def rows(self, num_rows: int, context: int) -> float:
-        """Return the attention of rows that decode."""
-        operators = self._row_operators(num_rows, context)
+        """Return the attention of rows that decode. With more KV heads than were measured, it is
+        that of as many as were, with the context so many times longer: the same bytes are read.
+        """
+        left_out = self._left_out
+        engine = left_out.fewer_heads or self._engine
+        operators = self._row_operators(num_rows, round(context * left_out.times_longer), engine)
         return sum(operators[name] for name in self._varying_rows)
 
     def kv_tokens(self, utilization: float) -> tuple[tuple[int, int], ...]:
@@ -289,7 +329,9 @@ class _Package:
                     if found:  # it holds no steps of that size, and some of a smaller one
                         break
                     raise _refused(self.card, error) from error
-            found.append((size, int(estimate["total_kv_size_tokens"])))
+            held = estimate["total_kv_size_bytes"]
+            share = max(1 - self._left_out.bytes / held, 0.0)
+            found.append((size, int(estimate["total_kv_size_tokens"] * share)))
         return tuple(found)
 
     def compared(self, made: TableStepTimes) -> str:
@@ -310,6 +352,7 @@ class _Package:
             theirs += self.prompt(tokens, before) if tokens else 0.0
             num_rows = rows + (1 if tokens else 0)
             theirs += self.dense(rows + tokens) + self.head(num_rows)
+            theirs = max(theirs, made.options.least_ms)
             prefills = [(tokens, before + tokens)] if tokens else []
             num_context = rows * context + sum(end for _, end in prefills)
             ours = made.seconds(StepFeatures.of(rows, num_context, prefills), prefills)
@@ -320,14 +363,41 @@ class _Package:
             f"{errors[-1]:.1%} of {NUM_CHECKED} steps"
         )
 
-    def _prompt_operators(self, num_tokens: int, before: int) -> dict[str, float]:
-        operators, _ = self._engine.run_static_per_op(
+    def _find_left_out(self) -> "_LeftOut":
+        """Return what the package leaves out of this model."""
+        card, shape, found = self.card, self._shape, _LeftOut()
+        attention = card.attention or card.weights
+        if attention != card.weights:
+            other = self._compile(self._model, gemm_quant_mode=attention)
+            found.parts.append(_Part(other, 1, _is_projection))
+            found.parts.append(_Part(self._engine, -1, _is_projection))
+            head, queries, keys = (shape[name] for name in ("d", "n", "n_kv"))
+            weights = shape["hidden_size"] * head * (2 * queries + 2 * keys) * self.layers
+            found.bytes += weights / card.tp * (_size_of(attention) - _size_of(card.weights))
+        if self.architecture in SHARED_EXPERT:
+            layers = sum(shape["extra_params"].moe_layer_freq)
+            engine = self._compile_config(_plain_decoder(shape, layers))
+            found.parts.append(_Part(engine, 1, _is_ffn, MOST_BESIDE.get(card.engine, 0)))
+            weights = 3 * shape["hidden_size"] * shape["moe_inter_size"] * layers
+            found.bytes += weights / card.tp * _size_of(card.weights)
+        config, most = shape["raw_config"], MOST_KV_HEADS.get(card.engine)
+        heads = config.get("num_key_value_heads")
+        if most is not None and heads and heads > most * card.tp and "kv_lora_rank" not in config:
+            fewer = {**config, "num_key_value_heads": most * card.tp}
+            found.fewer_heads = self._compile_config(fewer)
+            found.times_longer = heads / (most * card.tp)
+        return found
+
+    def _prompt_operators(
+        self, num_tokens: int, before: int, engine: Any = None
+    ) -> dict[str, float]:
+        operators, _ = (engine or self._engine).run_static_per_op(
             batch_size=1, isl=num_tokens + before, osl=1, prefix=before, mode="static_ctx"
         )
         return {name: ms for name, ms, *_ in operators}
 
-    def _row_operators(self, num_rows: int, context: int) -> dict[str, float]:
-        operators = self._engine.decode_step_per_op(num_rows, max(context - 1, 1), 2)
+    def _row_operators(self, num_rows: int, context: int, engine: Any = None) -> dict[str, float]:
+        operators = (engine or self._engine).decode_step_per_op(num_rows, max(context - 1, 1), 2)
         return {name: ms for name, ms, *_ in operators}
 
     @staticmethod
@@ -344,6 +414,77 @@ class _Package:
 
 def _is_head(name: str) -> bool:
     return "logits" in name
+
+
+def _is_projection(name: str) -> bool:
+    """Whether an operator is a projection of attention: to queries, keys and values, or back."""
+    return name.endswith(("qkv_gemm", "proj_gemm"))
+
+
+def _is_ffn(name: str) -> bool:
+    """Whether an operator is one of the feed-forward part of a plain decoder's layers."""
+    return name.endswith(("ffn1_gemm", "act_gate", "ffn2_gemm"))
+
+
+def _size_of(kind: str | None) -> float:
+    """Return the bytes of a weight of this element type. Raises `KeyError` for an unknown one."""
+    from aiconfigurator_core.sdk.common import GEMMQuantMode
+
+    return float(GEMMQuantMode[kind or "bfloat16"].value.memory)
+
+
+def _plain_decoder(shape: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the `config.json` of a plain decoder of this shape, whose feed-forward part is as wide
+    as one expert.
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": shape["hidden_size"],
+        "intermediate_size": shape["moe_inter_size"],
+        "max_position_embeddings": shape["context"],
+        "num_attention_heads": shape["n"],
+        "num_hidden_layers": layers,
+        "num_key_value_heads": shape["n_kv"],
+        "head_dim": shape["d"],
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape["vocab"],
+    }
+
+
+class _Part(NamedTuple):
+    """Operators of a stand-in model, which count in steps of more than `most_beside` tokens."""
+
+    engine: Any
+    sign: int  # 1, or -1 for what they stand in for
+    belongs: Callable[[str], bool]  # whether an operator of this name is one of them
+    most_beside: int = 0
+
+
+class _LeftOut:
+    """What the package leaves out of a model: the parts, and the bytes of their weights on each
+    card; and the engine that prices rows with more KV heads than were measured.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[_Part] = []
+        self.bytes = 0.0
+        self.fewer_heads: Any = None  # an engine with as many KV heads as were measured
+        self.times_longer = 1.0  # by which contexts are multiplied there
+
+    def ms(self, num_tokens: int) -> float:
+        """Return what the parts take in a step of so many tokens."""
+        found = 0.0
+        for engine, sign, belongs, most_beside in self.parts:
+            if num_tokens > most_beside:
+                operators, _ = engine.run_static_per_op(
+                    batch_size=1, isl=num_tokens, osl=1, prefix=0, mode="static_ctx"
+                )
+                found += sign * sum(ms for name, ms, *_ in operators if belongs(name))
+        return found
 
 
 def find_model(name: str) -> str:

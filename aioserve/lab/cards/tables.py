@@ -108,6 +108,8 @@ class TableOptions(StepTimeOptions, frozen=True, kw_only=True):
     host: str = ""  # where `host_ms` comes from
     busy_watts: Number = 0.0  # of all its cards together while a step runs; 0: not known
     idle_watts: Number = 0.0  # between steps
+    #: Milliseconds that launching the kernels of a step takes: no step is shorter.
+    least_ms: Number = 0.0
     #: Numbers of tokens to which the engine pads steps, for which it has captured graphs; a larger
     #: step is not padded.
     graph_sizes: tuple[Annotated[int, Meta(ge=1)], ...] = ()
@@ -129,6 +131,7 @@ class TableStepTimes(StepTimeSource):
             self.watts = options.busy_watts, options.idle_watts
         self._tables = options.tables
         self._graph_sizes = tuple(sorted(options.graph_sizes))
+        self._least_ms = options.least_ms
         self._launch_ms = _power_between(self._tables.prefill_ms, 1, 0)
         self._fixed: dict[tuple[int, int], float] = {}  # by tokens and rows
         self._decodes: dict[int, tuple[Sequence[float], Sequence[float]]] = {}  # by rows
@@ -146,27 +149,27 @@ class TableStepTimes(StepTimeSource):
                     num_context -= end
         if num_rows:
             ms += _between(*self._decode_line(num_rows), num_context)
-        return 1e-3 * ms
+        return 1e-3 * max(ms, self._least_ms)
 
     def seconds_of_decodes(
         self, num_decodes: int, num_context_tokens: int, num_steps: int
     ) -> list[float]:
         """Return what `seconds` says of `num_steps` steps in a row, to the last bit."""
-        fixed = self._fixed_ms(num_decodes, num_decodes)
+        fixed, least = self._fixed_ms(num_decodes, num_decodes), self._least_ms
         at, ms = self._decode_line(num_decodes)
         found: list[float] = []
         context, end = num_context_tokens, num_context_tokens + num_steps * num_decodes
         while context < end:  # one piece of the curve after the other
             place = min(max(bisect_right(at, context), 1), len(at) - 1)
             if context < at[0] or len(at) == 1:
-                found.append(1e-3 * (fixed + ms[0]))
+                found.append(1e-3 * max(fixed + ms[0], least))
                 context += num_decodes
                 continue
             before, value = at[place - 1], ms[place - 1]
             slope = (ms[place] - value) / (at[place] - before)
             stop = end if place == len(at) - 1 else min(end, math.ceil(at[place]))
             piece = range(context, max(stop, context + 1), num_decodes)
-            found += [1e-3 * (fixed + (value + slope * (x - before))) for x in piece]
+            found += [1e-3 * max(fixed + (value + slope * (x - before)), least) for x in piece]
             context = piece[-1] + num_decodes
         return found
 
@@ -251,6 +254,8 @@ def write_tables(options: TableOptions, head: str) -> str:
         lines.append(f"{name}: {json.dumps(getattr(options, name))}")
     lines.append(f"busy_watts: {options.busy_watts:g} # the limits of the boards")
     lines.append(f"host_ms: {options.host_ms:g}")
+    if options.least_ms:
+        lines.append(f"least_ms: {options.least_ms:g} # what launching the kernels of a step takes")
     lines.append("tables:")
     for name in ("dense_ms", "head_ms"):
         curve: Curve = getattr(tables, name)

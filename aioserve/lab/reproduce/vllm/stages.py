@@ -37,6 +37,7 @@ FP8 = {
     "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": {
         "weights": "fp8",
         "experts": "fp8_block",
+        "attention": "bfloat16",
     }
 }
 #: Of each stage this part is simulated, from its beginning: the load is the same until its end.
