@@ -104,12 +104,14 @@ STEP_TIMES = (
 )
 
 
-def configure(policy: str, steps: Steps, **settings: Any) -> EngineConfig:
+def configure(policy: str, steps: Steps | str, **settings: Any) -> EngineConfig:
     """Return a simulated engine under `policy`, whose steps take what `steps` says and nothing
-    else. A setting is named `section__field`.
+    else: coefficients, or the name of a profile. A setting is named `section__field`.
     """
-    free = dict.fromkeys(STEP_TIMES, 0.0)
-    overrides: list[tuple[str, Any]] = [(f"runner.{n}", v) for n, v in {**free, **steps}.items()]
+    overrides: list[tuple[str, Any]] = [("runner.profile", steps)]
+    if not isinstance(steps, str):
+        free = dict.fromkeys(STEP_TIMES, 0.0)
+        overrides = [(f"runner.{n}", v) for n, v in {**free, **steps}.items()]
     overrides += [(name.replace("__", "."), value) for name, value in settings.items()]
     fixed = [
         ("scheduler.policy", policy),

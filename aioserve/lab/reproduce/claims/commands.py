@@ -25,6 +25,7 @@ CLAIMS: Mapping[str, Claim] = {
         scheduling.VICTIMS,
         scheduling.QOSERVE,
         scheduling.CONTINUUM,
+        scheduling.EVICTION,
         routing.LMETRIC,
         routing.PREBLE,
     )
