@@ -18,7 +18,13 @@ from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.zoo.cost import measure_costs
-from aioserve.lab.zoo.page import as_document, render_board, render_page, render_policy
+from aioserve.lab.zoo.page import (
+    as_document,
+    num_seeds,
+    render_board,
+    render_page,
+    render_policy,
+)
 from aioserve.lab.zoo.standing import (
     FILE,
     MEASURED,
@@ -53,10 +59,16 @@ def run_zoo(words: Sequence[str]) -> int:
     shipping, machine = policy_names(), read_card(arguments)
     candidates = load_policies(arguments.policies or shipping, machine)
     others = {c.name for c in candidates} - set(shipping)
-    if arguments.store and (others or (arguments.quick and not machine)):
+    if arguments.quick and arguments.seeds != len(SEEDS):
+        raise ConfigError("--quick is one seed: give it without --seeds")
+    seeds = SEEDS[: 1 if arguments.quick else arguments.seeds]
+    if arguments.store and (others or (len(seeds) < len(SEEDS) and not machine)):
         raise ConfigError("--store keeps results of policies that ship, with every seed")
-    seeds = SEEDS[:1] if arguments.quick else SEEDS
     file = measured_file(_card_name(arguments)) if machine else FILE
+    if arguments.store and machine and file.exists():
+        kept = num_seeds(read_results(file))
+        if kept > len(seeds):
+            raise ConfigError(f"--store keeps no fewer seeds than are stored, which are {kept}")
     is_first = not arguments.policies or ((arguments.store or machine) and not file.exists())
     if not is_first:
         results = read_results(file).only(len(seeds))
@@ -119,6 +131,14 @@ def _parser() -> Parser:
         "--quick",
         action="store_true",
         help="one seed in the place of five: a first look, without ranges of ranks",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        choices=range(1, len(SEEDS) + 1),
+        default=len(SEEDS),
+        metavar="N",
+        help=f"run the first N of the {len(SEEDS)} seeds (default: all)",
     )
     parser.add_argument(
         "--jobs",

@@ -14,19 +14,23 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from aioserve.lab.comparison.measures import IN_TIME
 from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.lab.zoo.page import joules, num_seeds
 from aioserve.lab.zoo.standing import (
     BUDGET,
     MEASURES,
+    REFERENCE,
     SEEDS,
     SETTINGS,
+    TINY,
     VERSION,
     WORKLOADS,
     Rank,
     Results,
     Standing,
     leaderboard,
+    mean_of,
     meaning,
     measured_file,
     read_results,
@@ -232,20 +236,24 @@ NINE = {
 # the stored results and of what the policies say of themselves. Measures nothing.
 
 
-#: The card of which results are stored beside those of the standard's machine.
-MEASURED_CARD = "h100-llama-3.1-8b"
+#: The cards of which results may be stored beside those of the standard's machine.
+MEASURED_CARDS = ("h100-llama-3.1-8b", "h100x4-llama-3.1-70b-fp8")
 NUM_MOVED = 4  # policies that moved most, which are named
 BOUNDED = 30  # times faster, from which arrivals do not make a workload of conversations harder
 MEASURED_WORDS = """\
-The ranking moves on a measured card. On {machine} ([cards](cards.md)),
-with the card's memory, 256 seats and {seeds}, {agreeing}% of the pairs of policies are in the order
-that they have here with the same. `{first}` is first (here {before}); the largest moves are
-{moved}.
-Requests come {faster} times faster there, so that `chunked_prefill` serves as many in time as
-here; {bounded} are easier at any rate, as pauses between turns stay. Energy hardly tells
-the policies apart: {least} to {most} joules per output token.
-`python -m aioserve zoo --card {card} --quick` prints that. Four H100 with 70B in FP8
-(`--card h100x4-llama-3.1-70b-fp8`), and more seeds, have not been run yet."""
+The ranking {moves} on measured [cards](cards.md): with a card's memory and 256 seats, {agreeing} of
+the pairs of policies are in the order that they have here with the same seeds. Two single seeds of
+this page agree about {least_seeds} to {most_seeds} of the pairs, so {chance}.
+{cards}
+Requests come faster there, so that `{reference}` serves as many in time as here. Energy hardly
+tells the policies apart. `python -m aioserve zoo --card NAME{option}` prints a ranking{missing}."""
+CARD_WORDS = """\
+On {machine}, with {seeds}, `{first}` is first (here {before}), and the largest moves are {moved}.
+Requests come {faster} times faster{bounded}. An output token takes {least} to {most} joules."""
+BOUNDED_WORDS = (
+    "; {workloads} are easier at any rate, as pauses between turns stay, and without them "
+    "{without} of the pairs are in the order that they have here"
+)
 MAX_NAMED = 3  # policies that a question names
 QUARTER = 4  # a policy wins where it is in the first quarter, whatever chance does
 
@@ -279,35 +287,82 @@ def render(results: Results) -> str:
 
 
 def _measured(results: Results) -> str:
-    """Return whether the ranking is another one on a measured card, by the seeds that both have."""
-    there = read_results(measured_file(MEASURED_CARD))
-    seeds = num_seeds(there)
-    old, new = (
-        {standing.name: standing.overall.rank for standing in leaderboard(board)}
-        for board in (results.only(seeds), there)
+    """Return whether the ranking is another one on measured cards, by the seeds that both have, and
+    whether by more than two seeds of the standard's machine differ.
+    """
+    missing = [card for card in MEASURED_CARDS if not measured_file(card).exists()]
+    boards = [read_results(measured_file(c)) for c in MEASURED_CARDS if c not in missing]
+    agreeing = [_agreeing(results.only(num_seeds(board)), board, WORKLOADS) for board in boards]
+    of_seeds = [
+        _agreeing(results.only(1, a), results.only(1, b), WORKLOADS)
+        for a, b in combinations(range(num_seeds(results)), 2)
+    ]
+    moves = max(agreeing) < min(of_seeds)
+    fewest = min(map(num_seeds, boards))
+    return MEASURED_WORDS.format(
+        moves="moves" if moves else "hardly moves",
+        agreeing=" and ".join(f"{100 * share:.0f}%" for share in agreeing),
+        least_seeds=f"{100 * min(of_seeds):.0f}",
+        most_seeds=f"{100 * max(of_seeds):.0f}%",
+        chance="it is not by chance alone" if moves else "it may be by chance",
+        cards="\n".join(_on_card(results, board) for board in boards),
+        reference=REFERENCE,
+        option=f" --seeds {fewest}" if fewest < len(SEEDS) else "",
+        missing="".join(f"; `{card}` has not been run yet" for card in missing),
     )
+
+
+def _on_card(results: Results, there: Results) -> str:
+    """Return what is otherwise on one measured card."""
+    here, seeds = results.only(num_seeds(there)), num_seeds(there)
+    old, new = _places(here), _places(there)
     shared = sorted(old.keys() & new.keys(), key=lambda name: (-abs(new[name] - old[name]), name))
-    pairs = [(old[a] - old[b]) * (new[a] - new[b]) for a, b in combinations(shared, 2)]
-    agreeing = sum(pair > 0 for pair in pairs) / sum(pair != 0 for pair in pairs)
-    moved = ", ".join(f"`{n}` from {old[n]} to {new[n]}" for n in shared[:NUM_MOVED])
     energy = [joules(entry) for entry in there.policies.values()]
     fastest = {w: 1 / scale for w, scale in there.scales.items()}
     bounded = [w for w, faster in fastest.items() if faster > BOUNDED]
-    others = [faster for faster in fastest.values() if faster <= BOUNDED]
+    others = {w: faster for w, faster in fastest.items() if w not in bounded}
     first = min(new, key=lambda name: (new[name], name))
-    return MEASURED_WORDS.format(
+    return CARD_WORDS.format(
         machine=there.machine,
         seeds=f"{seeds} seed" + "s" * (seeds > 1),
-        agreeing=f"{100 * agreeing:.0f}",
         first=first,
         before=old[first],
-        moved=moved,
+        moved=", ".join(f"`{n}` from {old[n]} to {new[n]}" for n in shared[:NUM_MOVED]),
+        faster=f"{min(others.values()):.0f} to {max(others.values()):.0f}",
+        bounded=""
+        if not bounded
+        else BOUNDED_WORDS.format(
+            workloads=" and ".join(bounded),
+            without=f"{100 * _agreeing(here, there, list(others)):.0f}%",
+        ),
         least=f"{min(energy):.3f}",
         most=f"{max(energy):.3f}",
-        faster=f"{min(others):.0f} to {max(others):.0f}",
-        bounded=" and ".join(bounded),
-        card=MEASURED_CARD,
     )
+
+
+def _places(results: Results) -> dict[str, int]:
+    return {standing.name: standing.overall.rank for standing in leaderboard(results)}
+
+
+def _agreeing(one: Results, other: Results, workloads: Sequence[str]) -> float:
+    """Return the share of the pairs of policies, of those not equal in either, whose order by the
+    mean share in time over the workloads is the same in both.
+    """
+
+    def means(results: Results) -> dict[str, float]:
+        return {
+            name: sum(mean_of(entry, workload, IN_TIME) for workload in workloads)
+            for name, entry in results.policies.items()
+        }
+
+    here, there = means(one), means(other)
+    shared = sorted(here.keys() & there.keys())
+    apart = [
+        (here[a] - here[b]) * (there[a] - there[b])
+        for a, b in combinations(shared, 2)
+        if abs(here[a] - here[b]) > TINY and abs(there[a] - there[b]) > TINY
+    ]
+    return sum(product > 0 for product in apart) / len(apart)
 
 
 def _limits() -> list[str]:

@@ -323,13 +323,14 @@ class Results(msgspec.Struct, frozen=True):
     scales: dict[str, float] = {}  # on it, factors on the times between arrivals, by workload
     policies: dict[str, Entry] = {}
 
-    def only(self, num_seeds: int) -> "Results":
-        """Return the results of the first `num_seeds` seeds alone."""
+    def only(self, num_seeds: int, first: int = 0) -> "Results":
+        """Return the results of `num_seeds` seeds alone, from the place `first` on."""
+        last = first + num_seeds
         policies = {
             name: msgspec.structs.replace(
                 entry,
                 scores={
-                    workload: {measure: values[:num_seeds] for measure, values in of.items()}
+                    workload: {measure: values[first:last] for measure, values in of.items()}
                     for workload, of in entry.scores.items()
                 },
             )
