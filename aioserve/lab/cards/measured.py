@@ -417,12 +417,12 @@ def _is_head(name: str) -> bool:
 
 
 def _is_projection(name: str) -> bool:
-    """Whether an operator is a projection of attention: to queries, keys and values, or back."""
+    """Return whether an operator projects to queries, keys and values, or back from attention."""
     return name.endswith(("qkv_gemm", "proj_gemm"))
 
 
 def _is_ffn(name: str) -> bool:
-    """Whether an operator is one of the feed-forward part of a plain decoder's layers."""
+    """Return whether an operator is one of the feed-forward part of a plain decoder's layers."""
     return name.endswith(("ffn1_gemm", "act_gate", "ffn2_gemm"))
 
 
@@ -465,7 +465,7 @@ class _Part(NamedTuple):
 
 
 class _LeftOut:
-    """What the package leaves out of a model: the parts, and the bytes of their weights on each
+    """The parts of a model that the package leaves out, and the bytes of their weights on each
     card; and the engine that prices rows with more KV heads than were measured.
     """
 
