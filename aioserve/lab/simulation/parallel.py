@@ -18,13 +18,17 @@ from aioserve.config import EngineConfig
 from aioserve.errors import AioserveError
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import Progress, simulate
-from aioserve.lab.workloads.workload import Workload
+from aioserve.lab.workloads.workload import Incidents, Workload
+from aioserve.runner.step_times import step_times
 
 if TYPE_CHECKING:
     from aioserve.lab.simulation.fleet_plan import Fleet
 
 # A process has to import everything anew, about two seconds: as long as this many requests take.
 REQUESTS_WORTH_A_PROCESS = 2000
+# Requests from which an engine is simulated as a fleet of one replica, which takes half the time,
+# as it plans steps that only decode many at once, but has more to import.
+REQUESTS_WORTH_A_FLEET = 2000
 
 
 def choose_num_jobs(workloads: Sequence[Workload], num_configs: int) -> int:
@@ -77,11 +81,27 @@ def _simulate(
     fleet: "Fleet | None",
     progress: Progress = lambda count: None,
 ) -> RunOutcome:
-    if fleet is None:
+    if fleet is None and (
+        len(workload.requests) < REQUESTS_WORTH_A_FLEET or not _can_be_one(config, workload)
+    ):
         return simulate(config, workload, progress)
     from aioserve.lab.simulation.fleet import simulate_fleet
+    from aioserve.lab.simulation.fleet_plan import Fleet
 
-    return simulate_fleet(config, workload, fleet, progress)
+    return simulate_fleet(config, workload, fleet or Fleet(1, "round_robin"), progress)
+
+
+def _can_be_one(config: EngineConfig, workload: Workload) -> bool:
+    """Return whether a fleet of one such engine does what the engine does, to the last bit."""
+    return (
+        workload.incidents == Incidents()
+        and config.scheduler.decision_log is None
+        and config.scheduler.request_log is None
+        and config.shadow.shadow_policy is None
+        and config.cache.kv_connector == "none"
+        and config.speculation.speculative_method == "none"
+        and not step_times(config.runner).rates.jitter
+    )
 
 
 class _Process:

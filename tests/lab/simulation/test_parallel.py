@@ -6,7 +6,10 @@ from aioserve.cli.main import main as command
 from aioserve.config import EngineConfig
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import compare, encode
-from aioserve.lab.simulation.parallel import choose_num_jobs
+from aioserve.lab.simulation import parallel
+from aioserve.lab.simulation.fleet_replicas import FleetOutcome
+from aioserve.lab.simulation.parallel import choose_num_jobs, simulate_all
+from aioserve.lab.simulation.run import simulate, simulated
 from aioserve.lab.workloads.synthetic import WorkloadSource
 
 MIXED = "configs/workloads/mixed.yaml"
@@ -21,6 +24,32 @@ def test_the_document_is_the_same_byte_for_byte() -> None:
     spread = compare(candidates, workloads, num_jobs=2, progress=counts.append)
     assert encode(spread) == encode(alone)
     assert counts == [40] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_one"),
+    [
+        ([], True),
+        ([("runner.profile", "h100-llama-3.1-8b")], True),
+        ([("runner.step_jitter", 0.1)], False),
+    ],
+    ids=str,
+)
+def test_a_long_run_of_an_engine_is_that_of_a_fleet_of_one(
+    settings: list[tuple[str, object]], is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = WorkloadSource(path=MIXED, limit=40).load(0)
+    config = simulated(EngineConfig.load(CONFIGS[1], settings), workload.longest)
+    monkeypatch.setattr(parallel, "REQUESTS_WORTH_A_FLEET", 40)
+    [found] = simulate_all([(config, workload, None)], 1, lambda count: None)
+    assert isinstance(found, FleetOutcome) is is_one
+    alone = simulate(config, workload)
+    assert vars(found.steps) == vars(alone.steps)
+    for one, other in zip(found.requests, alone.requests, strict=True):
+        assert all(getattr(one, name) == getattr(other, name) for name in other.__slots__)
+    monkeypatch.setattr(parallel, "REQUESTS_WORTH_A_FLEET", 41)
+    [short] = simulate_all([(config, workload, None)], 1, lambda count: None)
+    assert not isinstance(short, FleetOutcome)
 
 
 def test_little_work_is_not_worth_a_process() -> None:
