@@ -248,7 +248,7 @@ this page agree about {least_seeds} to {most_seeds} of the pairs, so {chance}.
 Requests come faster there, so that `{reference}` serves as many in time as here. Energy hardly
 tells the policies apart. `python -m aioserve zoo --card NAME{option}` prints a ranking{missing}."""
 CARD_WORDS = """\
-On {machine}, with {seeds}, `{first}` is first (here {before}), and the largest moves are {moved}.
+On {machine}, with {seeds}, `{first}` is first of {num} (here {before}); moves: {moved}.
 Requests come {faster} times faster{bounded}. An output token takes {least} to {most} joules."""
 BOUNDED_WORDS = (
     "; {workloads} are easier at any rate, as pauses between turns stay, and without them "
@@ -313,10 +313,16 @@ def _measured(results: Results) -> str:
 
 
 def _on_card(results: Results, there: Results) -> str:
-    """Return what is otherwise on one measured card."""
-    here, seeds = results.only(num_seeds(there)), num_seeds(there)
+    """Return what is otherwise on one measured card, among the policies that both have."""
+    seeds, names = num_seeds(there), results.policies.keys() & there.policies.keys()
+    here, there = (
+        msgspec.structs.replace(
+            board, policies={name: e for name, e in board.policies.items() if name in names}
+        )
+        for board in (results.only(seeds), there)
+    )
     old, new = _places(here), _places(there)
-    shared = sorted(old.keys() & new.keys(), key=lambda name: (-abs(new[name] - old[name]), name))
+    shared = sorted(names, key=lambda name: (-abs(new[name] - old[name]), name))
     energy = [joules(entry) for entry in there.policies.values()]
     fastest = {w: 1 / scale for w, scale in there.scales.items()}
     bounded = [w for w, faster in fastest.items() if faster > BOUNDED]
@@ -327,6 +333,7 @@ def _on_card(results: Results, there: Results) -> str:
         seeds=f"{seeds} seed" + "s" * (seeds > 1),
         first=first,
         before=old[first],
+        num=len(names),
         moved=", ".join(f"`{n}` from {old[n]} to {new[n]}" for n in shared[:NUM_MOVED]),
         faster=f"{min(others.values()):.0f} to {max(others.values()):.0f}",
         bounded=""
