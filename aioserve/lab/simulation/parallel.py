@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 # A process has to import everything anew, about two seconds: as long as this many requests take.
 REQUESTS_WORTH_A_PROCESS = 2000
-# Requests from which an engine is simulated as a fleet of one replica, which takes half the time,
-# as it plans steps that only decode many at once, but has more to import.
+# Requests from which an engine is simulated as a fleet of one, which is quicker but imports more.
 REQUESTS_WORTH_A_FLEET = 2000
 
 
