@@ -1,5 +1,4 @@
-"""What a policy may not do beside its answers: write to what it reads, ask clocks or dice, walk
-through the objects and frames of its process.
+"""What a policy may not do beside its answers: write to what it reads, ask clocks, walk the heap.
 
 Knows requests, steps, limits and parts as objects, and functions of the standard library that no
 replay repeats, that block, or that lead to what nobody has given the policy.
