@@ -192,9 +192,10 @@ def test_typed_programs_pass_pyright_as_they_run(tmp_path: Path) -> None:
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     for name, program in PROGRAMS.items():
         (tmp_path / f"{name.replace(' ', '_')}.py").write_text(program)
-    assert run(tmp_path, "basedpyright") == "0 errors, 0 warnings, 0 notes\n"
+    pyright = ("basedpyright", "--pythonpath", sys.executable)
+    assert run(tmp_path, *pyright) == "0 errors, 0 warnings, 0 notes\n"
     (tmp_path / "streams.py").write_text(PROGRAM.replace("max_tokens=8", "max_tokns=8"))
-    assert 'No parameter named "max_tokns"' in run(tmp_path, "basedpyright")
+    assert 'No parameter named "max_tokns"' in run(tmp_path, *pyright)
 
 
 def test_mistakes_are_found(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ EXTRAS = {
     "gpu": "attention of flashinfer on CUDA cards",
     "images": "models that see",
     "otel": "traces for OpenTelemetry",
+    "policies": "the contract of policies, by the command check",
     "ray": "replicas by Ray Serve",
     "vllm": "vLLM's own scheduler in comparisons",
 }

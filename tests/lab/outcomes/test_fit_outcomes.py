@@ -50,7 +50,7 @@ def served(tmp_path: Path, seed: int, factor: float) -> list[Outcome]:
     profile = tmp_path / "true.yaml"
     write_profile(TRUE, str(profile))
     target = Target("t", asked, {}, "", Session(factor, 0.0, 0.0), None, None)
-    config = make_config(str(profile), target, "fcfs", jitter=0.0, speed=1.0, seed=0)
+    config = make_config(str(profile), target, "fcfs", jitter=0.0, host_factor=factor, seed=0)
     outcome = simulate(config, as_workload(asked, "t"))
     return [
         Outcome(
