@@ -75,6 +75,8 @@ def read_cards(arguments: argparse.Namespace) -> list[tuple[str, list[tuple[str,
         if given:
             raise ConfigError(f"--card-{next(iter(given))} is for a card: give --card NAME")
         return [("", [])]
+    if given.keys() == {"tp"}:
+        raise ConfigError(f"--card-tp needs a model: give --card-model beside --card {cards[0]}")
     if getattr(arguments, "live", False):
         raise ConfigError("--card is simulated: give it without --live")
     found = []
@@ -94,9 +96,7 @@ def read_card(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
 
 
 def refuse_card(argv: Sequence[str], why: str) -> None:
-    """Refuse `--card` and what goes with it, for a command to which a card means nothing: `why` it
-    does. Raises `ConfigError`.
-    """
+    """Refuse `--card` where, for the reason `why`, a card means nothing. Raises `ConfigError`."""
     for word in argv:
         if word.partition("=")[0] in ("--card", "--card-model", "--card-tp"):
             raise ConfigError(f"{word.partition('=')[0]} plays no part here: {why}")

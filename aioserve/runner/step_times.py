@@ -194,8 +194,8 @@ def make_step_times(profile: str, given: dict[str, Any]) -> StepTimeSource:
             raise ConfigError(
                 f"unknown step-time profile {profile!r}{did_you_mean(profile, known)}; "
                 f"available: {', '.join(available_profiles())}; sources with options of their "
-                f"own: {', '.join(available_step_times())}; or give a path to a .yaml file, "
-                "file.py:Class or package.module:Class"
+                f"own (--card-model of a card): {', '.join(available_step_times())}; or give a "
+                "path to a .yaml file, file.py:Class or package.module:Class"
             )
         return load_step_times(profile).from_options(given)
     stated = read_yaml(path, "step-time profile")

@@ -20,7 +20,7 @@ OURS = "aioserve"
 BY_CARD = "aioserve --card"
 NO_ERROR = "-"
 #: Of what the errors of each set are: the source of step times, the runs, the cards.
-H100 = (EXTRA, "stages of runs of vLLM 0.15", "h100_sxm")
+H100 = (EXTRA, "stages of runs of vLLM 0.15 (host fitted on them)", "h100_sxm")
 RTX = ("operator tables", "runs of vLLM 0.19 (host fitted)", "RTX4090 RTXPRO6000")
 REQUEST_COLUMNS = (
     "request",
