@@ -167,12 +167,14 @@ class AsyncEngine(EngineClient):
         self.internals.close()
         if self._builder is not None:
             await self._builder.close_adapters()
-        if self._parts is not None and self._task is not None:
-            await self._drain(self._parts, drain_timeout)
-            self._task.cancel()
-            if not self._task.done():  # else its event loop may be closed
-                await asyncio.wait([self._task])
-        self._close_chat_format()  # chats that were accepted have ended
+        try:
+            if self._parts is not None and self._task is not None:
+                await self._drain(self._parts, drain_timeout)
+                self._task.cancel()
+                if not self._task.done():  # else its event loop may be closed
+                    await asyncio.wait([self._task])
+        finally:
+            self._close_chat_format()  # chats that were accepted have ended, or are given up
         self.internals.loop_monitor.stop()
         if self._watchdog is not None:
             self._watchdog.close()

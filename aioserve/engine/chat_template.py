@@ -222,7 +222,7 @@ class ContentText:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError("model.content_special_tokens: text needs a fast tokenizer")
-        controls = _controls(backend, _template_of(tokenizer))
+        controls = _controls(backend, template_of(tokenizer))
         self._backend = backend
         self._all = _Finder(controls)
         self._special = _Finder([control for control in controls if control.is_special])
@@ -340,7 +340,8 @@ def _mapped(value: Any, finder: _Finder) -> Any:
     return value
 
 
-def _template_of(tokenizer: Any) -> str:
+def template_of(tokenizer: Any) -> str:
+    """Return the chat template, all of its texts where it has several; "" if there is none."""
     template: Any = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 

@@ -73,6 +73,8 @@ class Ranking:
         self._ranks[content] = rank
         if before is not None:
             self._before[content] = before
+        if (entry := self._entries.get(content)) is not None:
+            self._push(rank, entry[1], content)
 
     def rank_of(self, content: bytes) -> float:
         """Return the rank of a cached content; minus infinity if none was stated."""

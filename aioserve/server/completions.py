@@ -65,7 +65,18 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     if body.suffix:
         if body.echo:
             raise RequestError("echo cannot be with suffix: the prompt has two parts", param="echo")
-        prompts = infilling(request.app[ENGINE].model_info.tokenizer, prompts, body.suffix)
+        if body.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "truncate_prompt_tokens cannot be with suffix: it would cut the mark at the "
+                "beginning",
+                param="truncate_prompt_tokens",
+            )
+        if len(prompts) > 1:  # each would hold a copy of it
+            raise RequestError(
+                f"suffix takes one prompt, got {len(prompts)}: send a request for each",
+                param="suffix",
+            )
+        prompts = [infilling(request.app[ENGINE].model_info.tokenizer, prompts[0], body.suffix)]
     reply = CompletionReply(request, body, prompts if body.echo else (), params.n)
     try:
         return await respond(request, body, prompts, params, reply, best_of)
@@ -83,25 +94,22 @@ INFILLING = (
 )
 
 
-def infilling(
-    tokenizer: Any, prompts: Sequence[str] | Sequence[list[int]], suffix: str
-) -> list[str]:
-    """Return prompts for what stands between each text and `suffix` (fill in the middle, Bavarian
+def infilling(tokenizer: Any, prompt: str | list[int], suffix: str) -> str:
+    """Return a prompt for what stands between a text and `suffix` (fill in the middle, Bavarian
     et al., arXiv 2207.14255). Raises `RequestError` for a model without tokens for that.
     """
-    known = tokenizer.get_added_vocab()
-    marks = next((marks for marks in INFILLING if {*marks} <= {*known}), None)
+    known = tokenizer.get_added_vocab().keys()
+    marks = next((marks for marks in INFILLING if known >= {*marks}), None)
     if marks is None:
         raise RequestError(
             "suffix needs a model with tokens for infilling (such as <|fim_prefix|>), and this "
             "one has none",
             param="suffix",
         )
+    if not isinstance(prompt, str):
+        raise RequestError("suffix needs a prompt that is a text, got token ids", param="suffix")
     before, after, begin = marks
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) < len(prompts):
-        raise RequestError("suffix needs prompts that are texts, got token ids", param="suffix")
-    return [f"{before}{text}{after}{suffix}{begin}" for text in texts]
+    return f"{before}{prompt}{after}{suffix}{begin}"
 
 
 class CompletionReply(Reply):

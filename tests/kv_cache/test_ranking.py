@@ -54,6 +54,14 @@ def test_the_smallest_rank_is_evicted_first_and_a_tail_before_its_head() -> None
     ]
 
 
+def test_a_rank_that_is_inherited_counts_for_blocks_that_are_to_be_evicted_already() -> None:
+    pool, ranking = ranked(6, b=2, c=3)
+    cache(pool, *chain("a", 2))
+    pool.allocate(1)  # the pool has arranged what it evicts: `a` without a rank went first
+    ranking.inherit(b"a0", 9, None)
+    assert evicted(pool, b"a0", *chain("b", 2), *chain("c", 2))[-1] == b"a0"
+
+
 def test_of_equal_ranks_the_least_recently_freed_is_evicted_first() -> None:
     pool, _ = ranked(6, a=1, b=1, c=1)
     found = [pool.lookup(content) for content in chain("a", 2)]

@@ -179,6 +179,15 @@ def test_a_hub_without_the_file_is_one_line(
     assert line.startswith("aioserve: error: cannot fetch other.gguf of someone/tiny from the hub")
 
 
+def test_a_hub_that_cannot_be_reached_is_one_line(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert main(["fetch", "tiny"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aioserve: error: cannot fetch")
+
+
 def test_a_package_that_cannot_be_reached_is_one_line(
     index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,8 +20,8 @@ class Vocabulary:
 @pytest.mark.parametrize("marks", INFILLING)
 def test_a_prompt_has_what_stands_before_and_what_follows(marks):
     before, after, begin = marks
-    made = infilling(Vocabulary("<pad>", *marks), ["def f(", "x"], "return a")
-    assert made == [f"{before}def f({after}return a{begin}", f"{before}x{after}return a{begin}"]
+    made = infilling(Vocabulary("<pad>", *marks), "def f(", "return a")
+    assert made == f"{before}def f({after}return a{begin}"
 
 
 def test_deepseeks_marks_are_written_as_its_vocabulary_has_them():
@@ -30,10 +30,10 @@ def test_deepseeks_marks_are_written_as_its_vocabulary_has_them():
 
 def test_a_model_without_the_tokens_and_token_ids_are_refused():
     with pytest.raises(RequestError, match="needs a model with tokens for infilling") as refusal:
-        infilling(Vocabulary("<pad>", "<fim_prefix>"), ["x"], "y")
+        infilling(Vocabulary("<pad>", "<fim_prefix>"), "x", "y")
     assert refusal.value.param == "suffix"
-    with pytest.raises(RequestError, match="prompts that are texts, got token ids"):
-        infilling(Vocabulary(*INFILLING[0]), [[1, 2]], "y")
+    with pytest.raises(RequestError, match="a prompt that is a text, got token ids"):
+        infilling(Vocabulary(*INFILLING[0]), [1, 2], "y")
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -51,9 +51,17 @@ async def test_the_routes_ask_for_the_tokens_of_the_model():
         body = {"prompt": "def f(", "suffix": "return a", "max_tokens": 4, "echo": True}
         answer = await server.request("POST", "/v1/completions", json=body)
         assert "echo cannot be with suffix" in answer.json()["error"]["message"]
-        answer = await server.request("POST", "/v1/completions", json={**body, "echo": False})
+        body["echo"] = False
+        for fields, words in (
+            ({"prompt": ["a", "b"]}, "suffix takes one prompt, got 2"),  # each would hold a copy
+            ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens cannot be with suffix"),
+        ):
+            refused = await server.request("POST", "/v1/completions", json={**body, **fields})
+            assert refused.status == 400
+            assert words in refused.json()["error"]["message"]
+        answer = await server.request("POST", "/v1/completions", json=body)
         assert answer.status == 200
-        plain = {**body, "echo": False, "suffix": "", "prompt": "def f("}
+        plain = {**body, "suffix": "", "prompt": "def f("}
         other = await server.request("POST", "/v1/completions", json=plain)
         filled, alone = (a.json()["usage"]["prompt_tokens"] for a in (answer, other))
         assert filled > alone

@@ -42,7 +42,7 @@ class Options(RequestPart, kw_only=True, omit_defaults=True):
     top_k: Int | None = None
     min_p: float | None = None
     seed: Int | None = None
-    num_predict: Int | None = None  # tokens of the reply; -1 and -2: up to the model's limit
+    num_predict: Int | None = None  # tokens of the reply; -1 and -2: as if it were absent
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
@@ -60,18 +60,17 @@ class Options(RequestPart, kw_only=True, omit_defaults=True):
     use_mmap: Any = None
     use_mlock: Any = None
     penalize_newline: Any = None
+    mirostat_tau: Any = None  # hints: of mirostat alone
+    mirostat_eta: Any = None
     # Served by no field here.
     mirostat: Empty = None
-    mirostat_tau: Empty = None
-    mirostat_eta: Empty = None
     tfs_z: float | None = None  # 1: off
     typical_p: float | None = None  # 1: off
 
     def as_chat(self) -> dict[str, Any]:
         """Return the fields of chat completions. Raises `RequestError` for what is not served."""
-        for name in ("mirostat", "mirostat_tau", "mirostat_eta"):
-            if name == "mirostat" and getattr(self, name):
-                raise _unserved(f"options.{name}")
+        if self.mirostat:
+            raise _unserved("options.mirostat")
         for name in ("tfs_z", "typical_p"):
             if getattr(self, name) not in (None, 1):
                 raise _unserved(f"options.{name}")
@@ -84,9 +83,9 @@ class Options(RequestPart, kw_only=True, omit_defaults=True):
             )
         limit = self.num_predict
         same = ("temperature", "top_p", "top_k", "min_p", "seed")
-        given = {name: getattr(self, name) for name in (*same, "presence_penalty", "stop")}
+        penalties = ("presence_penalty", "frequency_penalty")
+        given = {name: getattr(self, name) for name in (*same, *penalties)}
         given |= {
-            "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": penalty,
             "max_tokens": None if limit is not None and limit in (-1, -2) else limit,
             "stop": tuple(self.stop) if isinstance(self.stop, list) else self.stop,

@@ -4,11 +4,13 @@ Knows the shape of these endpoints and of their lines; how a conversation is ans
 chat completions.
 """
 
+import asyncio
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from aioserve.apis.ollama.protocol import (
 from aioserve.engine.chat.reply_format import Arguments, Call, Content, Event, Reasoning
 from aioserve.engine.chat.reply_reader import ReplyReader
 from aioserve.engine.chat.tools import ToolUse
+from aioserve.engine.chat_template import template_of
 from aioserve.errors import RequestError, UnknownModelError
 from aioserve.outputs import RequestOutput
 from aioserve.server.admin import model_cards
@@ -86,28 +89,29 @@ async def generate(request: web.Request) -> web.StreamResponse:
     asked.model = name
     with _own_names():
         if not body.raw and not body.suffix:
+            body.images = None  # `asked` has them; here they would stay as long as the stream
             return await answer_chat(request, asked, GenerateLines)
         if body.system or body.images:
             raise RequestError("raw and suffix take a prompt without system and images", "raw")
         engine = request.app[ENGINE]
-        prompts = [body.prompt]
+        prompt = body.prompt
         if body.suffix:
-            prompts = infilling(engine.model_info.tokenizer, prompts, body.suffix)
+            prompt = infilling(engine.model_info.tokenizer, prompt, body.suffix)
         params = sampling_params(asked, engine.model_info.sampling_defaults)
         reply = GenerateLines(request, asked, reads=False)
-        return await respond(request, asked, prompts, params, reply)
+        return await respond(request, asked, [prompt], params, reply)
 
 
 async def list_tags(request: web.Request) -> web.Response:
     """GET /api/tags: the models that are served, in Ollama's words."""
-    return _json(ModelTags(models=[ModelTag(**_tag(request, card)) for card in _cards(request)]))
+    return _json(ModelTags(models=[ModelTag(**tag) for _, tag in await _tags(request)]))
 
 
 async def list_running(request: web.Request) -> web.Response:
     """GET /api/ps: the same, all of which are in memory."""
     models = [
-        RunningModel(**_tag(request, card), expires_at=NEVER, context_length=card.max_model_len)
-        for card in _cards(request)
+        RunningModel(**tag, expires_at=NEVER, context_length=card.max_model_len)
+        for card, tag in await _tags(request)
     ]
     return _json(RunningModels(models=models))
 
@@ -131,7 +135,7 @@ async def show(request: web.Request) -> web.Response:
                 f"{family}.context_length": card.max_model_len,
             },
             capabilities=card.capabilities,
-            template=info.chat_template or getattr(info.tokenizer, "chat_template", None) or "",
+            template=template_of(info.tokenizer),
             parameters=sampling,
             modified_at=_date(card.created),
         )
@@ -147,13 +151,9 @@ def _served(request: web.Request, name: str) -> str:
     """Return the name of what serves `name`, of which Ollama's clients may have made `name:latest`.
     Raises `UnknownModelError`.
     """
-    engine = request.app[ENGINE]
-    try:
-        return model_of(engine, name)
-    except UnknownModelError:
-        if not name.endswith(TAG):
-            raise
-        return model_of(engine, name.removesuffix(TAG))
+    engine, bare = request.app[ENGINE], name.removesuffix(TAG)
+    known = {card.id for card in _cards(request)}
+    return model_of(engine, bare if bare in known and name not in known else name)
 
 
 #: What chat completions call fields that have other names here.
@@ -194,17 +194,35 @@ def _cards(request: web.Request) -> list[ModelCard]:
     return model_cards(request.app[ENGINE], request.app.get(CHAT_FORMAT))
 
 
-def _tag(request: web.Request, card: ModelCard) -> dict[str, Any]:
-    is_adapter = card.parent is not None
-    path = Path(card.root) if is_adapter else request.app[ENGINE].model_info.source.path
-    files = [path] if path.is_file() else [file for file in path.glob("*") if file.is_file()]
-    return {
-        "name": card.id,
-        "model": card.id,
-        "modified_at": _date(card.created),
-        "size": sum(file.stat().st_size for file in files),
-        "details": _details(request),
-    }
+async def _tags(request: web.Request) -> list[tuple[ModelCard, dict[str, Any]]]:
+    """Return each model's card and what lists of models say of it."""
+    cards, path = _cards(request), request.app[ENGINE].model_info.source.path
+    paths = [path if card.parent is None else Path(card.root) for card in cards]
+    sizes = await asyncio.to_thread(lambda: [_size(path) for path in paths])
+    details = _details(request)
+    return [
+        (
+            card,
+            {
+                "name": card.id,
+                "model": card.id,
+                "modified_at": _date(card.created),
+                "size": size,
+                "details": details,
+            },
+        )
+        for card, size in zip(cards, sizes, strict=True)
+    ]
+
+
+@lru_cache(maxsize=256)  # clients ask again and again, and what is served does not change
+def _size(path: Path) -> int:
+    """Return the bytes of a model's files; 0 if they cannot be looked at."""
+    try:
+        files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
+        return sum(file.stat().st_size for file in files)
+    except OSError:
+        return 0
 
 
 def _details(request: web.Request) -> ModelDetails:

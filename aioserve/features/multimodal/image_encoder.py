@@ -269,7 +269,7 @@ class ImageEncoder(ImageRows, EncoderPart):
             self.encode([(item, sum(map(ahead.token_ids.count, self._token_ids)))])
         else:
             self._gone.discard(item.content_hash)
-            share = ahead.done / item.num_tokens
+            share = ahead.done / item.size
             self._pieces.advance(item.content_hash, lambda: self._rows_of([item]), share)
 
     def close(self) -> None:

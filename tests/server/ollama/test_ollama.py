@@ -180,6 +180,14 @@ async def test_a_name_with_the_tag_that_ollama_appends_is_the_same_model(server)
     assert whole["model"] == "embedded"
 
 
+@pytest.mark.parametrize("name", ["embedded:latest", "anything:latest"])
+async def test_where_every_name_is_served_the_tag_hides_no_name_that_is_known(name):
+    model = msgspec.structs.replace(SIMULATED.model, served_model_name=("first", "embedded", "*"))
+    async with running(msgspec.structs.replace(SIMULATED, model=model)) as server:
+        told = (await ask(server, model=name, stream=False)).json()["model"]
+        assert told == ("embedded" if name.startswith("embedded") else "first")
+
+
 async def test_a_request_to_load_the_model_finds_it_loaded(server):
     for path, more in (("/api/chat", {"messages": []}), ("/api/generate", {})):
         body = {"model": "embedded", "keep_alive": "5m", **more}
