@@ -118,7 +118,7 @@ class Child:
         environment.pop("AIOSERVE_API_KEYS", None)  # this program alone reaches the socket
         # What can be imported here can be imported there: a policy of a package of yours.
         here = [os.path.abspath(path) for path in sys.path]
-        environment["PYTHONPATH"] = os.pathsep.join([*here, str(Path(__file__).parents[3])])
+        environment["PYTHONPATH"] = os.pathsep.join([*here, str(Path(__file__).parents[2])])
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "aioserve.fleet.child"],

@@ -128,12 +128,14 @@ def test_programs_know_where_they_are_until_the_replica_is_gone() -> None:
 
 def test_programs_without_a_running_request_are_forgotten_and_others_are_not() -> None:
     programs = Programs()
-    programs.sent(asking("live", "live"), "r0")
+    live = [asking(f"live{i}", f"live{i}") for i in range(40)]
+    for request in live:
+        programs.sent(request, "r0")
     for i in range(MAX_PROGRAMS + 5):
         request = asking(f"q{i}", f"p{i}")
         programs.sent(request, "r0")
         programs.ended(request, 1)
-    assert programs.of(asking("live", "live")) is not None
+    assert None not in [programs.of(request) for request in live]
     assert programs.of(asking("q0", "p0")) is None
     assert len(programs.at("r0")) == MAX_PROGRAMS
 
@@ -173,6 +175,32 @@ def test_held_requests_of_a_simulated_fleet_end_and_the_least_served_program_fir
     assert {r.finish_reason for r in outcome.requests} == {"stop"}
     ends = [r.end for r in outcome.requests]
     assert ends[4] < ends[2] < ends[3]
+
+
+@pytest.mark.parametrize(("delay", "timeout"), [(0.0, 0.5), (0.1, None)])
+def test_a_held_request_goes_on_when_a_deadline_or_a_late_report_frees_the_seat(
+    delay: float, timeout: float | None
+) -> None:
+    config = EngineConfig.load(overrides=[("scheduler.max_num_seqs", 1)])
+    loaded = workload(
+        WorkloadRequest(0.0, (Piece(0, 50),), 400 if timeout else 40, timeout=timeout),
+        WorkloadRequest(0.1, (Piece(1, 50),), 4),
+    )
+    fleet = Fleet(1, "program_las", router_options={"queue": 0}, knowledge_delay=delay)
+    outcome = simulate_fleet(simulated(config, loaded.longest), loaded, fleet)
+    first, held = outcome.requests
+    assert (first.finish_reason, held.finish_reason) == ("timeout" if timeout else "stop", "stop")
+    assert first.end < held.end < first.end + 1
+
+
+def test_a_replica_that_comes_back_owes_nothing_of_what_was_on_its_way() -> None:
+    router = load_router("conserve")(None, clock=lambda: 0.0)
+    request = asking("a", tokens=1000)
+    router.target["a"], router.coming["d0"] = ("d0", 1000), 1000
+    router.on_leave("d0")
+    router.coming["d0"] = 50  # it is back, and has another one on its way
+    router.on_end(request, "d1")
+    assert router.coming["d0"] == 50
 
 
 def test_conserve_copies_the_first_turn_and_keeps_the_others_where_it_went() -> None:

@@ -82,7 +82,7 @@ class ConServe(BaseRouter):
         return held + self.coming.get(replica.name, 0), replica.work
 
     def arrived(self, request: RoutedRequest) -> None:
-        """The request is on its way no more: it has come, or has ended."""
+        """Forget a request that was on its way: it has come, or has ended."""
         name, tokens = self.target.pop(request.request_id, ("", 0))
         if self.coming.get(name):
             self.coming[name] -= tokens
@@ -95,3 +95,4 @@ class ConServe(BaseRouter):
 
     def on_leave(self, name: str) -> None:
         self.coming.pop(name, None)
+        self.target = {of: to for of, to in self.target.items() if to[0] != name}

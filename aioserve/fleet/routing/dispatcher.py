@@ -398,6 +398,11 @@ class Dispatcher:
         """Let a request wait in line no longer; return whether it did."""
         return self._held.pop(request_id, None) is not None
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether requests are in line."""
+        return bool(self._held)
+
     def ask_held(self) -> None:
         """Ask again about requests in line, after something has changed at a replica, in the order
         of the router, equal ones as they came, until one is held again. Raises `RouterError`. Costs

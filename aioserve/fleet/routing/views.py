@@ -8,7 +8,7 @@ and how long steps take, learned from steps.
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import compress, islice
+from itertools import compress
 
 import msgspec
 
@@ -336,8 +336,10 @@ class Programs:
 
     def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._clock = clock
-        self._known: dict[tuple[str, str], Program] = {}  # the longest untouched first
+        self._known: dict[tuple[str, str], Program] = {}
         self._at: dict[str, dict[tuple[str, str], None]] = {}  # by replica
+        # Those without a running request, the longest untouched first.
+        self._idle: dict[tuple[str, str], None] = {}
 
     def of(self, request: RoutedRequest) -> Program | None:
         """Return the program that the request belongs to; None if nothing of it was sent, or it
@@ -390,16 +392,15 @@ class Programs:
         if new.replica != old.replica or key not in self._known:
             self._at.get(old.replica, {}).pop(key, None)
             self._at.setdefault(new.replica, {})[key] = None
-        self._known.pop(key, None)
         self._known[key] = new
-        if len(self._known) > MAX_PROGRAMS and (oldest := self._idle()) is not None:
+        self._idle.pop(key, None)
+        if not new.num_running:
+            self._idle[key] = None
+        if len(self._known) > MAX_PROGRAMS and self._idle:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
             gone = self._known.pop(oldest)
             self._at.get(gone.replica, {}).pop(oldest, None)
-
-    def _idle(self) -> tuple[str, str] | None:
-        """Return the program of the least recent use without a running request, among the first."""
-        first = islice(self._known.items(), 16)
-        return next((key for key, program in first if not program.num_running), None)
 
 
 KEPT = 0.99  # weight of what is known beside a new step

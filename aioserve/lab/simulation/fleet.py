@@ -285,7 +285,15 @@ class _Run:
             self._route(sent)
 
     def _ask_held(self) -> None:
-        """A request has begun or ended at a replica, or a replica has come."""
+        """A request has begun or ended at a replica, or a replica has come: ask about what is in
+        line now, and again when the router knows of it.
+        """
+        self._ask_by_what_is_known()
+        if self._knowledge.delay and self._dispatcher.is_holding:
+            when = self._clock.now + self._knowledge.delay
+            self._at(when, INCIDENT, self._ask_by_what_is_known)
+
+    def _ask_by_what_is_known(self) -> None:
         self._knowledge.catch_up()
         self._dispatcher.ask_held()
 
@@ -450,7 +458,8 @@ class _Run:
             return  # it has died since, or an earlier deadline came
         seat.due = seat.expiry = math.inf
         self._catch_up(seat, seat.engine)
-        for request_id in seat.engine.expire():
+        expired = seat.engine.expire()
+        for request_id in expired:
             i, request, assignment = seat.live.pop(request_id)
             assignment.has_ended()
             self._end(i, FinishReason.TIMEOUT, request)
@@ -459,6 +468,8 @@ class _Run:
             self._plan_turn(seat, self._clock.now)
         self._watch_expiry(seat)
         self._stop_if_drained(seat)
+        if expired:
+            self._ask_held()
 
     def _note_state(self) -> None:
         """Queue and memory of the whole fleet, thinned to a grid of times."""
