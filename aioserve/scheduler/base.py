@@ -317,9 +317,10 @@ class BaseScheduler(SchedulerInterface):
     def wake_at(self, when: float) -> None:
         """Have `schedule` called at this time of the clock, if it serves no request now, in the
         place of every 10 ms; holding all back until then is no fault. The earliest time counts.
-        Raises `PolicyError` for what is no number of seconds.
+        Raises `PolicyError` for what is no number of seconds, and for infinity: without a call, the
+        policy is asked again by itself.
         """
-        if not isinstance(when, int | float) or math.isnan(when):
+        if not isinstance(when, int | float) or not math.isfinite(when):
             raise PolicyError(
                 f"policy {type(self).__name__}: wake_at() takes a time of the clock in seconds, "
                 f"got {when!r:.80}"

@@ -78,6 +78,10 @@ class Gone(Exception):
     """The process of a candidate has ended without a word."""
 
 
+class Lost(BaseException):
+    """No candidate can be forked any more, which ends the process that measures them."""
+
+
 # What can be seen without running it.
 
 
@@ -222,6 +226,9 @@ class Enclosure:
         self.has_network = True
         try:
             self.has_network = bool(self._answer(BOOT_SECONDS).value)
+        except Failed as error:
+            self.close()
+            raise AioserveError(str(error)) from error
         except BaseException:
             self.close()
             raise
@@ -239,33 +246,45 @@ class Enclosure:
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:
-                pipe.close()
+                with suppress(OSError):  # what is left to be written has no reader any more
+                    pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended: it does no more tasks."""
+        return self._process.poll() is not None
+
     def run(self, task: Task) -> Verdict:
-        """Do a task; returns when it is done, has failed, or was ended."""
+        """Do a task; returns when it is done, has failed, or was ended. If it ends the process, or
+        has it say nothing for longer than its own limit, that is its verdict, and all `is_over`.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(task) + b"\n")
             self._process.stdin.flush()
-        except OSError as error:
-            raise self._gone() from error
-        return self._answer(task.seconds + BOOT_SECONDS)
+            return self._answer(task.seconds + BOOT_SECONDS)
+        except OSError:
+            verdict = Verdict(failure="died", story=self._last_words())
+        except Failed as error:
+            verdict = Verdict(failure=error.failure, story=str(error))
+        self.close()
+        return verdict
 
     def _answer(self, seconds: float) -> Verdict:
-        """Return the next line that the process says. Its own limit comes first."""
+        """Return the next line that the process says. Raises `Failed` if there is none."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], seconds)[0]:
-            raise AioserveError(f"the process of the candidates said nothing for {seconds:g} s")
+            raise Failed("time", f"the process of the candidates said nothing for {seconds:g} s")
         line = self._process.stdout.readline()
         if not line:
-            raise self._gone()
+            raise Failed("died", self._last_words())
         return msgspec.json.decode(line, type=Verdict)
 
-    def _gone(self) -> AioserveError:
+    def _last_words(self) -> str:
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip()
-        return AioserveError(f"the process of the candidates has ended: {said[-2000:]}")
+        return f"the process of the candidates has ended: {said[-2000:]}"
 
 
 def serve(has_network: bool, trials: Any, jobs: Any) -> None:
@@ -301,6 +320,8 @@ def _measured(task: Task, trials: Any, nursery: "Nursery") -> Verdict:
         return Verdict(value=trial(guest, **trials.prepare(task.arguments)))
     except Failed as error:
         return Verdict(failure=error.failure, story=str(error))
+    except Exception as error:  # what a candidate may bring about where it is measured
+        return Verdict(failure="failed", story=f"{type(error).__name__}: {error}"[:4000])
 
 
 # The line between the two, and the process that candidates are forked from.
@@ -414,7 +435,7 @@ class Nursery:
             self._ours.sendall(data)
             return int.from_bytes(_exactly(self._ours, 4), "little")
         except (OSError, EOFError) as error:
-            raise AioserveError("the process that candidates are forked from has ended") from error
+            raise Lost("the process that candidates are forked from has ended") from error
 
     def end(self, *, is_gone: bool) -> int:
         """End the candidate that runs, unless it `is_gone` by itself; returns its wait status."""
@@ -422,7 +443,7 @@ class Nursery:
             self._ours.sendall(_WAIT if is_gone else _KILL)
             return int.from_bytes(_exactly(self._ours, 4), "little")
         except (OSError, EOFError) as error:
-            raise AioserveError("the process that candidates are forked from has ended") from error
+            raise Lost("the process that candidates are forked from has ended") from error
 
 
 def _nurse(line: socket.socket, jobs: Any) -> None:

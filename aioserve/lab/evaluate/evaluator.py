@@ -8,7 +8,6 @@ on them. Knows scores and stages; what a candidate does, it does in an `Enclosur
 import atexit
 import queue
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -92,8 +91,10 @@ class Evaluator:
         self.reference = read_policy(self.trials.reference)
         self._jobs = jobs
         self._started: list[Enclosure] = []
-        self._free: queue.LifoQueue[Enclosure] = queue.LifoQueue()
-        self._lock = threading.Lock()
+        # None: a place for one that is still to be started, taken when no other is free.
+        self._free: queue.LifoQueue[Enclosure | None] = queue.LifoQueue()
+        for _ in range(jobs):
+            self._free.put(None)
         self._runs: dict[tuple[str, str, int], Verdict] = {}  # by text, workload and seed
 
     def __enter__(self) -> Self:
@@ -212,21 +213,15 @@ class Evaluator:
 
     @contextmanager
     def _enclosure(self) -> Iterator[Enclosure]:
-        """Yield a process that is free, or a new one while there are fewer than jobs."""
+        """Yield a process that is free, or a new one in the place of one that is over."""
+        found = self._free.get()
         try:
-            found = self._free.get_nowait()
-        except queue.Empty:
-            with self._lock:
-                is_new = len(self._started) < self._jobs
-                if is_new:
-                    self._started.append(Enclosure())
-                    found = self._started[-1]
-            if not is_new:
-                found = self._free.get()
-        try:
+            if found is None:
+                found = Enclosure()
+                self._started.append(found)
             yield found
         finally:
-            self._free.put(found)
+            self._free.put(None if found is None or found.is_over else found)
 
 
 def _value(verdict: Verdict) -> Any:

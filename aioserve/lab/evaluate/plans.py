@@ -547,7 +547,7 @@ class GuestScheduler(SchedulerInterface):
 
     def _take_in(self, plan: Plan) -> SchedulerOutput:
         """Return a plan as the runner takes it, made of what this end knows. Raises `Failed`."""
-        if plan.wake is not None and math.isnan(plan.wake):
+        if plan.wake is not None and not math.isfinite(plan.wake):
             raise forged("it wants to be asked again at a time that is none")
         self._wake = plan.wake
         last_rows, last_names, last_tokens = self._last

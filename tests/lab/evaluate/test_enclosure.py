@@ -1,11 +1,14 @@
 """A candidate that cheats is refused by what it says, or caught by what it does."""
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import msgspec
+import psutil
 import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
@@ -204,6 +207,34 @@ def test_what_a_candidate_reaches_for_ends_its_process(
 def test_a_candidate_that_hangs_is_ended(enclosure: Enclosure) -> None:
     assert tried(enclosure, cheats.HANGS, seconds=1).failure == "time"
     assert tried(enclosure, cheats.HONEST).failure == "", "the next one is tried as before"
+
+
+NEVER = """
+from aioserve.scheduler import BaseScheduler
+class Never(BaseScheduler):
+    def schedule(self):
+        return self.new_step().output()
+    def next_wake(self):
+        return float("inf")
+"""
+
+
+def test_a_candidate_that_is_never_to_be_asked_again_has_failed(enclosure: Enclosure) -> None:
+    verdict = tried(enclosure, NEVER, seconds=20)
+    assert (verdict.failure, enclosure.is_over) == ("forged", False), verdict
+
+
+@pytest.mark.parametrize(("sent", "failure"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "time")])
+def test_a_process_that_is_lost_is_a_verdict_and_is_over(
+    monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, failure: str
+) -> None:
+    before = {process.pid for process in psutil.Process().children()}
+    with Enclosure() as lost:
+        (pid,) = {process.pid for process in psutil.Process().children()} - before
+        monkeypatch.setattr("aioserve.lab.evaluate.enclosure.BOOT_SECONDS", 1.0)
+        os.kill(pid, sent)
+        verdict = tried(lost, read_policy("fcfs"), seconds=0.0)
+        assert (verdict.failure, lost.is_over) == (failure, True), verdict
 
 
 def test_a_candidate_gets_no_more_memory_than_it_may_have(enclosure: Enclosure) -> None:
