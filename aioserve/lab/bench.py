@@ -46,7 +46,7 @@ from aioserve.lab.workloads.synthetic import (
     WorkloadSpec,
     generate,
 )
-from aioserve.lab.workloads.workload import Workload, WorkloadRequest, build_prompt
+from aioserve.lab.workloads.workload import Reading, Workload, WorkloadRequest, build_prompt
 from aioserve.support.arguments import EXIT_INTERRUPTED, Parser, count, mapping, natural, positive
 from aioserve.support.files import write
 
@@ -741,6 +741,8 @@ def _workload(arguments: argparse.Namespace, seed: int) -> Workload:
     for name in ("start", "duration", "limit"):
         if getattr(arguments, name):
             raise ConfigError(f"--{name} cuts a workload: give --workload as well")
+    if read_reading(arguments) != Reading():
+        raise ConfigError("--columns, --tokenizer and --think read a file: give --workload as well")
     clients = arguments.concurrency or 1
     closed_requests = max(4 * clients, 10)
     prefixes = arguments.prefix_tokens and Prefixes(

@@ -317,8 +317,7 @@ class BaseScheduler(SchedulerInterface):
     def wake_at(self, when: float) -> None:
         """Have `schedule` called at this time of the clock, if it serves no request now, in the
         place of every 10 ms; holding all back until then is no fault. The earliest time counts.
-        Raises `PolicyError` for what is no number of seconds, and for infinity: without a call, the
-        policy is asked again by itself.
+        Raises `PolicyError` for what is no finite number of seconds.
         """
         if not isinstance(when, int | float) or not math.isfinite(when):
             raise PolicyError(

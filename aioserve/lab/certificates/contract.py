@@ -17,6 +17,7 @@ from aioserve.support.arguments import EXIT_FAILED, Parser, count, mapping
 
 PLUGIN = "aioserve.testing.plugin"
 KINDS = ("policy", "router", "autoscaler", "format", "step-times")
+SAMPLED = ("policy", "format")  # kinds whose number of random examples can be stated
 EXIT_BROKEN = 1  # pytest's, of a rule that is broken
 
 
@@ -27,6 +28,11 @@ def run_check(words: Sequence[str]) -> int:
     arguments = _parser().parse_args(words)
     if arguments.options is not None and arguments.kind == "format":
         raise ConfigError("--options: a format has none")
+    if arguments.examples and arguments.kind not in SAMPLED:
+        raise ConfigError(
+            f"--examples is for {' and '.join(SAMPLED)}: the contract of kind {arguments.kind} has "
+            "a number of its own"
+        )
     more = [] if arguments.options is None else [json.dumps(arguments.options)]
     flag = f"--aioserve-{arguments.kind}"
     given = [word for spec in arguments.what for word in (flag, spec)]
@@ -84,7 +90,8 @@ def _parser() -> Parser:
         "--examples",
         type=count,
         metavar="N",
-        help="random sequences of requests at each depth of the pipeline (default: 100)",
+        help="random sequences of requests at each depth of the pipeline, or random replies of a "
+        "format (default: 100)",
     )
     parser.add_argument(
         "--all", action="store_true", help="go on after the first broken rule of a policy"

@@ -91,7 +91,7 @@ def _simulate(
 
 
 def _can_be_one(config: EngineConfig, workload: Workload) -> bool:
-    """Return whether a fleet of one such engine does what the engine does, to the last bit."""
+    """Return whether a fleet of one has the same steps, to the last bit (and fewer states)."""
     return (
         workload.incidents == Incidents()
         and config.scheduler.decision_log is None

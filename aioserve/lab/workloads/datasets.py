@@ -36,6 +36,8 @@ def read_dataset(path: Path, text: str, seed: int, reading: Reading) -> Traffic:
     its first record has. Raises `ConfigError` that names file and line.
     """
     if reading.columns:
+        if reading.think is not None:
+            raise ConfigError(f"{path}: --think is for chats of ShareGPT, and --columns for tables")
         return read_table(path, text, seed, reading)
     records = _Records(path, text)
     keys = records.first_keys()
@@ -48,6 +50,10 @@ def read_dataset(path: Path, text: str, seed: int, reading: Reading) -> Traffic:
         ({"custom_id", "response"}, read_usages),
     ):
         if wanted <= keys:
+            if reading.think is not None and read is not read_sharegpt:
+                raise ConfigError(f"{path} has no chats of ShareGPT, which --think is for")
+            if reading.tokenizer and read in (read_benchmark_result, read_usages):
+                raise ConfigError(f"{path} states lengths: --tokenizer is for texts")
             return read(records, seed, reading)
     raise ConfigError(
         f"{path}:1: expected chats of ShareGPT (conversations), a result of vLLM's benchmark "
@@ -106,11 +112,11 @@ class _Records:
             members = msgspec.json.decode(self._data, type=list[msgspec.Raw])
         except UNREADABLE as error:
             raise ConfigError(f"{self.path}: {one_line(error)}") from error
-        line, at = 1, 0
+        line, last, at = 1, 0, 0
         for number, member in enumerate(map(bytes, members), start=1):
             begin = self._data.index(member, at)
-            line += self._data.count(b"\n", at, begin)
-            at = begin
+            line += self._data.count(b"\n", last, begin)
+            last, at = begin, begin + len(member)
             yield f"{self.path}:{line}: record {number}", member
 
 
@@ -434,7 +440,7 @@ def read_table(path: Path, text: str, seed: int, reading: Reading) -> Traffic:
                 output,
                 priority=read.number("priority", int),
                 user=read.text("user"),
-                timeout=read.number("timeout", float) or None,
+                timeout=read.seconds("timeout"),
                 kind=read.text("class"),
                 session=sessions.setdefault(session, len(sessions)) if session else -1,
                 max_tokens=read.count("max_tokens") or None,
@@ -473,9 +479,17 @@ class _Cells:
             raise self._wrong(field, "a whole number" if kind is int else "a number")
         return kind(found)
 
+    def seconds(self, field: str) -> float | None:
+        """Return a time above 0; None if there is none, or 0."""
+        if (found := self.number(field, float)) < 0:
+            raise self._wrong(field, "seconds, at least 0")
+        return found or None
+
     def arrival(self) -> float:
         """Return the seconds of an arrival, since 1970 or since any other moment."""
         if "arrival_ms" in self._columns:
+            if self._cells.get("arrival_ms") in (None, ""):
+                raise self._wrong("arrival_ms", "milliseconds")
             return self.number("arrival_ms", float) / 1e3
         value = self._cells.get("arrival")
         if "arrival" not in self._columns or _is_number(str(value)):

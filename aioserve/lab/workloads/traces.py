@@ -435,6 +435,8 @@ def _read(path: Path, text: str, seed: int, reading: Reading) -> tuple[list[Work
         from aioserve.lab.workloads.datasets import read_dataset
 
         return read_dataset(path, text, seed, reading)
+    if reading != Reading():
+        raise ConfigError(f"{path} states lengths: --tokenizer and --think are for texts and chats")
     header = lines[0] if lines else ""
     has_arrivals = read is not read_weka and (read is not read_lengths or "arrived_at" in header)
     return list(read(path, lines, seed)), has_arrivals

@@ -148,9 +148,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     columns: tuple[tuple[str, str], ...] = ()  # of `COLUMNS`, each with its name in the file
     tokenizer: str = ""  # a model whose tokens are counted, or a number: characters per token
-    think: float | None = (
-        None  # seconds before each further turn of a chat; None: first turns alone
-    )
+    think: float | None = None  # seconds before further turns of a chat; None: only first turns
 
     @staticmethod
     def parse_columns(text: str) -> tuple[tuple[str, str], ...]:

@@ -48,6 +48,11 @@ def test_what_cannot_be_checked_is_said_in_words(
     assert "unknown policy 'fcsf' (did you mean 'fcfs'?)" in output
     code = main(["check", "fcfs", "--kind", "format", "--options", "{}"])
     assert (code, capsys.readouterr().err) == (2, "aioserve: error: --options: a format has none\n")
+    assert main(["check", "least_work", "--kind", "router", "--examples", "5"]) == 2
+    assert (
+        "--examples is for policy and format: the contract of kind router"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["pytest", "hypothesis"])

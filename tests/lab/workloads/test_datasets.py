@@ -21,8 +21,13 @@ CSV_COLUMNS = (
 JSON_COLUMNS = "arrival_ms=at,prompt=usage.in,output=usage.out,user=body.user"
 
 
+def reading_of(name: str) -> Reading:
+    """Samples of texts need a way to count tokens, others state them."""
+    return PER_FOUR if name in ("sharegpt.json", "vllm_custom.jsonl") else Reading()
+
+
 def read(name: str, columns: str = "", rate: float | None = None) -> tuple[WorkloadRequest, ...]:
-    reading = Reading(columns=Reading.parse_columns(columns)) if columns else PER_FOUR
+    reading = Reading(columns=Reading.parse_columns(columns)) if columns else reading_of(name)
     return read_trace(SAMPLES / name, 0, rate, reading).requests
 
 
@@ -153,7 +158,7 @@ def test_a_bad_record_is_named_by_file_and_line(
     path = tmp_path / name
     path.write_text(broken(name, old, new))
     with pytest.raises(ConfigError) as refusal:
-        read_trace(path, 0, None if "openai" in name or "result" in name else 1.0, PER_FOUR)
+        read_trace(path, 0, None if "openai" in name or "result" in name else 1.0, reading_of(name))
     assert f"{path}{where}" in str(refusal.value)
     assert what in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -203,6 +208,51 @@ def test_texts_without_a_tokenizer_are_refused_with_both_ways_to_count_them() ->
     for name in ("sharegpt.json", "vllm_custom.jsonl"):
         with pytest.raises(ConfigError, match=r"--tokenizer MODEL.*--tokenizer 4"):
             read_trace(SAMPLES / name, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reading", "words"),
+    [
+        ("vllm_result.json", PER_FOUR, "states lengths: --tokenizer is for texts"),
+        ("openai_answers.jsonl", PER_FOUR, "states lengths: --tokenizer is for texts"),
+        ("vllm_custom.jsonl", Reading(tokenizer="4", think=2.0), "which --think is for"),
+        ("table.csv", Reading(columns=(("prompt", "x"),), think=2.0), "--think is for chats"),
+        ("mooncake.jsonl", Reading(think=2.0), "states lengths: --tokenizer and --think"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(
+    name: str, reading: Reading, words: str, tmp_path: Path
+) -> None:
+    path = SAMPLES / name
+    if not path.exists():
+        path = tmp_path / name
+        path.write_text(
+            '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n'
+        )
+    with pytest.raises(ConfigError, match=words):
+        read_trace(path, 0, 2.0, reading)
+
+
+def test_equal_records_are_told_apart_by_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    chat = '{"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I"}]}'
+    path.write_text(f'[{chat},\n{chat},\n{{"conversations": 5}}]')
+    with pytest.raises(ConfigError, match=r"s\.json:3: record 3"):
+        read_trace(path, 0, 2.0, PER_FOUR)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [("1,5,5,", "at: expected milliseconds"), ("-3,5,5,1", "limit: expected seconds, at least 0")],
+)
+def test_an_arrival_that_is_missing_and_a_negative_timeout_are_refused(
+    row: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"limit,in,out,at\n{row}\n")
+    columns = Reading.parse_columns("arrival_ms=at,prompt=in,output=out,timeout=limit")
+    with pytest.raises(ConfigError, match=words):
+        read_trace(path, 0, None, Reading(columns=columns))
 
 
 def test_a_file_of_two_results_is_one_result_too_many(tmp_path: Path) -> None:
