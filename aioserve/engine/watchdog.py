@@ -233,14 +233,14 @@ class LoopMonitor:
     def _beat(self) -> None:
         now = time.monotonic()
         delay = max(now - self._due, 0.0)
+        self._timer = None
+        if self._is_busy():
+            self._set()  # first: the beat after one whose delay could not be told still comes
         self.worst.observe(delay)
         self._on_delay(delay)
         if now - self._since >= STATE_SECONDS:
             self._on_state(now - self._since)
             self._since = now
-        self._timer = None
-        if self._is_busy():
-            self._set()
 
 
 class StateLog:

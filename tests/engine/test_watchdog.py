@@ -22,7 +22,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ServerConfig
 from aioserve.engine import watchdog
 from aioserve.engine.operations import HealthCheck
-from aioserve.engine.watchdog import is_debugged
+from aioserve.engine.watchdog import LoopMonitor, is_debugged
 from aioserve.errors import EngineDeadError
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
@@ -233,3 +233,22 @@ async def test_an_engine_that_has_ended_is_not_watched() -> None:
         [thread] = [thread for thread in new if thread.name == "aioserve-watchdog"]
     await asyncio.to_thread(thread.join, PATIENCE)
     assert not thread.is_alive()
+
+
+async def test_a_delay_that_cannot_be_told_does_not_end_the_monitor() -> None:
+    told: asyncio.Queue[float] = asyncio.Queue()
+
+    def tell(delay: float) -> None:
+        told.put_nowait(delay)
+        raise OSError("this delay cannot be told")
+
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    monitor = LoopMonitor(lambda: True, tell)
+    monitor.start()
+    try:
+        for _ in range(2):
+            await asyncio.wait_for(told.get(), PATIENCE)
+    finally:
+        monitor.stop()
+    assert [str(error["exception"]) for error in errors] == ["this delay cannot be told"] * 2

@@ -94,10 +94,10 @@ async def meet(
         faults = Faults()
         async with Rig(config_of(depth, policy=policy), faults, expected, lines) as rig:
             while coming and not rig.is_worn:
-                rig.begin_again()
                 fault = coming.pop(0)
-                faults.arm(fault)
-                for _ in range(3):  # where a crowd passes depends on how long its steps take, too
+                for _ in range(10):  # a timer's points are passed every 100 ms of busy time
+                    rig.begin_again()
+                    faults.arm(fault)  # `settle` disarms it
                     crowd(rig)
                     await rig.settle()
                     if faults.came or fault.after:
