@@ -12,7 +12,8 @@ others used of it meanwhile. Results are kept after each server, in `build/bench
 interrupted run of the same revision goes on where it was, and `--fresh` begins anew.
 
 Servers that run already are given as NAME=URL. They take turns within each round; values are
-medians of the rounds, ratios are to the first server. The last line is JSON.
+medians of the rounds, a ratio is the median of those to the first server of the same round. The last
+line is JSON.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from harness import (
     Table,
     Watch,
     cpu_name,
+    ratio,
     resident_mib,
     revision,
     serving,
@@ -156,7 +158,7 @@ def _medians(documents: list[Document], first: list[Document]) -> dict[str, Any]
             label: statistics.median(value(document) for document in documents)
             for label, value in COLUMNS.items()
         },
-        "ratio": statistics.median(rates) / (statistics.median(map(RATE, first)) or math.nan),
+        "ratio": ratio(rates, list(map(RATE, first))),
         "spread": max(rates) / min(rates) if min(rates) else math.nan,
         "notes": sorted({note for document in documents for note in document["notes"]}),
         "errors": [error for document in documents for error in document["errors"]],
