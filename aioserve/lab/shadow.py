@@ -362,6 +362,23 @@ class ShadowTurns(ShadowFeed):
         self.on_turn_end(self._clock())
 
 
+def load_shadow_policy(settings: SchedulerConfig, max_model_len: int) -> type[BaseScheduler]:
+    """Return the class of the shadow policy of `settings`; `max_model_len` is in tokens. Raises
+    `ConfigError` if the policy, its options or limits cannot work in a shadow.
+    """
+    policy = load_policy(settings.policy)
+    if not issubclass(policy, BaseScheduler):
+        raise ConfigError(f"shadow policy {settings.policy!r} must derive from BaseScheduler")
+    if policy.sets_frequency:
+        raise ConfigError(
+            f"shadow policy {settings.policy!r} sets the card's clock, but the steps of a shadow "
+            "take as long as live ones: compare the policy (python -m aioserve compare)"
+        )
+    policy.parse_options(settings.options)
+    policy.check_limits(settings, max_model_len)
+    return policy
+
+
 class ShadowBuilder:
     """A builder of the shadow that settings ask for, which follows the live step loop."""
 
@@ -400,12 +417,7 @@ class ShadowBuilder:
         settings = shadow_settings(config)
         if settings is None:
             return None
-        policy = load_policy(settings.policy)
-        if not issubclass(policy, BaseScheduler):
-            raise ConfigError(f"shadow policy {settings.policy!r} must derive from BaseScheduler")
-        policy.parse_options(settings.options)
-        policy.check_limits(settings, self._model_info.max_model_len)
-        return policy
+        return load_shadow_policy(settings, self._model_info.max_model_len)
 
     def _make(self, config: EngineConfig, info: RunnerInfo, max_model_len: int) -> Shadow | None:
         policy, settings = self._load(config), shadow_settings(config)

@@ -32,7 +32,6 @@ from aioserve.engine.step_loop import PolicyFailures, StepInFlight, StepLoop, St
 from aioserve.errors import (
     AioserveError,
     CallInterrupted,
-    ConfigError,
     InvariantError,
     PolicyError,
     RequestRejectedError,
@@ -47,7 +46,6 @@ from aioserve.scheduler import (
     BaseScheduler,
     SchedulerInterface,
     SchedulerOutput,
-    load_policy,
 )
 from aioserve.scheduler.blame import blamed, place
 from aioserve.scheduler.delegate import innermost
@@ -56,7 +54,7 @@ from aioserve.testing.violation import begin_call, end_call
 from aioserve.vllm.caches import BlockEvents, DraftHeadPrefixes, EncoderItems
 from aioserve.vllm.plans import RunnerPlans
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Arrivals, Tracked, to_ours
-from aioserve.vllm.settings import read_settings
+from aioserve.vllm.settings import load_served, read_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -230,12 +228,7 @@ class Scheduler(TheirInterface):
         written.
         """
         config = self.settings.scheduler
-        policy = load_policy(config.policy)
-        if not issubclass(policy, BaseScheduler):
-            raise ConfigError(
-                f"policy {config.policy!r} derives from SchedulerInterface alone: inside vLLM, "
-                "policies derive from BaseScheduler"
-            )
+        policy = load_served(config.policy)
         make: Callable[..., SchedulerInterface] = policy
         if config.decision_log is not None:
             from aioserve.lab.decision_log.recorder import LogWriter, RecordingScheduler
@@ -704,6 +697,7 @@ class Scheduler(TheirInterface):
         config = msgspec.structs.replace(
             self.settings.scheduler, policy=policy, options=dict(options or {})
         )
+        load_served(policy)
         self._loop.switch(config)
         self.settings = msgspec.structs.replace(self.settings, scheduler=config)
 

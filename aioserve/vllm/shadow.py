@@ -25,10 +25,10 @@ from aioserve.engine.metrics import Histogram
 from aioserve.engine.step_loop import StepObserver
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager
-from aioserve.lab.shadow import Shadow, ShadowFeed, ShadowMetrics
+from aioserve.lab.shadow import Shadow, ShadowFeed, ShadowMetrics, load_shadow_policy
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request
-from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.scheduler.blame import blamed
 
 logger = logging.getLogger(__name__)
@@ -63,14 +63,10 @@ class ShadowBeside(StepObserver):
         """`live` has the limits, which the shadow shares. Raises `ConfigError` for a policy that
         cannot work, or a file that cannot be written.
         """
-        policy = load_policy(settings.policy)
-        if not issubclass(policy, BaseScheduler):
-            raise ConfigError(f"shadow policy {settings.policy!r} must derive from BaseScheduler")
         own = msgspec.structs.replace(
             live, policy=settings.policy, options=settings.options, decision_log=None
         )
-        policy.parse_options(own.options)
-        policy.check_limits(own, max_model_len)
+        policy = load_shadow_policy(own, max_model_len)
 
         def make_scheduler(shadow_clock: Callable[[], float]) -> BaseScheduler:
             with blamed(policy, "__init__()"):

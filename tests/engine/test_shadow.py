@@ -142,9 +142,15 @@ def test_a_shadow_policy_that_fails_is_switched_off_and_nobody_notices() -> None
     assert "aioserve_shadow_failed 1.0" in engine.metrics.render().decode()
 
 
+class SetsTheClock(FCFSScheduler):
+    sets_frequency = True
+
+
 def test_a_shadow_policy_that_cannot_work_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="unknown policy 'fcsf'"):
         run("fcfs", "fcsf")
+    with pytest.raises(ConfigError, match=r"shadow policy '.*' sets the card's clock"):
+        run("fcfs", f"{__name__}:SetsTheClock")
 
 
 def test_the_shadow_plans_images_and_keeps_none() -> None:

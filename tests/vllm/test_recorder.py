@@ -31,6 +31,8 @@ from aioserve.vllm import Recorder, Scheduler
 from aioserve.vllm.foreign import VLLMScheduler
 from tests.processes import PATIENCE
 
+PACED_CLOCK = Path(__file__).parents[2] / "examples/recipes/paced_clock.py"
+
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
@@ -301,6 +303,7 @@ def test_a_shadow_follows_the_traffic_and_changes_no_plan(kind: Any, tmp_path: P
         ({"policy": "fair", "file": "x", "options": {"no_such": 1}}, "no_such"),
         ({"policy": "fair", "file": "x", "max_share": 0}, "max_share must be above 0"),
         ({"policy": "fair", "file": "/nowhere/at/all"}, "the shadow's metrics go to /nowhere"),
+        ({"policy": str(PACED_CLOCK), "file": "x"}, "sets the card's clock, but the steps of a"),
     ],
 )
 @pytest.mark.parametrize("kind", [Scheduler, Recorder])

@@ -513,6 +513,18 @@ class Turns(Sees):
         return step.output()
 
 
+class SetsTheClock(Sees):
+    """Asks for a card whose clock it can set."""
+
+    sets_frequency = True
+
+
+class WantsEntropies(Sees):
+    """Asks for a value of each row of logits."""
+
+    wants_row_values = ("entropy",)
+
+
 HERE = f"{Path(__file__)}"
 
 
@@ -670,6 +682,28 @@ def test_what_is_not_translated_is_refused_by_name(
     object.__setattr__(getattr(config, owner[0]) if owner else config, field, value)
     with pytest.raises(ConfigError, match=name):
         read_settings(config, engine.llm.kv_cache_config, BLOCK_SIZE)
+
+
+@of("plain")
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("SetsTheClock", r"policy SetsTheClock sets the card's clock .* no effect inside vLLM"),
+        ("WantsEntropies", r"policy WantsEntropies wants row values \(entropy\), which vLLM's"),
+    ],
+)
+def test_a_policy_that_asks_for_what_vllm_does_not_give_is_refused(
+    engine: Engine, policy: str, words: str
+) -> None:
+    """At the start, and when it is to take over; the one that plans then goes on."""
+    with pytest.raises(ConfigError, match=words):
+        exchange(engine.llm, policy=f"{HERE}:{policy}")
+    scheduler = exchange(engine.llm, policy="fair", check=True)
+    with pytest.raises(ConfigError, match=words):
+        scheduler.switch(f"{HERE}:{policy}")
+    assert type(scheduler.policy).__name__ == "FairScheduler"
+    assert drive(engine.llm, {"a": greedy(3)})["a"].reason == "length"
+    check_over(scheduler)
 
 
 @of("plain")
