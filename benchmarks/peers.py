@@ -12,8 +12,8 @@ others used of it meanwhile. Results are kept after each server, in `build/bench
 interrupted run of the same revision goes on where it was, and `--fresh` begins anew.
 
 Servers that run already are given as NAME=URL. They take turns within each round; values are
-medians of the rounds, a ratio is the median of those to the first server of the same round. The last
-line is JSON.
+medians of the rounds, a ratio is the median of those to the first server of the same round. The
+last line is JSON.
 """
 
 import asyncio
