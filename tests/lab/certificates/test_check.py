@@ -15,6 +15,8 @@ def check(folder: Path, *words: str, mine: str = GOOD) -> tuple[int, str]:
     """In `folder`, beside a project whose pytest would do something else."""
     (folder / "mine.py").write_text(mine)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --no-such-flag\n")
+    (folder / "tests").mkdir()
+    (folder / "tests/conftest.py").write_text("def pytest_of_a_plugin_that_is_off(): ...\n")
     done = processes.run(sys.executable, "-m", "aioserve", "check", *words, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
